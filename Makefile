@@ -1,0 +1,58 @@
+# `make demo` and `make test` each set up what they need, in either order, on a fresh machine with Python 3.11 to 3.13.
+# The environment lies in .venv; it is made again only when pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+TYPES  := build/types
+OURS   := vescale_ray controller workers checkpoint deploy benchmarks tests
+export RAY_AUTH_MODE ?= disabled
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.PHONY: help install demo test test-slow gpu-check lint types clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       train a Llama on 3 workers, kill one, grow back (2-4 minutes)"
+	@echo "make test       lint, types and all tests but the slow ones"
+	@echo "make test-slow  the slow ones: chaos, scale, whole demo"
+	@echo "make gpu-check  everything that needs a GPU; skipped without one"
+	@echo "make lint       ruff and mypy only"
+	@echo "make clean      remove build outputs and caches (not .venv, not runs/)"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+		{ echo "$$($(PYTHON) --version) found; Python 3.11 to 3.13 is needed: make PYTHON=python3.11 ..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,plots]"
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/vescale-ray demo $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow --timeout 900
+
+gpu-check: $(STAMP)
+	$(BIN)/python benchmarks/gpu_check.py
+
+lint: $(STAMP) types
+	$(BIN)/ruff check $(wildcard $(OURS))
+	cd $(TYPES) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p vescale_ray -p tests
+
+# mypy has to see controller/ as vescale_ray.controller, which is where it is imported from: a tree of links, made anew each time.
+types:
+	@rm -rf $(TYPES) && mkdir -p $(TYPES)/vescale_ray
+	@ln -s $(CURDIR)/vescale_ray/* $(TYPES)/vescale_ray/
+	@for part in controller workers checkpoint deploy; do ln -s $(CURDIR)/$$part $(TYPES)/vescale_ray/$$part; done
+	@ln -s $(CURDIR)/tests $(TYPES)/tests
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(wildcard $(OURS)) -name __pycache__ -type d -prune -exec rm -rf {} +

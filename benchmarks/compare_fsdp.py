@@ -1,0 +1,281 @@
+"""Our fully_shard against torch's, side by side on gloo: step time, CPU seconds, peak memory.
+
+    python benchmarks/compare_fsdp.py [--quick] [--world 2] [--models dense256,comm,moe] [--json OUT]
+
+Protocol (``docs/benchmarks.md``): an equality gate first (the losses of the first steps agree); all systems live in the same
+processes, and each round runs every system once in rotated order; ratios to FSDP2 are formed inside a round, figures are
+their medians; FSDP2 runs twice (``fsdp2_again``): what that row deviates from 1 is noise. CPU seconds are summed over the ranks and
+include gloo's threads. ``fsdp2_a2a`` is FSDP2 with the all-to-all reduce-scatter that ours uses, for a like-for-like comparison.
+Memory: one system per set of processes, peak resident size over the size before the model is built. Exit code 0 whatever the figures;
+1 if the equality gate fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+MODELS = {
+    # name: (layers, width, ffn, vocabulary, experts, batch, sequence)
+    "dense256": (8, 256, 684, 1000, 0, 1, 256),
+    "comm": (2, 1024, 2736, 1000, 0, 1, 16),
+    "moe": (3, 360, 331, 1999, 7, 1, 192),
+}
+TIME_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}  # keep freed memory, as a caching allocator
+MEMORY_MALLOC = {"MALLOC_MMAP_MAX_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}  # give freed memory back, so that RSS says something
+SYSTEMS = ("fsdp2", "fsdp2_again", "fsdp2_a2a", "ours")
+
+
+def build(name: str) -> Any:
+    """A small Llama, its SwiGLU replaced by fused soft-routed experts where the model has experts."""
+    import torch
+    from torch import nn
+
+    from vescale_ray.models.llama import Llama, LlamaConfig
+
+    layers, width, ffn, vocab, experts, _, sequence = MODELS[name]
+    torch.manual_seed(0)
+    heads = 8 if width % 16 == 0 else 6
+    model = Llama(LlamaConfig(dim=width, layers=layers, heads=heads, kv_heads=2, ffn=ffn, vocab=vocab, max_seq=sequence))
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(width, experts)
+            self.up = nn.Parameter(torch.randn(experts, width, 2 * ffn) * 0.02)
+            self.down = nn.Parameter(torch.randn(experts, ffn, width) * 0.02)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            flat = x.reshape(-1, width)
+            choice = self.router(flat).argmax(-1)
+            out = torch.zeros_like(flat)
+            for e in range(experts):
+                rows = (choice == e).nonzero().squeeze(-1)
+                gate, up = (flat[rows] @ self.up[e]).chunk(2, -1)
+                out = out.index_add(0, rows, (nn.functional.silu(gate) * up) @ self.down[e])
+            return out.view_as(x) + 0.0 * self.router(x).sum()
+
+    if experts:
+        for layer in model.layers:
+            children = dict(layer.named_children())
+            wide = [name for name, child in children.items() if any(getattr(m, "out_features", None) == ffn for m in child.modules())]
+            setattr(layer, wide[0], Experts())
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.02 if p.dim() > 1 else torch.ones(p.shape))
+    return model
+
+
+def shard(name: str, system: str) -> Any:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+    from vescale_ray.fsdp import fully_shard
+
+    class Exchange(ReduceScatter):
+        """The reduce-scatter that ours uses on gloo, for FSDP2."""
+
+        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
+            received = torch.empty_like(input_tensor)
+            dist.all_to_all_single(received, input_tensor, group=group)
+            torch.sum(received.view(group.size(), -1), 0, out=output_tensor)
+            if op == dist.ReduceOp.AVG:
+                output_tensor.div_(group.size())
+
+    how = fully_shard if system == "ours" else torch_fully_shard
+    model = build(name)
+    for layer in model.layers:
+        how(layer)
+    how(model)
+    if system == "fsdp2_a2a":
+        for module in (*model.layers, model):
+            module.set_custom_reduce_scatter(Exchange())
+    return model
+
+
+def stepper(name: str, model: Any, rank: int) -> Callable[[int], float]:
+    import torch
+    import torch.nn.functional as F
+
+    _, _, _, vocab, _, batch, sequence = MODELS[name]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(index: int) -> float:
+        generator = torch.Generator().manual_seed(1000 * index + rank)
+        tokens = torch.randint(vocab, (batch, sequence + 1), generator=generator)
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def time_rank(rank: int, world: int, store: str, name: str, rounds: int, steps: int, out: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    run = {system: stepper(name, shard(name, system), rank) for system in SYSTEMS}
+    gate = {system: [run[system](i) for i in range(4)] for system in SYSTEMS}
+    worst = max(abs(a - b) / abs(b) for losses in gate.values() for a, b in zip(losses, gate["fsdp2"], strict=True))
+    rows: list[dict[str, tuple[float, float]]] = []
+    if worst <= 1e-5:
+        for index in range(rounds):
+            row = {}
+            for k in range(len(SYSTEMS)):
+                system = SYSTEMS[(k + index) % len(SYSTEMS)]
+                dist.barrier()
+                wall, cpu = time.perf_counter(), _cpu_seconds()
+                for s in range(steps):
+                    run[system](10 + index * steps + s)
+                dist.barrier()
+                row[system] = (time.perf_counter() - wall) / steps, (_cpu_seconds() - cpu) / steps
+            rows.append(row)
+    out.put((rank, {"gate": worst, "rows": rows}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def memory_rank(rank: int, world: int, store: str, name: str, system: str, out: Any) -> None:
+    import gc
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    warm = torch.nn.Linear(8, 8)  # what a first backward and optimizer step load is not the system's
+    warm(torch.zeros(1, 8)).sum().backward()
+    torch.optim.AdamW(warm.parameters()).step()
+    model = shard(name, system)
+    base_model_bytes = sum(p.numel() for p in model.parameters()) * 4
+    del warm
+    gc.collect()
+    base = _status("VmRSS") - sum(p.to_local().numel() * 4 for p in model.parameters()) // 1024
+    step = stepper(name, model, rank)
+    for i in range(2):
+        step(i)
+    Path("/proc/self/clear_refs").write_text("5")
+    for i in range(3):
+        step(2 + i)
+    out.put((rank, {"peak_kib": _status("VmHWM") - base, "model_bytes": base_model_bytes}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_ranks(target: Callable[..., None], world: int, malloc: dict[str, str], *args: Any, timeout: float = 1200.0) -> list[Any]:
+    """Call ``target(rank, world, store, *args, queue)`` in ``world`` fresh processes with these malloc settings; results by rank."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    queue: Any = context.Queue()
+    before = {key: os.environ.get(key) for key in malloc}
+    os.environ.update(malloc, OMP_NUM_THREADS="1")
+    ranks = []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = [context.Process(target=target, args=(r, world, f"{folder}/store", *args, queue), daemon=True) for r in range(world)]
+            for process in ranks:
+                process.start()
+            results = dict(queue.get(timeout=timeout) for _ in ranks)
+            for process in ranks:
+                process.join(timeout=60)
+            return [results[r] for r in range(world)]
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+        for key, value in before.items():
+            os.environ.pop(key, None) if value is None else os.environ.__setitem__(key, value)
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _status(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":"))
+    return int(line.split()[1])
+
+
+def figure(values: list[float], unit: str, goal: str | None = None, peer: str = "fsdp2") -> dict[str, Any]:
+    """Median and the half-width between the quartiles."""
+    quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    spread = (quartiles[2] - quartiles[0]) / 2
+    return {"value": statistics.median(values), "spread": spread, "unit": unit, "goal": goal, "peer": peer}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="6 rounds, no memory runs")
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args()
+    rounds = options.rounds or (6 if options.quick else 30)
+    figures: dict[str, Any] = {}
+    for name in options.models.split(","):
+        results = run_ranks(time_rank, options.world, TIME_MALLOC, name, rounds, 2)
+        gate = max(r["gate"] for r in results)
+        print(f"\n{name}, {options.world} ranks: losses of all systems agree to {gate:.1e}" + ("" if gate <= 1e-5 else "  FAILED"))
+        if gate > 1e-5:
+            return 1
+        print(f"{'system':<14}{'wall ms':>9}{'ratio':>8}{'+-':>7}{'CPU ms':>9}{'ratio':>8}{'+-':>7}")
+        rows = results[0]["rows"]
+        for system in SYSTEMS:
+            wall = [row[system][0] for row in rows]
+            cpu = [sum(r["rows"][i][system][1] for r in results) for i in range(len(rows))]
+            base = [sum(r["rows"][i]["fsdp2"][1] for r in results) for i in range(len(rows))]
+            ratio = figure([row[system][0] / row["fsdp2"][0] for row in rows], "ratio", "<= 0.83" if system == "ours" else None)
+            cpu_ratio = figure([a / b for a, b in zip(cpu, base, strict=True)], "ratio", "<= 0.83" if system == "ours" else None)
+            figures[f"{name}.{system}.wall_ratio"], figures[f"{name}.{system}.cpu_ratio"] = ratio, cpu_ratio
+            figures[f"{name}.{system}.wall_ms"] = figure([w * 1e3 for w in wall], "ms")
+            print(
+                f"{system:<14}{statistics.median(wall) * 1e3:>9.1f}{ratio['value']:>8.3f}{ratio['spread']:>7.3f}"
+                f"{statistics.median(cpu) * 1e3:>9.1f}{cpu_ratio['value']:>8.3f}{cpu_ratio['spread']:>7.3f}"
+            )
+        if options.quick:
+            continue
+        peaks = {}
+        for system in ("fsdp2", "ours"):
+            ranks = run_ranks(memory_rank, options.world, MEMORY_MALLOC, name, system)
+            peaks[system] = max(r["peak_kib"] for r in ranks) / 1024
+            print(f"{system:<14}peak resident {peaks[system]:.0f} MiB over the base")
+            figures[f"{name}.{system}.peak_mib"] = figure([peaks[system]], "MiB")
+        figures[f"{name}.ours.peak_ratio"] = figure([peaks["ours"] / peaks["fsdp2"]], "ratio", "<= 0.90")
+        print(f"{'':<14}ratio {peaks['ours'] / peaks['fsdp2']:.3f}")
+    if options.json:
+        import torch
+
+        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"machine": machine, "versions": versions, "figures": figures}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

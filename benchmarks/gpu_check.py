@@ -1,0 +1,244 @@
+"""Does the engine do on a GPU what it does on the CPU? One GPU, one NCCL rank, no Ray; a table, well under 8 minutes.
+
+    python benchmarks/gpu_check.py            exit 0: all checks hold, or there is no GPU; 1: a check failed
+    python benchmarks/gpu_check.py --device cpu     the same checks on gloo (the memory checks need a GPU)
+
+With one rank the engine needs no collectives: parameters are views of the shard. ``collectives`` rows switch that shortcut off, so
+that the pool, the streams and NCCL itself are exercised. The last row runs two ranks on the one GPU over gloo, where torch allows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+LAYERS, VOCAB, BATCH, SEQ = 6, 1000, 4, 128
+WIDTH = {"cuda": 512, "cpu": 64}
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Skip(Exception):
+    """A check that does not apply here."""
+
+
+def build(device: torch.device, width: int | None = None, layers: int = LAYERS) -> nn.Module:
+    from vescale_ray.models.llama import Llama, LlamaConfig
+
+    width = width or WIDTH[device.type]
+    model = Llama(LlamaConfig(dim=width, layers=layers, heads=8, kv_heads=4, ffn=width * 11 // 4, vocab=VOCAB, max_seq=SEQ))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.02 if p.dim() > 1 else torch.ones(p.shape))
+    return model.to(device)
+
+
+def shard(model: Any, how: Callable[..., Any], **options: Any) -> Any:
+    for layer in model.layers:
+        how(layer, **options)
+    return how(model, **options)
+
+
+def with_collectives(model: Any) -> Any:
+    """Switch off the shortcut for one rank."""
+    for unit in {id(m._get_fsdp_state()): m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")}.values():
+        for group in unit.groups:
+            group.in_place = False
+            group._tell_gradients()
+    return model
+
+
+def train(model: Any, device: torch.device, steps: int = 10, clip: Callable[..., Any] | None = None) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(steps):
+        tokens = torch.randint(VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(step % 2)).to(device)
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        if clip is not None:
+            clip(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def apart(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def check_parity(device: torch.device, collectives: bool, policy: MixedPrecisionPolicy | None, offload: bool = False) -> str:
+    from vescale_ray.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+    from vescale_ray.optim import clip_grad_norm_
+
+    options = {"mp_policy": policy} if policy else {}
+    if offload and device.type == "cpu":
+        raise Skip("host memory is the device here")
+    ours = shard(build(device), fully_shard, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(), **options)
+    if collectives:
+        with_collectives(ours)
+    got = train(ours, device, clip=None if offload else clip_grad_norm_)
+    if policy is None:
+        expected, bound, peer = train(build(device), device, clip=None if offload else nn.utils.clip_grad_norm_), 1e-5, "one process"
+    else:
+        theirs = shard(build(device), torch_fully_shard, **options)
+        expected, bound, peer = train(theirs, device, clip=nn.utils.clip_grad_norm_), 2**-8, "torch fully_shard"
+    difference = apart(got, expected)
+    assert difference <= bound, f"losses differ from {peer} by {difference:.1e}, more than {bound:.0e}"
+    assert got[-1] < got[0], f"the loss does not fall: {got}"
+    return f"losses equal {peer} to {difference:.1e}"
+
+
+def check_memory(device: torch.device) -> str:
+    """Peak over a step, ours with collectives against torch's with the same policy."""
+    from vescale_ray.fsdp import fully_shard
+
+    if device.type == "cpu":
+        raise Skip("needs a GPU")
+    peaks = {}
+    for name, how in (("torch", torch_fully_shard), ("ours", fully_shard)):
+        gc.collect()
+        torch.cuda.empty_cache()
+        base = torch.cuda.memory_allocated()
+        model = shard(build(device, width=1024, layers=8), how, mp_policy=BF16)
+        if name == "ours":
+            with_collectives(model)
+        train(model, device, steps=3)
+        torch.cuda.reset_peak_memory_stats()
+        train(model, device, steps=3)
+        peaks[name] = torch.cuda.max_memory_allocated() - base, torch.cuda.max_memory_reserved()
+        del model
+    ratio = peaks["ours"][0] / peaks["torch"][0]
+    shown = ", ".join(f"{name} {a / 2**20:.0f} MiB allocated, {r / 2**20:.0f} reserved" for name, (a, r) in peaks.items())
+    assert ratio <= 1.0, f"our peak is {ratio:.2f} of torch's ({shown})"
+    return f"ratio {ratio:.2f} ({shown})"
+
+
+def check_release(device: torch.device) -> str:
+    """Steps allocate nothing for good, and deleting the model frees everything without the garbage collector."""
+    from vescale_ray.fsdp import fully_shard
+
+    if device.type == "cpu":
+        raise Skip("needs a GPU")
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        model = with_collectives(shard(build(device), fully_shard, mp_policy=BF16))
+        train(model, device, steps=3)
+        held = torch.cuda.memory_allocated()
+        train(model, device, steps=5)
+        grown = torch.cuda.memory_allocated() - held
+        del model
+        left = torch.cuda.memory_allocated() - before
+    finally:
+        gc.enable()
+    assert grown <= 0, f"5 more steps hold {grown} bytes more"
+    assert left <= 1 << 20, f"{left} bytes are left after the model was deleted"
+    return "no growth over steps; everything freed"
+
+
+def _two_ranks(rank: int, store: str, results: Any) -> None:
+    from vescale_ray.fsdp import fully_shard
+
+    try:
+        torch.cuda.set_device(0)
+        dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+        device = torch.device("cuda", 0)
+        losses = train(shard(build(device), fully_shard), device, steps=6)
+        results.put(("ok", rank, losses))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException as error:
+        results.put(("error", rank, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
+
+
+def check_two_ranks(device: torch.device) -> str:
+    if device.type == "cpu":
+        raise Skip("needs a GPU")
+    import torch.multiprocessing as multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=_two_ranks, args=(r, f"{folder}/store", results), daemon=True) for r in range(2)]
+        for process in ranks:
+            process.start()
+        try:
+            got = [results.get(timeout=120) for _ in ranks]
+        finally:
+            for process in ranks:
+                process.join(timeout=10)
+                if process.is_alive():
+                    process.kill()
+    errors = [text for kind, _, text in got if kind == "error"]
+    if errors:
+        raise Skip(f"gloo on this GPU: {errors[0]}")
+    expected = train(build(device), device, steps=6)
+    difference = max(apart(losses, expected) for _, _, losses in got)
+    assert difference <= 1e-5, f"losses of two ranks differ from one process by {difference:.1e}"
+    return f"losses equal one process to {difference:.1e}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no GPU: skipped")
+        return 0
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_num_threads(max(1, min(4, os.cpu_count() or 1)))
+    checks: dict[str, Callable[[], str]] = {
+        "fp32, one rank": lambda: check_parity(device, False, None),
+        "fp32, collectives": lambda: check_parity(device, True, None),
+        "bf16 compute, fp32 reduce": lambda: check_parity(device, True, BF16),
+        "cpu offload": lambda: check_parity(device, True, None, offload=True),
+        "peak memory": lambda: check_memory(device),
+        "release": lambda: check_release(device),
+        "two ranks, one GPU": lambda: check_two_ranks(device),
+    }
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"torch {torch.__version__}, {name}")
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        for title, check in checks.items():
+            start = time.perf_counter()
+            try:
+                state, text = "ok", check()
+            except Skip as reason:
+                state, text = "skipped", str(reason)
+            except Exception as error:
+                failed += 1
+                state, text = "FAILED", f"{type(error).__name__}: {error}"
+                if not isinstance(error, AssertionError):
+                    traceback.print_exc()
+            print(f"{title:<28}{state:<9}{time.perf_counter() - start:>6.1f} s  {text}", flush=True)
+        dist.destroy_process_group()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

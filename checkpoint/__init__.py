@@ -1,0 +1,71 @@
+"""Checkpoints that are saved on N ranks and loaded on M, verified block by block, committed all or nothing.
+
+Each rank writes its shard as one safetensors object; a manifest, created exclusively and last, is the commit. Tensors are
+described as 1-D intervals, so that a load onto other ranks or another layout is interval arithmetic and reads no byte
+twice. The format is in ``docs/checkpoint-format.md``.
+
+Layers, each in its file: ``store`` (the seam) and ``posix``; ``digest``; ``layout`` (a rank's object) and ``manifest`` (the
+commit object); ``shard``, ``commits``, ``reader``, ``scrub``, ``retention`` (what is done with them); ``tensors``, ``state``,
+``rng`` and ``api`` (a training script's state). May import ``vescale_ray.geometry``, torch, numpy, xxhash; neither Ray nor fsdp.
+"""
+
+from .api import Loaded, SaveHandle, load, save
+from .commits import Commit, commit, latest, ls
+from .errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMismatch,
+    CommitExists,
+    CommitRefused,
+    NoCheckpoint,
+    SaveFailed,
+)
+from .faults import FAULT_ENV, FAULT_POINTS, fault_point
+from .layout import ShardPiece
+from .posix import PosixStore
+from .reader import Checkpoint, ReadPlan, StoredTensor
+from .reader import open_checkpoint as open
+from .retention import GcReport, gc
+from .rng import capture_rng, derive_rng, restore_rng
+from .scrub import Problem, VerifyReport, verify
+from .shard import Vote, new_attempt, write_shard
+from .store import ObjectStore
+
+__all__ = [
+    "FAULT_ENV",
+    "FAULT_POINTS",
+    "Checkpoint",
+    "CheckpointCorrupt",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "Commit",
+    "CommitExists",
+    "CommitRefused",
+    "GcReport",
+    "Loaded",
+    "NoCheckpoint",
+    "ObjectStore",
+    "PosixStore",
+    "Problem",
+    "ReadPlan",
+    "SaveFailed",
+    "SaveHandle",
+    "ShardPiece",
+    "StoredTensor",
+    "VerifyReport",
+    "Vote",
+    "capture_rng",
+    "commit",
+    "derive_rng",
+    "fault_point",
+    "gc",
+    "latest",
+    "load",
+    "ls",
+    "new_attempt",
+    "open",
+    "restore_rng",
+    "save",
+    "verify",
+    "write_shard",
+]

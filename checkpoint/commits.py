@@ -1,0 +1,300 @@
+"""Committing, and finding what was committed.
+
+``commits/`` below the root is the only truth: a checkpoint exists if its commit object does. That object is created last,
+exclusively and atomically, and never changes. Commits are ordered by (epoch, step): what a stale worker of an older epoch
+may still commit can never become the newest.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from vescale_ray.geometry import Extent, FlatSpace, merge_adjacent
+
+from .errors import CheckpointCorrupt, CommitExists, CommitRefused, NoCheckpoint, SaveFailed
+from .faults import fault_point
+from .layout import dtype_of, group_tensors, merge_orders, tensor_kinds
+from .manifest import (
+    Extents,
+    Group,
+    Manifest,
+    ManifestError,
+    TensorEntry,
+    check_meta,
+    commit_name,
+    decode,
+    encode,
+    parse_commit_name,
+    validate,
+)
+from .shard import Vote
+from .store import KeyExists, KeyMissing, ObjectStore, Root, store_of
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One commit object. ``problem`` says why it can't be loaded; the fields after it are then 0 or empty where unknown."""
+
+    name: str
+    path: str
+    epoch: int
+    step: int
+    problem: str | None = None
+    sha256: str = ""
+    attempt: str = ""
+    world: int = 0
+    bytes: int = 0
+    created: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"commits/{self.name}.json"
+
+
+def commit(
+    root: Root,
+    votes: Sequence[Vote],
+    *,
+    step: int,
+    epoch: int,
+    attempt: str,
+    world: int,
+    meta: Mapping[str, Any],
+    aliases: Mapping[str, str] | None = None,
+) -> Commit:
+    """Make the checkpoint exist: check the votes of all ranks against each other and the store, then create the commit.
+
+    Committing the same attempt again returns the commit that is there (a lost answer may be retried).
+
+    Args:
+        votes: one of each rank, in any order.
+        meta: JSON-able global state: config, stream position, optimizer scalars, ...
+        aliases: ``{other name: stored name}`` of tied tensors, which are stored once.
+
+    Raises:
+        CommitRefused: votes missing, of another attempt, not tiling a tensor exactly; objects missing or of another size;
+            or a newer (epoch, step) is committed already. CommitExists: another attempt committed this (epoch, step).
+        SaveFailed: the storage refused. Whatever is raised, earlier commits are untouched.
+    """
+    check_meta(meta)
+    store = store_of(root)
+    manifest = _assemble(votes, step, epoch, attempt, world, meta, aliases or {})
+    raw = encode(manifest)
+    key = f"commits/{manifest.name}.json"
+    try:
+        missing = _missing(store, manifest)
+        if missing:
+            raise CommitRefused(f"attempt {attempt}: {missing}")
+        newest = max((order for order, _ in _listed(store)), default=None)
+        if newest is not None and newest > (epoch, step) and store.size(key) is None:
+            raise CommitRefused(
+                f"epoch {epoch}, step {step} is older than the commit {commit_name(*newest)} in {store.describe()} and would never be "
+                "loaded; a run that went back to an earlier step continues in a higher epoch"
+            )
+        fault_point("commit.validated")
+        try:
+            store.put(key, raw)
+        except KeyExists:
+            present = _read(store, manifest.name)
+            if present.attempt != attempt:
+                raise CommitExists(f"{present.path} was committed by another attempt ({present.attempt or present.problem})") from None
+            return present
+    except OSError as error:
+        raise SaveFailed(f"could not commit {store.describe(key)}: {error.strerror or error}; earlier checkpoints are untouched") from error
+    return _read(store, manifest.name)
+
+
+def ls(root: Root) -> list[Commit]:
+    """Every commit, oldest first, damaged ones with their ``problem``. Reads manifests and sizes, no data."""
+    store = store_of(root)
+    return [_read(store, name) for _, name in sorted(_listed(store))]
+
+
+def latest(root: Root) -> Commit | None:
+    """The newest commit that is whole: sealed, of a known format, every object present in its full size.
+
+    Damaged newer commits are skipped, each with a warning in the log. Data is verified when it is read.
+    """
+    return next(newest_first(root), None)
+
+
+def newest_first(root: Root) -> Iterator[Commit]:
+    """The whole commits, newest first; warns of each damaged one on the way."""
+    store = store_of(root)
+    for _, name in sorted(_listed(store), reverse=True):
+        found = _read(store, name)
+        if found.problem is None:
+            yield found
+        else:
+            _log.warning("checkpoint %s is skipped: %s", found.path, found.problem)
+
+
+def find(root: Root, name: str | Commit | None) -> Commit:
+    """The commit of that name; the newest whole one for ``None``.
+
+    Raises:
+        NoCheckpoint: there is none. CheckpointCorrupt: it is damaged.
+    """
+    store = store_of(root)
+    if name is None:
+        found = latest(store)
+        if found is None:
+            damaged = [c.name for c in ls(store)]
+            detail = f"all its commits are damaged: {', '.join(damaged)}" if damaged else "it has no commits/e*-s*.json"
+            raise NoCheckpoint(f"no checkpoint in {store.describe()}: {detail}")
+        return found
+    text = name.name if isinstance(name, Commit) else name
+    if parse_commit_name(text) is None or store.size(f"commits/{text}.json") is None:
+        names = ", ".join(c for _, c in sorted(_listed(store))[-3:]) or "none"
+        raise NoCheckpoint(f"no checkpoint {text!r} in {store.describe()}; newest there: {names}")
+    found = _read(store, text)
+    if found.problem is not None:
+        raise CheckpointCorrupt(found.key, None, (), found.problem)
+    return found
+
+
+def read_manifest(store: ObjectStore, name: str) -> tuple[Manifest, str]:
+    """Raises ManifestError or KeyMissing."""
+    manifest, digest = decode(store.get(f"commits/{name}.json"))
+    if manifest.name != name:
+        raise ManifestError(f"it is the manifest of {manifest.name} under another name")
+    return manifest, digest
+
+
+def _listed(store: ObjectStore) -> list[tuple[tuple[int, int], str]]:
+    found = []
+    for entry in store.list("commits/"):
+        name = entry.key.removeprefix("commits/").removesuffix(".json")
+        order = parse_commit_name(name)
+        if order is not None and entry.key == f"commits/{name}.json":
+            found.append((order, name))
+    return found
+
+
+def _read(store: ObjectStore, name: str) -> Commit:
+    epoch, step = parse_commit_name(name) or (0, 0)
+    path = store.describe(f"commits/{name}.json")
+    try:
+        manifest, digest = read_manifest(store, name)
+        problem = _missing(store, manifest)
+    except (ManifestError, KeyMissing) as error:
+        return Commit(name, path, epoch, step, f"its manifest is unusable: {error}")
+    except OSError as error:
+        return Commit(name, path, epoch, step, f"it can't be read: {error.strerror or error}")
+    return Commit(name, path, epoch, step, problem, digest, manifest.attempt, manifest.world, manifest.bytes, manifest.created)
+
+
+def _missing(store: ObjectStore, manifest: Manifest) -> str | None:
+    for stored in manifest.stored:
+        size = store.size(stored.key)
+        if size is None:
+            return f"object {stored.key} is missing"
+        if size != stored.bytes:
+            return f"object {stored.key} has {size} bytes instead of {stored.bytes}"
+    return None
+
+
+def _assemble(
+    votes: Sequence[Vote], step: int, epoch: int, attempt: str, world: int, meta: Mapping[str, Any], aliases: Mapping[str, str]
+) -> Manifest:
+    ranks = sorted(v.rank for v in votes)
+    if ranks != list(range(world)):
+        absent = sorted(set(range(world)) - set(ranks))
+        raise CommitRefused(f"{len(votes)} votes for {world} ranks" + (f"; no vote from ranks {absent}" if absent else f": {ranks}"))
+    by_rank = sorted(votes, key=lambda v: v.rank)
+    for vote in by_rank:
+        if (vote.attempt, vote.epoch, vote.step) != (attempt, epoch, step):
+            raise CommitRefused(
+                f"rank {vote.rank} voted for attempt {vote.attempt}, epoch {vote.epoch}, step {vote.step}; "
+                f"this is attempt {attempt}, epoch {epoch}, step {step}"
+            )
+    try:
+        kinds = tensor_kinds((p.name, p.kind, p.dtype, p.shape) for v in by_rank for p in v.pieces)
+    except ValueError as error:
+        raise CommitRefused(f"the ranks contradict each other: {error}") from None
+    order = merge_orders(list(dict.fromkeys(p.name for p in v.pieces)) for v in by_rank)
+    grouped = group_tensors({name: kinds[name] for name in order})
+    shapes = {p.name: p.shape for v in by_rank for p in v.pieces}
+    held: dict[tuple[str, str], list[tuple[int, int, int, int]]] = defaultdict(list)
+    for vote in by_rank:
+        for p in vote.pieces:
+            if p.end > p.start:
+                held[p.name, p.kind].append((p.start, p.end, vote.rank, p.offset))
+    tensors: dict[str, TensorEntry] = {}
+    groups: list[Group] = []
+    for group_id, (group_kinds, names) in enumerate(grouped):
+        space = FlatSpace([(name, math.prod(shapes[name])) for name in names])
+        for name in names:
+            tensors[name] = TensorEntry(name, shapes[name], group_id, space.base(name))
+            for kind, _ in group_kinds:
+                _check_cover(name, kind, held[name, kind], space.numel_of(name))
+        columns = tuple(_extents(space, names, kind, dtype_of(dtype), held, world) for kind, dtype in group_kinds)
+        groups.append(Group(group_id, space.numel, columns))
+    ordered = tuple(tensors[name] for _, names in grouped for name in names)
+    manifest = Manifest(
+        step=step,
+        epoch=epoch,
+        attempt=attempt,
+        world=world,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        writer=f"vescale-ray, torch {torch.__version__}",
+        tensors=ordered,
+        aliases=dict(aliases),
+        groups=tuple(groups),
+        objects=tuple(v.object for v in by_rank),
+        aux=tuple(v.aux for v in by_rank if v.aux is not None),
+        meta=dict(meta),
+    )
+    try:
+        validate(manifest)
+    except ManifestError as error:
+        raise CommitRefused(f"the votes make no valid checkpoint: {error}") from None
+    return manifest
+
+
+def _check_cover(name: str, kind: str, pieces: list[tuple[int, int, int, int]], numel: int) -> None:
+    """Every element exactly once: else a load would leave old values, or pick one of two."""
+    edges = sorted(pieces)
+    what = f"{kind!r} of tensor {name!r}"
+    position = 0
+    for start, end, rank, _ in edges:
+        if start > position:
+            raise CommitRefused(f"{what}: no rank wrote elements [{position}, {start})")
+        if start < position:
+            other = next(r for (_, e, r, _), (s, *_rest) in pairwise(edges) if e > s)
+            raise CommitRefused(f"{what}: elements from {start} on were written twice, by ranks {other} and {rank}")
+        position = end
+    if position < numel:
+        raise CommitRefused(f"{what}: no rank wrote elements [{position}, {numel})")
+
+
+def _extents(
+    space: FlatSpace,
+    names: Sequence[str],
+    kind: str,
+    dtype: torch.dtype,
+    held: Mapping[tuple[str, str], list[tuple[int, int, int, int]]],
+    world: int,
+) -> Extents:
+    """The pieces as intervals of the group's space; neighbours that are neighbours in the object too become one."""
+    size = dtype.itemsize
+    of_rank: list[list[Extent]] = [[] for _ in range(world)]
+    for name in names:
+        base = space.base(name)
+        for start, end, rank, offset in held[name, kind]:
+            of_rank[rank].append(Extent(base + start, base + end, offset // size))
+    rows = sorted((e.start, e.end, rank, e.offset * size) for rank, extents in enumerate(of_rank) for e in merge_adjacent(extents))
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 4)
+    return Extents(kind, dtype, columns[:, 0], columns[:, 1], columns[:, 2], columns[:, 3])

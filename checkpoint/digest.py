@@ -1,0 +1,103 @@
+"""Checksums of blocks, aligned buffers, and the one-ahead pipeline that both writing and reading use.
+
+xxh3 costs 0.06 CPU seconds per GB (SHA-256: 0.7), so that hashing every byte on the way out and on the way in is free
+next to any disk. It finds accidents, not forgery.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import torch
+import xxhash
+
+from .store import ALIGNMENT
+
+BLOCK_BYTES = 1 << 20
+"""The unit of verification. A read of any range checks every block it touches, so it reads less than 2 blocks too many."""
+
+CHUNK_BYTES = 4 << 20
+"""The unit of input and output: two buffers of this size are all the memory that a save or load takes beside the tensors.
+
+Small enough that a chunk is still in the cache when it is hashed, and that touching fresh buffers costs little. Of 1, 2, 4, 8 and
+16 MiB, interleaved in one run (192 MiB, 12 rounds, 2 cores), 4 read fastest by median and 16 slowest; writes did not tell them apart.
+"""
+
+T = TypeVar("T")
+
+
+def block_sums(view: memoryview, block_bytes: int) -> list[int]:
+    """xxh3_64 of each block of ``view``; the last block may be shorter."""
+    return [xxhash.xxh3_64_intdigest(view[start : start + block_bytes]) for start in range(0, len(view), block_bytes)]
+
+
+def root_of(sums: np.ndarray) -> str:
+    """xxh3_128 (32 hexadecimal digits) over the block sums as little-endian 64-bit words: the digest of the whole object."""
+    return xxhash.xxh3_128_hexdigest(sums.astype("<u8").tobytes())
+
+
+def encode_sums(sums: np.ndarray) -> str:
+    return base64.b64encode(sums.astype("<u8").tobytes()).decode("ascii")
+
+
+def decode_sums(text: str) -> np.ndarray:
+    """Raises ValueError if ``text`` is no base64 of whole 64-bit words."""
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"block sums are no base64: {error}") from None
+    if len(raw) % 8:
+        raise ValueError(f"block sums hold {len(raw)} bytes, no multiple of 8")
+    return np.frombuffer(raw, dtype="<u8")
+
+
+def digest_of(data: bytes) -> str:
+    """xxh3_128 of a small object, 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
+    """An uninitialised uint8 CPU tensor of ``size`` bytes whose address is a multiple of 4096 (neither torch nor numpy give that)."""
+    raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+    shift = -raw.data_ptr() % ALIGNMENT
+    return raw[shift : shift + size]
+
+
+def view_of(buffer: torch.Tensor) -> memoryview:
+    """The bytes of a uint8 CPU tensor, shared."""
+    return buffer.numpy().data
+
+
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """A contiguous 1-D tensor of any dtype as uint8, shared: bool, bfloat16, float8 and NaN payloads pass bit for bit."""
+    if flat.dtype == torch.uint8:
+        return flat
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(torch.uint8)
+
+
+def one_ahead(items: Iterator[T]) -> Generator[T]:
+    """The same items, the next one being made in a thread while the caller works on this one.
+
+    With two buffers in rotation that is safe: item k + 2 is begun only when the caller asks for item k + 1.
+    Close the iterator (``contextlib.closing``) where it may be left early.
+    """
+    stop = object()
+
+    def make() -> T | object:
+        return next(items, stop)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-io") as pool:
+        pending: Future[T | object] = pool.submit(make)
+        while True:
+            item = pending.result()
+            if item is stop:
+                return
+            pending = pool.submit(make)
+            yield item  # type: ignore[misc]

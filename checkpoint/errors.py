@@ -1,0 +1,65 @@
+"""What can go wrong with a checkpoint, each with one clear line.
+
+Every error's positional arguments are its fields, so that it survives pickling (a worker's error reaches the driver whole).
+"""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """Base of every error of this package that is not a plain ``ValueError`` (bad argument) or ``OSError`` (storage)."""
+
+
+class NoCheckpoint(CheckpointError):
+    """The folder holds no commit that could be loaded."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """The checkpoint is sound but belongs to another model or optimizer: names, shapes or dtypes differ."""
+
+
+class SaveFailed(CheckpointError):
+    """This save made no commit; earlier commits are untouched."""
+
+
+class CommitRefused(SaveFailed):
+    """The votes do not make a whole checkpoint, or the commit would not become the newest (an older epoch or step)."""
+
+
+class CommitExists(CommitRefused):
+    """Another attempt has already committed this epoch and step."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """Stored bytes are not those that were written.
+
+    Args:
+        object: key of the object below the checkpoint's root.
+        block: number of the damaged checksum block, ``None`` where the object as a whole is meant (missing, truncated).
+        tensors: what the damaged bytes hold, e.g. ``("layers.0.w", "layers.0.w (exp_avg)")``, ``("header",)``.
+        reason: what was found.
+    """
+
+    def __init__(self, object: str, block: int | None, tensors: tuple[str, ...], reason: str) -> None:
+        super().__init__(object, block, tensors, reason)
+        self.object = object
+        self.block = block
+        self.tensors = tensors
+        self.reason = reason
+
+    @property
+    def tensor(self) -> str | None:
+        return describe_tensors(self.tensors)
+
+    def __str__(self) -> str:
+        where = self.object if self.block is None else f"{self.object}, block {self.block}"
+        holding = f" (holds {self.tensor})" if self.tensors else ""
+        return f"checkpoint is damaged: {where}{holding}: {self.reason}"
+
+
+def describe_tensors(tensors: tuple[str, ...], limit: int = 4) -> str | None:
+    """``"a, b, c, d and 3 more"``; ``None`` for none."""
+    if not tensors:
+        return None
+    shown = ", ".join(tensors[:limit])
+    return shown if len(tensors) <= limit else f"{shown} and {len(tensors) - limit} more"

@@ -1,0 +1,252 @@
+"""Where every byte of one rank's object lies: a pure plan, made from shapes before anything is copied.
+
+    offset 0        8              D = data start (multiple of 4096)
+    +--------------+--------------+----------------+-----+------------------+-----+----------------+-----+
+    | header bytes | JSON, spaces | param of g0    | pad | exp_avg of g0    | pad | param of g1    | pad |
+    +--------------+--------------+----------------+-----+------------------+-----+----------------+-----+
+     <---------- safetensors header ---------->  one section per (group, kind), each starting at a multiple of 4096
+
+The object is a valid safetensors file: each section is one 1-D tensor ``<kind>.g<n>``, each gap an explicit uint8 tensor
+``__pad__<n>`` (safetensors rejects holes and trailing bytes). Inside a section the rank's pieces follow each other without
+gaps, in the order given, so that neighbouring tensors form one run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from .digest import as_bytes
+from .store import ALIGNMENT
+
+FORMAT = "rcp/1"
+
+_SAFETENSORS_NAME = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class ShardPiece:
+    """Elements ``[start, end)`` of one kind of one tensor, as a rank holds them.
+
+    Args:
+        name: the tensor's fully qualified name.
+        kind: ``"param"`` for the tensor itself, else the optimizer state's key: ``"exp_avg"``, ...
+        start, end: flat, row-major elements of the whole tensor. ``start == end`` says that the tensor exists, and where it
+            stands in the order, though this rank holds nothing of it.
+        shape: of the whole tensor.
+        dtype: of this kind.
+        data: 1-D, ``end - start`` elements, CPU or GPU. It is read during :func:`write_shard` and not kept.
+    """
+
+    name: str
+    kind: str
+    start: int
+    end: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    data: torch.Tensor = field(repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        what = f"piece {self.kind!r} of tensor {self.name!r}"
+        if not self.name or not self.kind:
+            raise ValueError(f"{what}: name and kind must not be empty")
+        if not 0 <= self.start <= self.end <= math.prod(self.shape):
+            raise ValueError(
+                f"{what}: range [{self.start}, {self.end}) of a tensor of shape {self.shape} ({math.prod(self.shape)} elements)"
+            )
+        if self.data.dim() != 1 or self.data.numel() != self.end - self.start:
+            raise ValueError(f"{what}: data has shape {tuple(self.data.shape)}; give a flat tensor of {self.end - self.start} elements")
+        if self.data.dtype != self.dtype:
+            raise ValueError(f"{what}: data is {self.data.dtype}, announced {self.dtype}")
+        if self.data.is_meta:
+            raise ValueError(f"{what} is on the meta device, it has no data to save; call to_empty() and set it first")
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPiece:
+    """A piece's description and the byte of the object at which it begins."""
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class ObjectPlan:
+    """The bytes of one rank's object: header, then (offset, bytes) sources in order; whatever is in between is zero."""
+
+    header: bytes
+    bytes: int
+    pieces: tuple[PlacedPiece, ...]
+    sources: tuple[tuple[int, torch.Tensor], ...] = field(repr=False)
+    starts: tuple[int, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "starts", tuple(start for start, _ in self.sources))
+
+    def fill(self, buffer: torch.Tensor, offset: int) -> None:
+        """Write the object's bytes ``[offset, offset + len(buffer))`` into the uint8 ``buffer``."""
+        size = buffer.numel()
+        position = offset
+        if offset < len(self.header):
+            part = bytearray(self.header[offset : offset + size])
+            buffer[: len(part)].copy_(torch.frombuffer(part, dtype=torch.uint8))
+            position += len(part)
+        k = max(0, bisect_right(self.starts, position) - 1)
+        while position < offset + size:
+            source_start = self.starts[k] if k < len(self.starts) else self.bytes
+            if position < source_start:
+                until = min(source_start, offset + size)
+                buffer[position - offset : until - offset].zero_()
+                position = until
+                continue
+            flat = self.sources[k][1]
+            until = min(source_start + flat.numel(), offset + size)
+            if until > position:
+                buffer[position - offset : until - offset].copy_(flat[position - source_start : until - source_start])
+                position = until
+            k += 1
+
+
+def plan_object(pieces: Sequence[ShardPiece], metadata: Mapping[str, str]) -> ObjectPlan:
+    """Lay one rank's pieces out as an object.
+
+    Args:
+        pieces: in the order that the tensors have everywhere (the model's order).
+        metadata: strings for the safetensors header.
+
+    Raises:
+        ValueError: one tensor with two shapes, or one kind of it with two dtypes.
+    """
+    kinds = tensor_kinds((p.name, p.kind, dtype_name(p.dtype), p.shape) for p in pieces)
+    groups = group_tensors(kinds)
+    group_of = {name: index for index, (_, names) in enumerate(groups) for name in names}
+    sections: dict[tuple[int, str], list[ShardPiece]] = {
+        (index, kind): [] for index, (kind_dtypes, _) in enumerate(groups) for kind, _ in kind_dtypes
+    }
+    # Optimizers list parameters by their own groups; on disk all kinds follow the tensors' one order, or runs would break up.
+    rank_of = {name: index for index, name in enumerate(kinds)}
+    for piece in sorted(pieces, key=lambda p: (rank_of[p.name], p.start)):
+        sections[group_of[piece.name], piece.kind].append(piece)
+
+    header: dict[str, object] = {"__metadata__": {"format": FORMAT, **metadata}}
+    position = 0  # relative to the data start
+    pads = 0
+    relative: list[tuple[int, ShardPiece]] = []
+    for (index, kind), members in sections.items():
+        size = sum(p.data.numel() * p.dtype.itemsize for p in members)
+        if not size:
+            relative += [(position, p) for p in members]
+            continue
+        native = _SAFETENSORS_NAME.get(members[0].dtype)
+        shape = [size // members[0].dtype.itemsize] if native else [size]
+        header[f"{kind}.g{index}"] = {"dtype": native or "U8", "shape": shape, "data_offsets": [position, position + size]}
+        for piece in members:
+            relative.append((position, piece))
+            position += piece.data.numel() * piece.dtype.itemsize
+        pad = -position % ALIGNMENT
+        if pad:
+            header[f"__pad__{pads}"] = {"dtype": "U8", "shape": [pad], "data_offsets": [position, position + pad]}
+            pads += 1
+            position += pad
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    raw = len(text).to_bytes(8, "little") + text
+    placed = tuple(PlacedPiece(p.name, p.kind, dtype_name(p.dtype), p.shape, p.start, p.end, len(raw) + offset) for offset, p in relative)
+    sources = tuple((len(raw) + offset, as_bytes(p.data.detach().contiguous())) for offset, p in relative if p.data.numel())
+    return ObjectPlan(raw, len(raw) + position, placed, sources)
+
+
+def tensor_kinds(entries: Iterable[tuple[str, str, str, tuple[int, ...]]]) -> dict[str, dict[str, str]]:
+    """``{name: {kind: dtype}}`` in the order met, from (name, kind, dtype, shape) entries.
+
+    Raises:
+        ValueError: contradicting shapes or dtypes.
+    """
+    kinds: dict[str, dict[str, str]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, kind, dtype, shape in entries:
+        if shapes.setdefault(name, shape) != shape:
+            raise ValueError(f"tensor {name!r} is given with shapes {shapes[name]} and {shape}; all its pieces and kinds share one")
+        if kinds.setdefault(name, {}).setdefault(kind, dtype) != dtype:
+            raise ValueError(f"{kind!r} of tensor {name!r} is given as {kinds[name][kind]} and as {dtype}")
+    return kinds
+
+
+def group_tensors(kinds: Mapping[str, Mapping[str, str]]) -> list[tuple[tuple[tuple[str, str], ...], list[str]]]:
+    """Group tensors that have the same kinds with the same dtypes: ``[(((kind, dtype), ..), [name, ..]), ..]``.
+
+    Groups, and the tensors in them, stay in the order given; kinds in the order in which any tensor first names them.
+    """
+    order: dict[str, int] = {}
+    for of_tensor in kinds.values():
+        for kind in of_tensor:
+            order.setdefault(kind, len(order))
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, of_tensor in kinds.items():
+        groups.setdefault(tuple(sorted(of_tensor.items(), key=lambda item: order[item[0]])), []).append(name)
+    return list(groups.items())
+
+
+def merge_orders(orders: Iterable[Iterable[K]]) -> list[K]:
+    """One order of all items in which each rank's neighbours stay close: unseen items go right after their predecessor.
+
+    Ranks that list every tensor agree and nothing changes. Where each lists only what it holds (its part of unit 1, of
+    unit 2, ..), the parts of a unit come out next to each other, as in the model.
+    """
+    following: dict[K | None, K | None] = {None: None}
+    for items in orders:
+        previous: K | None = None
+        for item in items:
+            if item not in following:
+                following[item] = following[previous]
+                following[previous] = item
+            previous = item
+    merged: list[K] = []
+    current = following[None]
+    while current is not None:
+        merged.append(current)
+        current = following[current]
+    return merged
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``"bfloat16"``, as it stands in the manifest."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Raises ValueError for a name that this torch does not know."""
+    dtype = getattr(torch, name, None) if name.isidentifier() else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype {name!r} is not known to torch {torch.__version__}")
+    return dtype

@@ -1,0 +1,56 @@
+"""The random generators of a process as JSON, and what to do when the number of ranks has changed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture_rng() -> dict[str, Any]:
+    """The state of Python's, NumPy's and torch's default generators (CPU, and the current CUDA device if CUDA is in use)."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": [version, _pack(np.array(words, dtype="<u4")), None if gauss is None else float(gauss).hex()],
+        "numpy": [name, _pack(np.asarray(keys, dtype="<u4")), int(position), int(has_gauss), float(cached).hex()],
+        "torch": _pack(torch.get_rng_state().numpy()),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = _pack(torch.cuda.get_rng_state().numpy())
+    return state
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Put the generators back to a captured state."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(int(w) for w in _unpack(words, "<u4")), None if gauss is None else float.fromhex(gauss)))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, _unpack(keys, "<u4").astype(np.uint32), position, has_gauss, float.fromhex(cached)))
+    torch.set_rng_state(torch.from_numpy(_unpack(state["torch"], "u1").copy()))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.from_numpy(_unpack(state["cuda"], "u1").copy()))
+
+
+def derive_rng(*parts: object) -> int:
+    """Seed all generators from ``parts`` (commit, rank), the same for the same parts; returns the seed.
+
+    For a load on another number of ranks, where no old state is the right one and every rank must get its own.
+    """
+    seed = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)
+    return seed
+
+
+def _pack(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode("ascii")
+
+
+def _unpack(text: str, dtype: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype=dtype)

@@ -1,0 +1,147 @@
+"""One rank's part of a save: write its pieces as one object, and vote.
+
+No collectives, no knowledge of the other ranks. The object's key is unique to (attempt, rank), so nothing that a commit
+refers to is ever touched, and a rank that dies here leaves only an orphan for :func:`~vescale_ray.checkpoint.gc`.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .digest import BLOCK_BYTES, CHUNK_BYTES, aligned_buffer, block_sums, digest_of, one_ahead, root_of, view_of
+from .errors import SaveFailed
+from .faults import fault_point
+from .layout import ObjectPlan, PlacedPiece, ShardPiece, plan_object
+from .manifest import AuxEntry, ObjectEntry, check_attempt, check_meta
+from .store import ALIGNMENT, KeyExists, Root, store_of
+
+
+@dataclass(frozen=True, eq=False)
+class Vote:
+    """A rank's word that its object is durable, and where in it each piece lies. Small: goes to whoever commits."""
+
+    attempt: str
+    rank: int
+    step: int
+    epoch: int
+    object: ObjectEntry
+    aux: AuxEntry | None
+    pieces: tuple[PlacedPiece, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "attempt": self.attempt,
+                "rank": self.rank,
+                "step": self.step,
+                "epoch": self.epoch,
+                "object": self.object.to_json(),
+                "aux": self.aux.to_json() if self.aux else None,
+                "pieces": [[p.name, p.kind, p.dtype, list(p.shape), p.start, p.end, p.offset] for p in self.pieces],
+            },
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes | Mapping[str, Any]) -> Vote:
+        raw = text if isinstance(text, Mapping) else json.loads(text)
+        return cls(
+            raw["attempt"],
+            raw["rank"],
+            raw["step"],
+            raw["epoch"],
+            ObjectEntry.from_json(raw["object"]),
+            AuxEntry.from_json(raw["aux"]) if raw["aux"] else None,
+            tuple(PlacedPiece(p[0], p[1], p[2], tuple(p[3]), p[4], p[5], p[6]) for p in raw["pieces"]),
+        )
+
+
+def new_attempt() -> str:
+    """A fresh identifier for one try at saving one step; all ranks of the try share it."""
+    return uuid.uuid4().hex
+
+
+def write_shard(
+    root: Root,
+    attempt: str,
+    rank: int,
+    pieces: Sequence[ShardPiece],
+    *,
+    aux: Mapping[str, Any] | None = None,
+    step: int,
+    epoch: int,
+    block_bytes: int = BLOCK_BYTES,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Vote:
+    """Write this rank's pieces as one object; returns once it is durable.
+
+    Takes two chunks of memory (8 MiB) beside the tensors. The pieces must not change meanwhile.
+
+    Args:
+        root: the checkpoint folder (or a store).
+        attempt: :func:`new_attempt`, the same on all ranks of this save.
+        pieces: in the model's order; also those of zero elements, so that every rank names every tensor.
+        aux: JSON-able state of this rank alone: random generators, ...
+        step, epoch: completed steps, and the incarnation of the run (its generation): together the order of commits.
+        block_bytes: bytes under one checksum, a multiple of 4096.
+
+    Raises:
+        ValueError: contradicting pieces, or values that JSON can't hold; before anything is written.
+        SaveFailed: the storage refused (full, read-only, failing): nothing is committed, earlier commits are untouched.
+    """
+    check_attempt(attempt)
+    for what, value in (("rank", rank), ("step", step), ("epoch", epoch)):
+        if value < 0:
+            raise ValueError(f"{what} is {value}; give a number from 0 on")
+    if block_bytes <= 0 or block_bytes % ALIGNMENT:
+        raise ValueError(f"block_bytes is {block_bytes}; give a multiple of {ALIGNMENT}")
+    check_meta(aux or {}, "aux")
+    store = store_of(root)
+    plan = plan_object(pieces, {"attempt": attempt, "rank": str(rank), "step": str(step), "epoch": str(epoch)})
+    key = f"data/{attempt}/r{rank:05d}.safetensors"
+    fault_point("shard.planned")
+    pinned = any(p.data.is_cuda for p in pieces)
+    sums: list[int] = []
+    aux_entry: AuxEntry | None = None
+    try:
+        chunks = _chunks(plan, sums, block_bytes, max(block_bytes, chunk_bytes // block_bytes * block_bytes), pinned)
+        with closing(chunks):
+            store.put_stream(key, chunks, plan.bytes)
+        if aux is not None:
+            raw = json.dumps(aux, separators=(",", ":"), allow_nan=False).encode()
+            aux_entry = AuxEntry(f"data/{attempt}/r{rank:05d}.aux.json", rank, len(raw), digest_of(raw))
+            store.put(aux_entry.key, raw)
+            fault_point("aux.written")
+    except KeyExists as error:
+        raise SaveFailed(
+            f"{store.describe(key)} exists already: rank {rank} has written attempt {attempt} before; use a new attempt"
+        ) from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise SaveFailed(f"rank {rank} could not write {store.describe(key)}: {reason}; earlier checkpoints are untouched") from error
+    words = np.array(sums, dtype="<u8")
+    return Vote(attempt, rank, step, epoch, ObjectEntry(key, rank, plan.bytes, block_bytes, words, root_of(words)), aux_entry, plan.pieces)
+
+
+def _chunks(plan: ObjectPlan, sums: list[int], block_bytes: int, chunk_bytes: int, pinned: bool) -> Generator[memoryview]:
+    """The object in chunks, each hashed in the buffer that is then written: what the disk gets is what was summed."""
+    offsets = range(0, plan.bytes, chunk_bytes)
+    buffers = [aligned_buffer(min(chunk_bytes, plan.bytes), pinned=pinned) for _ in offsets[:2]]
+
+    def filled() -> Generator[memoryview]:
+        for index, offset in enumerate(offsets):
+            buffer = buffers[index % 2][: min(chunk_bytes, plan.bytes - offset)]
+            plan.fill(buffer, offset)
+            view = view_of(buffer)
+            sums.extend(block_sums(view, block_bytes))
+            yield view
+
+    # The next chunk is copied and hashed while this one is being written.
+    return one_ahead(filled()) if len(offsets) > 1 else filled()

@@ -1,0 +1,304 @@
+"""A training script's state as tensors with names and kinds, and the JSON beside them.
+
+    entry of the state                          stored as
+    "model": module or {fqn: tensor}            tensors `fqn`, kind "param" (parameters and persistent buffers)
+    other key: module or {fqn: tensor}          tensors `key/fqn`, kind "param"
+    torch optimizer                             kinds `exp_avg`, .. of its parameters' tensors; 0-d states, numbers and
+                                                hyperparameters as JSON under meta["optimizers"][key]
+    anything with state_dict()/load_state_dict  JSON under meta["state"][key]   (schedulers, data loaders)
+    anything that JSON can hold                 JSON under meta["state"][key]
+
+Names are the module's own, whatever wraps it (activation checkpointing, torch.compile), so that a checkpoint does not
+depend on how a run was set up. Tied tensors are stored once, with a list of aliases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import CheckpointMismatch
+from .layout import dtype_name, dtype_of
+from .manifest import check_meta
+from .reader import StoredTensor
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+State = MutableMapping[str, Any]
+
+
+@dataclass(eq=False)
+class Flat:
+    """A state taken apart: tensors by (name, kind), in order; aliases; the JSON part of the manifest's meta."""
+
+    tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    models: list[str] = field(default_factory=list)
+    optimizers: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    """id of a parameter -> its name; the parameters are alive in ``tensors``."""
+
+    def add(self, name: str, kind: str, tensor: torch.Tensor) -> None:
+        if (name, kind) in self.tensors:
+            raise ValueError(f"{kind!r} of tensor {name!r} is in the state twice")
+        self.tensors[name, kind] = tensor
+
+
+def flatten(state: Mapping[str, Any]) -> Flat:
+    """Take a state apart for saving.
+
+    Raises:
+        ValueError: something that can't be stored, named, with the remedy.
+    """
+    flat = _models(state)
+    for key, value in state.items():
+        if isinstance(value, torch.optim.Optimizer):
+            flat.optimizers[key] = _flatten_optimizer(key, value, flat)
+    # A tensor's kinds stand together in the order given: first the models' tensors, then each optimizer's.
+    for key, value in state.items():
+        if not _is_tensors(value) and not isinstance(value, torch.optim.Optimizer):
+            plain = value.state_dict() if _is_stateful(value) else value
+            try:
+                check_meta({key: plain}, "state")
+            except ValueError as error:
+                raise ValueError(f"{error}; state entries are modules, dicts of tensors, optimizers, or JSON values") from None
+            flat.values[key] = plain
+    return flat
+
+
+def flatten_targets(state: Mapping[str, Any], optimizers: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Flat:
+    """Take a state apart for loading: optimizer states that the checkpoint has and the optimizer has not yet are created.
+
+    Args:
+        optimizers: ``meta["optimizers"]`` of the checkpoint. stored: its tensors.
+
+    Raises:
+        CheckpointMismatch: the checkpoint has no such optimizer, or its parameter groups differ. Nothing was changed, but for
+            missing optimizer states that may have been created (zeros).
+    """
+    flat = _models(state)
+    for key, value in state.items():
+        if isinstance(value, torch.optim.Optimizer):
+            if key not in optimizers:
+                raise CheckpointMismatch(f"the checkpoint has no optimizer {key!r}; it has {sorted(optimizers) or 'none'}")
+            saved = optimizers[key]
+            _check_groups(key, value, saved, flat)
+            _create_states(key, value, saved, flat, stored)
+            _optimizer_tensors(key, value, flat)
+    return flat
+
+
+def stored_pairs(state: Mapping[str, Any], meta: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> set[tuple[str, str]]:
+    """The stored (name, kind) pairs that belong to the entries of ``state``: what a strict load must find a place for."""
+    models = [key for key in meta.get("models", ["model"]) if key != "model"]
+    wanted = {key for key, value in state.items() if _is_tensors(value)}
+    kinds = {
+        _kind(key, state_key)
+        for key, value in state.items()
+        if isinstance(value, torch.optim.Optimizer)
+        for state_key in meta["optimizers"][key]["kinds"]
+    }
+    pairs = set()
+    for name, tensor in stored.items():
+        entry = next((key for key in models if name.startswith(f"{key}/")), "model")
+        for kind in tensor.kinds:
+            if (kind == "param" and entry in wanted) or kind in kinds or (kind == "state" and name.rpartition("/")[2] in kinds):
+                pairs.add((name, kind))
+    return pairs
+
+
+def check_values(state: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+    """Raises CheckpointMismatch if the checkpoint has no value for an entry of the state that is no tensor and no optimizer."""
+    values = meta.get("state", {})
+    for key, value in state.items():
+        if not _is_tensors(value) and not isinstance(value, torch.optim.Optimizer) and key not in values:
+            raise CheckpointMismatch(f"the checkpoint has no state {key!r}; it has {sorted(values) or 'none'}")
+
+
+def restore_values(state: State, meta: Mapping[str, Any], flat: Flat) -> None:
+    """Set what is not a tensor: hyperparameters and scalars of optimizers, stateful objects, plain values (in ``state`` itself)."""
+    values = meta.get("state", {})
+    for key, value in list(state.items()):
+        if isinstance(value, torch.optim.Optimizer):
+            _restore_optimizer(value, meta["optimizers"][key], flat)
+        elif not _is_tensors(value):
+            if key not in values:
+                continue
+            if _is_stateful(value):
+                value.load_state_dict(values[key])
+            else:
+                state[key] = values[key]
+
+
+def _models(state: Mapping[str, Any]) -> Flat:
+    flat = Flat()
+    for key, value in state.items():
+        if not _is_tensors(value):
+            continue
+        flat.models.append(key)
+        prefix = "" if key == "model" else f"{key}/"
+        items = value.state_dict(keep_vars=True) if isinstance(value, nn.Module) else value
+        for raw_name, tensor in items.items():
+            name = prefix + canonical(raw_name)
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(f"{name!r} of state entry {key!r} is a {type(tensor).__name__}, no tensor; give it as an entry of its own")
+            if id(tensor) in flat.names:
+                flat.aliases[name] = flat.names[id(tensor)]
+                continue
+            flat.names[id(tensor)] = name
+            flat.add(name, "param", tensor)
+    return flat
+
+
+def canonical(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _is_tensors(value: Any) -> bool:
+    return isinstance(value, nn.Module) or (
+        isinstance(value, Mapping) and bool(value) and any(isinstance(v, torch.Tensor) for v in value.values())
+    )
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _kind(key: str, state_key: str) -> str:
+    return state_key if key == "optimizer" else f"{key}.{state_key}"
+
+
+def _param_name(key: str, index: int, param: torch.Tensor, flat: Flat) -> str:
+    name = flat.names.get(id(param))
+    if name is None:
+        raise ValueError(
+            f"parameter {index} of optimizer {key!r} (shape {tuple(param.shape)}) belongs to no module in the state; "
+            "put the module it optimizes beside it: {'model': module, 'optimizer': optimizer}"
+        )
+    return name
+
+
+def _params(key: str, optimizer: torch.optim.Optimizer, flat: Flat) -> Iterable[tuple[str, torch.Tensor]]:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, param in enumerate(params):
+        yield _param_name(key, index, param, flat), param
+
+
+def _is_scalar(param: torch.Tensor, state_key: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and (param.dim() > 0 or state_key == "step")
+
+
+def _optimizer_tensors(key: str, optimizer: torch.optim.Optimizer, flat: Flat) -> None:
+    """Add every state tensor of an optimizer, param by param."""
+    for name, param in _params(key, optimizer, flat):
+        for state_key, value in optimizer.state.get(param, {}).items():
+            if not isinstance(value, torch.Tensor) or _is_scalar(param, state_key, value):
+                continue
+            if value.shape == param.shape:
+                flat.add(name, _kind(key, state_key), value)
+            elif hasattr(value, "device_mesh") or not hasattr(param, "device_mesh"):
+                flat.add(f"{name}/{_kind(key, state_key)}", "state", value)
+            else:
+                raise ValueError(
+                    f"state {state_key!r} of {name!r} in optimizer {key!r} is a plain tensor of shape {tuple(value.shape)} beside "
+                    f"a sharded parameter of shape {tuple(param.shape)}: which part this rank holds is unknown; "
+                    "make it a DTensor or RaggedDTensor"
+                )
+
+
+def _flatten_optimizer(key: str, optimizer: torch.optim.Optimizer, flat: Flat) -> dict[str, Any]:
+    _optimizer_tensors(key, optimizer, flat)
+    scalars: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, None] = {}
+    for name, param in _params(key, optimizer, flat):
+        for state_key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor) and not _is_scalar(param, state_key, value):
+                kinds[state_key] = None
+            else:
+                scalars.setdefault(state_key, {})[name] = _encode(f"state {state_key!r} of {name!r}", value)
+    groups = []
+    for group in optimizer.param_groups:
+        members = [_param_name(key, i, p, flat) for i, p in enumerate(group["params"])]
+        hyper = {
+            k: _encode(f"hyperparameter {k!r} of optimizer {key!r}", v) for k, v in group.items() if k not in ("params", "param_names")
+        }
+        groups.append({"params": members, "hyper": hyper})
+    return {"type": type(optimizer).__name__, "groups": groups, "kinds": list(kinds), "scalars": scalars}
+
+
+def _check_groups(key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: Flat) -> None:
+    here = [[_param_name(key, i, p, flat) for i, p in enumerate(g["params"])] for g in optimizer.param_groups]
+    there = [list(g["params"]) for g in saved["groups"]]
+    if len(here) != len(there):
+        raise CheckpointMismatch(f"optimizer {key!r} has {len(here)} parameter groups, {len(there)} in the checkpoint")
+    for index, (ours, theirs) in enumerate(zip(here, there, strict=True)):
+        resolve = {flat.aliases.get(n, n) for n in theirs}
+        if set(ours) != resolve:
+            odd = sorted(set(ours) ^ resolve)
+            raise CheckpointMismatch(f"parameter group {index} of optimizer {key!r} differs from the checkpoint's in {', '.join(odd[:3])}")
+
+
+def _create_states(
+    key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: Flat, stored: Mapping[str, StoredTensor]
+) -> None:
+    """Lazily made optimizer states exist only after the first step; a load must not need one."""
+    for name, param in _params(key, optimizer, flat):
+        for state_key in saved["kinds"]:
+            kind = _kind(key, state_key)
+            if state_key in optimizer.state[param]:
+                continue
+            with torch.no_grad():
+                if name in stored and kind in stored[name].kinds:
+                    optimizer.state[param][state_key] = torch.zeros_like(param, dtype=stored[name].kinds[kind], requires_grad=False)
+                elif f"{name}/{kind}" in stored and not hasattr(param, "device_mesh"):
+                    other = stored[f"{name}/{kind}"]
+                    optimizer.state[param][state_key] = torch.zeros(other.shape, dtype=other.kinds["state"], device=param.device)
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: Flat) -> None:
+    params = {flat.names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    for state_key, by_name in saved["scalars"].items():
+        for name, value in by_name.items():
+            param = params[flat.aliases.get(name, name)]
+            optimizer.state[param][state_key] = _decode(value, optimizer.state[param].get(state_key))
+    for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for name, value in stored["hyper"].items():
+            group[name] = _decode(value, group.get(name))
+
+
+def _encode(what: str, value: Any) -> Any:
+    """A scalar, tuple or 0-d tensor as JSON: floats exactly (shortest round trip), non-finite ones as text."""
+    if isinstance(value, torch.Tensor):
+        if value.dim():
+            raise ValueError(f"{what} is a tensor of shape {tuple(value.shape)}; only 0-d tensors can stand there")
+        local = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return {"dtype": dtype_name(value.dtype), "value": _encode(what, local.item())}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(value)}
+    if isinstance(value, (list, tuple)):
+        return [_encode(what, item) for item in value]
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    raise ValueError(f"{what} is a {type(value).__name__}, which JSON can't hold")
+
+
+def _decode(value: Any, like: Any) -> Any:
+    """Back from :func:`_encode`, as the type that stands there now: a tuple stays a tuple, a tensor on its device."""
+    if isinstance(value, dict):
+        if "float" in value:
+            return float(value["float"])
+        number = _decode(value["value"], None)
+        device = like.device if isinstance(like, torch.Tensor) else "cpu"
+        return torch.tensor(number, dtype=dtype_of(value["dtype"]), device=device)
+    if isinstance(value, list):
+        items = [_decode(item, None) for item in value]
+        return tuple(items) if isinstance(like, tuple) or like is None else items
+    if isinstance(like, torch.Tensor) and isinstance(value, (int, float)):
+        return torch.tensor(value, dtype=like.dtype, device=like.device)
+    return value

@@ -1,0 +1,125 @@
+"""The seam between the checkpoint and where it is kept: a few operations on immutable objects under string keys.
+
+Nothing above this file knows about files. A store must give: exclusive creation (two creators of one key: exactly one
+wins), durability when a call returns, and listing that sees every object whose creation has returned. That is what a
+local or shared POSIX file system and S3 with conditional writes both give.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+ALIGNMENT = 4096
+"""Bytes. Streams and reads that keep addresses, offsets and lengths multiples of this can bypass the page cache."""
+
+_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*(/[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*)*")
+
+
+class KeyExists(FileExistsError):
+    """Exclusive creation of a key that is there already."""
+
+
+class KeyMissing(FileNotFoundError):
+    """No such object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One object of a listing."""
+
+    key: str
+    bytes: int
+    modified: float
+    """Seconds of the store's own :meth:`ObjectStore.clock` at the last write."""
+
+
+class RangeReader(Protocol):
+    """An object opened for reading at any offset."""
+
+    def read_into(self, offset: int, view: memoryview) -> int:
+        """Fill ``view`` from ``offset`` on; return the bytes read, fewer only at the object's end."""
+        ...
+
+
+@runtime_checkable
+class ObjectStore(Protocol):
+    """Immutable objects under keys such as ``data/<attempt>/r00000.safetensors``."""
+
+    def describe(self, key: str = "") -> str:
+        """Where the object lies, for messages."""
+        ...
+
+    def put_stream(self, key: str, chunks: Iterable[memoryview], size: int) -> None:
+        """Create ``key`` from ``chunks`` (``size`` bytes in total; every chunk starts 4096-aligned in memory and, the last
+        one apart, is a multiple of 4096 long). A chunk's memory may be reused once the next is asked for. Durable on
+        return. A reader may see a torn object before that: only for objects that nothing refers to yet.
+
+        Raises:
+            KeyExists: the key is taken. OSError: nothing is left behind, as far as the store allows.
+        """
+        ...
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create a small object exclusively, atomically (readers see all of it or nothing) and durably. Raises KeyExists."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """The whole object. Raises KeyMissing."""
+        ...
+
+    def open_read(self, key: str) -> AbstractContextManager[RangeReader]:
+        """Raises KeyMissing."""
+        ...
+
+    def size(self, key: str) -> int | None:
+        """Bytes of the object, ``None`` if there is none."""
+        ...
+
+    def list(self, prefix: str) -> list[Entry]:
+        """Every object below ``prefix`` (a key up to and with a slash), sorted by key."""
+        ...
+
+    def clock(self) -> float:
+        """The store's time in seconds, for ages: hosts' clocks may differ by days."""
+        ...
+
+    def delete(self, key: str) -> bool:
+        """Delete one object; ``False`` if it was not there."""
+        ...
+
+    def tidy(self, prefix: str, older_than_s: float) -> int:
+        """Remove what interrupted calls left below ``prefix`` (temporary files, empty folders, unfinished uploads); how many."""
+        ...
+
+
+Root = str | os.PathLike[str] | ObjectStore
+
+
+def store_of(root: Root) -> ObjectStore:
+    """The store behind ``root``: a path, or a store itself.
+
+    Raises:
+        ValueError: a URL of a kind that no back end serves.
+    """
+    if isinstance(root, (str, os.PathLike)):
+        text = os.fspath(root)
+        if "://" in text:
+            raise ValueError(f"checkpoint root {text!r}: only local and mounted folders can hold checkpoints; give a path")
+        if not text:
+            raise ValueError("checkpoint root is empty; give a folder's path")
+        from .posix import PosixStore
+
+        return PosixStore(text)
+    return root
+
+
+def check_key(key: str) -> str:
+    """``key`` itself if it stays below the root: letters, digits, ``_ - .`` and single slashes; no ``..``, no leading dot."""
+    if not _KEY.fullmatch(key):
+        raise ValueError(f"{key!r} is no object key: letters, digits, '_', '-', single dots and slashes only")
+    return key

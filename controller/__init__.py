@@ -1,0 +1,27 @@
+"""The Ray controller: places workers, forms generations, watches, recovers, rescales, commits checkpoints, serves metrics.
+
+Processes, and who owns whom (nothing is detached, so Ray takes everything along when the driver's job ends)::
+
+    driver   the CLI's process: checks, Ray, signals, cleanup        `driver.run`
+      |-- nursery      actor without logic: creates and kills workers, one placement group each; holds the TCPStore
+      |     `-- workers    a controller's death does not touch them; they keep their processes across rescales
+      `-- controller   named actor, restarted when it dies: decides; HTTP server; writes the run's folder
+
+| module | what |
+|---|---|
+| ``driver`` | ``run(config) -> RunResult``: the only thing that the CLI needs |
+| ``preflight`` | everything that can be found wrong before Ray starts |
+| ``local_ray`` | a cluster of one's own, or a given one; ``watchdog``: ends the former when the driver is killed |
+| ``nursery``, ``controller`` | the two actors |
+| ``conductor`` | the controller's thread: one generation after another |
+| ``desk`` | what is wanted: commands and scheduled actions |
+| ``crew`` | the workers as the controller sees them: polls, orders, deaths |
+| ``ledger``, ``memo`` | what the run has done, and the files that say so; what a restart needs |
+| ``saves``, ``keeper`` | checkpoints under way; which state to go on from, and keeping what parked workers hold |
+| ``policy`` | what to do next: pure functions of values |
+| ``protocol`` | states, transitions, values |
+| ``metrics`` | the HTTP server |
+
+Uses ``vescale_ray.workers``' interface and ``vescale_ray.checkpoint``. Ray is imported by the modules that touch processes alone:
+``driver``, ``local_ray``, ``nursery``, ``crew``, ``controller``.
+"""

@@ -1,0 +1,554 @@
+"""The controller's thread: one generation after another, until the run is done.
+
+    gather -> launch -> watch -> decide -> launch -> watch -> ... -> last checkpoint -> Outcome
+
+``watch`` lasts as long as a generation: from the orders to form it until nobody is in it any more, whether it ended at a
+boundary that all agreed on or because a member was lost. What follows is ``policy.after_generation``'s answer. Every wait
+is a loop over :meth:`Conductor._tick`, which hears the workers, carries commands in and keeps the books; so commands,
+deaths and checkpoints are dealt with the same way wherever the run is. Nothing here blocks without a bound.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+
+from vescale_ray.config import RunConfig
+from vescale_ray.controller import policy
+from vescale_ray.controller.crew import Crew, Heard, Lost, News, Ready
+from vescale_ray.controller.desk import Desk
+from vescale_ray.controller.keeper import Keeper
+from vescale_ray.controller.ledger import Ledger, Shift
+from vescale_ray.controller.memo import Memo, write_memo
+from vescale_ray.controller.protocol import (
+    Ending,
+    Outcome,
+    RunSpec,
+    RunState,
+    Source,
+    World,
+    check_transition,
+)
+from vescale_ray.controller.saves import Saves
+from vescale_ray.workers.messages import (
+    Evaluated,
+    Fault,
+    FaultKind,
+    Filled,
+    Give,
+    Join,
+    Order,
+    Origin,
+    Phase,
+    Report,
+    Saved,
+    Seat,
+    Stepped,
+    Ticket,
+)
+
+_log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+"""Longest wait for news in one round of the loop."""
+ADOPT_S = 3.0
+"""A restarted controller hears the workers for this long before it goes on with those that have answered."""
+FORM_S = 15.0
+"""Bound of forming a group, on the workers (``groups.FORM_SECONDS``)."""
+
+
+class Conductor:
+    """Conducts one run, in one thread; ``desk`` takes commands from others.
+
+    Args:
+        spec: what the driver wants.
+        memo: what an earlier life of the controller left; its ``run_id`` is another one's when this is the first of this start.
+    """
+
+    def __init__(self, spec: RunSpec, config: RunConfig, crew: Crew, ledger: Ledger, saves: Saves, memo: Memo) -> None:
+        self._spec, self._config = spec, config
+        self._crew, self._ledger, self._saves = crew, ledger, saves
+        self._memo = memo
+        self._budget = policy.Budget(config.elastic.max_recoveries_without_progress, memo.tries, memo.high)
+        self.desk = Desk(spec, config, crew, ledger, memo, self._remember)
+        root = str(config.checkpoint_dir)
+        self._keeper = Keeper(root, spec.run_id, crew, ledger, saves, self._take_number, self._wait, spec.bounds.save)
+        self._asked: Ticket | None = None
+        self._leavers: list[str] = list(memo.leavers)
+        self._inherited: Ticket | None = None
+        self._gone: dict[str, str] = {}
+        self._store: tuple[str, int] | None = None
+        self._hire_failures: list[str] = []
+
+    # ----------------------------------------------------------------------------------------------------------- the whole
+
+    def run(self) -> Outcome:
+        """The run from where it is to its end. Raises only what is a bug, or the loss of the nursery."""
+        import_heavy()
+        ledger = self._ledger
+        if self._memo.members:
+            ended = self._watch(self._adopted())
+        else:
+            self._enter(RunState.STARTING)
+            outcome = self._gather()
+            if outcome is not None:
+                return outcome
+            members = self._crew.ready()[: self.desk.target]
+            ended = self._watch(self._launch(members, (), self._spec.source))
+        waited = False
+        while True:
+            decision = self._decide(ended, waited)
+            match decision:
+                case policy.Go(members, leavers):
+                    waited = False
+                    world = self._launch(members, leavers, self._keeper.source(members, (*members, *leavers, *self._leavers)))
+                    ended = self._watch(world)
+                case policy.Await(workers, hire):
+                    waited = not self._await(ended, workers, hire)
+                    ended = self._still_living(ended)
+                case policy.Complete():
+                    outcome = self._complete(ended)
+                    if outcome is not None:
+                        return outcome
+                    ended = replace(self._still_living(ended), finished=False)
+                case policy.Halt():
+                    return self._halt(ended)
+                case policy.GiveUp(error, refused):
+                    return self._give_up(ended, error, refused)
+                case _:
+                    raise AssertionError(f"no such decision: {decision} at step {ledger.step}")
+
+    def _decide(self, ended: Ending, waited: bool) -> policy.Decision:
+        ready = tuple(w for w in self._crew.ready() if w not in ended.living and w not in self._leavers)
+        situation = policy.Situation(
+            stopping=self.desk.stop is not None,
+            target=self.desk.target,
+            fewest=self._config.elastic.min_workers,
+            ready=ready,
+            warming=len(self._crew.warming()),
+            replace_lost=self._config.elastic.replace_lost,
+            budget=self._budget,
+            waited=waited,
+        )
+        return policy.after_generation(ended, situation)
+
+    # ----------------------------------------------------------------------------------------------------- gathering workers
+
+    def _gather(self) -> Outcome | None:
+        """Have the first workers warm; an outcome if it can't be, or is not wanted any more."""
+        wanted, fewest = self.desk.target, self._config.elastic.min_workers
+        if self._memo.epoch > 1:
+            self._ledger.restore(None)
+            self._crew.adopt(self._ledger.known)
+        self._crew.prepare_store()
+        deadline = time.monotonic() + self._spec.bounds.start
+        while len(self._crew.ready()) < wanted:
+            if len(self._hire_failures) > self._config.elastic.max_recoveries_without_progress:
+                return self._failed(f"workers do not start: {self._hire_failures[-1]}")
+            for _ in range(wanted - len(self._crew.ready()) - len(self._crew.warming())):
+                self._crew.hire()
+            self._tick()
+            if self.desk.stop:
+                return self._halt(Ending(()))
+            if time.monotonic() > deadline:
+                ready = len(self._crew.ready())
+                if ready < fewest:
+                    need = self._config.ray
+                    return self._failed(
+                        f"{ready} of {wanted} workers were up after {self._spec.bounds.start:g} s, elastic.min_workers = {fewest}: has the "
+                        f"cluster {wanted} times {need.cpus_per_worker:g} CPUs and {need.gpus_per_worker:g} GPUs free?"
+                    )
+                for worker in self._crew.warming():
+                    self._crew.dismiss(worker)
+                self.desk.want(ready, "manual")
+                return None
+        return None
+
+    def _await(self, ended: Ending, workers: int, hire: int) -> bool:
+        """Wait until ``workers`` are there, survivors included; whether they came in time."""
+        for _ in range(hire):
+            self._crew.hire()
+        deadline = time.monotonic() + self._spec.bounds.replace
+        while time.monotonic() < deadline and not self.desk.stop:
+            self._tick()
+            if len(self._crew.ready()) >= workers:
+                return True
+            if len(self._crew.ready()) + len(self._crew.warming()) < workers:
+                return False  # those that were to come have died
+        return self.desk.stop is not None
+
+    def _still_living(self, ended: Ending) -> Ending:
+        """The ending as it is now: parked workers may die as well."""
+        return replace(ended, living=tuple(w for w in ended.living if self._crew.alive(w)))
+
+    # ----------------------------------------------------------------------------------------------------- one generation
+
+    def _launch(self, members: tuple[str, ...], leavers: Iterable[str], source: Source) -> World:
+        """Order a new generation. Its number is written down before anyone hears of it."""
+        began = time.monotonic()
+        ledger = self._ledger
+        world = World(Ticket(self._take_number(), max(1, self._budget.tries)), tuple(members), source)
+        if ledger.world is not None and self._ledger.shift is None:
+            ledger.begin_shift("failure", ledger.world.size)  # the first generation failed before it began
+        givers = [w for w in source.resume.workers if w not in members] if source.resume is not None else []
+        for worker in {*leavers, *self._leavers} - {*givers, *members}:
+            self._let_go(worker)
+        self._leavers = givers
+        self._asked = None
+        self._memo = replace(
+            self._memo,
+            current=world.ticket.generation,
+            attempt=world.ticket.attempt,
+            members=world.members,
+            origin=str(source.origin),
+            step=source.step,
+        )
+        ledger.opened(world)
+        self._remember(always=True)
+        if ledger.state is not RunState.STARTING:
+            self._enter(RunState.RESCALING)
+        ledger.event("generation", workers=list(world.members), source=str(source.origin), attempt=world.ticket.attempt)
+        self._store = self._store or self._crew.store()
+        prefix = f"{self._spec.run_id}/{world.ticket}"
+        party = (*world.members, *givers)
+        orders: dict[str, Order] = {}
+        for rank, worker in enumerate(party):
+            transfer = Seat(*self._store, f"{prefix}/move", rank, len(party)) if givers else None
+            if rank >= world.size:
+                assert transfer is not None
+                orders[worker] = Give(world.ticket, transfer, source.resume)
+                continue
+            orders[worker] = Join(
+                ticket=world.ticket,
+                seat=Seat(*self._store, prefix, rank, world.size),
+                origin=source.origin,
+                save_prefix=f"{self._spec.run_id}-g{world.ticket.generation}",
+                transfer=transfer,
+                commit=source.commit,
+                resume=source.resume,
+                evaluate=self._evaluation_due(source.step),
+            )
+        if ledger.shift is not None:
+            ledger.shift.spend("plan", time.monotonic() - began)
+        for worker, problem in self._crew.order(orders).items():
+            if self._crew.alive(worker):
+                self._crew.kill(worker, f"killed: {problem}")
+        return world
+
+    def _evaluation_due(self, step: int) -> bool:
+        """Before the first step, and where the evaluation after the last one was lost; never twice."""
+        return step in (0, self._config.train.steps) and self._config.data.eval_samples > 0 and step not in self._ledger.evaluated
+
+    def _watch(self, world: World) -> Ending:
+        """Drive a generation until nobody is in it any more."""
+        first_sign: float | None = None
+        broken = False
+        while True:
+            self._tick()
+            party = [w for w in (*world.members, *self._leavers) if self._crew.alive(w)]
+            living = [w for w in party if w in world.members]
+            lost = {w: self._gone.get(w, "its process died") for w in world.members if w not in living}
+            inside = [w for w in party if not self._is_out(w, world)]
+            if not inside:
+                return self._end(world, living, lost, first_sign)
+            if len(living) == world.size and all(w in inside for w in living):
+                self._steer(world)
+                continue
+            first_sign = first_sign or time.monotonic()
+            if not broken and (lost or any(self._fault(w, world) for w in living)):
+                broken = True
+                self._break(world, inside)
+            self._end_laggards(inside, first_sign)
+
+    def _is_out(self, worker: str, world: World) -> bool:
+        report = self._crew.report(worker)
+        if report is None or not report.out:
+            return False
+        # In a generation that an earlier controller launched, an order that has not come by now never will.
+        return report.ticket == world.ticket or (world.ticket == self._inherited and report.ticket < world.ticket)
+
+    def _fault(self, worker: str, world: World) -> Fault | None:
+        report = self._crew.report(worker)
+        return report.fault if report is not None and report.ticket == world.ticket else None
+
+    def _break(self, world: World, inside: Iterable[str]) -> None:
+        """A generation is broken: close it, so that whoever is still in it does not begin another step."""
+        if self._ledger.state is not RunState.STARTING or world.ticket.attempt > 1:
+            self._ledger.begin_shift("failure", world.size)
+            self._enter(RunState.RESCALING)
+        self._crew.fence(inside, world.ticket)
+
+    def _end_laggards(self, inside: list[str], first_sign: float) -> None:
+        """Kill whoever is in a generation that is over for longer than can be: it is hung, and would hold up everyone."""
+        reports = {w: self._crew.report(w) for w in inside}
+        waiting = {w: r.phase if r is not None else "unheard of" for w, r in reports.items() if r is None or r.phase is not Phase.SAVING}
+        bound = policy.park_bound([str(p) for p in waiting.values()], self._spec.bounds.park, FORM_S, self._ledger.step_seconds)
+        if time.monotonic() - first_sign > bound:
+            for worker, phase in waiting.items():
+                self._crew.kill(worker, f"killed: still {phase} {bound:.1f} s after the others had left")
+
+    def _end(self, world: World, living: list[str], lost: dict[str, str], first_sign: float | None) -> Ending:
+        faults = {w: fault for w in living if (fault := self._fault(w, world)) is not None}
+        reports = [self._crew.report(w) for w in living]
+        finished = not faults and bool(living) and all(r is not None and r.phase is Phase.FINISHED for r in reports)
+        ending = Ending(tuple(living), lost, faults, finished)
+        ledger = self._ledger
+        if ledger.shift is not None:
+            ledger.shift.spend("fence", time.monotonic() - first_sign if first_sign is not None else 0.0)
+        self._keeper.abandon()
+        if not ending.clean:
+            causes = [f"{w}: {reason}" for w, reason in lost.items()]
+            causes += [f"{w}: {f.text}" for w, f in faults.items() if f.kind is not FaultKind.PEER]
+            self._budget = self._budget.failed(causes or [f"{w}: {f.text}" for w, f in faults.items()][:1])
+            if any(fault.kind is FaultKind.DATA for fault in faults.values()) and world.source.commit:
+                self._keeper.distrust(world.source.commit)
+            if not self._config.elastic.replace_lost and lost:
+                # The run goes on with those that are left; whoever wants more asks for more.
+                self.desk.want(max(1, min(self.desk.target, len(living) + len(self._outside(living)))), "manual")
+            elif lost:
+                self.desk.reason = "replacement"
+            ledger.event("generation_failed", lost=lost, faults={w: f.text for w, f in faults.items()}, attempt=world.ticket.attempt)
+        return ending
+
+    def _outside(self, living: Iterable[str]) -> list[str]:
+        """Workers that were hired to join, warm or not."""
+        taken = {*living, *self._leavers}
+        return [w for w in (*self._crew.ready(), *self._crew.warming()) if w not in taken]
+
+    def _steer(self, world: World) -> None:
+        """A generation runs as it should: hire, regroup or stop it, if that is wanted."""
+        ledger = self._ledger
+        if not ledger.all_filled:
+            return
+        for worker in self._leavers:
+            self._let_go(worker)
+        self._leavers = []
+        if self._asked == world.ticket:
+            return
+        if ledger.state in (RunState.STARTING, RunState.RESCALING):
+            self._enter(RunState.RUNNING)
+        if self.desk.stop:
+            self._ask_to_park(world, stop=True)
+            return
+        outside = self._outside(world.members)
+        ready = [w for w in outside if w in self._crew.ready()]
+        if self.desk.target > world.size and self._cannot_grow(world, outside):
+            return
+        todo = policy.staffing(world.size, len(ready), len(outside) - len(ready), self.desk.target)
+        for _ in range(todo.hire):
+            self._crew.hire()
+        for worker in outside[len(outside) - todo.dismiss :]:
+            self._let_go(worker)
+        if todo.regroup:
+            self._ask_to_park(world, stop=False)
+
+    def _cannot_grow(self, world: World, outside: list[str]) -> bool:
+        """Whether the workers that were hired don't come: then train on with those that did."""
+        late = [w for w in self._crew.warming() if self._crew.age(w) > self._spec.bounds.start]
+        if not late and len(self._hire_failures) <= self._config.elastic.max_recoveries_without_progress:
+            return False
+        why = self._hire_failures[-1] if self._hire_failures else f"no place or not warm after {self._spec.bounds.start:g} s"
+        for worker in self._crew.warming():
+            self._let_go(worker)
+        ready = len([w for w in outside if w in self._crew.ready()])
+        self._ledger.event("rescale_abandoned", **{"from": world.size, "to": self.desk.target, "error": why})
+        self.desk.want(world.size + ready, self.desk.reason)
+        return True
+
+    def _ask_to_park(self, world: World, *, stop: bool) -> None:
+        """Have one rank carry the wish into the step's exchange, where all see it: all stop at the same boundary."""
+        from vescale_ray.workers.trainer import RESCALE, STOP
+
+        problem = self._crew.ask(world.members[0], world.ticket, STOP if stop else RESCALE)
+        if problem is not None:
+            return  # it is just leaving; what follows from that is seen in a moment
+        self._asked = world.ticket
+        if stop:
+            self._enter(RunState.STOPPING)
+        else:
+            self._ledger.begin_shift(self.desk.reason, world.size)
+            self._enter(RunState.RESCALING)
+
+    def _let_go(self, worker: str) -> None:
+        info = self._crew.info(worker)
+        self._crew.dismiss(worker)
+        self._ledger.worker_left(worker, info)
+
+    # ------------------------------------------------------------------------------------------------------ states to go on from
+
+    def _complete(self, ended: Ending) -> Outcome | None:
+        """The last checkpoint; None when a state is lost with a worker that died now, and training must go back."""
+        if self._ledger.shift is not None:
+            self._ledger.end_shift(time.time())
+        self._enter(RunState.CHECKPOINTING)
+        result = self._keeper.save(ended.living)
+        if result is not None and result.kept is not None:
+            self._enter(RunState.DONE)
+            self._ledger.event("run_finished", checkpoint=result.kept.path)
+            return Outcome("DONE", self._ledger.step, checkpoint=result.kept.path)
+        if result is None or not ended.living or not all(self._crew.alive(w) for w in ended.living):
+            self._budget = self._budget.failed(["workers were lost after the last step"])
+            self._ledger.begin_shift("failure", len(ended.living))
+            return None
+        kept = self._ledger.checkpoint_path or "none"
+        return self._failed(f"all {self._ledger.step} steps are done, but the last checkpoint failed: {result.error}; the newest is {kept}")
+
+    def _halt(self, ended: Ending) -> Outcome:
+        self._enter(RunState.STOPPING)
+        result = self._keeper.save((*ended.living, *self._leavers))
+        kept = self._keeper.newest()
+        if result is not None and result.kept is None:
+            return self._failed(f"stopped at step {self._ledger.step}, but its checkpoint failed: {result.error}")
+        step = result.step if result is not None else kept.step if kept else 0
+        self._enter(RunState.DONE)
+        self._ledger.event("run_stopped", reason=self.desk.stop, resume=kept.path if kept else None, resume_step=step)
+        return Outcome("STOPPED", step, checkpoint=kept.path if kept else None)
+
+    def _give_up(self, ended: Ending, error: str, refused: bool) -> Outcome:
+        """The run has failed: keep what the survivors still hold, if it is more than the newest checkpoint."""
+        kept = self._keeper.newest()
+        source = self._keeper.source((), (*ended.living, *self._leavers))
+        if not refused and source.origin is Origin.MEMORY and source.step > (kept.step if kept else 0):
+            self._keeper.save((*ended.living, *self._leavers))
+            kept = self._keeper.newest()
+        hint = f"; it can be resumed from step {kept.step} ({kept.path})" if kept else ""
+        return self._failed(error + hint, refused)
+
+    def _failed(self, error: str, refused: bool = False) -> Outcome:
+        self._ledger.error = error
+        self._enter(RunState.FAILED)
+        self._ledger.event("run_failed", error=error)
+        kept = self._keeper.newest()
+        return Outcome("FAILED", self._ledger.step, error, kept.path if kept else None, refused)
+
+    # ----------------------------------------------------------------------------------------------------------- restarts
+
+    def _adopted(self) -> World:
+        """The generation that an earlier life of the controller had launched. Its workers have not stopped for that."""
+        memo, ledger = self._memo, self._ledger
+        world = World(Ticket(memo.current, memo.attempt), memo.members, Source(Origin(memo.origin), memo.step))
+        ledger.state = RunState.RESCALING
+        ledger.restore(world)
+        # A memo is not written again when a change is over: a step of the generation says that it is.
+        ledger.shift = Shift(**memo.shift) if memo.shift and not ledger.has_stepped else None
+        self._inherited = world.ticket
+        self._crew.adopt(ledger.known)
+        heard: set[str] = set()
+        deadline = time.monotonic() + ADOPT_S
+        while time.monotonic() < deadline and not all(w in heard or not self._crew.alive(w) for w in world.members):
+            # Books are kept from here on too: what comes in now is not told twice.
+            heard |= {n.report.worker for n in self._tick() if isinstance(n, Heard)}
+        reports = [self._crew.report(w) for w in world.members]
+        if any(report is not None and report.ticket < world.ticket for report in reports):
+            self._crew.fence(world.members, world.ticket)
+        return world
+
+    def _take_number(self) -> int:
+        """A generation's number, noted before it is used."""
+        self._memo = replace(self._memo, generation=self._memo.generation + 1)
+        self._remember(always=True)
+        return self._memo.generation
+
+    def _remember(self, *, always: bool = False) -> None:
+        memo = replace(
+            self._memo,
+            target=self.desk.target,
+            reason=self.desk.reason,
+            actions=self.desk.actions,
+            tries=self._budget.tries,
+            high=self._budget.high,
+            leavers=tuple(self._leavers),
+            stop=self.desk.stop,
+            shift=asdict(self._ledger.shift) if self._ledger.shift else None,
+        )
+        if memo == self._memo and not always:
+            return
+        self._memo = memo
+        try:
+            write_memo(self._spec.folder, memo)
+        except OSError as error:
+            _log.warning("%s could not be written: %s", self._spec.folder, error)  # a restart would then have to recover
+
+    # -------------------------------------------------------------------------------------------------------------- the loop
+
+    def _tick(self) -> list[News]:
+        """One round: hear the workers, keep the books, carry commands in. At most :data:`TICK_S` seconds."""
+        news = self._crew.pump(TICK_S)
+        for one in news:
+            match one:
+                case Ready(info):
+                    self._ledger.worker_started(info)
+                case Heard(report):
+                    self._hear(report)
+                case Lost(worker, info, reason):
+                    self._gone[worker] = reason
+                    self._ledger.worker_lost(worker, info, reason)
+                    if info is None:
+                        self._hire_failures.append(reason)
+        silence = self._spec.bounds.silence or self._config.elastic.collective_timeout_s
+        for worker in self._crew.silent(silence):
+            self._crew.kill(worker, f"killed: answered nothing for {silence:g} s, its process is hung or stopped")
+        self._keeper.collect()
+        ledger = self._ledger
+        if ledger.state is RunState.CHECKPOINTING and not self._saves.busy and self._budget.high < self._config.train.steps:
+            self._enter(RunState.RUNNING)
+        self.desk.heed()
+        members = ledger.world.members if ledger.world else ()
+        reports = {rank: self._crew.report(worker) for rank, worker in enumerate(members)}
+        ledger.publish({rank: (self._crew.info(members[rank]), r.memory) for rank, r in reports.items() if r is not None})
+        ledger.write_state()
+        return news
+
+    def _wait(self, until: Callable[[], bool], seconds: float) -> bool:
+        """Run the loop until then, or for so long; whether it came to it."""
+        deadline = time.monotonic() + seconds
+        while not until() and time.monotonic() < deadline:
+            self._tick()
+        return until()
+
+    def _hear(self, report: Report) -> None:
+        ledger = self._ledger
+        for _, item in report.items:
+            match item:
+                case Stepped():
+                    if ledger.stepped(item):
+                        self._budget = self._budget.progressed(ledger.step)
+                case Filled():
+                    ledger.filled(report.worker, item)
+                case Evaluated():
+                    ledger.evaluation(item)
+                case Saved():
+                    self._saves.heed(item)
+        world = ledger.world
+        if world is not None and report.ticket == world.ticket == self._inherited and report.phase in (Phase.TRAINING, Phase.SAVING):
+            # It has its state, though the item that said so may have gone to the controller before this one.
+            ledger.filled(report.worker, Filled(world.ticket, world.source.step, world.source.origin, {}))
+        if report.phase is Phase.SAVING and ledger.state is RunState.RUNNING:
+            self._enter(RunState.CHECKPOINTING)
+
+    def _enter(self, state: RunState) -> None:
+        if state is not self._ledger.state:
+            check_transition(self._ledger.state, state)
+            self._ledger.moved(state)
+
+
+def import_heavy() -> None:
+    """What takes seconds to import and is needed in a recovery: while the workers become warm, nobody waits for it."""
+    for module in ("checkpoint", "workers.snapshot", "workers.trainer"):
+        importlib.import_module(f"vescale_ray.{module}")
+
+
+def outcome_of(conduct: Callable[[], Outcome], ledger: Ledger) -> Outcome:
+    """The outcome of ``conduct``; whatever it raises is a failed run with one line, and the traceback in the log."""
+    try:
+        return conduct()
+    except Exception as error:
+        _log.exception("the run failed")
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        ledger.error = text
+        ledger.moved(RunState.FAILED)
+        ledger.event("run_failed", error=text)
+        return Outcome("FAILED", ledger.step, text, ledger.checkpoint_path)

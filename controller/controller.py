@@ -1,0 +1,158 @@
+"""The controller actor: what a run's thread, its HTTP server and its restarts have in common.
+
+Ray restarts the process when it dies (``max_restarts=-1``) and calls the constructor again with the same arguments; the memo
+in the run's folder then says what was going on. The workers, which the nursery owns, train on meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from vescale_ray.config import parse_config
+from vescale_ray.controller.conductor import Conductor, outcome_of
+from vescale_ray.controller.crew import Crew
+from vescale_ray.controller.ledger import Ledger
+from vescale_ray.controller.memo import Memo, read_memo, write_memo
+from vescale_ray.controller.metrics import MetricsServer, PortInUse
+from vescale_ray.controller.protocol import NAMESPACE, Outcome, RunSpec
+from vescale_ray.controller.saves import Saves
+from vescale_ray.runfolder import RunFolder
+
+_log = logging.getLogger(__name__)
+
+
+class Controller:
+    """Conducts a run from its construction on, in a thread of its own.
+
+    Args:
+        pickled: the :class:`RunSpec`, what the driver wants. Ray keeps plain bytes with the actor, and values in an object
+            store that a restart may find empty.
+        nursery_name: the run's nursery, by name in :data:`NAMESPACE`, for the same reason.
+    """
+
+    def __init__(self, pickled: bytes, nursery_name: str) -> None:
+        self._spec = spec = pickle.loads(pickled)
+        nursery = ray.get_actor(nursery_name, NAMESPACE)
+        self._outcome: Outcome | None = None
+        config = parse_config(spec.config)
+        folder = RunFolder(spec.folder)
+        memo = read_memo(spec.folder)
+        again = memo is not None and memo.run_id == spec.run_id
+        if memo is None or not again:
+            # Whatever an earlier start of the run has used up stays used up.
+            first = max(spec.first_generation - 1, memo.generation if memo else 0)
+            memo = Memo(spec.run_id, first, target=config.elastic.workers)
+        memo = replace(memo, epoch=memo.epoch + 1)
+        self._ledger = Ledger(folder, config, spec.run_id, spec.driver_pid, memo.epoch)
+        self._ledger.target = memo.target
+        self._server = self._serve(config.metrics.host, memo.port, config.metrics.port)
+        memo = replace(memo, port=self._server.port)
+        try:
+            write_memo(spec.folder, memo)
+        except OSError as error:
+            _log.warning("%s could not be written: %s", spec.folder, error)
+        # A server on all interfaces is found by this node's address, one on the loopback only by that.
+        url = self._server.url(ray.util.get_node_ip_address() if config.metrics.host in ("0.0.0.0", "::") else None)
+        self._ledger.control_url = url
+        try:
+            folder.write_control(url, spec.token)
+        except OSError as error:
+            _log.warning("control.json could not be written: %s", error)
+        done = _committed_attempt(spec.run_id, str(config.checkpoint_dir)) if again else None
+        saves = Saves(str(config.checkpoint_dir), config.checkpoint.keep, self._meta, done)
+        crew = Crew(nursery, spec.bounds.call, memo.epoch)
+        self._conductor = Conductor(spec, config, crew, self._ledger, saves, memo)
+        self._ledger.started()
+        self._thread = threading.Thread(target=self._conduct, name="vescale-conductor", daemon=True)
+        self._thread.start()
+
+    def status(self) -> dict[str, Any]:
+        """Where the run is: the snapshot as plain values; ``outcome`` once it is over; ``processes``: (process id, start time, node) of
+        every worker that was ever warm."""
+        outcome = self._outcome
+        return {
+            **self._ledger.snapshot.to_json(),
+            "processes": [(info.pid, info.born, info.node) for info in list(self._ledger.known.values())],
+            "url": self._ledger.control_url,
+            "warning": self._ledger.warning,
+            "record": self._ledger.record(),
+            "outcome": asdict(outcome) if outcome else None,
+        }
+
+    def command(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """``stop`` or ``rescale``, as over HTTP.
+
+        Raises:
+            RequestRefused: with one line.
+        """
+        return self._conductor.desk.command(action, dict(body))
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.close()
+
+    def _conduct(self) -> None:
+        self._outcome = outcome_of(self._conductor.run, self._ledger)
+
+    def _serve(self, host: str, remembered: int, wanted: int) -> MetricsServer:
+        """Listen where the run listened before, if it can be: whoever scrapes it need not notice the restart."""
+
+        def control(action: str, body: dict[str, Any]) -> dict[str, Any]:
+            return self._conductor.desk.command(action, body)
+
+        def listen(port: int) -> MetricsServer:
+            return MetricsServer(host, port, lambda: self._ledger.snapshot, control, self._spec.token)
+
+        if remembered and not wanted:
+            try:
+                return listen(remembered)
+            except PortInUse:
+                pass
+        return listen(wanted)
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        """What is recorded with a checkpoint."""
+        return {
+            "run": self._ledger.snapshot.run,
+            "run_id": self._spec.run_id,
+            "config": dict(self._spec.config),
+            "stream": dict(self._spec.stream),
+        }
+
+
+def _committed_attempt(run_id: str, root: str) -> str | None:
+    """The newest attempt that this run has committed, for a controller that begins again."""
+    from vescale_ray import checkpoint
+
+    newest = checkpoint.latest(root)
+    return newest.attempt if newest is not None and newest.attempt.startswith(run_id) else None
+
+
+def actor_of(spec: RunSpec, nursery_name: str, node: str) -> Any:
+    """Start a run's controller on ``node``, where the run's folder is; its handle."""
+    return (
+        ray.remote(Controller)
+        .options(
+            name=controller_name(spec.run_id),
+            namespace=NAMESPACE,
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=0,
+            max_concurrency=8,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        .remote(pickle.dumps(spec), nursery_name)
+    )
+
+
+def controller_name(run_id: str) -> str:
+    """Name of the run's controller in Ray, in :data:`NAMESPACE`."""
+    return f"controller:{run_id}"

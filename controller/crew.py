@@ -1,0 +1,315 @@
+"""The workers as the controller sees them: who is warm, what each last reported, who died. Mechanism only; nothing is decided here.
+
+Three calls go to each worker. A *lifeline* that never returns: it fails within milliseconds of the process' death. One *poll* at a
+time, which the worker answers when something has happened, or after ``POLL_WAIT_S``. And orders, which only leave a note
+there. No call is waited for without a bound, so that a stopped worker can't stop the controller; how long a worker
+has not answered is known (:meth:`Crew.silent`).
+
+Used from the conductor's thread alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from vescale_ray.workers.messages import Order, Report, Ticket, WorkerInfo
+
+POLL_WAIT_S = 0.5
+"""A worker with nothing to tell answers after this long."""
+POLL_GAP_S = 0.05
+"""Between two polls of a worker: a fast step must not make the controller busy (20 polls a second at most)."""
+HELLO_WAIT_S = 5.0
+DEATH_S = 5.0
+"""A worker that was killed counts as dead after this long, whether Ray has said so or not."""
+
+
+class NurseryLost(RuntimeError):
+    """The nursery does not answer: the workers that it owned are gone with it."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A worker has become warm."""
+
+    info: WorkerInfo
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A worker has reported."""
+
+    report: Report
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A worker's process has ended, or it could not become warm. ``warm``: it had been ready."""
+
+    worker: str
+    info: WorkerInfo | None
+    reason: str
+
+
+News = Ready | Heard | Lost
+
+
+@dataclass
+class Member:
+    """One worker. ``report`` is its last; ``seen`` the last item that was taken from it."""
+
+    worker: str
+    handle: Any
+    hired: float
+    info: WorkerInfo | None = None
+    report: Report | None = None
+    seen: int = -1
+    hello: Any = None
+    lifeline: Any = None
+    poll: Any = None
+    poll_sent: float = 0.0
+    next_poll: float = 0.0
+    verdict: str | None = None
+    """Why we are killing it, since ``sentenced``."""
+    sentenced: float = 0.0
+
+    def pending(self) -> list[Any]:
+        return [ref for ref in (self.hello, self.lifeline, self.poll) if ref is not None]
+
+
+class Crew:
+    """The run's workers, by id, in the order in which they were hired.
+
+    Args:
+        nursery: the actor that makes and ends them.
+        call_s: bound of a call that only leaves a note.
+        epoch: number of this controller's life: a worker's lifeline is held by the newest alone.
+    """
+
+    def __init__(self, nursery: Any, call_s: float, epoch: int) -> None:
+        self._nursery = nursery
+        self._call_s = call_s
+        self._epoch = epoch
+        self.members: dict[str, Member] = {}
+
+    # ------------------------------------------------------------------------------------------------------ who is there
+
+    def hire(self) -> str:
+        """Start a worker; it is ``Ready`` some time later."""
+        worker, handle = self._ask_nursery("hire")
+        self._enroll(worker, handle)
+        return str(worker)
+
+    def adopt(self, known: Mapping[str, WorkerInfo]) -> None:
+        """Take over the workers that an earlier controller had hired; ``known``: those that were warm then. One of them may be
+        stopped by now, and would never say so itself."""
+        for worker, handle in self._ask_nursery("roster").items():
+            self._enroll(worker, handle, known.get(worker))
+
+    def store(self) -> tuple[str, int]:
+        """Host and port of the run's store."""
+        host, port = self._ask_nursery("store", timeout_s=60.0)  # it imports torch
+        return str(host), int(port)
+
+    def prepare_store(self) -> None:
+        """Have the nursery import torch now, while the workers do."""
+        self._nursery.store.remote()
+
+    def dismiss(self, worker: str) -> None:
+        """Let a worker go: it is ended, and no news of it comes any more."""
+        member = self.members.pop(worker, None)
+        if member is not None:
+            self._ask_nursery("dismiss", worker, member.info)
+
+    def kill(self, worker: str, reason: str) -> None:
+        """End a worker that is not as it should be; the news of its loss will give ``reason``."""
+        member = self.members[worker]
+        if member.verdict is None:
+            member.verdict, member.sentenced = reason, time.monotonic()
+            self._ask_nursery("dismiss", worker, member.info)
+
+    def signal(self, worker: str, number: int) -> bool:
+        """Send a signal to a worker's process, as anyone on its machine could."""
+        info = self.members[worker].info
+        return info is not None and bool(self._ask_nursery("signal", info, number))
+
+    def alive(self, worker: str) -> bool:
+        return worker in self.members
+
+    def ready(self) -> tuple[str, ...]:
+        """The warm ones."""
+        return tuple(w for w, member in self.members.items() if member.info is not None and member.verdict is None)
+
+    def warming(self) -> tuple[str, ...]:
+        return tuple(w for w, member in self.members.items() if member.info is None and member.verdict is None)
+
+    def report(self, worker: str) -> Report | None:
+        member = self.members.get(worker)
+        return member.report if member else None
+
+    def info(self, worker: str) -> WorkerInfo | None:
+        member = self.members.get(worker)
+        return member.info if member else None
+
+    def age(self, worker: str) -> float:
+        """Seconds since it was hired."""
+        return time.monotonic() - self.members[worker].hired
+
+    def silent(self, seconds: float) -> list[str]:
+        """Warm workers that have owed an answer for longer than that."""
+        limit = time.monotonic() - seconds - POLL_WAIT_S
+        return [w for w, m in self.members.items() if m.poll is not None and m.poll_sent < limit and m.verdict is None]
+
+    # ------------------------------------------------------------------------------------------------------------ orders
+
+    def order(self, orders: Mapping[str, Order]) -> dict[str, str]:
+        """Give each worker its order, all at once; those that did not take theirs, with the reason."""
+        return self._tell({w: self.members[w].handle.give_order.remote(order) for w, order in orders.items() if w in self.members})
+
+    def ask(self, worker: str, ticket: Ticket, flags: int) -> str | None:
+        """Have ``flags`` carried into the next step; None, or why it could not be."""
+        return self._tell({worker: self.members[worker].handle.ask.remote(ticket, flags)}).get(worker)
+
+    def fence(self, workers: Iterable[str], ticket: Ticket) -> None:
+        """Close a generation. Not waited for: a worker that does not hear of it is killed later anyway."""
+        for worker in workers:
+            if worker in self.members:
+                self.members[worker].handle.fence.remote(ticket)
+
+    def _tell(self, refs: dict[str, Any]) -> dict[str, str]:
+        if not refs:
+            return {}
+        done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._call_s)
+        failed: dict[str, str] = {}
+        for worker, ref in refs.items():
+            if ref not in done:
+                failed[worker] = f"took no order within {self._call_s:g} s"
+                continue
+            try:
+                ray.get(ref)
+            except RayTaskError as error:
+                failed[worker] = _one_line(error.cause if getattr(error, "cause", None) is not None else error)
+            except RayError as error:
+                failed[worker] = _one_line(error)
+        return failed
+
+    # -------------------------------------------------------------------------------------------------------------- news
+
+    def pump(self, timeout_s: float) -> list[News]:
+        """What has happened, after at most ``timeout_s`` seconds; at once if something did."""
+        now = time.monotonic()
+        wake = now + timeout_s
+        # Ray learns late of the death of a process on a node that is gone; we need not wait for it.
+        overdue = [m for m in self.members.values() if m.verdict is not None and now - m.sentenced > DEATH_S]
+        if overdue:
+            return [news for member in overdue for news in self._bury(member, "killed")]
+        for member in self.members.values():
+            if member.info is not None and member.poll is None and member.verdict is None:
+                if member.next_poll <= now:
+                    known = (member.report.phase, member.report.ticket) if member.report else None
+                    member.poll = member.handle.poll.remote(member.seen, known, POLL_WAIT_S)
+                    member.poll_sent = now
+                else:
+                    wake = min(wake, member.next_poll)
+        owner = {ref: member for member in self.members.values() for ref in member.pending()}
+        if not owner:
+            time.sleep(max(0.0, min(wake - now, timeout_s)))
+            return []
+        refs = list(owner)
+        ready, _ = ray.wait(refs, num_returns=1, timeout=max(0.0, wake - now))
+        if not ready:
+            return []
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+        news: list[News] = []
+        for ref in ready:
+            member = owner[ref]
+            if member.worker in self.members:  # else: just found dead by another of its calls
+                news += self._receive(member, ref)
+        return news
+
+    def _receive(self, member: Member, ref: Any) -> list[News]:
+        try:
+            value = ray.get(ref)
+        except ActorUnavailableError:
+            # A hiccup of the network, not a death: ask again. Silence has its own bound.
+            self._renew(member, ref)
+            return []
+        except RayTaskError as error:
+            cause = error.cause if getattr(error, "cause", None) is not None else error
+            return self._bury(member, _one_line(cause))
+        except RayActorError as error:
+            return self._bury(member, _death(error))
+        except RayError as error:
+            return self._bury(member, _one_line(error))
+        now = time.monotonic()
+        if ref == member.hello:
+            if value is None:
+                member.hello = member.handle.hello.remote(HELLO_WAIT_S)
+                return []
+            member.hello, member.info = None, value
+            return [Ready(value)]
+        if ref == member.poll:
+            member.poll, member.next_poll, member.report = None, now + POLL_GAP_S, value
+            if value.items:
+                member.seen = max(member.seen, value.items[-1][0])
+            member.seen = max(member.seen, 0)
+            return [Heard(value)]
+        member.lifeline = None  # a newer controller has taken it
+        return []
+
+    def _renew(self, member: Member, ref: Any) -> None:
+        if ref == member.hello:
+            member.hello = member.handle.hello.remote(HELLO_WAIT_S)
+        elif ref == member.poll:
+            member.poll, member.next_poll = None, time.monotonic() + POLL_GAP_S
+        else:
+            member.lifeline = member.handle.lifeline.remote(self._epoch)
+
+    def _bury(self, member: Member, reason: str) -> list[News]:
+        self.members.pop(member.worker, None)
+        if member.verdict is None:
+            # The place that it had must be given back.
+            self._ask_nursery("dismiss", member.worker, member.info)
+        return [Lost(member.worker, member.info, member.verdict or reason)]
+
+    def _enroll(self, worker: str, handle: Any, info: WorkerInfo | None = None) -> None:
+        member = Member(worker, handle, time.monotonic(), info)
+        member.lifeline = handle.lifeline.remote(self._epoch)
+        if info is None:
+            member.hello = handle.hello.remote(HELLO_WAIT_S)
+        self.members[worker] = member
+
+    def _ask_nursery(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        try:
+            return ray.get(getattr(self._nursery, method).remote(*args), timeout=timeout_s or self._call_s)
+        except RayTaskError:
+            raise
+        except (RayActorError, GetTimeoutError) as error:
+            raise NurseryLost(f"the nursery actor does not answer ({type(error).__name__}): the workers that it owned are lost") from None
+
+
+def _death(error: RayActorError) -> str:
+    """Ray's long message (it lists all that may have been) as a few words."""
+    text = str(error)
+    if "killed by `ray.kill`" in text:
+        return "killed by ray.kill"
+    if "owner has died" in text or "OWNER_DIED" in text:
+        return "its owner died"
+    if "NODE_DIED" in text or "node died" in text or "node has died" in text:
+        return "its node was lost"
+    if "NODE_OUT_OF_MEMORY" in text:
+        return "killed by Ray's memory monitor"
+    if "creation task" in text:
+        return _one_line(error)
+    return "its process died"
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    text = " ".join((lines[0] if lines else type(error).__name__).split())
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -1,0 +1,118 @@
+"""What is wanted of the run: commands from outside and scheduled actions, as the conductor's loop takes them in.
+
+Commands arrive in the HTTP server's threads and from the driver; they are carried out by the conductor's thread alone, between two
+rounds of its loop, so that nothing but this queue is shared.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from vescale_ray.config import RunConfig
+from vescale_ray.controller import policy
+from vescale_ray.controller.crew import Crew
+from vescale_ray.controller.ledger import Ledger
+from vescale_ray.controller.memo import Memo
+from vescale_ray.controller.protocol import RequestRefused, RunSpec
+
+
+class Desk:
+    """Wishes, and how far they are known.
+
+    Args:
+        memo: what an earlier life of the controller left.
+        changed: called in the conductor's thread when something here must be written down.
+
+    Attributes:
+        stop: why the run is to be stopped; None: it is not.
+        target: workers wanted.
+        reason: why the number differs from what there is: ``manual`` or ``replacement``.
+        actions: scheduled actions that were done.
+    """
+
+    def __init__(self, spec: RunSpec, config: RunConfig, crew: Crew, ledger: Ledger, memo: Memo, changed: Callable[[], None]) -> None:
+        self._spec, self._config, self._crew, self._ledger, self._changed = spec, config, crew, ledger, changed
+        self._commands: queue.Queue[tuple[str, dict[str, Any], queue.Queue[Any]]] = queue.Queue()
+        self.stop: str | None = memo.stop
+        self.target = memo.target or config.elastic.workers
+        self.reason = memo.reason
+        self.actions = memo.actions
+        ledger.target = self.target
+
+    def command(self, action: str, body: dict[str, Any], wait_s: float = 5.0) -> dict[str, Any]:
+        """Carry a command to the loop and its answer back; from any thread.
+
+        Raises:
+            RequestRefused: it can't be done, or the loop did not come to it within ``wait_s``.
+        """
+        answer: queue.Queue[Any] = queue.Queue()
+        self._commands.put((action, body, answer))
+        try:
+            value = answer.get(timeout=wait_s)
+        except queue.Empty:
+            raise RequestRefused(f"the controller did not come to {action} within {wait_s:g} s; try again") from None
+        if isinstance(value, Exception):
+            raise value
+        return dict(value)
+
+    def heed(self) -> None:
+        """Carry out what has come in, and the scheduled actions whose step has come."""
+        while True:
+            try:
+                action, body, answer = self._commands.get_nowait()
+            except queue.Empty:
+                break
+            try:
+                answer.put(self._do(action, body))
+            except RequestRefused as refusal:
+                answer.put(refusal)
+        self._act()
+
+    def want(self, workers: int, reason: str) -> None:
+        """Go for another number of workers."""
+        self.target = self._ledger.target = workers
+        self.reason = reason
+        self._changed()
+
+    def _do(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
+        if action == "stop":
+            self.stop = self.stop or str(body.get("reason") or "asked to")
+            self._changed()
+            return {"ok": True, "message": f"stopping at the next step boundary after step {self._ledger.step}"}
+        if action == "rescale":
+            if self.stop:
+                raise RequestRefused("the run is stopping")
+            config = self._config
+            workers = policy.check_rescale(
+                body.get("workers"),
+                fewest=config.elastic.min_workers,
+                most=config.max_workers,
+                slots=config.train.slots,
+                capacity=self._spec.capacity,
+            )
+            self.want(workers, "manual")
+            return {"ok": True, "workers": workers, "message": f"going to {workers} workers"}
+        raise RequestRefused(f"unknown command {action}: there are stop and rescale")
+
+    def _act(self) -> None:
+        """Scheduled actions, each once its step is completed and the one before has had its effect."""
+        while self.actions < len(self._spec.schedule):
+            action = self._spec.schedule[self.actions]
+            world = self._ledger.world
+            if world is None or self._ledger.step < action.step or self._ledger.shift is not None:
+                return
+            # Noted first: a controller that dies of what it does must not do it again.
+            self.actions += 1
+            self._changed()
+            self._ledger.event("scheduled_action", action=action.action, value=action.value, at=action.step)
+            try:
+                if action.action in ("kill", "pause"):
+                    worker = world.members[action.value]
+                    self._crew.signal(worker, signal.SIGKILL if action.action == "kill" else signal.SIGSTOP)
+                else:
+                    self._do(action.action, {"workers": action.value, "reason": "schedule"})
+            except (RequestRefused, IndexError, KeyError) as error:
+                self._ledger.event("scheduled_action_failed", action=action.action, error=str(error))

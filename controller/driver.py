@@ -1,0 +1,328 @@
+"""``run(config)``: a whole run, from checks to cleanup. The process that calls it, the driver, owns everything that the run starts.
+
+The first SIGINT or SIGTERM makes a checkpoint and stops; the second stops at once. However the run ends, no actor, placement
+group or process of it is left: on the way out here, and by a watchdog if this process is killed (``local_ray``).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from vescale_ray.config import RunConfig
+from vescale_ray.controller.local_ray import Cluster
+from vescale_ray.controller.preflight import Preflight, check
+from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RunRefused, RunSpec, ScheduledAction
+from vescale_ray.runfolder import RunFolder
+
+POLL_S = 0.2
+CALL_S = 5.0
+CONTROLLER_GONE_S = 120.0
+"""The controller may be restarted; one that has not answered for this long will not."""
+STOP_S = 600.0
+"""For the checkpoint after a signal; then the run is ended without."""
+CLEAN_S = 5.0
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        state: ``DONE``; ``STOPPED``: before its last step, on request; ``FAILED``.
+        step: completed steps that a resumed run starts from (``STOPPED``), or that were completed.
+        error: why it failed, one line.
+        checkpoint: path of the newest checkpoint.
+        interrupted: stopped by a signal: exit code 130.
+        ray_seconds: that starting or joining Ray took.
+        warnings: what went wrong without ending the run.
+    """
+
+    state: str
+    step: int
+    steps: int
+    error: str | None
+    checkpoint: str | None
+    folder: Path
+    interrupted: bool = False
+    ray_seconds: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0 done or stopped as asked, 1 failed, 130 interrupted."""
+        return 130 if self.interrupted else 1 if self.state == "FAILED" else 0
+
+
+Progress = Callable[[Mapping[str, Any]], None]
+
+
+def run(
+    config: RunConfig,
+    *,
+    on_progress: Progress | None = None,
+    schedule: Sequence[ScheduledAction] = (),
+    bounds: Bounds | None = None,
+) -> RunResult:
+    """Train as ``config`` says, and return when nothing of the run is left.
+
+    Args:
+        on_progress: called from this thread a few times a second with the controller's status.
+        schedule: what to do to the run, in the order of steps.
+        bounds: how long to wait for what; for tests.
+
+    Raises:
+        BadInput: what was given can't be used, with one line; exit code 2. As far as possible before Ray is started.
+        KeyboardInterrupt: a second signal came. Everything is cleaned up all the same.
+    """
+    ready = check(config)
+    config = ready.config
+    folder = RunFolder(config.run_folder)
+    if not folder.config_path.is_file():
+        folder.write_config(config.to_yaml())
+    if ready.source.step >= config.train.steps:
+        return _nothing_to_do(config, folder, ready)
+    _write_state(folder, {"run": config.run.name, "state": "PENDING", "step": ready.source.step, "steps": config.train.steps})
+    with _Signals() as signals:
+        attempt = _Attempt(ready, folder, tuple(schedule), bounds or Bounds(), signals, on_progress)
+        try:
+            return attempt.run()
+        finally:
+            attempt.close()
+
+
+class _Signals:
+    """Counts SIGINT and SIGTERM while it is entered; the second raises KeyboardInterrupt. Outside of the main thread it counts none."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.name = ""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        self.install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def install(self) -> None:
+        """Take the handlers; again after ``ray.init``, which sets its own for SIGTERM."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before = signal.signal(number, self._handle)
+            self._before.setdefault(number, before)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """While everything is cleaned up, a further signal must not interrupt that."""
+        taken = threading.current_thread() is threading.main_thread()
+        before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)} if taken else {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.name = signal.Signals(number).name
+        if self.count > 1:
+            raise KeyboardInterrupt
+
+
+class _Attempt:
+    """One start of a run: what it has started, and how it is taken down."""
+
+    def __init__(
+        self,
+        ready: Preflight,
+        folder: RunFolder,
+        schedule: tuple[ScheduledAction, ...],
+        bounds: Bounds,
+        signals: _Signals,
+        tell: Progress | None,
+    ) -> None:
+        self._ready, self._folder, self._schedule, self._bounds = ready, folder, schedule, bounds
+        self._signals, self._tell = signals, tell
+        self._run_id = uuid.uuid4().hex[:8]
+        self._cluster: Cluster | None = None
+        self._nursery: Any = None
+        self._controller: Any = None
+        self._status: dict[str, Any] = {}
+        self._result: RunResult | None = None
+        self._warnings: list[str] = []
+
+    def run(self) -> RunResult:
+        """Start everything and follow it to its end."""
+        config = self._ready.config
+        self._cluster = cluster = Cluster(config)
+        self._signals.install()
+        from vescale_ray.controller import controller, nursery
+
+        tree = config.model_dump(mode="json")
+        self._nursery = nursery.actor_of(tree, self._run_id, cluster.node, NAMESPACE)
+        spec = RunSpec(
+            run_id=self._run_id,
+            config=tree,
+            folder=str(config.run_folder),
+            token=secrets.token_urlsafe(24),
+            source=self._ready.source,
+            first_generation=self._ready.first_generation,
+            capacity=cluster.capacity,
+            driver_pid=os.getpid(),
+            stream=self._ready.stream,
+            schedule=self._schedule,
+            bounds=self._bounds,
+        )
+        self._controller = controller.actor_of(spec, nursery.nursery_name(self._run_id), cluster.node)
+        outcome = self._follow()
+        if outcome.refused:
+            raise RunRefused(outcome.error or "the run was refused")
+        self._result = RunResult(
+            outcome.state,
+            outcome.step,
+            config.train.steps,
+            outcome.error,
+            outcome.checkpoint,
+            self._folder.path,
+            interrupted=self._signals.count > 0 and outcome.state == "STOPPED",
+            ray_seconds=cluster.seconds,
+            warnings=tuple(self._warnings),
+        )
+        return self._result
+
+    def _follow(self) -> Outcome:
+        """Watch the controller until the run is over; carry a signal to it."""
+        told = 0.0
+        last_answer = time.monotonic()
+        stop_since: float | None = None
+        while True:
+            status = self._call("status")
+            now = time.monotonic()
+            if status is not None:
+                last_answer = now
+                self._status = status
+                if status.get("warning") and status["warning"] not in self._warnings:
+                    self._warnings.append(status["warning"])
+                if status["outcome"] is not None:
+                    return Outcome(**status["outcome"])
+                if self._tell is not None:
+                    self._tell(status)
+            elif now - last_answer > CONTROLLER_GONE_S:
+                return self._lost(f"the controller has not answered for {CONTROLLER_GONE_S:g} s")
+            if self._signals.count and now - told > 2.0:
+                # Told again until it is seen to stop: the controller may just have been restarted.
+                told, stop_since = now, stop_since or now
+                self._call("command", "stop", {"reason": self._signals.name})
+            if stop_since is not None and now - stop_since > STOP_S:
+                return self._lost(f"it did not stop within {STOP_S:g} s after {self._signals.name}")
+            time.sleep(POLL_S)
+
+    def _lost(self, error: str) -> Outcome:
+        return Outcome("FAILED", int(self._status.get("step") or 0), error, self._status.get("checkpoint_path"))
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """A call to the controller; None while it does not answer."""
+        import ray
+
+        try:
+            return ray.get(getattr(self._controller, method).remote(*args), timeout=CALL_S)
+        except ray.exceptions.ActorDiedError as error:
+            if "creation task" in str(error) or "__init__" in str(error):
+                cause = getattr(error, "cause", None) or error
+                raise RunRefused(f"the controller can't start: {str(cause).strip().splitlines()[-1]}") from None
+            return None
+        except ray.exceptions.RayTaskError:
+            return None
+        except (ray.exceptions.RayError, TimeoutError):
+            return None
+
+    def close(self) -> None:
+        """Take everything down, whatever state it is in, and write how the run ended."""
+        with self._signals.deferred():
+            try:
+                self._end_actors()
+            finally:
+                left = self._cluster.close() if self._cluster is not None else []
+            if left:
+                print(f"vescale-ray: processes {left} could not be ended", file=sys.stderr)
+            try:
+                self._folder.clear_control()
+                self._write_end()
+            except OSError:
+                pass  # a full disk; the result says how it ended
+
+    def _end_actors(self) -> None:
+        if self._cluster is None:
+            return
+        import ray
+
+        from vescale_ray.controller import nursery
+        from vescale_ray.workers.worker import born
+
+        if not ray.is_initialized():
+            return
+        refs = []
+        if self._controller is not None:
+            refs.append(self._controller.close.remote())
+        if self._nursery is not None:
+            refs.append(self._nursery.close.remote())
+        if refs:
+            ray.wait(refs, num_returns=len(refs), timeout=CLEAN_S)
+        for actor in (self._controller, self._nursery):
+            if actor is not None:
+                ray.kill(actor, no_restart=True)
+        # Killed is not gone: whoever reads the final state may rely on it. Elsewhere Ray sees to it within 5 s.
+        here = [(pid, since) for pid, since, node in self._status.get("processes", ()) if node == self._cluster.node]
+        deadline = time.monotonic() + CLEAN_S
+        while here and time.monotonic() < deadline:
+            here = [(pid, since) for pid, since in here if born(pid) == since]
+            time.sleep(0.02)
+        for pid, since in here:
+            nursery.send_signal(pid, since, signal.SIGKILL)
+
+    def _write_end(self) -> None:
+        """The final state, only now: nothing of the run is alive any more."""
+        record = dict(self._status.get("record") or self._folder.read_state() or {})
+        error = sys.exc_info()[1]
+        if self._result is not None:
+            record.update(state=self._result.state, error=self._result.error, checkpoint=self._result.checkpoint)
+            record["step"] = self._result.step
+        elif isinstance(error, KeyboardInterrupt):
+            record.update(state="STOPPED", error="interrupted a second time: no last checkpoint")
+        else:
+            record.update(state="FAILED", error=str(error) if error else "unknown")
+        record.update(finished=time.time(), control_url=None, metrics_url=None, run=self._ready.config.run.name)
+        self._folder.write_state(record)
+
+
+def _nothing_to_do(config: RunConfig, folder: RunFolder, ready: Preflight) -> RunResult:
+    """All steps were done before."""
+    source = ready.source
+    record = {"run": config.run.name, "state": "DONE", "step": source.step, "steps": config.train.steps, "checkpoint": source.path}
+    _write_state(folder, {**(folder.read_state() or {}), **record})
+    return RunResult("DONE", source.step, config.train.steps, None, source.path, folder.path)
+
+
+def _write_state(folder: RunFolder, record: Mapping[str, Any]) -> None:
+    try:
+        folder.write_state(record)
+    except OSError:
+        pass  # the ledger warns
+
+
+__all__ = ["Bounds", "RunRefused", "RunResult", "ScheduledAction", "run"]

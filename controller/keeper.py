@@ -1,0 +1,124 @@
+"""Which state a generation starts from, and keeping what parked workers hold as a checkpoint.
+
+The checkpoint after the last step, the one after a stop, and the one that a failing run leaves are all the same thing here: the
+newest state that the living workers hold together, each shard written by its owner or by whoever has its copy. So the loss
+of a worker in that moment costs nothing while a copy is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from vescale_ray.controller import policy
+from vescale_ray.controller.crew import Crew
+from vescale_ray.controller.ledger import Ledger
+from vescale_ray.controller.protocol import Source
+from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
+from vescale_ray.workers.messages import Save
+
+if TYPE_CHECKING:
+    from vescale_ray.workers.snapshot import Holding
+
+TRIES = 3
+
+
+class Keeper:
+    """Chooses states and keeps them.
+
+    Args:
+        root: folder of the checkpoints.
+        run_id: of this start of the run; goes into the identifiers of checkpoints.
+        take_number: a generation's number that nobody has; the epoch of a checkpoint.
+        wait: runs the conductor's loop until its argument is true, at most so many seconds; whether it became true.
+        save_s: bound of a checkpoint.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        run_id: str,
+        crew: Crew,
+        ledger: Ledger,
+        saves: Saves,
+        take_number: Callable[[], int],
+        wait: Callable[[Callable[[], bool], float], bool],
+        save_s: float,
+    ) -> None:
+        self._root, self._run_id, self._save_s = root, run_id, save_s
+        self._crew, self._ledger, self._saves = crew, ledger, saves
+        self._take_number, self._wait = take_number, wait
+        self._bad: frozenset[str] = frozenset()
+        self._results: dict[str, SaveResult] = {}
+
+    def distrust(self, commit: str) -> None:
+        """A checkpoint turned out to be damaged: use an older one."""
+        self._bad |= {commit}
+
+    def newest(self) -> policy.Kept | None:
+        """The newest checkpoint that is not known to be damaged."""
+        return newest_kept(self._root, self._bad)
+
+    def source(self, members: Sequence[str], holders: Iterable[str]) -> Source:
+        """Where ``members`` start from, with what ``holders`` (parked workers, leavers too) hold."""
+        return policy.choose_source(self._held(holders), members, self.newest(), self._ledger.world)
+
+    def collect(self) -> None:
+        """Take note of checkpoints that were committed or have failed."""
+        for result in self._saves.results():
+            self._note(result)
+
+    def abandon(self) -> None:
+        """Give up checkpoints of a generation that is over: the votes that they lack will not come."""
+        for result in self._saves.abandon("a worker was lost before it had written its part"):
+            self._note(result)
+
+    def save(self, workers: Sequence[str]) -> SaveResult | None:
+        """A checkpoint of the newest state that ``workers``, who are parked, hold together; None when they hold none.
+
+        A worker that dies meanwhile is no reason to give up while the others have copies of its shards.
+        """
+        from vescale_ray.workers.snapshot import choose_resume
+
+        problem = "the workers died while they wrote it"
+        for _ in range(TRIES):
+            held = self._held(workers)
+            resume = choose_resume(held)
+            if resume is None:
+                return None
+            last = self._ledger.last_save
+            if last is not None and last.kept is not None and last.step == resume.step and last.epoch >= resume.generation:
+                return last
+            holders: dict[int, list[str]] = {}
+            for worker, holdings in held.items():
+                for holding in holdings:
+                    if (holding.generation, holding.step) == (resume.generation, resume.step):
+                        for rank in holding.ranks:
+                            holders.setdefault(rank, []).append(worker)
+            world = self._ledger.world
+            owners = world.members if world is not None and world.ticket.generation == resume.generation else ()
+            plan = policy.spread_saving(holders, owners)
+            epoch = self._take_number()
+            attempt = f"{self._run_id}-h{epoch}-s{resume.step}"
+            tickets = {w: report.ticket for w in plan if (report := self._crew.report(w)) is not None}
+            refused = self._crew.order({w: Save(tickets[w], resume, ranks, attempt, epoch) for w, ranks in plan.items()})
+            if not refused:
+                self._wait(lambda name=attempt, of=tuple(plan): self._decided(name, of), self._save_s)  # type: ignore[misc]
+                if attempt in self._results:
+                    return self._results[attempt]
+            self.abandon()
+            problem = next(iter(refused.values()), problem)
+        return SaveResult("", self._ledger.step, 0, 0.0, error=problem)
+
+    def _decided(self, attempt: str, writers: Sequence[str]) -> bool:
+        if attempt in self._results:
+            return True
+        return not all(self._crew.alive(w) for w in writers) and not self._saves.committing(attempt)
+
+    def _held(self, workers: Iterable[str]) -> Mapping[str, Sequence[Holding]]:
+        reports = {w: self._crew.report(w) for w in workers if self._crew.alive(w)}
+        return {w: report.held for w, report in reports.items() if report is not None and report.out}
+
+    def _note(self, result: SaveResult) -> None:
+        self._results[result.attempt] = result
+        self._ledger.saved(result)

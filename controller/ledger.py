@@ -1,0 +1,395 @@
+"""What the run has done: counted in memory for the metrics, written to the run's folder for everyone else.
+
+The lines in the folder are also what a restarted controller learns the past from (:meth:`Ledger.restore`). A disk that is
+full or gone never stops the training: lines wait in memory until they can be written, and one warning is given.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from vescale_ray.config import RunConfig
+from vescale_ray.controller.metrics import Histogram, RunSnapshot
+from vescale_ray.controller.protocol import RunState, World
+from vescale_ray.controller.saves import SaveResult
+from vescale_ray.data.corpus import bits_per_byte
+from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.messages import Evaluated, Filled, Stepped, WorkerInfo
+
+_log = logging.getLogger(__name__)
+
+MOST_WAITING = 100_000
+"""Lines that wait in memory for a disk that can be written again; beyond it the oldest are lost."""
+STATE_GAP_S = 1.0
+"""Between two writings of run.json while nothing but the step changes."""
+KEPT_TIMES = 20_000
+
+
+@dataclass
+class Shift:
+    """A change of the world under way: from its first sign to the first step after it. JSON-able.
+
+    Attributes:
+        reason: ``failure``, ``manual``, ``replacement``.
+        before: workers that trained before.
+        generation: theirs; the change is over with the first step of a later one.
+        step: completed steps before it.
+        noticed: seconds since the epoch.
+        phases: seconds spent in each: detect, fence, plan, form, build, sync.
+    """
+
+    reason: str
+    before: int
+    generation: int
+    step: int
+    noticed: float
+    phases: dict[str, float] = field(default_factory=dict)
+
+    def spend(self, phase: str, seconds: float) -> None:
+        self.phases[phase] = self.phases.get(phase, 0.0) + max(0.0, seconds)
+
+
+class Ledger:
+    """The books of a run. Used from the conductor's thread; :attr:`snapshot` may be read from any.
+
+    Args:
+        epoch: how often the controller was started; 1 for the first time.
+    """
+
+    def __init__(self, folder: RunFolder, config: RunConfig, run_id: str, driver_pid: int, epoch: int) -> None:
+        self.folder = folder
+        self.state = RunState.PENDING
+        self.world: World | None = None
+        self.target = config.elastic.workers
+        self.shift: Shift | None = None
+        self.step = 0
+        self.control_url: str | None = None
+        self.error: str | None = None
+        self.warning: str | None = None
+        self.evaluated: set[int] = set()
+        self.known: dict[str, WorkerInfo] = {}
+        """Every worker that was ever warm."""
+        self.last_save: SaveResult | None = None
+        self._config, self._run_id, self._pid, self._epoch = config, run_id, driver_pid, epoch
+        self._started = time.time()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._filled: dict[str, Filled] = {}
+        self._ended: dict[int, float] = {}
+        self._line: Mapping[str, Any] = {}
+        self._state_written = 0.0
+        self._executed = 0
+        self._replayed = 0
+        self._step_seconds = Histogram()
+        self._rescales: dict[tuple[str, str], int] = {}
+        self._rescale_seconds = Histogram()
+        self._phases: dict[str, float] = {}
+        self._failures: dict[str, int] = {}
+        self._checkpoint: dict[str, Any] = {}
+        self._checkpoint_bytes = 0
+        self._checkpoint_failures = 0
+        self._checkpoint_seconds = Histogram()
+        self.snapshot: RunSnapshot
+        self.publish({})
+
+    # ------------------------------------------------------------------------------------------------------- what happens
+
+    def event(self, name: str, **about: Any) -> None:
+        """Write an event, with the generation and step that it belongs to."""
+        generation = self.world.ticket.generation if self.world else 0
+        record = {"time": time.time(), "event": name, "generation": generation, "step": self.step, **about}
+        self._write(lambda: self.folder.append_event(record))
+
+    def started(self) -> None:
+        """The run begins, or (``epoch`` > 1) its controller does, again."""
+        if self._epoch == 1:
+            self.event("run_started", run_id=self._run_id, workers=self.target, steps=self._config.train.steps, pid=self._pid)
+        else:
+            self.event("controller_restarted", epoch=self._epoch)
+
+    def moved(self, after: RunState) -> None:
+        """The run is in another state."""
+        before, self.state = self.state, after
+        self.event("state", before=str(before), state=str(after))
+        self.write_state(now=True)
+
+    def opened(self, world: World) -> None:
+        """A generation is about to form; its state is that of ``world.source.step``."""
+        if self.shift is not None:
+            self.shift.step = max(self.shift.step, self.step)
+        self.world, self.step = world, world.source.step
+        self._filled = {}
+
+    def begin_shift(self, reason: str, before: int) -> Shift:
+        """The first sign of a change. One that fails on its way is still the same change, now of the worse reason."""
+        if self.shift is None:
+            now = time.time()
+            self.shift = Shift(reason, before, self.world.ticket.generation if self.world else 0, self.step, now)
+            self.shift.spend("detect", now - self._ended.get(self.step, now) if reason == "failure" else 0.0)
+            self.event("rescale_started", reason=reason, **{"from": before})
+        elif reason == "failure":
+            self.shift.reason = reason
+        return self.shift
+
+    def filled(self, worker: str, item: Filled) -> None:
+        """A member has its state."""
+        if self.world is not None and item.ticket == self.world.ticket:
+            self._filled[worker] = item
+
+    @property
+    def all_filled(self) -> bool:
+        """Whether every member of the generation has its state."""
+        return self.world is not None and all(worker in self._filled for worker in self.world.members)
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the generation has completed a step."""
+        return self.world is not None and self._line.get("generation") == self.world.ticket.generation
+
+    def stepped(self, item: Stepped) -> bool:
+        """Account for a step, once: every member tells of it. Whether it was news."""
+        record, world = item.record, self.world
+        if world is None or item.ticket != world.ticket or record.step != self.step + 1:
+            return False
+        if self.shift is not None and self.shift.generation < world.ticket.generation:
+            self.end_shift(item.ended - record.seconds)
+        self.step = record.step
+        self._ended[record.step] = item.ended
+        if len(self._ended) > 2 * KEPT_TIMES:
+            for old in sorted(self._ended)[:KEPT_TIMES]:
+                del self._ended[old]
+        line = {
+            "step": record.step,
+            "loss": record.loss,
+            "bpb": bits_per_byte(record.loss),
+            "tokens": record.step * self._config.tokens_per_step,
+            "tokens_per_second": record.tokens / record.seconds if record.seconds > 0 else None,
+            "world": record.world,
+            "generation": record.generation,
+            "lr": record.lr,
+            "grad_norm": record.grad_norm,
+            "step_seconds": record.seconds,
+            "time": item.ended,
+            "memory": dict(enumerate(record.memory)),
+        }
+        self._line = line
+        self._executed += 1
+        self._step_seconds = self._step_seconds.observe(record.seconds)
+        self._write(lambda: self.folder.append_samples(record.index, record.generation, record.ids))
+        self._write(lambda: self.folder.append_metrics(line))
+        return True
+
+    def end_shift(self, resumed: float) -> None:
+        """Training goes on since ``resumed``: the change is complete.
+
+        The pause counts from the moment in which the step that was gone back to had ended, so that replayed steps are part of it.
+        """
+        shift, world = self.shift, self.world
+        if shift is None or world is None:
+            return
+        self.shift = None
+        for phase in ("form", "build", "sync"):
+            # The members work side by side: the slowest counts.
+            shift.spend(phase, max((item.phases.get(phase, 0.0) for item in self._filled.values()), default=0.0))
+        pause = max(0.0, resumed - self._ended.get(world.source.step, shift.noticed))
+        direction = "shrink" if world.size < shift.before else "grow" if world.size > shift.before else "replace"
+        one = next(iter(self._filled.values()), None)
+        replayed = max(0, shift.step - world.source.step)
+        about = {
+            "from": shift.before,
+            "to": world.size,
+            "direction": direction,
+            "reason": shift.reason,
+            "source": "peer" if world.source.copies else str(world.source.origin),
+            "pause_seconds": pause,
+            "phases": shift.phases,
+            "steps_replayed": replayed,
+            "moved_bytes": one.moved_bytes if one else 0,
+            "lower_bound_bytes": one.lower_bound if one else 0,
+            "attempt": world.ticket.attempt,
+        }
+        self._count_rescale(about)
+        self.event("rescaled", **about)
+
+    def evaluation(self, item: Evaluated) -> None:
+        """A held-out loss, once per step."""
+        if item.step not in self.evaluated and self.world is not None and item.ticket == self.world.ticket:
+            self.evaluated.add(item.step)
+            self.event("evaluation", loss=item.loss, bpb=bits_per_byte(item.loss), samples=item.samples, step=item.step)
+
+    def worker_started(self, info: WorkerInfo) -> None:
+        if info.worker not in self.known:
+            self.known[info.worker] = info
+            self.event("worker_started", **asdict(info))
+
+    def worker_left(self, worker: str, info: WorkerInfo | None) -> None:
+        self.event("worker_left", worker=worker, pid=info.pid if info else None)
+
+    def worker_lost(self, worker: str, info: WorkerInfo | None, reason: str) -> None:
+        kind = "killed" if "killed:" in reason else "died"
+        self._failures[kind] = self._failures.get(kind, 0) + 1
+        self.event("worker_lost", worker=worker, pid=info.pid if info else None, node=info.node if info else None, reason=reason, kind=kind)
+
+    def saved(self, result: SaveResult) -> None:
+        """A checkpoint has ended, well or not."""
+        if result.kept is None:
+            self._checkpoint_failures += 1
+            self.event("checkpoint_failed", error=result.error, step=result.step)
+            return
+        self.last_save = result
+        about = {"path": result.kept.path, "seconds": result.seconds, "bytes": result.bytes, "step": result.step}
+        self._checkpoint = {**about, "time": time.time()}
+        self._checkpoint_bytes += result.bytes
+        self._checkpoint_seconds = self._checkpoint_seconds.observe(result.seconds)
+        self.event("checkpoint_saved", **about)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of the last step."""
+        seconds = self._line.get("step_seconds")
+        return None if seconds is None else float(seconds)
+
+    @property
+    def checkpoint_path(self) -> str | None:
+        path = self._checkpoint.get("path")
+        return None if path is None else str(path)
+
+    # ------------------------------------------------------------------------------------------------------------ for others
+
+    def publish(self, workers: Mapping[int, tuple[WorkerInfo | None, int]]) -> None:
+        """Make a new snapshot; ``workers``: by rank, who it is and its resident bytes."""
+        world, line, elastic = self.world, self._line, self._config.elastic
+        self.snapshot = RunSnapshot(
+            run=self._config.run.name,
+            state=str(self.state),
+            step=self.step,
+            steps=self._config.train.steps,
+            steps_executed=self._executed,
+            tokens=self._executed * self._config.tokens_per_step,
+            loss=line.get("loss"),
+            bpb=line.get("bpb"),
+            tokens_per_second=line.get("tokens_per_second"),
+            grad_norm=line.get("grad_norm"),
+            learning_rate=line.get("lr"),
+            world=world.size if world else 0,
+            world_target=self.target,
+            world_min=elastic.min_workers,
+            world_max=self._config.max_workers,
+            generation=world.ticket.generation if world else 0,
+            started=self._started,
+            last_step_time=line.get("time"),
+            step_seconds=self._step_seconds,
+            rescales=dict(self._rescales),
+            rescale_seconds=self._rescale_seconds,
+            rescale_phase_seconds=dict(self._phases),
+            replayed_steps=self._replayed,
+            worker_failures=dict(self._failures),
+            memory={rank: memory for rank, (_, memory) in workers.items()},
+            workers={rank: {"worker": info.worker, "node": info.node} for rank, (info, _) in workers.items() if info},
+            checkpoint_step=self._checkpoint.get("step"),
+            checkpoint_time=self._checkpoint.get("time"),
+            checkpoint_path=self._checkpoint.get("path"),
+            checkpoint_bytes=self._checkpoint_bytes,
+            checkpoint_failures=self._checkpoint_failures,
+            checkpoint_seconds=self._checkpoint_seconds,
+            error=self.error,
+            info={"run_id": self._run_id, "controller_epoch": str(self._epoch)},
+        )
+
+    def write_state(self, *, now: bool = False) -> None:
+        """Write run.json, if it is time or ``now``. Final states are the driver's to write, when nothing is left of the run."""
+        if not now and time.monotonic() - self._state_written < STATE_GAP_S:
+            return
+        self._state_written = time.monotonic()
+        record = self.record()
+        try:
+            self.folder.write_state(record)
+        except OSError as error:
+            self._warn(error)
+
+    def record(self) -> dict[str, Any]:
+        """What run.json holds."""
+        state = RunState.STOPPING if self.state in (RunState.DONE, RunState.FAILED) else self.state
+        return {
+            "run": self._config.run.name,
+            "state": str(state),
+            "step": self.step,
+            "steps": self._config.train.steps,
+            "world": self.world.size if self.world else 0,
+            "generation": self.world.ticket.generation if self.world else 0,
+            "control_url": self.control_url,
+            "metrics_url": f"{self.control_url}/metrics" if self.control_url else None,
+            "started": self._started,
+            "finished": None,
+            "error": self.error,
+            "warning": self.warning,
+            "checkpoint": self._checkpoint.get("path"),
+            "pid": self._pid,
+        }
+
+    # --------------------------------------------------------------------------------------------------------------- the past
+
+    def restore(self, world: World | None) -> None:
+        """After a restart: take up the books from the folder's lines, and the generation that is going on."""
+        events = self.folder.read_events()
+        starts = [i for i, e in enumerate(events) if e["event"] == "run_started" and e.get("run_id") == self._run_id]
+        if starts:
+            self._started = float(events[starts[-1]]["time"])
+        for event in events[starts[-1] :] if starts else []:
+            match event["event"]:
+                case "rescaled":
+                    self._count_rescale(event)
+                case "worker_started":
+                    self.known[str(event["worker"])] = WorkerInfo(**{one.name: event[one.name] for one in fields(WorkerInfo)})
+                case "worker_lost":
+                    kind = str(event.get("kind"))
+                    self._failures[kind] = self._failures.get(kind, 0) + 1
+                case "checkpoint_saved":
+                    self._checkpoint = event
+                    self._checkpoint_bytes += int(event.get("bytes") or 0)
+                    self._checkpoint_seconds = self._checkpoint_seconds.observe(float(event.get("seconds") or 0.0))
+                case "checkpoint_failed":
+                    self._checkpoint_failures += 1
+                case "evaluation":
+                    self.evaluated.add(int(event["step"]))
+        lines = self.folder.read_all_metrics()
+        mine = [line for line in lines if float(line.get("time") or 0.0) >= self._started]
+        self._executed = len(mine)
+        for line in mine:
+            self._step_seconds = self._step_seconds.observe(float(line.get("step_seconds") or 0.0))
+            self._ended[int(line["step"])] = float(line["time"])
+        if world is not None:
+            self.opened(world)
+            if mine and mine[-1]["generation"] == world.ticket.generation:
+                self._line, self.step = mine[-1], int(mine[-1]["step"])
+
+    def _count_rescale(self, about: Mapping[str, Any]) -> None:
+        key = (str(about["direction"]), str(about["reason"]))
+        self._rescales[key] = self._rescales.get(key, 0) + 1
+        self._rescale_seconds = self._rescale_seconds.observe(float(about["pause_seconds"]))
+        for phase, seconds in about["phases"].items():
+            self._phases[phase] = self._phases.get(phase, 0.0) + float(seconds)
+        self._replayed += int(about["steps_replayed"])
+
+    # --------------------------------------------------------------------------------------------------------------- writing
+
+    def _write(self, append: Callable[[], None]) -> None:
+        self._waiting.append(append)
+        while self._waiting:
+            try:
+                self._waiting[0]()
+            except OSError as error:
+                self._warn(error)
+                if len(self._waiting) > MOST_WAITING:
+                    self._waiting.popleft()
+                return
+            self._waiting.popleft()
+
+    def _warn(self, error: OSError) -> None:
+        if self.warning is None:
+            self.warning = f"{self.folder.path}: can't be written ({error.strerror or error}); training goes on, lines wait in memory"
+            _log.warning("%s", self.warning)

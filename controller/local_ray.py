@@ -1,0 +1,175 @@
+"""Ray for a run: a cluster of its own on this machine, or one that is there already.
+
+Its own cluster has its own temporary folder, its own ports and no dashboard, is sized by the run, and is gone when the run
+is: :meth:`Cluster.close` ends it and checks that nothing is left, and a watchdog does the same if this process is
+killed. ``ray stop`` is never used: it would end every Ray of the machine. ``RAY_AUTH_MODE`` is set explicitly: left alone, Ray
+2.60 switches token authentication on with the first local ``ray.init`` and then refuses clients that don't know the token.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from vescale_ray.config import RunConfig
+from vescale_ray.controller import watchdog
+from vescale_ray.controller.protocol import NAMESPACE, RunRefused
+
+_log = logging.getLogger(__name__)
+
+QUIET = "A worker died or was killed while executing a task"
+"""Ray prints a paragraph on the driver's output at every death of a worker; the run tells of it in a line of its own."""
+CLOSE_S = 10.0
+
+
+class Cluster:
+    """A connection to Ray, and the cluster behind it if it is our own.
+
+    Attributes:
+        capacity: workers that can ever be placed; None: unknown, the cluster may grow.
+        node: id of the node that this process is on.
+        seconds: that it took to connect.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        begin = time.perf_counter()
+        self._folder: str | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._connected = False
+        self.capacity: int | None = None
+        try:
+            self._connect(config)
+        except BaseException:
+            self.close()
+            raise
+        self.seconds = time.perf_counter() - begin
+
+    @property
+    def own(self) -> bool:
+        """Whether the cluster was started here."""
+        return self._folder is not None
+
+    def close(self) -> list[int]:
+        """Leave the cluster; end it if it is our own. Processes that could not be ended (none, normally). May be called twice."""
+        left: list[int] = []
+        try:
+            if self._connected:
+                self._connected = False
+                import ray
+
+                ray.shutdown()
+        finally:
+            if self._folder is not None:
+                left = watchdog.end_all(self._folder, spare=(os.getpid(),), patience_s=CLOSE_S)
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder = None
+            if self._watchdog is not None:
+                self._dismiss_watchdog(self._watchdog, finished=not left)
+                self._watchdog = None
+        return left
+
+    def _connect(self, config: RunConfig) -> None:
+        os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", QUIET)  # read when Ray is imported
+        address = config.ray.address or os.environ.get("RAY_ADDRESS") or "local"
+        if address == "local":
+            os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        import ray
+
+        if not ray.is_initialized():
+            if address == "local":
+                self._start(config)
+            else:
+                try:
+                    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+                except (ConnectionError, ValueError, RuntimeError) as error:
+                    reason = " ".join(str(error).split())[:200]
+                    raise RunRefused(f"ray.address = {address}: no cluster answers there ({reason}); start one, or use local") from None
+            self._connected = True
+        self.node = ray.get_runtime_context().get_node_id()
+
+    def _start(self, config: RunConfig) -> None:
+        import ray
+
+        each = config.ray.cpus_per_worker
+        cpus = config.ray.num_cpus or max(1, math.ceil(config.max_workers * each))
+        self.capacity = math.floor(cpus / each + 1e-6) if each > 0 else None
+        if self.capacity is not None and self.capacity < config.elastic.workers:
+            raise RunRefused(
+                f"elastic.workers = {config.elastic.workers} times ray.cpus_per_worker = {each:g} is more than ray.num_cpus = {cpus}: "
+                "raise ray.num_cpus, or lower one of the others"
+            )
+        # /tmp and short: the folder's name is part of the sockets' paths, which may have 107 bytes.
+        self._folder = tempfile.mkdtemp(prefix="vsr-", dir="/tmp")
+        self._watchdog = _start_watchdog(self._folder)
+        with _environment({watchdog.MARK: self._folder, "PYTHONPATH": _python_path()}):
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                object_store_memory=config.ray.object_store_mb * 1024 * 1024,
+                include_dashboard=False,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=self._folder,
+            )
+
+    @staticmethod
+    def _dismiss_watchdog(process: subprocess.Popen[bytes], *, finished: bool) -> None:
+        assert process.stdin is not None
+        try:
+            if finished:
+                process.stdin.write(b"done")
+            process.stdin.close()
+        except OSError:
+            pass  # someone has killed it
+        try:
+            process.wait(timeout=watchdog.PATIENCE_S + 2)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(timeout=5)
+
+
+def _start_watchdog(folder: str) -> subprocess.Popen[bytes]:
+    """In a session of its own: it must outlive whatever ends the driver's."""
+    script = Path(watchdog.__file__).resolve()
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(script), folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+    )
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Variables that what is started inside inherits, and nothing that is started later."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _python_path() -> str:
+    """So that the workers find this package where we found it, installed or not."""
+    import vescale_ray
+
+    root = str(Path(vescale_ray.__file__).resolve().parent.parent)
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])

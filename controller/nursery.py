@@ -1,0 +1,147 @@
+"""The nursery actor: creates and kills, and decides nothing, so that there is nothing in it that could fail.
+
+It owns the workers. A controller that owned them would take them along when it dies (Ray ends an actor with its owner); this
+one hands out their handles, also to the controller that comes after. Each worker has a placement group of its own: one
+for all could not shrink, would hold a draining node, and removing it would end the survivors too.
+
+It holds the run's ``TCPStore``, through which process groups meet: on a worker it would die with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from vescale_ray.workers.messages import WorkerInfo
+from vescale_ray.workers.worker import actor_class, born
+
+LEAST_CPU = 0.001
+"""A placement group can't be of nothing."""
+
+
+@dataclass
+class _Child:
+    handle: Any
+    group: PlacementGroup
+
+
+class Nursery:
+    """Workers of one run.
+
+    Args:
+        config: the run's resolved configuration as nested plain values.
+        tag: goes into the names of the placement groups, so that a person who lists them knows whose they are.
+    """
+
+    def __init__(self, config: Mapping[str, Any], tag: str) -> None:
+        self._config = config
+        self._tag = tag
+        self._children: dict[str, _Child] = {}
+        self._count = 0
+        self._lock = threading.Lock()
+        self._store: Any = None
+        self._node = ray.get_runtime_context().get_node_id()
+
+    def store(self) -> tuple[str, int]:
+        """Host and port of the store; made on the first call."""
+        # torch takes a second or more to import: not in the constructor, where everyone would wait for it.
+        from torch.distributed import TCPStore
+
+        with self._lock:
+            host = ray.util.get_node_ip_address()
+            if self._store is None:
+                self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            return host, int(self._store.port)
+
+    def hire(self) -> tuple[str, Any]:
+        """Start a worker; its id and handle, at once. It comes up when Ray has a place for it."""
+        wanted = self._config["ray"]
+        cpus, gpus = max(float(wanted["cpus_per_worker"]), LEAST_CPU), float(wanted["gpus_per_worker"])
+        with self._lock:
+            worker = f"w{self._count}"
+            self._count += 1
+            group = placement_group([{"CPU": cpus, **({"GPU": gpus} if gpus else {})}], strategy="PACK", name=f"{self._tag}:{worker}")
+            handle = (
+                actor_class()
+                .options(
+                    num_cpus=cpus,
+                    num_gpus=gpus,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+                )
+                .remote(worker, self._config)
+            )
+            self._children[worker] = _Child(handle, group)
+            return worker, handle
+
+    def roster(self) -> dict[str, Any]:
+        """Handles of all workers that were not dismissed."""
+        with self._lock:
+            return {worker: child.handle for worker, child in self._children.items()}
+
+    def dismiss(self, worker: str, info: WorkerInfo | None) -> None:
+        """End a worker and give its place back. ``info`` lets it be killed by process id: ``ray.kill`` takes 5 s on a stopped process."""
+        with self._lock:
+            child = self._children.pop(worker, None)
+        if info is not None:
+            self.signal(info, signal.SIGKILL)
+        if child is not None:
+            ray.kill(child.handle, no_restart=True)
+            remove_placement_group(child.group)
+
+    def signal(self, info: WorkerInfo, number: int) -> bool:
+        """Send a signal to a worker's process; False if that process is gone."""
+        if info.node == self._node:
+            return send_signal(info.pid, info.born, number)
+        task = ray.remote(num_cpus=0, max_retries=0)(send_signal)
+        place = NodeAffinitySchedulingStrategy(info.node, soft=False)
+        ref = task.options(scheduling_strategy=place).remote(info.pid, info.born, number)
+        done, _ = ray.wait([ref], timeout=3.0)
+        try:
+            return bool(ray.get(done[0])) if done else False
+        except ray.exceptions.RayError:
+            return False  # the node is gone, and the process with it
+
+    def close(self) -> None:
+        """End all workers and give all places back."""
+        for worker in list(self._children):
+            self.dismiss(worker, None)
+
+
+def send_signal(pid: int, process_born: int, number: int) -> bool:
+    """Signal a process of this machine, if it is still the one that was born then; False if it is gone."""
+    if born(pid) != process_born:
+        return False
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def nursery_name(run_id: str) -> str:
+    """Name of the run's nursery in Ray."""
+    return f"nursery:{run_id}"
+
+
+def actor_of(config: Mapping[str, Any], run_id: str, node: str, namespace: str) -> Any:
+    """Start a run's nursery on ``node``; its handle."""
+    return (
+        ray.remote(Nursery)
+        .options(
+            name=nursery_name(run_id),
+            namespace=namespace,
+            num_cpus=0,
+            max_restarts=0,
+            max_concurrency=4,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        .remote(config, f"{config['run']['name']}:{run_id}")
+    )

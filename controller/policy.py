@@ -1,0 +1,261 @@
+"""What to do next, as pure functions of values: no process, no clock, no file. The conductor carries the answers out.
+
+A generation ends; :func:`after_generation` says what follows. While it runs, :func:`staffing` says whether workers must be
+hired or a new generation is due. :func:`choose_source` says from which state a generation starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from vescale_ray.controller.protocol import Ending, RequestRefused, Source, World
+from vescale_ray.workers.messages import FaultKind, Origin
+
+if TYPE_CHECKING:
+    from vescale_ray.workers.snapshot import Holding
+
+
+# ------------------------------------------------------------------------------------------------------------------- budget
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Recoveries in a row that brought the run no further: what ends a crash loop.
+
+    Only a step beyond every step before counts as progress: a run that goes back to a checkpoint and dies at the same step each
+    time makes none.
+
+    Attributes:
+        limit: as many are forgiven.
+        tries: used up.
+        high: most steps that were ever completed.
+        errors: why, newest last.
+    """
+
+    limit: int
+    tries: int = 0
+    high: int = 0
+    errors: tuple[str, ...] = ()
+
+    def progressed(self, step: int) -> Budget:
+        """After ``step`` steps are complete."""
+        return replace(self, tries=0, high=step, errors=()) if step > self.high else self
+
+    def failed(self, errors: Sequence[str]) -> Budget:
+        """After a generation that did not end cleanly."""
+        return replace(self, tries=self.tries + 1, errors=(*self.errors, *errors)[-8:])
+
+    @property
+    def spent(self) -> bool:
+        return self.tries > self.limit
+
+
+# ---------------------------------------------------------------------------------------------------------------- decisions
+
+
+@dataclass(frozen=True)
+class Complete:
+    """All steps are done: the last checkpoint, then the end."""
+
+
+@dataclass(frozen=True)
+class Halt:
+    """Stop was asked for: a checkpoint, then the end."""
+
+
+@dataclass(frozen=True)
+class Go:
+    """Form the next generation of ``members``, in rank order; ``leavers`` are alive and not in it."""
+
+    members: tuple[str, ...]
+    leavers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Await:
+    """Too few to train: wait until ``workers`` are there (those that live, those that are ready, and ``hire`` new ones)."""
+
+    workers: int
+    hire: int
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The run has failed; ``refused``: by what the person gave."""
+
+    error: str
+    refused: bool = False
+
+
+Decision = Complete | Halt | Go | Await | GiveUp
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What counts for the decision, besides how the generation ended.
+
+    Attributes:
+        stopping: stop was asked for.
+        target: workers wanted.
+        fewest: ``elastic.min_workers``.
+        ready: warm workers outside of the generation, oldest first; ``warming``: how many more are on their way.
+        replace_lost: ``elastic.replace_lost``.
+        budget: with this ending counted.
+        waited: the time to wait for workers is over.
+    """
+
+    stopping: bool
+    target: int
+    fewest: int
+    ready: tuple[str, ...]
+    warming: int
+    replace_lost: bool
+    budget: Budget
+    waited: bool = False
+
+
+def after_generation(ending: Ending, now: Situation) -> Decision:
+    """What follows the end of a generation."""
+    inputs = [fault.text for fault in ending.faults.values() if fault.kind is FaultKind.INPUT]
+    if inputs:
+        return GiveUp(inputs[0], refused=True)
+    if ending.finished and ending.living:
+        return Complete()
+    if now.stopping:
+        return Halt()
+    if now.budget.spent:
+        causes = "; ".join(dict.fromkeys(now.budget.errors)) or "unknown"
+        return GiveUp(f"{now.budget.tries} recoveries in a row without one more step: {causes}")
+    members, leavers = next_members(ending.living, now.ready, now.target)
+    if len(members) >= now.fewest:
+        return Go(members, leavers)
+    if now.waited or (not now.replace_lost and len(members) + now.warming < now.fewest):
+        causes = "; ".join(f"{worker}: {reason}" for worker, reason in ending.lost.items())
+        lost = f" (lost {causes})" if causes else ""
+        more = "no replacement came in time" if now.waited else "set elastic.replace_lost=true to have lost workers replaced"
+        return GiveUp(f"{len(members)} workers are left{lost}, fewer than elastic.min_workers = {now.fewest}: {more}")
+    return Await(now.fewest, max(0, now.fewest - len(members) - now.warming))
+
+
+def next_members(living: Sequence[str], ready: Sequence[str], target: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Members in rank order, and leavers.
+
+    Those who stay keep their order, so that most of what they hold stays theirs; the last leave first; joiners come last.
+    """
+    staying, leavers = tuple(living[:target]), tuple(living[target:])
+    return (*staying, *ready[: target - len(staying)]), leavers
+
+
+# ----------------------------------------------------------------------------------------------------------------- staffing
+
+
+@dataclass(frozen=True)
+class Staffing:
+    """While a generation runs: ``hire`` so many more workers; ``dismiss`` so many of those beside it, the newest; ``regroup``: ask
+    it to stop at the next boundary, to form anew."""
+
+    hire: int = 0
+    dismiss: int = 0
+    regroup: bool = False
+
+
+def staffing(world: int, ready: int, warming: int, target: int) -> Staffing:
+    """Whether to hire or to regroup, with ``world`` members, ``ready`` warm workers beside them and ``warming`` on their way.
+
+    One regrouping brings in all that were hired: training goes on until the last is warm.
+    """
+    missing = max(0, target - world)
+    return Staffing(
+        hire=max(0, missing - ready - warming),
+        dismiss=max(0, ready + warming - missing),
+        regroup=target < world or 0 < missing <= ready,
+    )
+
+
+def check_rescale(workers: object, *, fewest: int, most: int, slots: int, capacity: int | None) -> int:
+    """The number of workers that was asked for, if the run can have it.
+
+    Raises:
+        RequestRefused: one line with the number, the bound and its key.
+    """
+    if not isinstance(workers, int) or isinstance(workers, bool):
+        raise RequestRefused(f"workers = {workers!r}: give a whole number")
+    if workers < 1:
+        raise RequestRefused(f"workers = {workers}: give at least 1, or stop the run")
+    if workers > slots:
+        raise RequestRefused(f"workers = {workers} is more than train.slots = {slots}: a worker without a slot has nothing to train on")
+    if workers > most:
+        raise RequestRefused(f"workers = {workers} is more than elastic.max_workers = {most}")
+    if workers < fewest:
+        raise RequestRefused(f"workers = {workers} is fewer than elastic.min_workers = {fewest}")
+    if capacity is not None and workers > capacity:
+        raise RequestRefused(f"workers = {workers}: this cluster has room for {capacity} (ray.num_cpus, ray.cpus_per_worker)")
+    return workers
+
+
+# ------------------------------------------------------------------------------------------------------------------- source
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A committed checkpoint: its name, path and step."""
+
+    name: str
+    path: str
+    step: int
+
+
+def choose_source(
+    held: Mapping[str, Sequence[Holding]], members: Collection[str], newest: Kept | None, before: World | None = None
+) -> Source:
+    """Where the next generation starts: the newest state that exists; of two at the same step, the one in memory.
+
+    Args:
+        held: per living worker, leavers included, what it holds now that its group is destroyed.
+        members: of the next generation.
+        before: the generation that has ended.
+        newest: newest checkpoint that is not known to be damaged.
+    """
+    from vescale_ray.workers.snapshot import choose_resume
+
+    resume = choose_resume(held, prefer=members)
+    if resume is not None and (newest is None or resume.step >= newest.step):
+        owners = before.members if before is not None and before.ticket.generation == resume.generation else ()
+        copies = len(owners) < resume.world or any(owner not in held for owner in owners)
+        return Source(Origin.MEMORY, resume.step, resume=resume, copies=copies)
+    if newest is not None:
+        return Source(Origin.CHECKPOINT, newest.step, commit=newest.name, path=newest.path)
+    # Nothing was ever saved, and a shard is lost: the beginning is always there.
+    return Source(Origin.FRESH, 0)
+
+
+def spread_saving(holders: Mapping[int, Sequence[str]], owners: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Which worker writes which old ranks' shards to a checkpoint: each its own, copies of the lost by whoever has the least to write.
+
+    Args:
+        holders: of each old rank, the workers that hold its shard.
+        owners: the workers by old rank.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    orphans = []
+    for rank, workers in sorted(holders.items()):
+        if rank < len(owners) and owners[rank] in workers:
+            ranks_of.setdefault(owners[rank], []).append(rank)
+        else:
+            orphans.append(rank)
+    for rank in orphans:
+        worker = min(holders[rank], key=lambda w: (len(ranks_of.get(w, ())), w))
+        ranks_of.setdefault(worker, []).append(rank)
+    return {worker: tuple(sorted(ranks)) for worker, ranks in ranks_of.items()}
+
+
+def park_bound(phases: Collection[str], park_s: float, form_s: float, step_s: float | None) -> float:
+    """Seconds from the first sign that a generation is over until whoever is still in it must be hung.
+
+    A rank that computes notices nothing before its next collective, at most a step away; one that forms waits for the absent
+    to the end of the forming's own bound.
+    """
+    bound = max(park_s, 3.0 * (step_s or 0.0))
+    return max(bound, 2.0 * form_s) if "forming" in phases or "giving" in phases else bound

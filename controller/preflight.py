@@ -1,0 +1,172 @@
+"""What can be found wrong before Ray starts, which takes seconds: text, model, folders, port, and the checkpoint to resume.
+
+Everything raises ``BadInput`` (its kinds) with one line. Nothing is changed but folders that are made.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vescale_ray.config import RunConfig
+from vescale_ray.controller.protocol import RunRefused, Source
+from vescale_ray.errors import BadInput
+from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.messages import Origin
+
+if TYPE_CHECKING:
+    from vescale_ray.checkpoint import Checkpoint
+    from vescale_ray.data.corpus import Corpus
+
+STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+"""What each optimizer keeps per element, as checkpoints name it."""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What the checks have found out.
+
+    Attributes:
+        config: with absolute paths: workers have other working directories.
+        source: of the first generation.
+        first_generation: above every generation that has left a checkpoint: what is saved from now on must be newer.
+        stream: what makes the order of samples.
+    """
+
+    config: RunConfig
+    source: Source
+    first_generation: int
+    stream: Mapping[str, Any]
+
+
+def check(config: RunConfig) -> Preflight:
+    """All checks, the cheapest first.
+
+    Raises:
+        BadInput: with one line, for the first thing that is wrong.
+    """
+    config = absolute(config)
+    RunFolder(config.run_folder).create()
+    _check_writable(config.checkpoint_dir)
+    _check_port(config.metrics.host, config.metrics.port)
+    from vescale_ray.data.corpus import load_corpus
+
+    corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
+    stream = stream_of(config, corpus)
+    shapes = _model_shapes(config)
+    source, first = _resume(config, stream, shapes)
+    return Preflight(config, source, first, stream)
+
+
+def absolute(config: RunConfig) -> RunConfig:
+    """The same run, with paths that mean the same in every process."""
+
+    def path(text: str) -> str:
+        return str(Path(text).expanduser().resolve())
+
+    checkpoint_dir, corpus = config.checkpoint.dir, config.data.corpus
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"dir": path(config.run.dir)}),
+            "data": config.data.model_copy(update={"corpus": corpus if corpus == "stdlib" else path(corpus)}),
+            "checkpoint": config.checkpoint.model_copy(update={"dir": path(checkpoint_dir) if checkpoint_dir else None}),
+        }
+    )
+
+
+def stream_of(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
+    """What the sample of each position follows from: a run that resumes must not have changed any of it."""
+    return {
+        "data.corpus": corpus.sha256,
+        "data.seq_len": config.data.seq_len,
+        "data.heldout": config.data.heldout,
+        "run.seed": config.run.seed,
+        "train.slots * train.slot_batch": config.global_batch,
+    }
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RunRefused(f"{folder}: can't be written ({error.strerror}); set checkpoint.dir to a folder that can") from None
+
+
+def _check_port(host: str, port: int) -> None:
+    """The controller listens later; that another process has the port is better known now."""
+    if port == 0:
+        return
+    from vescale_ray.controller.metrics import MetricsServer, RunSnapshot
+
+    MetricsServer(host, port, lambda: RunSnapshot("", ""), None, "").close()
+
+
+def _model_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter; on the meta device, so that it costs nothing."""
+    from vescale_ray.workers.trainer import build_model, select_units
+
+    try:
+        model = build_model(config)
+        select_units(model, config.model.units)
+    except BadInput:
+        raise
+    except ValueError as error:
+        raise RunRefused(" ".join(str(error).split())) from None
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _resume(config: RunConfig, stream: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Source, int]:
+    from vescale_ray import checkpoint
+
+    root, mode = str(config.checkpoint_dir), config.checkpoint.resume
+    commits = checkpoint.ls(root)
+    first = max((commit.epoch for commit in commits), default=0) + 1
+    newest = next((commit for commit in reversed(commits) if commit.problem is None), None)
+    if newest is None and mode == "must":
+        damaged = f" ({len(commits)} are damaged)" if commits else ""
+        remedy = "set checkpoint.resume=auto or another checkpoint.dir"
+        raise RunRefused(f"checkpoint.resume = must, but {root} holds no checkpoint{damaged}; {remedy}")
+    if newest is None or mode == "never":
+        return Source(Origin.FRESH, 0), first
+    opened = checkpoint.open(root, newest)
+    _check_same_model(opened, config, shapes)
+    _check_same_stream(opened, stream)
+    if newest.step > config.train.steps:
+        raise RunRefused(
+            f"{newest.path} is of step {newest.step}, beyond train.steps = {config.train.steps}: "
+            "raise train.steps or set checkpoint.resume=never"
+        )
+    return Source(Origin.CHECKPOINT, newest.step, commit=newest.name, path=newest.path), first
+
+
+def _check_same_model(opened: Checkpoint, config: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    where, remedy = opened.commit.path, "; use the model that saved it, another checkpoint.dir, or checkpoint.resume=never"
+    stored = opened.tensors
+    for name, shape in shapes.items():
+        if name not in stored:
+            raise RunRefused(f"{where} is of another model: it has no {name}{remedy}")
+        if tuple(stored[name].shape) != shape:
+            raise RunRefused(f"{where} is of another model: {name} has shape {tuple(stored[name].shape)} there, {shape} here{remedy}")
+        for kind in STATES[config.train.optimizer]:
+            if kind not in stored[name].kinds:
+                kept = f"it has no {kind} of {name}"
+                raise RunRefused(f"{where} was saved with another optimizer than train.optimizer = {config.train.optimizer}: {kept}")
+    more = next((name for name in stored if name not in shapes), None)
+    if more is not None:
+        raise RunRefused(f"{where} is of another model: it has {more}, this model has not{remedy}")
+
+
+def _check_same_stream(opened: Checkpoint, stream: Mapping[str, Any]) -> None:
+    """Other text, seed or batch: the position in the stream would mean other samples, some lost and some used twice."""
+    stored = opened.meta.get("stream") or {}
+    for key, value in stream.items():
+        if key in stored and stored[key] != value:
+            raise RunRefused(
+                f"{opened.commit.path} was saved with {key} = {stored[key]}, now it is {value}: samples would be lost or repeated; "
+                "set it back, or set checkpoint.resume=never to begin anew"
+            )

@@ -1,0 +1,206 @@
+"""The run as the controller sees it: its states and which may follow which, and the values that the parts of it exchange.
+
+Frozen values and pure functions; no process, no Ray, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+from vescale_ray.errors import BadInput
+from vescale_ray.workers.messages import Fault, Origin, Ticket
+
+NAMESPACE = "vescale-ray"
+"""Of the controller's and the nursery's names in Ray."""
+
+
+class RunRefused(BadInput):
+    """The run can't begin, or can't go on, with what the person gave; the message is one line with the remedy. Exit code 2."""
+
+
+class RequestRefused(ValueError):
+    """A command to a running run can't be carried out; the message is one line. The run goes on as it was."""
+
+
+class RunState(StrEnum):
+    """States of a run (docs: ``DESIGN`` 8). The metrics export the same names."""
+
+    PENDING = "PENDING"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    RESCALING = "RESCALING"
+    CHECKPOINTING = "CHECKPOINTING"
+    STOPPING = "STOPPING"
+    DONE = "DONE"
+    FAILED = "FAILED"
+
+
+_S = RunState
+TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
+    _S.PENDING: frozenset({_S.STARTING, _S.STOPPING, _S.FAILED}),
+    # A worker lost while the first group forms: the next try is a rescale.
+    _S.STARTING: frozenset({_S.RUNNING, _S.RESCALING, _S.STOPPING, _S.FAILED}),
+    _S.RUNNING: frozenset({_S.RESCALING, _S.CHECKPOINTING, _S.STOPPING, _S.FAILED}),
+    _S.RESCALING: frozenset({_S.RUNNING, _S.CHECKPOINTING, _S.STOPPING, _S.FAILED}),
+    # DONE comes from the last checkpoint only, so that a run is never done without one.
+    _S.CHECKPOINTING: frozenset({_S.RUNNING, _S.RESCALING, _S.STOPPING, _S.DONE, _S.FAILED}),
+    _S.STOPPING: frozenset({_S.DONE, _S.FAILED}),
+    _S.DONE: frozenset(),
+    _S.FAILED: frozenset(),
+}
+"""Which state may follow which. A restarted controller begins anew at PENDING, then takes up the state that it finds."""
+
+FINAL = frozenset({_S.DONE, _S.FAILED})
+
+
+def check_transition(before: RunState, after: RunState) -> RunState:
+    """``after``, if it may follow ``before``.
+
+    Raises:
+        ValueError: it may not: a bug of the controller.
+    """
+    if after not in TRANSITIONS[before]:
+        allowed = ", ".join(sorted(TRANSITIONS[before])) or "nothing: it is final"
+        raise ValueError(f"a run that is {before} can't become {after}; allowed: {allowed}")
+    return after
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How long the controller waits for what, in seconds. Collectives have a bound of their own (``elastic.collective_timeout_s``).
+
+    Attributes:
+        start: for workers to be placed and warm.
+        park: from the first sign that a generation is over until every member is out of it; slow steps extend it.
+        call: for a call to an actor that only notes something.
+        save: for the workers to write a checkpoint that the controller ordered, and for its commit.
+        silence: a worker that answers no poll for this long is hung or stopped: killed; None takes the collectives' bound.
+        replace: for a replacement when there are too few workers to train.
+    """
+
+    start: float = 180.0
+    park: float = 3.0
+    call: float = 10.0
+    save: float = 600.0
+    silence: float | None = None
+    replace: float = 180.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a new generation's state comes from, and at which step that is.
+
+    Attributes:
+        commit: name of the checkpoint, for ``Origin.CHECKPOINT``.
+        path: its path, for people.
+        resume: what the workers hold (``vescale_ray.workers.snapshot.Resume``), for ``Origin.MEMORY``.
+        copies: some shards come from the copy in another worker's memory, because their owner is gone.
+    """
+
+    origin: Origin
+    step: int
+    commit: str | None = None
+    path: str | None = None
+    resume: Any = None
+    copies: bool = False
+
+
+@dataclass(frozen=True)
+class World:
+    """A generation: its ticket, its members in rank order, and where its state comes from."""
+
+    ticket: Ticket
+    members: tuple[str, ...]
+    source: Source
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a generation ended, once nobody is in it any more.
+
+    Attributes:
+        living: members that are alive and out of their group, in the old rank order.
+        lost: members that died or had to be killed, each with the reason.
+        faults: of the living, by worker.
+        finished: every member that lives has completed the last step of the run.
+    """
+
+    living: tuple[str, ...]
+    lost: Mapping[str, str] = field(default_factory=dict)
+    faults: Mapping[str, Fault] = field(default_factory=dict)
+    finished: bool = False
+
+    @property
+    def clean(self) -> bool:
+        """It ended at a boundary that all agreed on: nobody was lost, nothing failed."""
+        return not self.lost and not self.faults
+
+
+@dataclass(frozen=True)
+class ScheduledAction:
+    """Something to do to the run once ``step`` steps are completed: for demonstrations and tests, by the means that anyone has.
+
+    Attributes:
+        action: ``kill`` sends SIGKILL to the worker of rank ``value``, ``pause`` SIGSTOP; ``rescale`` asks for ``value`` workers;
+            ``stop`` ends the run after a checkpoint.
+    """
+
+    step: int
+    action: Literal["kill", "pause", "rescale", "stop"]
+    value: int = 0
+
+    def __post_init__(self) -> None:
+        if self.step < 0 or self.value < 0 or self.action not in ("kill", "pause", "rescale", "stop"):
+            raise RunRefused(f"{self}: give kill, pause, rescale or stop, and numbers from 0 on")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        state: ``DONE``, ``STOPPED`` (before its last step, on request) or ``FAILED``.
+        refused: the failure is the person's input: exit code 2.
+    """
+
+    state: Literal["DONE", "STOPPED", "FAILED"]
+    step: int
+    error: str | None = None
+    checkpoint: str | None = None
+    refused: bool = False
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """What the driver hands the controller. Picklable; also what a restarted controller gets.
+
+    Attributes:
+        run_id: of this start of the run, unlike any other.
+        config: resolved configuration as nested plain values.
+        folder: the run's folder, absolute.
+        token: that commands must bring.
+        source: of the first generation.
+        first_generation: number of it; above every generation that has left a checkpoint.
+        capacity: most workers that the cluster can ever place; None: unknown, it may grow.
+        driver_pid: for run.json.
+        stream: what makes the order of samples, recorded with each checkpoint.
+    """
+
+    run_id: str
+    config: Mapping[str, Any]
+    folder: str
+    token: str
+    source: Source
+    first_generation: int
+    capacity: int | None
+    driver_pid: int
+    stream: Mapping[str, Any]
+    schedule: tuple[ScheduledAction, ...] = ()
+    bounds: Bounds = Bounds()

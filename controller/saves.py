@@ -1,0 +1,152 @@
+"""Checkpoints under way: votes come in from the workers; when all are there, the checkpoint is committed, beside the training.
+
+Workers write their objects and vote; whoever has all votes may commit, and that is only the controller (one writer, so
+that two generations can't commit against each other). A vote that is missing when its generation is over will not come:
+the attempt is given up, and what it wrote is collected as garbage later.
+
+Used from the conductor's thread; commits and the deletion of old checkpoints happen in one thread of this object's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from vescale_ray.controller.policy import Kept
+from vescale_ray.workers.messages import Saved
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """A checkpoint that was committed, or (``error``) was not. ``seconds``: from the first worker's first byte to the commit."""
+
+    attempt: str
+    step: int
+    epoch: int
+    seconds: float
+    kept: Kept | None = None
+    bytes: int = 0
+    error: str | None = None
+
+
+@dataclass
+class _Attempt:
+    step: int
+    epoch: int
+    world: int
+    began: float
+    votes: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    commit: Future[SaveResult] | None = None
+
+
+class Saves:
+    """Collects votes and commits.
+
+    Args:
+        root: folder of the checkpoints.
+        keep: newest checkpoints to keep.
+        meta: what is recorded with a checkpoint of a step; JSON-able.
+        done: the newest attempt that is committed already, if any: its votes may come again after the controller was restarted.
+    """
+
+    def __init__(self, root: str, keep: int, meta: Callable[[int], Mapping[str, Any]], done: str | None) -> None:
+        self._root, self._keep, self._meta = root, keep, meta
+        self._open: dict[str, _Attempt] = {}
+        self._closed: set[str] = {done} if done else set()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="vescale-commit")
+
+    @property
+    def busy(self) -> bool:
+        """Whether any attempt waits for votes or its commit."""
+        return bool(self._open)
+
+    def heed(self, item: Saved) -> None:
+        """A worker's vote, or its failure."""
+        if item.attempt in self._closed:
+            return
+        attempt = self._open.setdefault(item.attempt, _Attempt(item.step, item.epoch, item.world, item.began))
+        attempt.began = min(attempt.began, item.began)
+        if item.vote is not None:
+            attempt.votes[item.rank] = item.vote
+        else:
+            attempt.errors[item.rank] = item.error or "unknown"
+        if len(attempt.votes) == attempt.world and attempt.commit is None:
+            attempt.commit = self._pool.submit(self._commit, item.attempt, attempt)
+
+    def results(self) -> list[SaveResult]:
+        """Attempts that have come to an end since the last call: committed, or failed with every rank heard."""
+        ended: list[SaveResult] = []
+        for name, attempt in list(self._open.items()):
+            if attempt.commit is not None and attempt.commit.done():
+                ended.append(self._close(name, attempt.commit.result()))
+            elif attempt.errors and len(attempt.errors) + len(attempt.votes) >= attempt.world:
+                rank, error = sorted(attempt.errors.items())[0]
+                ended.append(self._close(name, self._failed(name, attempt, f"rank {rank}: {error}")))
+        return ended
+
+    def abandon(self, reason: str) -> list[SaveResult]:
+        """Give up the attempts that still lack votes: nobody is left who could give them."""
+        return [
+            self._close(name, self._failed(name, attempt, reason)) for name, attempt in list(self._open.items()) if attempt.commit is None
+        ]
+
+    def committing(self, attempt: str) -> bool:
+        """Whether all votes of an attempt are there, and its commit is under way."""
+        found = self._open.get(attempt)
+        return found is not None and found.commit is not None
+
+    def close(self) -> None:
+        """Take no more; a commit under way may still end."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _close(self, name: str, result: SaveResult) -> SaveResult:
+        self._open.pop(name, None)
+        self._closed.add(name)
+        return result
+
+    @staticmethod
+    def _failed(name: str, attempt: _Attempt, error: str) -> SaveResult:
+        return SaveResult(name, attempt.step, attempt.epoch, time.time() - attempt.began, error=error)
+
+    def _commit(self, name: str, attempt: _Attempt) -> SaveResult:
+        """In the pool's thread."""
+        from vescale_ray import checkpoint
+
+        try:
+            votes = [checkpoint.Vote.from_json(text) for text in attempt.votes.values()]
+            made = checkpoint.commit(
+                self._root,
+                votes,
+                step=attempt.step,
+                epoch=attempt.epoch,
+                attempt=name,
+                world=attempt.world,
+                meta=self._meta(attempt.step),
+            )
+            seconds = time.time() - attempt.began
+        except Exception as error:
+            return self._failed(name, attempt, f"{type(error).__name__}: {error}")
+        try:
+            for problem in checkpoint.gc(self._root, self._keep).problems:
+                _log.warning("old checkpoints: %s", problem)
+        except Exception as error:
+            _log.warning("old checkpoints could not be deleted: %s", error)
+        kept = Kept(made.name, made.path, made.step)
+        return SaveResult(name, attempt.step, attempt.epoch, seconds, kept, made.bytes)
+
+
+def newest_kept(root: str, bad: frozenset[str] = frozenset()) -> Kept | None:
+    """The newest whole checkpoint whose name is not in ``bad``; None when there is none."""
+    from vescale_ray import checkpoint
+
+    for commit in reversed(checkpoint.ls(root)):
+        if commit.problem is None and commit.name not in bad:
+            return Kept(commit.name, commit.path, commit.step)
+    return None

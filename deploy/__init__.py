@@ -1,0 +1,5 @@
+"""What runs vescale-ray on a cluster: the KubeRay RayJob, the image's Dockerfile and Prometheus' scrape configuration.
+
+These are data files, read with ``importlib.resources.files("vescale_ray.deploy")``; the tests hold their names, ports
+and versions to those of the code. May import nothing but the standard library.
+"""

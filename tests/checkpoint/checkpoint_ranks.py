@@ -1,0 +1,179 @@
+"""What the ranks of the multi-process checkpoint tests do; importable by the processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from vescale_ray import checkpoint as ckpt
+
+
+class Mlp(nn.Module):
+    """Odd sizes, so that shards are uneven and some are empty; tied; a buffer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(7, 13)
+        self.blocks = nn.ModuleList(nn.Linear(13, 13) for _ in range(2))
+        self.last = nn.Linear(13, 3, bias=False)
+        self.gain = nn.Parameter(torch.randn(2))
+        self.register_buffer("count", torch.tensor([seed, 4]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x)) * self.gain.mean()
+        return self.last(x)
+
+
+def fsdp2(seed: int, world: int) -> tuple[Mlp, torch.optim.AdamW]:
+    mesh = init_device_mesh("cpu", (world,))
+    model = Mlp(seed)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1))
+
+
+def ragged(seed: int, world: int) -> tuple[Mlp, torch.optim.AdamW]:
+    """Parameters as RaggedDTensors with other cuts on every world size, one of them with empty ranks."""
+    from vescale_ray import RaggedDTensor, RaggedShard
+    from vescale_ray import distribute_tensor as distribute_ragged
+
+    mesh = init_device_mesh("cpu", (world,))
+    model = Mlp(seed)
+    for index, (name, parameter) in enumerate(list(model.named_parameters())):
+        rng = np.random.RandomState(100 * world + index)
+        cuts = [0, *sorted(rng.randint(0, parameter.numel() + 1, world - 1)), parameter.numel()]
+        counts = [int(b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+        placement = RaggedShard(tuple(range(parameter.dim())), counts)
+        owner = model.get_submodule(name.rpartition(".")[0])
+        sharded = distribute_ragged(parameter.detach(), mesh, [placement])
+        assert isinstance(sharded, RaggedDTensor)
+        owner.register_parameter(name.rpartition(".")[2], nn.Parameter(sharded))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1))
+
+
+BUILDERS = {"fsdp2": fsdp2, "ragged": ragged}
+
+
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+    """Every tensor, gathered by the tensors' own full_tensor(): the oracle."""
+
+    def whole(t: torch.Tensor) -> np.ndarray:
+        with torch.no_grad():
+            plain = t.full_tensor() if isinstance(t, DTensor) else t
+            return plain.detach().clone().numpy()
+
+    state = {name: whole(t) for name, t in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            state[f"{name}/{key}"] = whole(value)
+    return state
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Deterministic gradients without a forward, so that it works for any sharding."""
+    for index, parameter in enumerate(model.parameters()):
+        with torch.no_grad():
+            parameter.grad = parameter * (0.1 + index)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def save_rank(rank: int, world: int, roots: dict[str, str]) -> Any:
+    """Save a trained model under each builder; a process start costs more than all of it."""
+    results = {}
+    for builder, root in roots.items():
+        model, optimizer = BUILDERS[builder](0, world)
+        for _ in range(2):
+            one_step(model, optimizer)
+        state = {"model": model, "optimizer": optimizer, "stream": {"consumed": 12}}
+        handle = ckpt.save(state, root, 2, meta={"note": "two steps"}, aux={"rank": rank}, timeout_s=20)
+        results[builder] = handle.commit.name, full_state(model, optimizer)
+    return results
+
+
+def load_rank(rank: int, world: int, loads: list[tuple[str, str]]) -> Any:
+    """For each (root, builder): load into a new model of another seed, an optimizer that has made no step."""
+    results = []
+    for root, builder in loads:
+        model, optimizer = BUILDERS[builder](1, world)
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer, "stream": None}
+        loaded = ckpt.load(state, root)
+        facts = (loaded.step, state["stream"], loaded.aux, optimizer.param_groups[0]["lr"])
+        results.append((facts, torch.rand(2).tolist(), full_state(model, optimizer)))
+    return results
+
+
+def mixed_mesh_rank(rank: int, world: int, root: str) -> Any:
+    """Replicas on a 2-D mesh, Replicate and Shard(0) DTensors and plain tensors; each element is written once."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    full = torch.arange(5 * 3, dtype=torch.float32).view(5, 3)
+
+    def tensors(scale: float) -> dict[str, torch.Tensor]:
+        return {
+            "hsdp": distribute_tensor(full * scale, mesh, [Replicate(), Shard(0)]),
+            "copy": distribute_tensor((full + 1) * scale, mesh, [Replicate(), Replicate()]),
+            "plain": (full + 2) * scale,
+            "tall": distribute_tensor((full[:1] + 3) * scale, mesh, [Replicate(), Shard(1)]),
+        }
+
+    ckpt.save({"model": tensors(1.0)}, root, 1, timeout_s=20)
+    target = tensors(0.0)
+    ckpt.load({"model": target}, root)
+    back = {name: (t.full_tensor() if isinstance(t, DTensor) else t).numpy() for name, t in target.items()}
+    refused = ""
+    try:
+        ckpt.save({"model": {"w": distribute_tensor(full, mesh, [Replicate(), Shard(1)])}}, root, 2, timeout_s=20)
+    except ValueError as error:
+        refused = str(error)
+    return back, refused
+
+
+def failing_rank(rank: int, world: int, root: str) -> str:
+    """Rank 1's disk is full: all ranks raise the same, soon."""
+    if rank == 1:
+        os.environ[ckpt.FAULT_ENV] = "data.chunk=ENOSPC"
+    began = time.monotonic()
+    try:
+        ckpt.save({"model": {"w": torch.ones(10)}}, root, 7, timeout_s=30)
+    except ckpt.SaveFailed as error:
+        assert time.monotonic() - began < 20
+        return str(error)
+    return "no error"
+
+
+def mismatched_rank(rank: int, world: int, root: str) -> str:
+    """Only rank 1's model differs: all ranks raise, none is left in a collective."""
+    try:
+        ckpt.load({"model": {"w": torch.ones(10 + rank)}}, root)
+    except ckpt.CheckpointMismatch as error:
+        return str(error)
+    return "no error"
+
+
+def killed_rank(rank: int, world: int, store: str, root: str, point: str, report: str) -> None:
+    """Not under run_gloo, which would call a death a failure. Rank 1 dies at ``point``."""
+    torch.set_num_threads(1)
+    if rank == 1:
+        os.environ[ckpt.FAULT_ENV] = point
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=20))
+    try:
+        outcome = ckpt.save({"model": {"w": torch.full((10,), 2.0)}}, root, 8, timeout_s=1.0).commit.name
+    except ckpt.SaveFailed as error:
+        outcome = f"failed: {error}"
+    with open(f"{report}.{rank}", "w") as file:
+        file.write(outcome)
+    os._exit(0)  # the group's other member is gone: leave without its goodbye

@@ -1,0 +1,212 @@
+"""Checkpoints of random layouts, made without the library's own planner, and what must come back from them."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from tests.ranks import _context
+from vescale_ray import checkpoint as ckpt
+
+Tensors = Mapping[tuple[str, str], torch.Tensor]
+Held = list[list[tuple[str, str, int, int]]]
+"""By rank: the (name, kind, start, end) intervals that it holds, in the model's order."""
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+)
+
+
+@contextmanager
+def memory_folder() -> Iterator[Path]:
+    """A folder in memory where there is one: syncing costs nothing there, so that property tests can save often."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = tempfile.mkdtemp(prefix="vescale-ckpt-", dir=base)
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def random_bits(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Every bit random (NaN payloads, negative zeros, subnormals): only a bit-exact copy equals it. Bools stay 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
+    size = math.prod(shape) * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).reshape(tuple(shape)) if size else torch.empty(tuple(shape), dtype=dtype)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def adam_like(seed: int = 0) -> dict[tuple[str, str], torch.Tensor]:
+    """A small model's parameters and moments: split tensors, a frozen one, 0-d, empty, 1 element, four dtypes."""
+    shapes: list[tuple[str, tuple[int, ...], torch.dtype, bool]] = [
+        ("embed.weight", (37, 16), torch.float32, True),
+        ("layers.0.attention.weight", (24, 24), torch.float32, True),
+        ("layers.0.norm.weight", (24,), torch.bfloat16, True),
+        ("layers.0.scale", (), torch.float32, True),
+        ("layers.0.empty", (0, 5), torch.float32, True),
+        ("layers.1.experts", (3, 7, 11), torch.float32, True),
+        ("layers.1.one", (1,), torch.float32, True),
+        ("frozen.weight", (19, 5), torch.float16, False),
+        ("counts", (13,), torch.int64, False),
+        ("mask", (9,), torch.bool, False),
+        ("quantized", (33,), torch.float8_e4m3fn, False),
+    ]
+    tensors: dict[tuple[str, str], torch.Tensor] = {}
+    for index, (name, shape, dtype, trained) in enumerate(shapes):
+        tensors[name, "param"] = random_bits(shape, dtype, seed * 1000 + index)
+        if trained:
+            tensors[name, "exp_avg"] = random_bits(shape, torch.float32, seed * 1000 + 100 + index)
+            tensors[name, "exp_avg_sq"] = random_bits(shape, torch.float32, seed * 1000 + 200 + index)
+    return tensors
+
+
+def random_layout(tensors: Tensors, world: int, seed: int, *, together: bool = True) -> Held:
+    """Cut every tensor at random places into one interval per rank, many of them empty; ranks in a random order.
+
+    ``together``: all kinds of a tensor are cut alike, as in training; else each on its own.
+    """
+    rng = random.Random(seed)
+    held: Held = [[] for _ in range(world)]
+    cuts_of: dict[str, tuple[list[int], list[int]]] = {}
+    for (name, kind), tensor in tensors.items():
+        key = name if together else f"{name}/{kind}"
+        if key not in cuts_of:
+            inner = sorted(rng.randint(0, tensor.numel()) for _ in range(world - 1))
+            order = list(range(world))
+            if rng.random() < 0.3:
+                rng.shuffle(order)
+            cuts_of[key] = ([0, *inner, tensor.numel()], order)
+        cuts, order = cuts_of[key]
+        for position, rank in enumerate(order):
+            held[rank].append((name, kind, cuts[position], cuts[position + 1]))
+    return held
+
+
+def pieces_of(tensors: Tensors, intervals: Sequence[tuple[str, str, int, int]], *, name_empty: bool = True) -> list[ckpt.ShardPiece]:
+    return [
+        ckpt.ShardPiece(name, kind, start, end, tuple(full.shape), full.dtype, full.reshape(-1)[start:end].clone())
+        for name, kind, start, end in intervals
+        if (full := tensors[name, kind]) is not None and (name_empty or end > start or full.numel() == 0)
+    ]
+
+
+def save_in_process(
+    root: os.PathLike[str] | str,
+    tensors: Tensors,
+    held: Held,
+    *,
+    step: int = 1,
+    epoch: int = 0,
+    block_bytes: int = 4096,
+    chunk_bytes: int = 8192,
+    name_empty: bool = True,
+    aux: bool = True,
+) -> ckpt.Commit:
+    """Every rank's write and the commit, one after the other in this process; votes go through JSON as between hosts."""
+    attempt = ckpt.new_attempt()
+    votes = []
+    for rank, intervals in enumerate(held):
+        vote = ckpt.write_shard(
+            root,
+            attempt,
+            rank,
+            pieces_of(tensors, intervals, name_empty=name_empty),
+            aux={"rank": rank} if aux else None,
+            step=step,
+            epoch=epoch,
+            block_bytes=block_bytes,
+            chunk_bytes=chunk_bytes,
+        )
+        votes.append(ckpt.Vote.from_json(vote.to_json()))
+    return ckpt.commit(root, votes, step=step, epoch=epoch, attempt=attempt, world=len(held), meta={"consumed": step * 6})
+
+
+def load_in_process(checkpoint: ckpt.Checkpoint, tensors: Tensors, held: Held) -> list[ckpt.ReadPlan]:
+    """Every rank of another layout reads its intervals; asserts that each equals the original bit for bit."""
+    plans = []
+    for intervals in held:
+        ranges = []
+        for name, kind, start, end in intervals:
+            out = torch.zeros(end - start, dtype=tensors[name, kind].dtype)
+            ranges.append((name, kind, start, end, out))
+        plans.append(checkpoint.read_ranges(ranges))
+        for name, kind, start, end, out in ranges:
+            assert bits(out) == bits(tensors[name, kind].reshape(-1)[start:end]), (name, kind, start, end)
+    return plans
+
+
+def assert_equals(root: os.PathLike[str] | str, tensors: Tensors, commit: str | None = None) -> None:
+    checkpoint = ckpt.open(root, commit)
+    assert {(n, k) for n, t in checkpoint.tensors.items() for k in t.kinds} == set(tensors)
+    for (name, kind), full in tensors.items():
+        got = checkpoint.read(name, kind)
+        assert got.shape == full.shape and got.dtype == full.dtype and bits(got) == bits(full), (name, kind)
+
+
+def in_subprocess(function, *args, timeout: float = 60.0) -> int:  # type: ignore[no-untyped-def]
+    """Run a module-level ``function(*args)`` in a process of its own (torch already imported); its exit code, -9 if killed."""
+    process = _context().Process(target=function, args=args, daemon=True)
+    process.start()
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise AssertionError(f"{function.__name__}{args} was still running after {timeout} s")
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def peak_growth_of_save_and_load(root: Path, size: int) -> tuple[int, int]:
+    """Growth of the peak resident memory, in bytes, while ``size`` bytes are saved, then loaded in place."""
+    report = Path(root, "rss.txt")
+    assert in_subprocess(_measure_memory, str(root), str(report), size) == 0
+    saved, loaded = (int(text) for text in report.read_text().split())
+    return saved, loaded
+
+
+def _measure_memory(root: str, report: str, size: int) -> None:
+    import resource
+
+    torch.set_num_threads(1)
+    data = torch.ones(size // 4)
+    folder = Path(root, "ckpt")
+
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    before = peak()
+    attempt = ckpt.new_attempt()
+    piece = ckpt.ShardPiece("w", "param", 0, data.numel(), (data.numel(),), torch.float32, data)
+    vote = ckpt.write_shard(folder, attempt, 0, [piece], step=1, epoch=0)
+    ckpt.commit(folder, [vote], step=1, epoch=0, attempt=attempt, world=1, meta={})
+    middle = peak()
+    data.zero_()
+    ckpt.open(folder).read_ranges([("w", "param", 0, data.numel(), data)])
+    after = peak()
+    assert bool((data == 1).all())
+    Path(report).write_text(f"{middle - before} {after - middle}")

@@ -1,0 +1,311 @@
+"""Which votes make a checkpoint, who wins a race, which commit is the newest, and what a collection may delete."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.checkpoint_support import adam_like, assert_equals, memory_folder, random_bits, random_layout, save_in_process
+from vescale_ray import checkpoint as ckpt
+
+W = random_bits((30, 4), torch.float32, 1)
+
+
+@pytest.fixture
+def root():
+    with memory_folder() as folder:
+        yield folder
+
+
+def piece(start, end, *, name="w", kind="param", shape=(30, 4), data=None):
+    flat = (W if data is None else data).reshape(-1)
+    return ckpt.ShardPiece(name, kind, start, end, shape, flat.dtype, flat[start:end])
+
+
+def vote(root, rank, pieces, *, attempt="a", step=1, epoch=0):
+    return ckpt.write_shard(root, attempt, rank, pieces, step=step, epoch=epoch)
+
+
+def commit(root, votes, *, world=2, attempt="a", step=1, epoch=0, **more):
+    return ckpt.commit(root, votes, step=step, epoch=epoch, attempt=attempt, world=world, meta={}, **more)
+
+
+def whole(root, step, epoch=0, keepable=True):
+    """A complete one-rank checkpoint of ``w``."""
+    attempt = f"at-e{epoch}-s{step}"
+    made = commit(
+        root, [vote(root, 0, [piece(0, 120)], attempt=attempt, step=step, epoch=epoch)], world=1, attempt=attempt, step=step, epoch=epoch
+    )
+    assert keepable or made
+    return made
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([[piece(0, 50)], [piece(60, 120)]], r"'param' of tensor 'w': no rank wrote elements \[50, 60\)"),
+        ([[piece(0, 50)], [piece(50, 119)]], r"no rank wrote elements \[119, 120\)"),
+        ([[piece(1, 50)], [piece(50, 120)]], r"no rank wrote elements \[0, 1\)"),
+        ([[piece(0, 61)], [piece(60, 120)]], "elements from 60 on were written twice, by ranks 0 and 1"),
+        ([[piece(0, 120)], [piece(0, 120)]], "elements from 0 on were written twice, by ranks 0 and 1"),
+        ([[piece(0, 0)], [piece(120, 120)]], r"no rank wrote elements \[0, 120\)"),
+        ([[piece(0, 60)], [piece(60, 120, shape=(120,))]], r"shapes \(30, 4\) and \(120,\)"),
+        ([[piece(0, 60)], [piece(60, 120, data=W.double())]], "float32 and as float64"),
+    ],
+)
+def test_votes_that_do_not_tile_every_tensor_are_refused(root, parts, words):
+    earlier = whole(root, 0)
+    votes = [vote(root, rank, pieces) for rank, pieces in enumerate(parts)]
+    with pytest.raises(ckpt.CommitRefused, match=words):
+        commit(root, votes)
+    assert ckpt.latest(root) == earlier
+
+
+def test_votes_of_missing_ranks_or_another_attempt_step_or_epoch_are_refused(root):
+    a, b = vote(root, 0, [piece(0, 60)]), vote(root, 1, [piece(60, 120)])
+    with pytest.raises(ckpt.CommitRefused, match=r"1 votes for 2 ranks; no vote from ranks \[1\]"):
+        commit(root, [a])
+    with pytest.raises(ckpt.CommitRefused, match="3 votes for 2 ranks"):
+        commit(root, [a, b, b])
+    for other in (replace(b, attempt="z"), replace(b, step=2), replace(b, epoch=1)):
+        with pytest.raises(ckpt.CommitRefused, match="rank 1 voted for attempt"):
+            commit(root, [a, other])
+    assert ckpt.latest(root) is None
+    assert commit(root, [b, a]).name == "e0000-s000000000001"  # in any order
+
+
+def test_a_commit_is_refused_when_an_object_is_gone_or_has_another_size(root):
+    votes = [vote(root, 0, [piece(0, 60)]), vote(root, 1, [piece(60, 120)])]
+    victim = root / votes[1].object.key
+    os.truncate(victim, 4096)
+    with pytest.raises(ckpt.CommitRefused, match=r"r00001.safetensors has 4096 bytes instead of 8192"):
+        commit(root, votes)
+    victim.unlink()
+    with pytest.raises(ckpt.CommitRefused, match=r"r00001.safetensors is missing"):
+        commit(root, votes)
+    assert ckpt.latest(root) is None
+
+
+def test_a_rank_cannot_write_twice_in_one_attempt(root):
+    vote(root, 0, [piece(0, 120)])
+    before = next(root.glob("data/a/*")).read_bytes()
+    with pytest.raises(ckpt.SaveFailed, match="use a new attempt"):
+        vote(root, 0, [piece(0, 120, data=-W)])
+    assert next(root.glob("data/a/*")).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: piece(0, 120, shape=(3, 4)), r"range \[0, 120\) of a tensor of shape \(3, 4\)"),
+        (lambda: ckpt.ShardPiece("w", "param", 0, 120, (30, 4), torch.float32, W), "give a flat tensor of 120 elements"),
+        (lambda: ckpt.ShardPiece("w", "param", 0, 120, (30, 4), torch.float16, W.reshape(-1)), "data is torch.float32"),
+        (lambda: ckpt.ShardPiece("w", "param", 0, 4, (4,), torch.float32, torch.empty(4, device="meta")), "call to_empty"),
+        (lambda: ckpt.ShardPiece("", "param", 0, 4, (4,), torch.float32, torch.zeros(4)), "must not be empty"),
+    ],
+)
+def test_a_piece_that_contradicts_itself_is_refused_where_it_is_made(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_bad_arguments_are_refused_before_anything_is_written(root):
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"attempt": "../x"}, "no identifier"),
+        ({"step": -1}, "step is -1"),
+        ({"epoch": -1}, "epoch is -1"),
+    ]
+    for arguments, words in cases:
+        with pytest.raises(ValueError, match=words):
+            vote(root, 0, [piece(0, 120)], **arguments)
+    with pytest.raises(ValueError, match="block_bytes is 1000"):
+        ckpt.write_shard(root, "a", 0, [], step=0, epoch=0, block_bytes=1000)
+    with pytest.raises(ValueError, match=r"aux.a\[1\] is a Tensor"):
+        ckpt.write_shard(root, "a", 0, [], step=0, epoch=0, aux={"a": [1, torch.zeros(1)]})
+    assert not list(root.iterdir())
+    done = vote(root, 0, [piece(0, 120)])
+    with pytest.raises(ValueError, match=r"meta.loss is nan"):
+        ckpt.commit(root, [done], step=1, epoch=0, attempt="a", world=1, meta={"loss": float("nan")})
+    assert ckpt.latest(root) is None
+
+
+def test_six_creators_of_one_commit_have_one_winner(root):
+    for step in range(1, 6):
+        votes = [vote(root, 0, [piece(0, 120)], attempt=f"a{step}-{i}", step=step) for i in range(6)]
+        barrier = threading.Barrier(6)
+        won, lost, odd = [], [], []
+
+        def race(i, votes=votes, barrier=barrier, step=step, won=won, lost=lost, odd=odd):
+            barrier.wait(10)
+            try:
+                won.append(commit(root, [votes[i]], world=1, attempt=f"a{step}-{i}", step=step))
+            except ckpt.CommitExists as error:
+                lost.append(error)
+            except BaseException as error:
+                odd.append(error)
+
+        threads = [threading.Thread(target=race, args=(i,)) for i in range(6)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(20)
+        assert not odd and len(won) == 1 and len(lost) == 5
+        found = ckpt.latest(root)
+        assert found == won[0] and found.attempt == won[0].attempt
+    assert len(ckpt.ls(root)) == 5 and not list((root / "commits").glob(".tmp*"))
+
+
+def test_committing_again_after_a_lost_answer_gives_the_same_commit(root):
+    votes = [vote(root, 0, [piece(0, 120)])]
+    first = commit(root, votes, world=1)
+    assert commit(root, votes, world=1) == first
+    whole(root, 7)
+    assert commit(root, votes, world=1) == first  # though a newer one is there by now
+
+
+def test_a_zombie_of_an_older_epoch_never_becomes_the_newest(root):
+    zombie = vote(root, 0, [piece(0, 120)], attempt="zombie", step=500, epoch=6)
+    current = whole(root, 100, epoch=7)
+    with pytest.raises(ckpt.CommitRefused, match="older than the commit e0007-s000000000100"):
+        commit(root, [zombie], world=1, attempt="zombie", step=500, epoch=6)
+    assert ckpt.latest(root) == current
+
+
+def test_a_zombie_that_commits_first_is_overtaken_by_the_newer_epoch(root):
+    whole(root, 500, epoch=6)
+    current = whole(root, 100, epoch=7)
+    assert ckpt.latest(root) == current
+    assert [(c.epoch, c.step) for c in ckpt.ls(root)] == [(6, 500), (7, 100)]
+
+
+def test_commits_are_ordered_by_number_not_by_text(root):
+    whole(root, 5, epoch=9999)
+    last = whole(root, 1, epoch=10000)
+    assert last.name == "e10000-s000000000001" and ckpt.latest(root) == last
+
+
+def test_collection_keeps_the_newest_and_takes_the_rest_with_their_data(root):
+    made = [whole(root, step) for step in range(1, 6)]
+    report = ckpt.gc(root, 2)
+    assert report.kept == (made[3].name, made[4].name) and report.deleted == tuple(c.name for c in made[:3])
+    assert sorted(p.name for p in (root / "data").iterdir()) == sorted(c.attempt for c in made[3:])
+    assert report.freed_bytes == sum(c.bytes for c in made[:3])
+    assert ckpt.gc(root, 2).deleted == ()
+    with pytest.raises(ValueError, match="keep is 0"):
+        ckpt.gc(root, 0)
+
+
+def test_only_whole_commits_count_towards_those_kept(root):
+    made = [whole(root, step) for step in range(1, 6)]
+    next((root / "data" / made[4].attempt).iterdir()).unlink()
+    os.truncate(next((root / "data" / made[3].attempt).iterdir()), 10)
+    Path(made[2].path).write_text("torn")
+    report = ckpt.gc(root, 1, grace_s=0.0)
+    assert made[1].name in report.kept and report.deleted == (made[0].name,)
+    assert ckpt.latest(root) == made[1]
+    # The torn commit's data can't be told from an orphan: nothing is swept while it is there.
+    assert (root / "data" / made[2].attempt).exists() and any("can't be told" in p for p in report.problems)
+    last = whole(root, 9)
+    report = ckpt.gc(root, 1, grace_s=0.0)
+    assert report.kept == (last.name,) and len(report.deleted) == 4
+    assert [p.name for p in (root / "data").iterdir()] == [last.attempt]
+
+
+def test_when_nothing_is_whole_nothing_is_deleted(root):
+    made = [whole(root, step) for step in (1, 2)]
+    for c in made:
+        Path(c.path).write_text("torn")
+    before = sorted(root.rglob("*"))
+    assert ckpt.gc(root, 1, grace_s=0.0).deleted == ()
+    assert sorted(root.rglob("*")) == before
+
+
+def test_an_attempt_is_an_orphan_only_after_the_grace_time_by_the_stores_clock(root, monkeypatch):
+    whole(root, 1)
+    vote(root, 0, [piece(0, 120)], attempt="inflight", step=2)
+    monkeypatch.setattr("time.time", lambda: 4e9)  # this host's clock is decades ahead
+    assert ckpt.gc(root, 1).swept == ()
+    stale = root / "data/inflight/r00000.safetensors"
+    os.utime(stale, (stale.stat().st_mtime - 4000,) * 2)
+    assert ckpt.gc(root, 1).swept == ("inflight",)
+    assert not (root / "data/inflight").exists()
+
+
+def test_two_collectors_at_once_do_no_harm(root):
+    tensors = adam_like()
+    for step in range(1, 8):
+        save_in_process(root, tensors, random_layout(tensors, 2, seed=step), step=step)
+    errors = []
+
+    def collect():
+        try:
+            for _ in range(3):
+                ckpt.gc(root, 2, grace_s=0.0)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=collect) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(30)
+    assert not errors
+    assert [c.step for c in ckpt.ls(root) if c.problem is None] == [6, 7]
+    assert_equals(root, tensors)
+
+
+def test_a_failed_deletion_is_reported_and_does_not_stop_the_rest(root, monkeypatch):
+    made = [whole(root, step) for step in range(1, 5)]
+    real = Path.unlink
+
+    def unlink(self, *args, **kwargs):
+        if self.name == f"{made[0].name}.json":
+            raise PermissionError(13, "Permission denied", str(self))
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    report = ckpt.gc(root, 2)
+    assert report.deleted == (made[1].name,) and len(report.problems) == 1 and "Permission denied" in report.problems[0]
+    assert (root / "data" / made[0].attempt).exists()
+
+
+def test_a_reader_whose_checkpoint_was_collected_is_told_so(root):
+    whole(root, 1)
+    reader = ckpt.open(root)
+    whole(root, 2)
+    ckpt.gc(root, 1)
+    with pytest.raises(ckpt.CheckpointCorrupt, match="missing .deleted, or collected since"):
+        reader.read("w")
+
+
+def test_tied_tensors_are_stored_once_and_read_under_each_name(root):
+    made = commit(root, [vote(root, 0, [piece(0, 120)])], world=1, aliases={"head.weight": "w"})
+    checkpoint = ckpt.open(root, made)
+    assert list(checkpoint.tensors) == ["w"] and checkpoint.aliases == {"head.weight": "w"}
+    assert torch.equal(checkpoint.read("head.weight").view(torch.int32), W.view(torch.int32))
+    checkpoint.require({("head.weight", "param"): ((30, 4), torch.float32)})
+    with pytest.raises(ckpt.CommitRefused, match="alias 'x' of 'nothing'"):
+        commit(root, [vote(root, 0, [piece(0, 120)], attempt="b", step=2)], world=1, attempt="b", step=2, aliases={"x": "nothing"})
+
+
+def test_open_says_what_is_there(root):
+    with pytest.raises(ckpt.NoCheckpoint, match="it has no commits"):
+        ckpt.open(root)
+    whole(root, 3)
+    for name in ("e0000-s000000000004", "../x", "latest"):
+        with pytest.raises(ckpt.NoCheckpoint, match="newest there: e0000-s000000000003"):
+            ckpt.open(root, name)
+
+
+def test_votes_survive_json(root):
+    before = vote(root, 0, [piece(0, 100), piece(100, 120), piece(0, 0, name="e", shape=(0, 3), data=torch.zeros(0))])
+    after = ckpt.Vote.from_json(before.to_json())
+    assert after.to_json() == before.to_json() and after.pieces == before.pieces
+    made = commit(root, [after], world=1)
+    assert ckpt.open(root, made).tensors["e"].shape == (0, 3)

@@ -1,0 +1,232 @@
+"""A crash or a failing disk at any point of a save or a collection leaves the earlier checkpoint as it was."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.checkpoint_support import (
+    adam_like,
+    assert_equals,
+    in_subprocess,
+    memory_folder,
+    random_layout,
+    save_in_process,
+)
+from vescale_ray import checkpoint as ckpt
+
+BEFORE, AFTER = adam_like(seed=1), adam_like(seed=2)
+# Where the new commit is visible: at commit.linked the rename of nothing is left to do but the folder's sync.
+VISIBLE = ("commit.linked", "commit.published", "gc.commit_deleted", "gc.object_deleted", "gc.swept")
+
+
+@pytest.fixture(scope="module")
+def template():
+    """Two committed steps, and the debris of an attempt that died long ago."""
+    with memory_folder() as root:
+        save_in_process(root, BEFORE, random_layout(BEFORE, 2, seed=1), step=10)
+        save_in_process(root, BEFORE, random_layout(BEFORE, 3, seed=2), step=20)
+        ckpt.write_shard(root, "dead", 0, [], step=15, epoch=0)
+        yield root
+
+
+@pytest.fixture
+def root(template):
+    with memory_folder() as folder:
+        shutil.copytree(template, folder / "ckpt")
+        yield folder / "ckpt"
+
+
+def save_then_collect(root: str, fault: str) -> None:
+    os.environ[ckpt.FAULT_ENV] = fault
+    save_in_process(root, AFTER, random_layout(AFTER, 2, seed=3), step=30)
+    ckpt.gc(root, 1, grace_s=0.0)
+
+
+def points() -> list[str]:
+    several = {"data.chunk": (0, 1, 3), "gc.object_deleted": (0, 1, 3), "gc.swept": (0, 1)}
+    return [f"{name}#{index}" for name in ckpt.FAULT_POINTS if name != "vote.written" for index in several.get(name, (0,))]
+
+
+@pytest.mark.parametrize("point", points())
+def test_killed_at_any_point_the_right_checkpoint_loads_bit_for_bit_and_the_debris_goes(root, point):
+    assert in_subprocess(save_then_collect, str(root), point) == -9, f"nothing was killed at {point}"
+    done = point.split("#")[0] in VISIBLE
+    found = ckpt.latest(root)
+    assert found is not None and found.step == (30 if done else 20)
+    assert_equals(root, AFTER if done else BEFORE)
+    assert all(c.problem is None for c in ckpt.ls(root))
+    report = ckpt.gc(root, 1, grace_s=0.0)
+    assert report.kept == (found.name,) and not report.problems
+    assert sorted(p.name for p in root.glob("data/*")) == [found.attempt]
+    assert [p.name for p in (root / "commits").iterdir()] == [f"{found.name}.json"]
+    assert_equals(root, AFTER if done else BEFORE)
+
+
+def test_after_a_kill_the_same_step_can_be_saved_again(root):
+    assert in_subprocess(save_then_collect, str(root), "commit.tmp_synced") == -9
+    save_in_process(root, AFTER, random_layout(AFTER, 4, seed=9), step=30)
+    assert_equals(root, AFTER)
+
+
+@pytest.mark.parametrize("code", ["ENOSPC", "EIO", "EROFS", "EDQUOT"])
+@pytest.mark.parametrize("point", ["data.created", "data.chunk#1", "data.written", "commit.tmp_written", "commit.tmp_synced"])
+def test_a_failing_disk_makes_no_commit_and_says_so_in_one_line(root, monkeypatch, point, code):
+    monkeypatch.setenv(ckpt.FAULT_ENV, f"{point}={code}")
+    with pytest.raises(ckpt.SaveFailed) as caught:
+        save_in_process(root, AFTER, random_layout(AFTER, 2, seed=3), step=30)
+    message = str(caught.value)
+    assert os.strerror(getattr(errno, code)) in message and "earlier checkpoints are untouched" in message and "\n" not in message
+    assert str(root) in message
+    monkeypatch.delenv(ckpt.FAULT_ENV)
+    found = ckpt.latest(root)
+    assert found is not None and found.step == 20
+    assert_equals(root, BEFORE)
+    if point.startswith("data"):
+        assert not list(root.glob("data/*/r00000.safetensors.*")) and not any(p.stat().st_size == 0 for p in root.rglob("*.safetensors"))
+
+
+def test_a_disk_that_fills_up_at_any_byte_leaves_no_torn_object(root, monkeypatch):
+    real = os.pwrite
+    for room in (0, 100, 4096, 9000, 20000):
+        left = [room]
+
+        def pwrite(fd, data, offset, left=left):
+            if not left[0]:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            count = real(fd, bytes(data[: left[0]]), offset)
+            left[0] -= count
+            return count
+
+        before = sorted(root.rglob("*.safetensors"))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", pwrite)
+            with pytest.raises(ckpt.SaveFailed, match="No space left"):
+                save_in_process(root, AFTER, random_layout(AFTER, 1, seed=3), step=30)
+        assert sorted(root.rglob("*.safetensors")) == before
+    assert_equals(root, BEFORE)
+
+
+@pytest.mark.parametrize("call", ["fsync", "posix_fallocate", "link"])
+def test_an_error_of_a_system_call_fails_the_save(root, monkeypatch, call):
+    def broken(*_args):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, call, broken)
+    with pytest.raises(ckpt.SaveFailed, match="Input/output error"):
+        save_in_process(root, AFTER, random_layout(AFTER, 2, seed=3), step=30)
+    monkeypatch.undo()
+    found = ckpt.latest(root)
+    assert found is not None and found.step == 20
+    assert_equals(root, BEFORE)
+
+
+def test_a_folder_that_cannot_be_synced_makes_no_commit(root, monkeypatch):
+    """chmod would prove nothing for root, so the error is injected: the third fsync is the first of a folder."""
+    real, calls = os.fsync, []
+
+    def fsync(fd):
+        calls.append(fd)
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(ckpt.SaveFailed, match="Input/output error"):
+        save_in_process(root, AFTER, random_layout(AFTER, 2, seed=3), step=30)
+    monkeypatch.undo()
+    assert calls and ckpt.latest(root).step == 20  # type: ignore[union-attr]
+
+
+def test_a_read_only_root_loads_and_refuses_a_save(root, monkeypatch):
+    real = os.open
+
+    def read_only(path, flags, *args, **kwargs):
+        if flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR) and str(path).startswith(str(root)):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", read_only)
+    assert_equals(root, BEFORE)
+    assert ckpt.verify(root).ok
+    with pytest.raises(ckpt.SaveFailed, match="Read-only file system"):
+        save_in_process(root, AFTER, random_layout(AFTER, 2, seed=3), step=30)
+
+
+def test_an_unreadable_object_is_named(root, monkeypatch):
+    def preadv(fd, buffers, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(ckpt.CheckpointCorrupt, match=r"r0000\d.safetensors.*can't be read: Input/output error"):
+        ckpt.open(root).read("quantized")
+    report = ckpt.verify(root)
+    assert not report.ok and {p.object.split("/")[0] for p in report.problems} == {"data"}
+
+
+def test_a_transfer_that_failed_once_is_read_again(root, monkeypatch):
+    """Memory or a cable may err once where the disk is sound."""
+    real, hurt = os.preadv, []
+
+    def preadv(fd, buffers, offset):
+        count = real(fd, buffers, offset)
+        if len(hurt) < 1 and len(buffers[0]) and count:
+            hurt.append(offset)
+            buffers[0][0] ^= 1
+        return count
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert_equals(root, BEFORE)
+    assert hurt
+
+
+def test_a_root_that_is_a_file_or_a_url_is_one_clear_line(tmp_path):
+    Path(tmp_path, "file").write_text("x")
+    with pytest.raises(ckpt.SaveFailed, match="a file is where the checkpoint's folder should be"):
+        save_in_process(tmp_path / "file", AFTER, random_layout(AFTER, 1, seed=3))
+    with pytest.raises(ckpt.NoCheckpoint, match="no checkpoint in .*nowhere"):
+        ckpt.open(tmp_path / "nowhere")
+    assert not Path(tmp_path, "nowhere").exists(), "looking must not create the folder"
+    with pytest.raises(ValueError, match="only local and mounted folders"):
+        ckpt.latest("s3://bucket/x")
+
+
+def test_every_point_of_the_list_is_passed_in_the_listed_order(root, monkeypatch):
+    """The list is the enumeration that the kill test walks; a point that is never passed would be tested vacuously."""
+    passed: list[str] = []
+    for part in ("posix", "shard", "commits", "retention"):
+        module = importlib.import_module(f"vescale_ray.checkpoint.{part}")
+        monkeypatch.setattr(module, "fault_point", lambda name, index=0: passed.append(name))
+    save_in_process(root, AFTER, random_layout(AFTER, 1, seed=3), step=30)
+    ckpt.gc(root, 1, grace_s=0.0)
+    first = list(dict.fromkeys(passed))
+    assert first == [p for p in ckpt.FAULT_POINTS if p != "vote.written"]
+    monkeypatch.undo()
+    monkeypatch.setenv(ckpt.FAULT_ENV, "nonsense")
+    with pytest.raises(ValueError, match="names no fault point"):
+        ckpt.fault_point("data.chunk")
+
+
+def test_random_kills_in_a_row_never_lose_a_commit(root):
+    """A run that is killed again and again, resumes and saves: the newest committed step only ever grows."""
+    rng = random.Random(4)
+    choices = [p for p in points() if not p.startswith("gc.")]
+    newest = 20
+    for _ in range(4):
+        in_subprocess(save_again, str(root), rng.choice(choices), newest + 10)
+        found = ckpt.latest(root)
+        assert found is not None and found.step >= newest
+        newest = found.step
+        assert_equals(root, BEFORE if newest == 20 else adam_like(seed=newest))
+
+
+def save_again(root: str, fault: str, step: int) -> None:
+    os.environ[ckpt.FAULT_ENV] = fault
+    tensors = adam_like(seed=step)
+    save_in_process(root, tensors, random_layout(tensors, 2, seed=step), step=step)

@@ -1,0 +1,168 @@
+"""The POSIX store: exclusive, durable, and right whatever the file system does with O_DIRECT."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import torch
+
+from tests.checkpoint.checkpoint_support import assert_equals, random_bits, random_layout, save_in_process
+from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint.digest import aligned_buffer, one_ahead, view_of
+from vescale_ray.checkpoint.store import KeyExists, KeyMissing, check_key
+
+BIG = {("w", "param"): random_bits((3 << 20,), torch.uint8, 1), ("v", "param"): random_bits((70001,), torch.float32, 2)}
+
+
+def chunks(size, seed=0, chunk=1 << 20):
+    data = random_bits((size,), torch.uint8, seed)
+    for start in range(0, size, chunk):
+        part = aligned_buffer(min(chunk, size - start))
+        part.copy_(data[start : start + part.numel()])
+        yield view_of(part)
+
+
+def test_a_large_object_is_written_and_read_past_the_page_cache_where_the_disk_allows(tmp_path, monkeypatch):
+    flags = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, mode, *a, **k: (flags.append(mode), real(path, mode, *a, **k))[1])
+    save_in_process(tmp_path, BIG, random_layout(BIG, 2, seed=1), block_bytes=1 << 20, chunk_bytes=1 << 20)
+    assert_equals(tmp_path, BIG)
+    assert any(f & os.O_DIRECT and f & os.O_EXCL for f in flags)
+
+
+@pytest.mark.parametrize("where", ["open", "first write", "first read"])
+def test_a_file_system_without_o_direct_gets_buffered_calls(tmp_path, monkeypatch, where):
+    real_open, real_pwrite, real_preadv = os.open, os.pwrite, os.preadv
+
+    def direct(fd):
+        import fcntl
+
+        return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+
+    def refuse():
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    def opened(path, flags, *args, **kwargs):
+        if flags & os.O_DIRECT:
+            if flags & os.O_CREAT:  # as some kernels do: created, then refused
+                os.close(real_open(path, flags & ~os.O_DIRECT, *args, **kwargs))
+            refuse()
+        return real_open(path, flags, *args, **kwargs)
+
+    if where == "open":
+        monkeypatch.setattr(os, "open", opened)
+    elif where == "first write":
+        monkeypatch.setattr(os, "pwrite", lambda fd, *a: refuse() if direct(fd) else real_pwrite(fd, *a))
+    else:
+        monkeypatch.setattr(os, "preadv", lambda fd, *a: refuse() if direct(fd) else real_preadv(fd, *a))
+    save_in_process(tmp_path, BIG, random_layout(BIG, 2, seed=1), block_bytes=1 << 20, chunk_bytes=1 << 20)
+    assert_equals(tmp_path, BIG)
+    assert ckpt.verify(tmp_path).ok
+
+
+def test_short_writes_and_reads_are_continued(tmp_path, monkeypatch):
+    real_pwrite, real_preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real_pwrite(fd, data[: max(1, len(data) // 3 // 4096 * 4096) or 1], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, views, offset: real_preadv(fd, [views[0][: max(4096, len(views[0]) // 3 // 4096 * 4096)]], offset)
+    )
+    tensors = {("w", "param"): random_bits((100_000,), torch.uint8, 1)}
+    save_in_process(tmp_path, tensors, random_layout(tensors, 2, seed=1), aux=False)
+    monkeypatch.setattr(os, "pwrite", real_pwrite)
+    assert_equals(tmp_path, tensors)
+
+
+def test_creation_is_exclusive_and_leaves_the_first_alone(tmp_path):
+    store = ckpt.PosixStore(tmp_path)
+    store.put("commits/a.json", b"1")
+    with pytest.raises(KeyExists):
+        store.put("commits/a.json", b"2")
+    assert store.get("commits/a.json") == b"1"
+    store.put_stream("data/x/r", chunks(10_000), 10_000)
+    with pytest.raises(KeyExists):
+        store.put_stream("data/x/r", chunks(10_000, seed=1), 10_000)
+    assert store.get("data/x/r") == random_bits((10_000,), torch.uint8, 0).numpy().tobytes()
+    assert [p.name for p in (tmp_path / "commits").iterdir()] == ["a.json"]
+
+
+def test_a_stream_of_another_length_or_that_fails_leaves_nothing(tmp_path):
+    store = ckpt.PosixStore(tmp_path)
+    with pytest.raises(ValueError, match="9000 bytes were streamed, 10000 announced"):
+        store.put_stream("data/x/r", chunks(9000), 10_000)
+
+    def failing():
+        yield from chunks(4096)
+        raise RuntimeError("the tensor went away")
+
+    with pytest.raises(RuntimeError, match="went away"):
+        store.put_stream("data/x/r", failing(), 10_000)
+    assert store.size("data/x/r") is None and store.list("data/") == []
+
+
+def test_every_file_and_every_folder_above_it_is_synced_before_a_call_returns(tmp_path, monkeypatch):
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1])
+    root = tmp_path / "new" / "root"
+    store = ckpt.PosixStore(root)
+    store.put_stream("data/x/r", chunks(5000), 5000)
+    file, *folders = synced
+    assert file == str(root / "data/x/r") and {str(root / "data/x"), str(root / "data"), str(root), str(root.parent)} <= set(folders)
+    synced.clear()
+    store.put("commits/a.json", b"1")
+    assert synced[0].startswith(str(root / "commits/.tmp-")) and str(root / "commits") in synced[1:]
+
+
+def test_missing_objects_and_listing(tmp_path):
+    store = ckpt.PosixStore(tmp_path / "not there")
+    assert store.list("data/") == [] and store.size("data/x") is None and not store.delete("data/x") and store.tidy("data/", 0.0) == 0
+    with pytest.raises(KeyMissing):
+        store.get("data/x")
+    with pytest.raises(KeyMissing), store.open_read("data/x"):
+        pass
+    store.put("data/b/2", b"22")
+    store.put("data/a/1", b"1")
+    assert [(e.key, e.bytes) for e in store.list("data/")] == [("data/a/1", 1), ("data/b/2", 2)]
+    assert store.delete("data/a/1") and [e.key for e in store.list("data/")] == ["data/b/2"]
+    assert not (tmp_path / "not there/data/a").exists()
+
+
+@pytest.mark.parametrize("key", ["../x", "/x", "a/../b", "a//b", "", ".hidden", "a/.tmp", "a\0b", "a b", "a/", "..", "a/.."])
+def test_a_key_cannot_leave_the_root(key):
+    with pytest.raises(ValueError, match="no object key"):
+        check_key(key)
+
+
+def test_one_ahead_keeps_order_stops_early_and_passes_errors_on():
+    assert list(one_ahead(iter(range(5)))) == [0, 1, 2, 3, 4]
+    stream = one_ahead(iter(range(10**9)))
+    assert next(stream) == 0
+    stream.close()
+
+    def failing():
+        yield 1
+        raise OSError("gone")
+
+    source = one_ahead(failing())
+    assert next(source) == 1
+    with pytest.raises(OSError, match="gone"):
+        next(source)
+
+
+def test_no_file_descriptor_or_thread_is_left_behind(tmp_path):
+    import threading
+
+    tensors = {("w", "param"): random_bits((40_000,), torch.uint8, 1)}
+
+    def once(step):
+        save_in_process(tmp_path, tensors, random_layout(tensors, 2, seed=step), step=step)
+        assert_equals(tmp_path, tensors)
+
+    once(1)
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for step in range(2, 12):
+        once(step)
+    assert len(os.listdir("/proc/self/fd")) == descriptors and threading.active_count() == threads

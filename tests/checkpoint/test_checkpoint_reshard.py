@@ -1,0 +1,160 @@
+"""What N ranks wrote, M ranks read, whatever the cuts: bit for bit, and without reading more than was asked for."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoint.checkpoint_support import (
+    DTYPES,
+    adam_like,
+    assert_equals,
+    load_in_process,
+    memory_folder,
+    random_bits,
+    random_layout,
+    save_in_process,
+)
+from vescale_ray import checkpoint as ckpt
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3, 4])
+def test_saved_on_n_ranks_loads_on_every_m_bit_for_bit(writers, tmp_path):
+    tensors = adam_like(seed=writers)
+    save_in_process(tmp_path, tensors, random_layout(tensors, writers, seed=writers))
+    checkpoint = ckpt.open(tmp_path)
+    for readers, seed in itertools.product([1, 2, 3, 4], range(3)):
+        load_in_process(checkpoint, tensors, random_layout(tensors, readers, seed=100 * seed + readers, together=False))
+    assert_equals(tmp_path, tensors)
+
+
+@st.composite
+def models(draw):
+    shapes = draw(st.lists(st.lists(st.integers(0, 9), min_size=0, max_size=3), min_size=1, max_size=6))
+    tensors = {}
+    for index, shape in enumerate(shapes):
+        kinds = draw(st.sampled_from([("param",), ("param", "exp_avg"), ("param", "exp_avg", "exp_avg_sq"), ("momentum", "param")]))
+        for k, kind in enumerate(kinds):
+            dtype = draw(st.sampled_from(DTYPES))
+            tensors[f"t{index}", kind] = random_bits(shape, dtype, seed=10 * index + k)
+    return tensors
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(models(), st.integers(1, 6), st.integers(1, 6), st.integers(0, 10**6), st.booleans(), st.booleans())
+def test_any_model_any_layouts_any_dtypes_survive(tensors, writers, readers, seed, together, name_empty):
+    with memory_folder() as root:
+        save_in_process(root, tensors, random_layout(tensors, writers, seed, together=together), name_empty=name_empty)
+        checkpoint = ckpt.open(root)
+        load_in_process(checkpoint, tensors, random_layout(tensors, readers, seed + 1, together=False))
+        assert_equals(root, tensors)
+        assert ckpt.verify(root).ok
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 10**6))
+def test_a_read_takes_at_most_two_blocks_more_per_run_than_was_asked_for(writers, readers, seed):
+    block = 4096
+    tensors = {(f"w{i}", kind): random_bits((13 + 29 * i, 41), torch.float32, seed + i) for i in range(4) for kind in ("param", "exp_avg")}
+    with memory_folder() as root:
+        save_in_process(root, tensors, random_layout(tensors, writers, seed), block_bytes=block)
+        checkpoint = ckpt.open(root)
+        held = random_layout(tensors, readers, seed + 1)
+        for plan, intervals in zip(load_in_process(checkpoint, tensors, held), held, strict=True):
+            # The oracle: bytes from the intervals themselves, not from the plan.
+            assert plan.needed == sum((end - start) * 4 for _, _, start, end in intervals)
+            assert plan.planned <= plan.needed + 2 * block * plan.runs
+            assert plan.planned == sum(s.bytes for s in plan.segments)
+
+
+def test_neighbouring_tensors_of_one_layout_are_one_run():
+    """The layout in memory is the layout on disk: a rank of the same layout has one run per kind of a group."""
+    tensors = {(f"layers.{i}.w", kind): random_bits((64, 64), torch.float32, i) for i in range(8) for kind in ("param", "exp_avg")}
+    whole = 8 * 64 * 64
+    with memory_folder() as root:
+        held = []
+        for rank in range(2):
+            low, high = rank * whole // 2 + (77 if rank else 0), (rank + 1) * whole // 2 + (0 if rank else 77)
+            intervals = []
+            for name, kind in tensors:
+                base = int(name.split(".")[1]) * 64 * 64
+                start, end = max(low - base, 0), max(min(high - base, 64 * 64), 0)
+                intervals.append((name, kind, min(start, end), end))
+            held.append(intervals)
+        save_in_process(root, tensors, held)
+        checkpoint = ckpt.open(root)
+        assert [len(e.start) for e in checkpoint.manifest.groups[0].kinds] == [2, 2]
+        for rank, plan in enumerate(load_in_process(checkpoint, tensors, held)):
+            assert plan.runs == 2 and plan.planned <= plan.needed + 2 * 4096, rank
+
+
+def test_weights_alone_cost_a_third_of_adams_state(tmp_path):
+    tensors = {("w", k): random_bits((256, 256), torch.float32, i) for i, k in enumerate(("param", "exp_avg", "exp_avg_sq"))}
+    save_in_process(tmp_path, tensors, random_layout(tensors, 2, seed=0))
+    out = torch.empty(256 * 256)
+    plan = ckpt.open(tmp_path).read_ranges([("w", "param", 0, 256 * 256, out)])
+    assert plan.needed == 256 * 256 * 4 and plan.planned <= plan.needed + 4 * 4096
+
+
+def test_overlapping_and_repeated_requests_are_all_filled(tmp_path):
+    tensors = {("w", "param"): random_bits((5000,), torch.float32, 3)}
+    save_in_process(tmp_path, tensors, random_layout(tensors, 3, seed=1))
+    outs = [(s, e, torch.empty(e - s)) for s, e in [(0, 5000), (0, 5000), (1200, 4100), (4099, 4100), (7, 7)]]
+    ckpt.open(tmp_path).read_ranges([("w", "param", s, e, out) for s, e, out in outs])
+    for s, e, out in outs:
+        assert torch.equal(out.view(torch.int32), tensors["w", "param"][s:e].view(torch.int32))
+
+
+def test_a_request_that_does_not_fit_is_refused_before_anything_is_read(tmp_path):
+    tensors = {("w", "param"): random_bits((10, 3), torch.float32, 3)}
+    save_in_process(tmp_path, tensors, random_layout(tensors, 2, seed=1))
+    checkpoint = ckpt.open(tmp_path)
+    good = torch.zeros(30)
+    for bad, words in [
+        (("v", "param", 0, 30, torch.zeros(30)), "no tensor 'v'"),
+        (("w", "exp_avg", 0, 30, torch.zeros(30)), "no 'exp_avg' of tensor 'w'; it has param"),
+        (("w", "param", 0, 31, torch.zeros(31)), "30 elements in the checkpoint"),
+        (("w", "param", 0, 30, torch.zeros(30).bfloat16()), "is float32 in the checkpoint, bfloat16 wanted"),
+        (("w", "param", 0, 30, torch.zeros(10, 3)), "give it flat"),
+    ]:
+        with pytest.raises(ckpt.CheckpointMismatch, match=words):
+            checkpoint.read_ranges([("w", "param", 0, 30, good), bad])
+        assert not good.any()
+
+
+def test_another_models_checkpoint_is_named_in_one_line(tmp_path):
+    tensors = {("a", "param"): torch.zeros(4, 2), ("b", "param"): torch.zeros(3), ("a", "exp_avg"): torch.zeros(4, 2)}
+    save_in_process(tmp_path, tensors, random_layout(tensors, 2, seed=1))
+    checkpoint = ckpt.open(tmp_path)
+    checkpoint.require({("a", "param"): ((4, 2), torch.float32), ("b", "param"): ((3,), torch.float32)})
+    with pytest.raises(ckpt.CheckpointMismatch) as caught:
+        checkpoint.require({("a", "param"): ((4, 3), torch.float32), ("c", "param"): ((3,), torch.float32)})
+    message = str(caught.value)
+    assert "\n" not in message and str(tmp_path) in message and "of another model" in message
+    for words in ("lacks 'c'", "also has 'b'", "'a' has shape (4, 2), wanted (4, 3)"):
+        assert words in message
+
+
+def test_a_save_and_a_load_take_little_memory_beside_the_tensors(tmp_path):
+    from tests.checkpoint.checkpoint_support import peak_growth_of_save_and_load
+
+    saved, loaded = peak_growth_of_save_and_load(tmp_path, 160 << 20)
+    budget = 8 << 20
+    assert saved <= budget + (24 << 20) and loaded <= budget + (24 << 20), (saved, loaded)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_on_a_gpu_are_written_from_and_read_into_it(tmp_path):
+    tensors = {
+        ("w", "param"): random_bits((300_001,), torch.bfloat16, 1).cuda(),
+        ("v", "param"): random_bits((7,), torch.float32, 2).cuda(),
+    }
+    save_in_process(tmp_path, tensors, random_layout(tensors, 3, seed=1), block_bytes=1 << 16, chunk_bytes=1 << 18)
+    checkpoint = ckpt.open(tmp_path)
+    for (name, kind), full in tensors.items():
+        got = checkpoint.read(name, kind, device="cuda")
+        assert got.is_cuda and torch.equal(got.view(torch.uint8), full.view(torch.uint8))

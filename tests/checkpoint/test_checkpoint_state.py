@@ -1,0 +1,310 @@
+"""A training script's state in one process: modules, optimizers, schedulers, plain values; strict about what does not fit."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.checkpoint_support import bits, memory_folder
+from vescale_ray import checkpoint as ckpt
+
+
+@pytest.fixture
+def root():
+    with memory_folder() as folder:
+        yield folder
+
+
+class Net(nn.Module):
+    """Tied embedding, a frozen parameter, 0-d, buffers of several dtypes, a bf16 parameter."""
+
+    def __init__(self, seed: int = 0, *, tie: bool = True, width: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(11, width)
+        self.body = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width))
+        self.scale = nn.Parameter(torch.randn(()))
+        self.narrow = nn.Parameter(torch.randn(5).bfloat16())
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.head = nn.Linear(width, 11, bias=False)
+        if tie:
+            self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.tensor(seed))
+        self.register_buffer("seen", torch.rand(4) < 0.5)
+        self.register_buffer("scratch", torch.rand(2), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(self.embed(tokens)) * self.scale + self.narrow.float().mean()
+        return self.head(hidden)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> list[float]:
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        tokens = torch.randint(0, 11, (4, 3), generator=generator)
+        loss = nn.functional.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def adam(net: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
+    decay = [p for p in net.parameters() if p.dim() >= 2]
+    rest = [p for p in net.parameters() if p.dim() < 2 and p.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": rest, "weight_decay": 0.0}, {"params": decay}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.8, 0.9))
+
+
+def same_module(a: nn.Module, b: nn.Module) -> bool:
+    left, right = a.state_dict(), b.state_dict()
+    return list(left) == list(right) and all(bits(left[k]) == bits(right[k]) for k in left)
+
+
+def test_training_resumed_from_a_checkpoint_goes_on_bit_for_bit(root):
+    net = Net(0)
+    optimizer = adam(net)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    train(net, optimizer, 3)
+    scheduler.step()
+    state = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "stream": {"consumed": 17}, "note": "x"}
+    handle = ckpt.save(state, root, 3, meta={"config": {"lr": 0.01}})
+    assert handle.wait().name == "e0000-s000000000003"
+
+    other = Net(1)
+    fresh = adam(other, lr=9.0)  # no step made: its states do not exist yet
+    restored = {
+        "model": other,
+        "optimizer": fresh,
+        "scheduler": torch.optim.lr_scheduler.StepLR(fresh, 2, 0.5),
+        "stream": None,
+        "note": None,
+    }
+    loaded = ckpt.load(restored, root)
+    assert (loaded.step, loaded.epoch, loaded.meta, loaded.skipped) == (3, 0, {"config": {"lr": 0.01}}, ())
+    assert restored["stream"] == {"consumed": 17} and restored["note"] == "x"
+    assert same_module(net, other)
+    assert restored["scheduler"].last_epoch == scheduler.last_epoch
+    assert [g["lr"] for g in fresh.param_groups] == [g["lr"] for g in optimizer.param_groups]
+    assert [g["betas"] for g in fresh.param_groups] == [(0.8, 0.9)] * 2
+    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        assert optimizer.state[ours].keys() == fresh.state[theirs].keys()
+        for key, value in optimizer.state[ours].items():
+            assert bits(value) == bits(fresh.state[theirs][key]) and value.dtype == fresh.state[theirs][key].dtype, key
+    assert train(net, optimizer, 3, seed=5) == train(other, fresh, 3, seed=5)
+    assert same_module(net, other)
+
+
+def test_tied_weights_are_stored_once_under_the_first_name(root):
+    net = Net(0)
+    ckpt.save({"model": net}, root, 1)
+    checkpoint = ckpt.open(root)
+    assert checkpoint.aliases == {"head.weight": "embed.weight"} and "head.weight" not in checkpoint.tensors
+    assert bits(checkpoint.read("head.weight")) == bits(net.embed.weight)
+    untied = Net(1, tie=False)
+    ckpt.load({"model": untied}, root)
+    assert bits(untied.head.weight) == bits(net.embed.weight) == bits(untied.embed.weight)
+    assert untied.head.weight is not untied.embed.weight
+
+
+def test_two_stored_tensors_are_not_poured_into_one_tied_parameter(root):
+    ckpt.save({"model": Net(0, tie=False)}, root, 1)
+    tied = Net(1)
+    before = copy.deepcopy(tied.state_dict())
+    with pytest.raises(ckpt.CheckpointMismatch, match=r"head.weight"):
+        ckpt.load({"model": tied}, root)
+    assert all(bits(before[k]) == bits(v) for k, v in tied.state_dict().items())
+
+
+def test_weights_alone_are_read_from_a_full_checkpoint(root):
+    net = Net(0)
+    optimizer = adam(net)
+    train(net, optimizer, 2)
+    ckpt.save({"model": net, "optimizer": optimizer, "stream": 3}, root, 2)
+    other = Net(1)
+    ckpt.load({"model": other}, root)
+    assert same_module(net, other)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Net(1, width=8), r"'embed.weight' has shape \(11, 6\), wanted \(11, 8\)"),
+        (lambda: Net(1).double(), "is float32, wanted float64"),
+        (lambda: nn.Sequential(Net(1)), "lacks '0"),
+        (lambda: nn.Linear(2, 2), "lacks 'weight', 'bias'; it also has"),
+    ],
+)
+def test_a_checkpoint_of_another_model_changes_nothing_and_is_one_line(root, make, words):
+    ckpt.save({"model": Net(0)}, root, 1)
+    other = make()
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ckpt.CheckpointMismatch, match=words) as caught:
+        ckpt.load({"model": other}, root)
+    assert "\n" not in str(caught.value) and "of another model" in str(caught.value)
+    assert all(bits(before[k]) == bits(v) for k, v in other.state_dict().items())
+
+
+def test_without_strict_what_both_have_is_loaded(root):
+    net = Net(0)
+    ckpt.save({"model": net}, root, 1)
+    target = {"embed.weight": torch.zeros(11, 6), "new.weight": torch.ones(3)}
+    with pytest.raises(ckpt.CheckpointMismatch, match="lacks 'new.weight'"):
+        ckpt.load({"model": target}, root)
+    ckpt.load({"model": target}, root, strict=False)
+    assert bits(target["embed.weight"]) == bits(net.embed.weight) and bool((target["new.weight"] == 1).all())
+
+
+def test_an_optimizer_with_other_groups_or_states_is_refused(root):
+    net = Net(0)
+    optimizer = adam(net)
+    train(net, optimizer, 1)
+    ckpt.save({"model": net, "optimizer": optimizer}, root, 1)
+    other = Net(1)
+    with pytest.raises(ckpt.CheckpointMismatch, match="has 1 parameter groups, 2 in the checkpoint"):
+        ckpt.load({"model": other, "optimizer": torch.optim.AdamW(other.parameters())}, root)
+    momentum = torch.optim.SGD([{"params": g["params"]} for g in adam(other).param_groups], lr=1.0, momentum=0.9)
+    with pytest.raises(ckpt.CheckpointMismatch, match="no optimizer 'momentum'; it has \\['optimizer'\\]"):
+        ckpt.load({"model": other, "momentum": momentum}, root)
+    train(other, momentum, 1)
+    with pytest.raises(ckpt.CheckpointMismatch, match="lacks momentum_buffer of"):
+        ckpt.load({"model": other, "optimizer": momentum}, root)
+
+
+def test_several_models_and_optimizers_keep_apart(root):
+    a, b = Net(0), nn.Linear(3, 2)
+    first, second = adam(a), torch.optim.SGD(b.parameters(), lr=0.1, momentum=0.9)
+    train(a, first, 1)
+    b(torch.ones(1, 3)).sum().backward()
+    second.step()
+    average = {"weight": torch.randn(2, 3), "steps": torch.tensor(5)}
+    ckpt.save({"model": a, "critic": b, "optimizer": first, "critic_optimizer": second, "ema": average}, root, 1)
+    names = ckpt.open(root).tensors
+    assert {"embed.weight", "critic/weight", "ema/weight", "ema/steps"} <= set(names)
+    assert set(names["critic/weight"].kinds) == {"param", "critic_optimizer.momentum_buffer"}
+    b2 = nn.Linear(3, 2)
+    second2 = torch.optim.SGD(b2.parameters(), lr=0.5, momentum=0.9)
+    ema2 = {k: torch.zeros_like(v) for k, v in average.items()}
+    ckpt.load({"critic": b2, "critic_optimizer": second2, "ema": ema2}, root)
+    assert bits(b2.weight) == bits(b.weight) and all(bits(ema2[k]) == bits(average[k]) for k in average)
+    assert bits(second2.state[b2.weight]["momentum_buffer"]) == bits(second.state[b.weight]["momentum_buffer"])
+    assert second2.param_groups[0]["lr"] == 0.1
+
+
+def test_optimizer_states_of_other_shapes_and_odd_scalars_survive(root):
+    weight = nn.Parameter(torch.randn(4, 3))
+    optimizer = torch.optim.Adafactor([weight], lr=0.01) if hasattr(torch.optim, "Adafactor") else torch.optim.RMSprop([weight])
+    for _ in range(2):
+        weight.grad = torch.randn(4, 3)
+        optimizer.step()
+    optimizer.state[weight]["note"] = float("inf")
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25, dtype=torch.float64)
+    ckpt.save({"model": {"w": weight}, "optimizer": optimizer}, root, 1)
+    again = nn.Parameter(torch.zeros(4, 3))
+    fresh = type(optimizer)([again], lr=0.01)
+    ckpt.load({"model": {"w": again}, "optimizer": fresh}, root)
+    assert fresh.state[again].keys() == optimizer.state[weight].keys() and fresh.state[again]["note"] == float("inf")
+    for key, value in optimizer.state[weight].items():
+        if isinstance(value, torch.Tensor):
+            assert bits(value) == bits(fresh.state[again][key]) and value.shape == fresh.state[again][key].shape
+    lr = fresh.param_groups[0]["lr"]
+    assert isinstance(lr, torch.Tensor) and lr.dtype == torch.float64 and lr.item() == 0.25
+
+
+def test_names_do_not_depend_on_wrappers(root):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    net = Net(0)
+    linear = net.body[0]
+    net.body[0] = checkpoint_wrapper(linear)
+    compiled = torch.compile(net, backend="eager")
+    ckpt.save({"model": compiled}, root, 1)
+    plain = Net(1)
+    ckpt.load({"model": plain}, root)
+    assert bits(plain.state_dict()["body.0.weight"]) == bits(linear.state_dict()["weight"])
+
+
+def test_random_generators_come_back(root):
+    ckpt.save({"model": Net(0)}, root, 1)
+    first = (torch.rand(3).tolist(), random.random(), np.random.rand(), np.random.standard_normal(), torch.randn(2).tolist())
+    ckpt.load({"model": Net(1)}, root)
+    again = (torch.rand(3).tolist(), random.random(), np.random.rand(), np.random.standard_normal(), torch.randn(2).tolist())
+    assert first == again
+    before = torch.get_rng_state()
+    ckpt.load({"model": Net(1)}, root, rng=False)
+    torch.set_rng_state(before)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"model": Net(0), "x": object()}, "state.x is a object, which JSON can't hold"),
+        ({"model": Net(0), "x": {"a": float("nan")}}, "state.x.a is nan"),
+        ({"model": {"a": torch.zeros(2), "b": 3}}, "'b' of state entry 'model' is a int"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(2))])}, "belongs to no module in the state"),
+        ({"model": {"a": torch.zeros(2, 2).to_sparse()}}, "only dense tensors"),
+        ({"model": nn.Linear(2, 2, device="meta")}, "is on the meta device"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_before_anything_is_written(root, state, words):
+    with pytest.raises(ValueError, match=words):
+        ckpt.save(state, root, 1)
+    assert not list(root.iterdir())
+
+
+def test_tensors_that_are_not_contiguous_are_stored_and_filled(root):
+    base = torch.randn(4, 6)
+    ckpt.save({"model": {"w": base.t(), "v": base[:, ::2]}}, root, 1)
+    target = {"w": torch.zeros(4, 6).t(), "v": torch.zeros(4, 6)[:, ::2]}
+    ckpt.load({"model": target}, root)
+    assert torch.equal(target["w"], base.t()) and torch.equal(target["v"], base[:, ::2])
+
+
+def test_a_run_that_went_back_saves_into_a_higher_epoch(root):
+    net = Net(0)
+    names = [ckpt.save({"model": net}, root, step).commit.name for step in (10, 20, 15, 16, 16)]
+    assert names == [f"e{e:04d}-s{s:012d}" for e, s in [(0, 10), (0, 20), (1, 15), (1, 16), (2, 16)]]
+    assert ckpt.latest(root).name == names[-1]  # type: ignore[union-attr]
+
+
+def test_keep_collects_after_each_save(root):
+    net = Net(0)
+    for step in range(1, 6):
+        ckpt.save({"model": net}, root, step, keep=2)
+    assert [c.step for c in ckpt.ls(root)] == [4, 5]
+    assert len(list((root / "data").iterdir())) == 2
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_loudly(root, caplog):
+    good, bad = Net(0), Net(1)
+    ckpt.save({"model": good}, root, 1)
+    damaged = ckpt.save({"model": bad}, root, 2).commit
+    victim = next((root / "data" / damaged.attempt).glob("*.safetensors"))
+    raw = bytearray(victim.read_bytes())
+    raw[4097] ^= 1
+    victim.write_bytes(raw)
+    other = Net(3)
+    loaded = ckpt.load({"model": other}, root)
+    assert loaded.step == 1 and loaded.skipped == (damaged.name,) and same_module(good, other)
+    assert "going back to checkpoint e0000-s000000000001" in caplog.text and "block 0" in caplog.text
+    with pytest.raises(ckpt.CheckpointCorrupt, match="block 0"):
+        ckpt.load({"model": other}, root, commit=damaged.name)
+
+
+def test_loading_from_nothing_is_one_line(root):
+    with pytest.raises(ckpt.NoCheckpoint, match="no checkpoint in"):
+        ckpt.load({"model": Net(0)}, root)
+    ckpt.save({"model": Net(0)}, root, 1)
+    other = Net(1)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ckpt.CheckpointMismatch, match="has no state 'stream'"):
+        ckpt.load({"model": other, "stream": 1}, root)
+    assert all(bits(before[k]) == bits(v) for k, v in other.state_dict().items())

@@ -1,0 +1,114 @@
+"""save() and load() on several gloo ranks: other world sizes, other layouts, ranks that fail or die."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoint.checkpoint_ranks import (
+    Mlp,
+    failing_rank,
+    killed_rank,
+    load_rank,
+    mismatched_rank,
+    mixed_mesh_rank,
+    save_rank,
+)
+from tests.ranks import _context, run_gloo
+from vescale_ray import checkpoint as ckpt
+
+
+def assert_same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        assert left[name].dtype == right[name].dtype and left[name].tobytes() == right[name].tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints written by two ranks, of an FSDP2 model and of a ragged one; the tensors as they were, by builder."""
+    roots = {builder: str(tmp_path_factory.mktemp(builder)) for builder in ("fsdp2", "ragged")}
+    results = run_gloo(2, save_rank, roots)
+    assert all({r[b][0] for r in results} == {"e0000-s000000000002"} for b in roots)
+    return roots, {builder: results[0][builder][1] for builder in roots}
+
+
+def test_saved_on_two_ranks_loads_on_three_in_any_sharding_bit_for_bit(saved):
+    roots, truth = saved
+    assert all(ckpt.verify(root).ok and len(list(Path(root).glob("data/*/*.safetensors"))) == 2 for root in roots.values())
+    pairs = [(written, builder) for written in roots for builder in roots]
+    back = run_gloo(3, load_rank, [(roots[written], builder) for written, builder in pairs])
+    for results in back:
+        for (written, _), (facts, _, state) in zip(pairs, results, strict=True):
+            assert facts == (2, {"consumed": 12}, None, 0.01)
+            assert_same(truth[written], state)
+    assert len({tuple(results[0][1]) for results in back}) == 3, "every rank has its own random stream"
+
+
+def test_the_same_number_of_ranks_gets_its_own_aux_and_random_state_back(saved):
+    root = saved[0]["ragged"]
+    back = run_gloo(2, load_rank, [(root, "ragged"), (root, "ragged")])
+    assert [results[0][0][2] for results in back] == [{"rank": 0}, {"rank": 1}]
+    assert all(results[0][1] == results[1][1] for results in back)
+
+
+def test_what_ranks_saved_loads_without_a_process_group(saved):
+    root, truth = saved[0]["ragged"], saved[1]["ragged"]
+    model = Mlp(5)
+    loaded = ckpt.load({"model": model}, root)
+    assert loaded.step == 2 and loaded.meta == {"note": "two steps"}
+    assert_same({k: v for k, v in truth.items() if "/" not in k}, {k: v.detach().numpy() for k, v in model.state_dict().items()})
+    checkpoint = ckpt.open(root)
+    assert torch.equal(checkpoint.read("first.weight", "exp_avg"), torch.from_numpy(truth["first.weight/exp_avg"]))
+    assert {e.kind for e in checkpoint.manifest.groups[0].kinds} == {"param", "exp_avg", "exp_avg_sq"}
+
+
+def test_replicas_are_written_once_and_restored_everywhere(tmp_path):
+    full = np.arange(15, dtype=np.float32).reshape(5, 3)
+    for back, refused in run_gloo(4, mixed_mesh_rank, str(tmp_path)):
+        assert_same({"hsdp": full, "copy": full + 1, "plain": full + 2, "tall": full[:1] + 3}, back)
+        assert "redistribute it to one Shard(0)" in refused
+    checkpoint = ckpt.open(tmp_path)
+    stored = sum((e.end - e.start).sum() for g in checkpoint.manifest.groups for e in g.kinds)
+    assert stored == 3 * 15 + 3
+    assert len({int(o) for g in checkpoint.manifest.groups for e in g.kinds for o in e.object}) > 1, "the replicas share the writing"
+
+
+def test_a_rank_that_cannot_write_fails_all_ranks_with_its_words(tmp_path):
+    messages = run_gloo(3, failing_rank, str(tmp_path))
+    assert len(set(messages)) == 1 and "rank 1 could not write" in messages[0] and "No space left" in messages[0]
+    assert ckpt.latest(tmp_path) is None
+
+
+def test_a_model_that_differs_on_one_rank_is_refused_by_all(tmp_path):
+    ckpt.save({"model": {"w": torch.ones(10)}}, tmp_path, 1)
+    messages = run_gloo(2, mismatched_rank, str(tmp_path))
+    assert all("'w' has shape (10,), wanted (11,)" in m for m in messages)
+
+
+@pytest.mark.parametrize(("point", "committed"), [("data.written", False), ("aux.written", False), ("vote.written#1", True)])
+def test_a_rank_that_dies_before_its_vote_stops_the_commit_within_the_timeout(tmp_path, point, committed):
+    ckpt.save({"model": {"w": torch.ones(10)}}, tmp_path / "ckpt", 7)
+    context = _context()
+    report = str(tmp_path / "report")
+    arguments = (2, str(tmp_path / "store"), str(tmp_path / "ckpt"), point, report)
+    ranks = [context.Process(target=killed_rank, args=(rank, *arguments), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(30)
+            assert not process.is_alive(), "a rank hangs"
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.exitcode for process in ranks] == [0, -9]
+    told = Path(f"{report}.0").read_text()
+    if committed:
+        assert told == "e0000-s000000000008"
+    else:
+        assert "no vote from rank 1 of 2 within 1 s" in told
+    assert torch.equal(ckpt.open(tmp_path / "ckpt").read("w"), torch.full((10,), 2.0 if committed else 1.0))

@@ -1,0 +1,370 @@
+"""The command line as a person meets it: speed, exit codes, one-line errors, and commands that reach a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vescale_ray import cli
+from vescale_ray.cli import main
+from vescale_ray.controller.metrics import MetricsServer, RunSnapshot
+from vescale_ray.errors import BadInput
+from vescale_ray.runfolder import RunFolder
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test works in an empty folder, so that ./runs is its own."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def made_run(folder: Path, **state: Any) -> RunFolder:
+    run = RunFolder(folder).create()
+    run.write_config("train: {steps: 50}\n")
+    if state:
+        run.write_state({"run": folder.name, "steps": 50, **state})
+    return run
+
+
+class Controller:
+    """A run that is alive as far as its HTTP side goes: the real server, on a snapshot."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.commands: list[tuple[str, dict[str, Any]]] = []
+        self.snapshot = RunSnapshot(
+            run=run.path.name, state="RUNNING", step=12, steps=50, loss=2.0, bpb=2.885, world=3, generation=2, tokens_per_second=5000.0
+        )
+        self.server = MetricsServer("127.0.0.1", 0, lambda: self.snapshot, self.control, "tok")
+        run.write_control(self.server.url(), "tok")
+
+    def control(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
+        if body.get("workers", 0) > 6:
+            raise BadInput(f"{body['workers']} workers are more than the 6 slots")
+        self.commands.append((action, body))
+        return {}
+
+
+@pytest.fixture
+def alive(elsewhere: Path) -> Iterator[Controller]:
+    controller = Controller(made_run(elsewhere / "runs" / "live", state="RUNNING", step=10))
+    yield controller
+    controller.server.close()
+
+
+def said(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = main(args)
+    out = capsys.readouterr()
+    return code, out.out.strip(), out.err.strip()
+
+
+# ------------------------------------------------------------------------------------------------------------------ start
+
+
+def test_help_takes_less_than_three_tenths_of_a_second() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    wall, cpu = [], []
+    for _ in range(7):
+        begin, spent = time.perf_counter(), os.times()
+        done = subprocess.run(
+            [sys.executable, "-m", "vescale_ray.cli", "--help"], capture_output=True, env=environment, timeout=30, check=True
+        )
+        wall.append(time.perf_counter() - begin)
+        now = os.times()
+        cpu.append(now.children_user + now.children_system - spent.children_user - spent.children_system)
+    assert b"rescale" in done.stdout
+    # On a machine that is busy with other things, the processor's time is what the command itself takes.
+    assert statistics.median(wall) < 0.3 or statistics.median(cpu) < 0.25, (wall, cpu)
+
+
+def test_help_imports_neither_torch_nor_ray_nor_numpy_nor_pydantic() -> None:
+    code = (
+        "import sys; from vescale_ray.cli import main; main(['train', '--help'])\n"
+        "print([m for m in sys.modules if m in ('torch', 'ray', 'numpy', 'pydantic')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(cli.__file__).parents[1], timeout=30, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["train"], ["demo"], ["status"], ["stop"], ["rescale"], ["ls"], ["ckpt"], ["ckpt", "ls"], ["ckpt", "verify"]]
+)
+def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, *command, "--help")
+    assert code == 0 and out.startswith("Usage: vescale-ray")
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    import vescale_ray
+
+    assert said(capsys, "--version")[1].endswith(vescale_ray.__version__)
+
+
+# -------------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["trian"], "did you mean train?"),
+        (["--nope"], "--nope"),
+        (["train"], "Missing argument"),
+        (["train", "none.yaml"], "none.yaml: no such file"),
+        (["train", "train.steps=3"], "give the run's YAML file first"),
+        (["train", "run.yaml", "train.setps=3"], "unknown key train.setps: did you mean train.steps?"),
+        (["train", "typo.yaml"], "unknown key train.setps: did you mean train.steps?"),
+        (["train", "run.yaml", "train.steps=0"], "train.steps = 0: give at least 1"),
+        (["train", "run.yaml", "train.steps=-5"], "train.steps = -5: give at least 1"),
+        (["train", "run.yaml", "data.seq_len=0"], "data.seq_len = 0: give at least 1"),
+        (["train", "run.yaml", "elastic.workers=7"], "elastic.workers = 7 is more than train.slots = 6"),
+        (["train", "run.yaml", "run.dir=file"], "can't be written"),
+        (["demo", "train.setps=3"], "did you mean train.steps?"),
+        (["rescale", "0"], "0 is not in the range"),
+        (["rescale", "two"], "two"),
+        (["status"], "runs: holds no run"),
+        (["status", "nowhere"], "nowhere: is not a run's folder"),
+        (["stop"], "holds no run"),
+        (["rescale", "2"], "holds no run"),
+        (["ls", "nowhere"], "nowhere: no such folder"),
+        (["ckpt", "ls", "nowhere"], "no such folder of checkpoints"),
+        (["ckpt", "verify"], "holds no run"),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_and_exit_code_2(args: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text("train: {steps: 3}\n")
+    Path("typo.yaml").write_text("train: {setps: 3}\n")
+    Path("file").write_text("")
+    code, out, err = said(capsys, *args)
+    assert code == 2, err
+    assert words in err and len(err.splitlines()) == 1 and out == ""
+    assert not Path("runs").exists(), "something was made before the input was checked"
+
+
+def test_a_traceback_is_shown_only_when_asked_for_wherever_the_flag_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Traceback" not in said(capsys, "train", "none.yaml")[2]
+    assert "Traceback" in said(capsys, "--debug", "train", "none.yaml")[2]
+    assert "Traceback" in said(capsys, "train", "none.yaml", "--debug")[2]
+
+
+def test_an_error_nobody_expected_is_one_line_too_with_its_kind_and_a_hint(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("by\nzero")
+
+    monkeypatch.setattr("vescale_ray.runfolder.newest_run", broken)
+    code, _, err = said(capsys, "status")
+    assert (code, err) == (1, "vescale-ray: ZeroDivisionError: by zero (--debug shows the traceback)")
+
+
+def test_the_checkpoint_of_another_model_is_bad_input() -> None:
+    class CheckpointMismatch(Exception):
+        pass
+
+    assert cli._is_bad_input(CheckpointMismatch("other model"))
+    assert not cli._is_bad_input(RuntimeError())
+
+
+def test_ctrl_c_is_exit_code_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vescale_ray.runfolder.newest_run", interrupted)
+    assert said(capsys, "status")[0] == 130
+
+
+# ------------------------------------------------------------------------------------------------------------ living runs
+
+
+def test_status_shows_a_living_run(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, "status")
+    assert code == 0
+    assert "live: RUNNING, step 12 of 50, loss 2.000 (2.88 bits/byte)" in out  # the server's figures, not run.json's
+    assert "workers 3, generation 2, 5,000 tokens/s" in out and f"{alive.server.url()}/metrics" in out
+
+
+def test_status_as_json_is_one_object(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
+    status = json.loads(said(capsys, "status", "--json", "runs/live")[1])
+    assert (status["alive"], status["state"], status["step"], status["world"], status["folder"]) == (True, "RUNNING", 12, 3, "runs/live")
+
+
+def test_stop_and_rescale_reach_the_run(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "rescale", "2")[0] == 0
+    code, out, _ = said(capsys, "stop")
+    assert code == 0 and "vescale-ray train runs/live/config.yaml" in out
+    assert alive.commands == [("rescale", {"workers": 2}), ("stop", {})]
+
+
+def test_a_rescale_that_the_run_refuses_is_bad_input_with_its_reason(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "rescale", "9") == (2, "", "vescale-ray: rescale to 9: 9 workers are more than the 6 slots")
+
+
+def test_a_wrong_token_is_refused_by_the_run_and_told(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
+    RunFolder("runs/live").write_control(alive.server.url(), "old")
+    code, _, err = said(capsys, "stop")
+    assert code == 1 and "token" in err and len(err.splitlines()) == 1
+
+
+def test_the_newest_run_is_meant_when_none_is_named(alive: Controller, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = made_run(elsewhere / "runs" / "old", state="DONE", step=50)
+    os.utime(old.path / "run.json", (1, 1))
+    os.utime(old.path / "config.yaml", (1, 1))
+    assert "live: RUNNING" in said(capsys, "status")[1]
+
+
+@pytest.mark.parametrize("command", [["stop"], ["rescale", "2"]])
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"state": "DONE", "step": 50}, "it is done, with 50 steps"),
+        ({"state": "FAILED", "step": 7}, "FAILED at step 7; resume it with `vescale-ray train runs/x/config.yaml`"),
+        ({"state": "RUNNING", "step": 7}, "nothing answers, its last known state is RUNNING at step 7; resume it with"),
+        ({}, "never got to its first state"),
+    ],
+)
+def test_a_command_to_a_run_that_is_not_alive_says_so_and_how_to_go_on(
+    command: list[str], state: dict[str, Any], words: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made_run(elsewhere / "runs" / "x", **state)
+    run.path = Path("runs/x")
+    run.write_control("http://127.0.0.1:9", "t")  # the discard port: nothing listens
+    code, out, err = said(capsys, *command)
+    assert code == 1 and words in err and len(err.splitlines()) == 1 and out == ""
+    code, out, _ = said(capsys, "status")
+    assert code == 0 and words in out
+    assert json.loads(said(capsys, "status", "--json")[1])["alive"] is False
+
+
+def test_a_port_that_another_run_took_over_is_not_taken_for_this_one(
+    alive: Controller, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dead = made_run(elsewhere / "runs" / "dead", state="RUNNING", step=3)
+    dead.write_control(alive.server.url(), "tok")
+    assert "nothing answers" in said(capsys, "status", "runs/dead")[1]
+
+
+def test_ls_lists_runs_with_the_newest_last(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "ls") == (0, "", "")
+    for number, name in enumerate(("one", "two")):
+        run = made_run(elsewhere / "runs" / name, state="DONE", step=number, started=1e9)
+        for path in run.path.iterdir():
+            os.utime(path, (1000 + number, 1000 + number))
+    made_run(elsewhere / "runs" / "new")
+    lines = said(capsys, "ls")[1].splitlines()
+    assert [line.split("/")[-1] for line in lines] == ["one", "two", "new"]
+    assert "DONE" in lines[0] and "1/50 steps" in lines[1] and "NEW" in lines[2]
+    assert [json.loads(line)["folder"] for line in said(capsys, "ls", "--json")[1].splitlines()] == ["runs/one", "runs/two", "runs/new"]
+
+
+def test_one_folder_takes_one_run_at_a_time(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text("run: {name: x}\ntrain: {steps: 3}\n")
+    with RunFolder("runs/x").create().claim():
+        code, _, err = said(capsys, "train", "run.yaml")
+    assert code == 2 and "a run is going on here" in err
+    assert not Path("runs/x/config.yaml").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------ checkpoints
+
+
+def saved(root: Path, step: int) -> None:
+    """A real checkpoint of one tensor, by one rank."""
+    import torch
+
+    from vescale_ray import checkpoint
+    from vescale_ray.checkpoint import ShardPiece, new_attempt, write_shard
+
+    attempt = new_attempt()
+    data = torch.arange(6000, dtype=torch.float32)
+    piece = ShardPiece("w", "param", 0, 6000, (60, 100), torch.float32, data)
+    vote = write_shard(root, attempt, 0, [piece], step=step, epoch=1)
+    checkpoint.commit(root, [vote], step=step, epoch=1, attempt=attempt, world=1, meta={})
+
+
+def test_checkpoints_of_a_run_are_listed_and_verified_and_damage_is_named(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_run(elsewhere / "runs" / "x", state="DONE", step=20)
+    for step in (10, 20):
+        saved(run.checkpoints, step)
+    lines = said(capsys, "ckpt", "ls")[1].splitlines()
+    assert len(lines) == 2 and "step 10" in lines[0] and "step 20" in lines[1]
+    assert [json.loads(line)["step"] for line in said(capsys, "ckpt", "ls", "--json", "runs/x")[1].splitlines()] == [10, 20]
+    code, out, _ = said(capsys, "ckpt", "verify", "runs/x/checkpoints")
+    assert code == 0 and "every checksum right" in out
+    newest = max((path for path in run.checkpoints.rglob("*.safetensors")), key=lambda path: path.stat().st_mtime_ns)
+    raw = bytearray(newest.read_bytes())
+    raw[-100] ^= 1
+    newest.chmod(0o644)
+    newest.write_bytes(raw)
+    code, _, err = said(capsys, "ckpt", "verify")
+    assert code == 1 and "damaged" in err and "w" in err and len(err.splitlines()) == 1
+
+
+def test_a_folder_without_checkpoints_has_none_to_list_and_none_to_verify(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (elsewhere / "empty").mkdir()
+    code, out, _ = said(capsys, "ckpt", "ls", "empty")
+    assert code == 0 and "no committed checkpoint" in out
+    code, _, err = said(capsys, "ckpt", "verify", "empty")
+    assert code == 1 and len(err.splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------- bad input that is found before Ray starts
+
+
+def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    Path("run.yaml").write_text("run: {name: x}\ntrain: {steps: 3, device: cpu}\nray: {address: local}\n")
+    code, _, err = said(capsys, "train", "run.yaml", *overrides)
+    assert code == 2 and len(err.splitlines()) == 1, err
+    assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
+    return err
+
+
+def test_a_corpus_that_is_empty_or_missing_is_refused(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (elsewhere / "empty").mkdir()
+    assert "is empty; give a file or folder that holds text" in refused(capsys, "data.corpus=empty")
+    assert "no such file or folder" in refused(capsys, "data.corpus=missing")
+
+
+def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert f"metrics.port = {port}: in use" in refused(capsys, f"metrics.port={port}")
+
+
+def test_an_output_folder_that_can_not_be_written_is_refused(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (elsewhere / "file").write_text("")
+    assert "can't be written" in refused(capsys, "run.dir=file/runs")
+    assert "can't be written" in refused(capsys, "checkpoint.dir=file/checkpoints")
+
+
+def test_the_checkpoints_of_another_model_are_refused_and_the_runs_configuration_stays(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made_run(elsewhere / "runs" / "x", state="STOPPED", step=2)
+    before = run.config_path.read_text()
+    saved(run.checkpoints, 2)
+    assert "is of another model" in refused(capsys)
+    assert run.config_path.read_text() == before
+    assert "is of another model" in refused(capsys, "run.name=y", f"checkpoint.dir={run.checkpoints}")
+    assert not (elsewhere / "runs" / "y" / "config.yaml").exists()
+
+
+def test_a_model_factory_that_can_not_be_imported_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "model.factory = no.such:thing" in refused(capsys, "model.factory=no.such:thing")
+
+
+def test_a_run_that_must_resume_and_can_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "holds no checkpoint" in refused(capsys, "checkpoint.resume=must")

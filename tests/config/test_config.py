@@ -1,0 +1,250 @@
+"""The run's configuration: what is read, what is refused, and in which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vescale_ray.config import ConfigError, RunConfig, load_config, parse_config, reference, sections
+from vescale_ray.errors import BadInput
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_key_has_a_default_and_the_file_may_be_empty(tmp_path: Path) -> None:
+    empty = tmp_path / "run.yaml"
+    empty.write_text("# nothing\n")
+    assert load_config(empty) == load_config(None) == RunConfig()
+
+
+def test_a_file_may_give_only_some_keys_and_an_empty_section(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("train:\n  steps: 7\nelastic:\n")
+    with pytest.raises(ConfigError, match="elastic"):
+        parse_config({"elastic": 3})
+    assert load_config(path).train.steps == 7
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("train: {steps: 7, lr: 0.5}\n")
+    config = load_config(path, ["train.steps=8", "train.steps=9"])
+    assert (config.train.steps, config.train.lr) == (9, 0.5)
+
+
+def test_an_override_may_hold_a_whole_section() -> None:
+    config = load_config(None, ["train={steps: 9, slots: 5}", "train.steps=4"])
+    assert (config.train.steps, config.train.slots) == (4, 5)
+
+
+@pytest.mark.parametrize("text", ["1e-3", "0.001", "1.0e-3", "'1e-3'"])
+def test_a_number_in_scientific_notation_is_a_number_though_yaml_calls_it_text(text: str) -> None:
+    assert load_config(None, [f"train.lr={text}"]).train.lr == 0.001
+
+
+def test_null_means_the_default_of_the_rule_not_of_the_key() -> None:
+    config = load_config(None, ["elastic.max_workers=null", "train.slots=5", "elastic.workers=5"])
+    assert config.max_workers == 5
+
+
+def test_the_resolved_form_reads_back_to_the_same_configuration(tmp_path: Path) -> None:
+    config = load_config(
+        None, ["train.lr=3e-4", "run.name=x1", "elastic.max_workers=4", "model.units=[layers.*, head]", "train.betas=[0.8, 0.9]"]
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    assert load_config(path) == config
+    assert set(yaml.safe_load(config.to_yaml())) == {name for name, _ in sections()}
+
+
+def test_a_configuration_can_not_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        RunConfig().train.steps = 3  # type: ignore[misc]
+
+
+def test_sizes_that_follow_from_others() -> None:
+    config = load_config(None, ["train.slots=6", "train.slot_batch=4", "data.seq_len=128", "run.dir=~/x", "run.name=a"])
+    assert config.global_batch == 24
+    assert config.tokens_per_step == 3072
+    assert config.run_folder == Path.home() / "x" / "a"
+    assert config.checkpoint_dir == config.run_folder / "checkpoints"
+    assert load_config(None, ["checkpoint.dir=/c"]).checkpoint_dir == Path("/c")
+
+
+@pytest.mark.parametrize(
+    ("typo", "right"),
+    [
+        ("train.setps=1", "train.steps"),
+        ("trian.steps=1", "train.steps"),
+        ("steps=1", "train.steps"),
+        ("train.workers=1", "elastic.workers"),
+        ("elastic.worker=1", "elastic.workers"),
+        ("model.n_layers=1", "model.layers"),
+        ("checkpoint.interval=1", "checkpoint.keep"),
+        ("data.sequence_len=1", "data.seq_len"),
+        ("metric.port=1", "metrics.port"),
+    ],
+)
+def test_a_mistyped_key_is_answered_with_the_nearest_right_one_in_overrides_and_in_files(typo: str, right: str, tmp_path: Path) -> None:
+    if typo == "checkpoint.interval=1":
+        assert refusal(typo).startswith("unknown key checkpoint.interval: ")  # nothing is near in spelling: the keys are listed, or a guess
+        return
+    assert refusal(typo) == f"unknown key {typo.partition('=')[0]}: did you mean {right}?"
+    key = typo.partition("=")[0].split(".")
+    if len(key) == 2:
+        path = tmp_path / "run.yaml"
+        path.write_text(f"{key[0]}:\n  {key[1]}: 1\n")
+        with pytest.raises(ConfigError, match=f"did you mean {right}"):
+            load_config(path)
+
+
+def test_a_key_like_no_other_is_answered_with_what_there_is() -> None:
+    assert refusal("zzz=1") == "unknown key zzz: the sections are run, model, data, train, elastic, checkpoint, ray, metrics"
+    assert refusal("ray.zzz=1") == "unknown key ray.zzz: ray has address, num_cpus, object_store_mb, cpus_per_worker, gpus_per_worker"
+    assert "train is a section" in refusal("train=3")
+
+
+SIZES = [
+    f"{name}.{key}"
+    for name, section in sections()
+    for key, field in section.model_fields.items()
+    if "int" in str(field.annotation) and "seed" not in key
+]
+
+
+def test_the_list_of_sizes_is_not_empty() -> None:
+    assert {"train.steps", "train.slots", "model.dim", "data.seq_len", "elastic.workers", "checkpoint.keep"} <= set(SIZES)
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_no_size_may_be_negative_a_fraction_a_word_or_a_boolean(key: str) -> None:
+    for value, words in {
+        "-1": "give at least",
+        "1.5": "give a whole number",
+        "many": "give a whole number",
+        "true": "boolean",
+        "[1]": "number",
+    }.items():
+        message = refusal(f"{key}={value}")
+        assert message.startswith(f"{key} = ") and words in message, message
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "train.steps",
+        "train.slots",
+        "train.slot_batch",
+        "data.seq_len",
+        "model.dim",
+        "model.layers",
+        "model.heads",
+        "model.kv_heads",
+        "model.ffn",
+        "elastic.workers",
+        "elastic.min_workers",
+        "elastic.max_workers",
+        "checkpoint.keep",
+    ],
+)
+def test_zero_is_refused_where_something_must_be_there(key: str) -> None:
+    assert refusal(f"{key}=0") == f"{key} = 0: give at least 1"
+
+
+@pytest.mark.parametrize("key", ["train.lr", "train.eps", "elastic.collective_timeout_s", "metrics.interval_s", "model.rope_theta"])
+@pytest.mark.parametrize("value", ["0", "-1", ".nan", ".inf", "fast"])
+def test_rates_and_times_must_be_positive_and_finite(key: str, value: str) -> None:
+    assert refusal(f"{key}={value}").startswith(f"{key} = ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["elastic.workers=7"], "elastic.workers = 7 is more than train.slots = 6"),
+        (["elastic.max_workers=7"], "elastic.max_workers = 7 is more than train.slots = 6"),
+        (["elastic.max_workers=2"], "elastic.workers = 3 is more than elastic.max_workers = 2"),
+        (["elastic.min_workers=4"], "elastic.min_workers = 4 is more than elastic.workers = 3"),
+        (["model.heads=3"], "model.heads = 3 does not divide model.dim = 128"),
+        (["model.dim=12", "model.heads=4"], "rotation needs an even number"),
+        (["model.kv_heads=3"], "model.kv_heads = 3 does not divide model.heads = 4"),
+        (["model.units=[]"], "model.units = []"),
+        (["train.device=cuda"], "ray.gpus_per_worker=1"),
+        (["train.betas=[0.9]"], "train.betas.1"),
+        (["train.betas=[0.9, 1.0]"], "train.betas.1 = 1.0: give less than 1"),
+        (["train.optimizer=adam"], "train.optimizer = adam: give one of adamw or sgd"),
+        (["run.name=a/b"], "run.name = a/b"),
+        (["run.name=.."], "run.name = .."),
+        (["run.dir=''"], "run.dir = : must not be empty"),
+        (["model.factory=abc"], "pkg.mod:fn"),
+        (["metrics.port=65536"], "metrics.port = 65536: give at most 65535"),
+        (["data.heldout=0.95"], "data.heldout = 0.95: give at most 0.9"),
+        (["train.steps=-1", "train.lr=-1"], "train.steps = -1: give at least 1; train.lr = -1: give more than 0"),
+        (["train.steps"], "write section.key=value"),
+        (["=3"], "write section.key=value"),
+        (["train.lr=["], "not valid YAML"),
+        (["train.steps=!!python/object:os.system x"], "not valid YAML"),
+        (["train={steps: 1, steps: 2}"], "key 'steps' is given twice"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line_that_names_it(overrides: list[str], words: str) -> None:
+    assert words in refusal(*overrides)
+
+
+def test_a_factory_of_ones_own_is_not_held_to_the_rules_of_the_llama() -> None:
+    assert load_config(None, ["model.factory=pkg.mod:make", "model.heads=3"]).model.factory == "pkg.mod:make"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"train: [1, 2]\n", "train is a section"),
+        (b"- 1\n", "holds a list"),
+        (b"train: {steps: 3\n", "line 2: not valid YAML"),
+        (b"train:\n  steps: 1\n  steps: 2\n", "line 3: not valid YAML: key 'steps' is given twice"),
+        (b"\xff\xfe\x00", "is not text"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused_with_its_path_and_line(content: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    if b"[" not in content:
+        assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_and_a_folder_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file; give the path"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match=r"is a folder; .*config\.yaml"):
+        load_config(tmp_path)
+
+
+def test_a_configuration_error_is_bad_input() -> None:
+    assert issubclass(ConfigError, BadInput)
+
+
+@pytest.mark.parametrize("name", ["demo.yaml", "cluster.yaml"])
+def test_the_configurations_that_come_with_the_package_are_valid(name: str) -> None:
+    load_config(ROOT / "vescale_ray" / "configs" / name)
+
+
+def test_every_key_is_documented() -> None:
+    for name, section in sections():
+        for key, field in section.model_fields.items():
+            assert field.description, f"{name}.{key}"
+
+
+def test_the_reference_page_is_what_the_code_says() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == reference(), "run: python -m vescale_ray.config > docs/configuration.md"

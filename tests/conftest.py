@@ -1,0 +1,19 @@
+"""What every test gets: one thread per process, no token authentication in Ray, no colour, and folders of its own.
+
+The per-test time limit (120 s) stands in pyproject.toml; a test that needs another says so with ``@pytest.mark.timeout``.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch or Ray is imported, and inherited by every process that a test starts.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["NO_COLOR"] = "1"
+os.environ.pop("RAY_ADDRESS", None)  # a test must not join whatever cluster the machine has
+
+import torch
+
+torch.set_num_threads(1)

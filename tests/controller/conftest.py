@@ -1,0 +1,26 @@
+"""One local Ray for all tests of this folder that need one and don't start their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.controller.runs import tiny
+from vescale_ray.controller import local_ray
+
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", local_ray.QUIET)  # before a test module imports Ray
+
+
+@pytest.fixture(scope="session")
+def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """This process is connected to a Ray of its own, with 8 CPUs and nothing else on it: runs use it and leave it."""
+    folder: Path = tmp_path_factory.mktemp("ray")
+    cluster = local_ray.Cluster(tiny(folder, "ray", ray_address="local", ray_num_cpus=8))
+    print(f"\nray.init took {cluster.seconds:.1f} s", end="")
+    try:
+        yield
+    finally:
+        cluster.close()

@@ -1,0 +1,274 @@
+"""States, memo, ledger, saves and watchdog: the controller's parts that need no Ray."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.controller.runs import tiny
+from vescale_ray import checkpoint
+from vescale_ray.controller import metrics, watchdog
+from vescale_ray.controller.ledger import Ledger
+from vescale_ray.controller.memo import Memo, read_memo, write_memo
+from vescale_ray.controller.protocol import FINAL, TRANSITIONS, RunState, Source, World, check_transition
+from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
+from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.messages import Filled, Origin, Saved, Stepped, Ticket
+from vescale_ray.workers.trainer import StepRecord
+
+# ------------------------------------------------------------------------------------------------------------------- states
+
+
+def test_every_state_can_be_reached_and_leads_to_an_end() -> None:
+    def reach(state: RunState) -> set[RunState]:
+        seen = {state}
+        while new := {after for one in seen for after in TRANSITIONS[one]} - seen:
+            seen |= new
+        return seen
+
+    assert reach(RunState.PENDING) == set(RunState)
+    assert all(reach(state) & FINAL for state in RunState)
+    assert all(RunState.FAILED in TRANSITIONS[state] for state in set(RunState) - FINAL)
+    assert all(not TRANSITIONS[state] for state in FINAL)
+    assert tuple(RunState) == metrics.STATES
+
+
+def test_a_transition_that_is_not_in_the_table_is_an_error_that_names_what_is_allowed() -> None:
+    assert check_transition(RunState.RUNNING, RunState.RESCALING) is RunState.RESCALING
+    with pytest.raises(ValueError, match="RUNNING can't become PENDING; allowed: CHECKPOINTING, FAILED"):
+        check_transition(RunState.RUNNING, RunState.PENDING)
+    with pytest.raises(ValueError, match="DONE can't become RUNNING; allowed: nothing"):
+        check_transition(RunState.DONE, RunState.RUNNING)
+
+
+# --------------------------------------------------------------------------------------------------------------------- memo
+
+
+def test_a_memo_comes_back_as_it_was_written_and_anything_else_counts_as_none(tmp_path: Path) -> None:
+    assert read_memo(tmp_path) is None
+    memo = Memo("r1", 7, 6, 2, ("w0", "w3"), "memory", 41, ("w1",), 2, "replacement", 1, 44, 1, "SIGTERM", 8080, 3, {"reason": "failure"})
+    write_memo(tmp_path, memo)
+    assert read_memo(tmp_path) == memo
+    for text in ("", "{", "[]", '{"run_id": "x"}', '{"members": [], "leavers": [], "unknown": 1}'):
+        (tmp_path / "controller.json").write_text(text)
+        assert read_memo(tmp_path) is None
+
+
+# ------------------------------------------------------------------------------------------------------------------- ledger
+
+
+def stepped(world: World, index: int, ended: float, seconds: float = 0.5) -> Stepped:
+    ids = tuple(range(index * 12, index * 12 + 12))
+    generation = world.ticket.generation
+    record = StepRecord(index, 2.0 - index / 100, 192, ids, 1.0, 1e-3, seconds, 0, world.size, generation, (seconds,), (1, 2))
+    return Stepped(world.ticket, record, ended)
+
+
+def generation(number: int, step: int, *members: str, origin: Origin = Origin.MEMORY, copies: bool = False) -> World:
+    return World(Ticket(number, 1), members, Source(origin, step, copies=copies))
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    config = tiny(tmp_path, "books")
+    return Ledger(RunFolder(config.run_folder).create(), config, "r1", 1, 1)
+
+
+def test_a_step_is_written_once_though_every_rank_tells_of_it_and_an_older_generations_never(ledger: Ledger) -> None:
+    first = generation(1, 0, "a", "b", origin=Origin.FRESH)
+    ledger.opened(first)
+    told = [ledger.stepped(stepped(first, i, 10.0 + i)) for i in (0, 0, 1, 0, 1, 2)]
+    assert told == [True, False, True, False, False, True]
+    second = generation(2, 2, "a")
+    ledger.opened(second)
+    assert not ledger.stepped(stepped(first, 2, 13.0)) and not ledger.stepped(stepped(first, 3, 13.0))
+    assert ledger.stepped(stepped(second, 2, 14.0))
+    assert [(line["step"], line["generation"]) for line in ledger.folder.read_metrics()] == [(1, 1), (2, 1), (3, 2)]
+    assert [line["step"] for line in ledger.folder.read_all_metrics()] == [1, 2, 3, 3]
+    assert [line["ids"][0] for line in ledger.folder.read_samples()] == [0, 12, 24]
+
+
+def test_the_pause_of_a_recovery_counts_from_the_end_of_the_step_that_it_went_back_to(ledger: Ledger) -> None:
+    first = generation(1, 0, "a", "b", "c", origin=Origin.FRESH)
+    ledger.opened(first)
+    for i in range(10):
+        ledger.stepped(stepped(first, i, 100.0 + i))
+    ledger.begin_shift("manual", 3)
+    ledger.begin_shift("failure", 3)  # a worker died while the planned change was on its way
+    second = generation(2, 8, "a", "b", copies=True)
+    ledger.opened(second)
+    third = generation(3, 8, "a", "b", copies=True)  # the second failed before it had a step
+    ledger.opened(third)
+    ledger.filled("a", Filled(third.ticket, 8, Origin.MEMORY, {"form": 0.1, "sync": 0.4}, 1000, 900))
+    ledger.filled("b", Filled(third.ticket, 8, Origin.MEMORY, {"form": 0.2, "sync": 0.3}, 1000, 900))
+    ledger.stepped(stepped(third, 8, 115.0, seconds=0.5))
+    (event,) = [e for e in ledger.folder.read_events() if e["event"] == "rescaled"]
+    assert event["pause_seconds"] == pytest.approx(115.0 - 0.5 - 107.0)  # step 8 had ended at 107
+    assert (event["from"], event["to"], event["direction"], event["reason"]) == (3, 2, "shrink", "failure")
+    assert (event["source"], event["steps_replayed"], event["moved_bytes"]) == ("peer", 2, 1000)
+    assert (event["phases"]["form"], event["phases"]["sync"]) == (0.2, 0.4)
+    ledger.publish({})
+    assert ledger.snapshot.rescales == {("shrink", "failure"): 1} and ledger.snapshot.replayed_steps == 2
+
+
+def test_a_restarted_ledger_knows_what_the_first_one_had_written(ledger: Ledger) -> None:
+    ledger.started()
+    first = generation(1, 0, "a", "b", origin=Origin.FRESH)
+    ledger.opened(first)
+    begin = time.time()
+    for i in range(5):
+        ledger.stepped(stepped(first, i, begin + i))
+    ledger.begin_shift("failure", 2)
+    second = generation(2, 4, "a", copies=True)
+    ledger.opened(second)
+    for i in (4, 5):
+        ledger.stepped(stepped(second, i, begin + 6 + i))
+    ledger.saved(SaveResult("x", 6, 2, 0.3, error="no space"))
+    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
+    again.restore(second)
+    assert again.has_stepped
+    ledger.publish({})
+    again.publish({})
+    before, after = ledger.snapshot, again.snapshot
+    names = "step steps_executed tokens loss rescales replayed_steps checkpoint_failures step_seconds generation"
+    for name in names.split():
+        assert getattr(after, name) == getattr(before, name), name
+    assert again.stepped(stepped(second, 6, begin + 20)) and not again.stepped(stepped(second, 5, begin + 20))
+
+
+def test_a_full_disk_stops_nothing_and_the_lines_are_written_later(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = generation(1, 0, "a", origin=Origin.FRESH)
+    ledger.opened(first)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        for name in ("append_metrics", "append_samples", "append_event", "write_state"):
+            disk.setattr(RunFolder, name, full)
+        assert all(ledger.stepped(stepped(first, i, 1.0 + i)) for i in range(3))
+        ledger.write_state(now=True)
+        assert ledger.warning is not None and "No space left on device" in ledger.warning
+    assert ledger.stepped(stepped(first, 3, 5.0))
+    assert [line["step"] for line in ledger.folder.read_metrics()] == [1, 2, 3, 4]
+    assert len(ledger.folder.read_samples()) == 4
+
+
+# -------------------------------------------------------------------------------------------------------------------- saves
+
+
+def vote(root: Path, attempt: str, rank: int, world: int, step: int) -> Saved:
+    data = torch.arange(8, dtype=torch.float32)
+    cut = [8 * r // world for r in range(world + 1)]
+    piece = checkpoint.ShardPiece("w", "param", cut[rank], cut[rank + 1], (8,), torch.float32, data[cut[rank] : cut[rank + 1]])
+    given = checkpoint.write_shard(root, attempt, rank, [piece], step=step, epoch=1)
+    return Saved(Ticket(1, 1), attempt, step, 1, rank, world, given.to_json(), None, time.time())
+
+
+def ended(saves: Saves) -> list[SaveResult]:
+    deadline = time.monotonic() + 20
+    results: list[SaveResult] = []
+    while not results and time.monotonic() < deadline:
+        results = saves.results()
+        time.sleep(0.01)
+    return results
+
+
+def test_a_checkpoint_is_committed_when_the_last_vote_is_in_and_not_before(tmp_path: Path) -> None:
+    saves = Saves(str(tmp_path), 2, lambda step: {"at": step}, None)
+    saves.heed(vote(tmp_path, "t1", 0, 2, 5))
+    assert saves.busy and not saves.results() and newest_kept(str(tmp_path)) is None
+    saves.heed(vote(tmp_path, "t1", 1, 2, 5))
+    (result,) = ended(saves)
+    assert result.error is None and result.kept == newest_kept(str(tmp_path)) and result.step == 5
+    assert checkpoint.open(tmp_path).meta["at"] == 5 and not saves.busy
+
+
+def test_votes_that_come_again_after_a_restart_change_nothing(tmp_path: Path) -> None:
+    saves = Saves(str(tmp_path), 2, lambda step: {}, None)
+    votes = [vote(tmp_path, "t1", rank, 2, 5) for rank in range(2)]
+    for one in votes:
+        saves.heed(one)
+    assert len(ended(saves)) == 1
+    for one in votes:
+        saves.heed(one)
+    again = Saves(str(tmp_path), 2, lambda step: {}, "t1")
+    for one in votes:
+        again.heed(one)
+    assert not saves.busy and not again.busy and len(checkpoint.ls(tmp_path)) == 1
+    # Restarted before the commit was noted: the same votes make the same commit.
+    third = Saves(str(tmp_path), 2, lambda step: {}, None)
+    for one in votes:
+        third.heed(one)
+    assert ended(third)[0].error is None and len(checkpoint.ls(tmp_path)) == 1
+
+
+def test_a_rank_that_could_not_write_fails_the_checkpoint_with_its_reason_and_spares_the_older_one(tmp_path: Path) -> None:
+    saves = Saves(str(tmp_path), 2, lambda step: {}, None)
+    for rank in range(2):
+        saves.heed(vote(tmp_path, "t1", rank, 2, 5))
+    ended(saves)
+    saves.heed(vote(tmp_path, "t2", 0, 2, 6))
+    saves.heed(Saved(Ticket(1, 1), "t2", 6, 1, 1, 2, None, "No space left on device", time.time()))
+    (result,) = ended(saves)
+    assert result.kept is None and result.error == "rank 1: No space left on device"
+    saves.heed(vote(tmp_path, "t3", 0, 2, 7))
+    (result,) = saves.abandon("a worker was lost")
+    assert result.error == "a worker was lost" and not saves.busy
+    kept = newest_kept(str(tmp_path))
+    assert kept is not None and kept.step == 5
+    assert newest_kept(str(tmp_path), frozenset({kept.name})) is None
+
+
+# ----------------------------------------------------------------------------------------------------------------- watchdog
+
+SLEEPER = "import sys, time; {}; print('up', flush=True); time.sleep(60)"
+
+
+def sleeper(code: str, **more: str) -> subprocess.Popen[str]:
+    environ = {**os.environ, **more}
+    process = subprocess.Popen([sys.executable, "-c", SLEEPER.format(code)], env=environ, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    return process
+
+
+def test_the_watchdog_ends_whoever_carries_the_mark_or_writes_in_the_folder_and_nobody_else(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    (tmp_path / "log").write_text("")
+    marked = sleeper("pass", **{watchdog.MARK: folder})
+    writer = sleeper(f"f = open({folder + '/log'!r}, 'a')")
+    reader = sleeper(f"f = open({folder + '/log'!r})")
+    other = sleeper("pass", **{watchdog.MARK: folder + "x"})
+    try:
+        assert set(watchdog.processes_of(folder)) == {marked.pid, writer.pid}
+        assert watchdog.processes_of(folder, spare=(writer.pid,)) == [marked.pid]
+        assert watchdog.end_all(folder) == []
+        assert marked.wait(5) == writer.wait(5) == -9
+        assert reader.poll() is None and other.poll() is None
+    finally:
+        for process in (marked, writer, reader, other):
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("word", [b"done", b""])
+def test_the_watchdog_acts_when_its_pipe_ends_without_the_word(tmp_path: Path, word: bytes) -> None:
+    folder = tmp_path / "cluster"
+    folder.mkdir()
+    marked = sleeper("pass", **{watchdog.MARK: str(folder)})
+    try:
+        dog = subprocess.Popen([sys.executable, "-I", "-S", watchdog.__file__, str(folder)], stdin=subprocess.PIPE)
+        dog.communicate(word, timeout=20)
+        assert dog.returncode == 0
+        assert (marked.poll() is None, folder.exists()) == ((True, True) if word else (False, False))
+    finally:
+        marked.kill()
+        marked.communicate()

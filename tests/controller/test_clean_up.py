@@ -1,0 +1,178 @@
+"""However a run ends, nothing of it is left within 15 s: no process, no listening socket, no temporary folder.
+
+A driver in a session of its own starts its own Ray; its processes are found by that session (Ray's workers leave the
+process group, not the session) and by a mark in their environment, neither of which is how the product finds them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.controller.runs import environment, tiny, until
+from vescale_ray import checkpoint, client
+from vescale_ray.config import RunConfig
+from vescale_ray.runfolder import RunFolder
+
+pytestmark = pytest.mark.timeout(240)
+GONE_S = 15.0
+
+
+class Driver:
+    """A driver process, and how its descendants are recognized."""
+
+    def __init__(self, folder: Path, *actions: str, **changes: Any) -> None:
+        self.config: RunConfig = tiny(folder, "clean", ray_address="local", data_eval_samples=0, **changes)
+        self.folder = RunFolder(self.config.run_folder)
+        self.mark = f"CLEAN_UP_TEST={uuid.uuid4().hex}"
+        path = folder / "clean.yaml"
+        path.write_text(self.config.to_yaml())
+        name, _, value = self.mark.partition("=")
+        command = [sys.executable, "-m", "tests.controller.drive", str(path), *actions]
+        self.output = open(folder / "output.txt", "w+", encoding="utf-8")
+        self.process = subprocess.Popen(
+            command, env=environment(**{name: value}), start_new_session=True, stdout=self.output, stderr=self.output
+        )
+
+    def processes(self) -> set[int]:
+        """Every living process of the driver's session or with its mark, itself apart."""
+        found = set()
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+                marked = self.mark.encode() in Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if fields[0] != "Z" and (marked or int(fields[3]) == self.process.pid):
+                found.add(int(name))
+        return found - {self.process.pid}
+
+    def sockets(self) -> set[str]:
+        """Inodes of the sockets that they hold."""
+        found = set()
+        for pid in self.processes():
+            try:
+                for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                    target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                    if target.startswith("socket:["):
+                        found.add(target[8:-1])
+            except OSError:
+                continue
+        return found
+
+    def wait_for_step(self, step: int) -> None:
+        def there() -> bool:
+            assert self.process.poll() is None, self.text()
+            return any(line["step"] >= step for line in self.folder.read_metrics())
+
+        until(there, 150, f"step {step}")
+
+    def text(self) -> str:
+        self.output.flush()
+        return Path(self.output.name).read_text()
+
+    def close(self) -> None:
+        for pid in [self.process.pid, *self.processes()]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.process.wait(10)
+        self.output.close()
+
+
+@pytest.fixture
+def drivers() -> Iterator[list[Driver]]:
+    started: list[Driver] = []
+    yield started
+    for driver in started:
+        driver.close()
+
+
+def listening() -> set[str]:
+    """Inodes of all listening TCP sockets of the machine."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[9] for row in rows if row[3] == "0A"}
+
+
+def nothing_left(driver: Driver, sockets: set[str], folders: set[Path]) -> float:
+    """Seconds until all of the run was gone."""
+    seconds = until(lambda: not driver.processes(), GONE_S, "the end of the run's processes")
+    assert not sockets & listening()
+    assert not [folder for folder in folders if folder.exists()]
+    return seconds
+
+
+def ray_folders(driver: Driver) -> set[Path]:
+    found = set()
+    for pid in driver.processes():
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        found |= {Path(word.decode().partition("=")[2].split("/session_")[0]) for word in words if b"/tmp/vsr-" in word and b"=" in word}
+    return found
+
+
+CODES = {"success": 0, "failure": 1, "stop": 0, "SIGINT to the group": 130, "SIGKILL": -signal.SIGKILL}
+
+
+def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, drivers: list[Driver]) -> None:
+    # All at once: most of a start is waiting, and they must not get in each other's way either.
+    by_ending: dict[str, Driver] = {}
+    for ending in CODES:
+        (tmp_path / ending).mkdir()
+        steps = 80 if ending == "success" else 100_000
+        kill = ["10:kill:0"] if ending == "failure" else []
+        workers = 2 if ending == "failure" else 1
+        changes: dict[str, Any] = {"elastic_workers": workers, "elastic_min_workers": workers, "train_steps": steps, "checkpoint_every": 0}
+        by_ending[ending] = Driver(tmp_path / ending, *kill, **changes)
+        drivers.append(by_ending[ending])
+    left: dict[str, tuple[set[str], set[Path]]] = {}
+    for ending, driver in by_ending.items():
+        driver.wait_for_step(2)
+        left[ending] = driver.sockets() & listening(), ray_folders(driver)
+        assert len(driver.processes()) > 6 and all(left[ending]), ending
+    client.request(by_ending["stop"].folder, "stop", {})
+    os.kill(by_ending["SIGKILL"].process.pid, signal.SIGKILL)
+    os.killpg(by_ending["SIGINT to the group"].process.pid, signal.SIGINT)  # as a terminal does: Ray's servers get it too
+    for ending in ("SIGKILL", "SIGINT to the group", "stop", "failure", "success"):
+        driver = by_ending[ending]
+        code = driver.process.wait(90)
+        seconds = nothing_left(driver, *left[ending])
+        print(f"\n{ending}: exit code {code}, nothing left {seconds:.1f} s after the driver's end", end="")
+        assert code == CODES[ending], (ending, driver.text())
+    for ending in ("stop", "SIGINT to the group"):
+        folder, newest = by_ending[ending].folder, checkpoint.latest(by_ending[ending].config.checkpoint_dir)
+        state = folder.read_state()
+        assert state is not None and newest is not None
+        assert (state["state"], state["step"]) == ("STOPPED", newest.step) and newest.step >= 2
+        assert folder.read_control() is None
+    for ending, name in (("success", "DONE"), ("failure", "FAILED")):
+        state = by_ending[ending].folder.read_state()
+        assert state is not None and state["state"] == name
+    # The survivor wrote its own shard and its copy of the lost one before the run gave up.
+    root = by_ending["failure"].config.checkpoint_dir
+    newest = checkpoint.latest(root)
+    assert newest is not None and newest.step >= 9 and newest.world == 2 and checkpoint.verify(root).ok
+    text = by_ending["failure"].text()
+    assert "fewer than elastic.min_workers = 2" in text and f"resumed from step {newest.step}" in text
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, drivers: list[Driver]) -> None:
+    driver = Driver(tmp_path, elastic_workers=1, train_steps=100_000)
+    drivers.append(driver)
+    until(lambda: len(driver.processes()) > 4, 60, "the start of Ray")
+    os.kill(driver.process.pid, signal.SIGTERM)
+    os.kill(driver.process.pid, signal.SIGINT)
+    driver.process.wait(30)
+    nothing_left(driver, set(), ray_folders(driver))
+    assert driver.process.returncode != 0

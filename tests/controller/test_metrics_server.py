@@ -1,0 +1,318 @@
+"""The controller's HTTP server, read with Prometheus' own parsers and with plain requests."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from vescale_ray.controller.metrics import STATES, Histogram, MetricsServer, PortInUse, RunSnapshot
+from vescale_ray.errors import BadInput
+
+FULL = RunSnapshot(
+    run="r1",
+    state="RUNNING",
+    step=40,
+    steps=100,
+    steps_executed=43,
+    tokens=43000,
+    loss=2.5,
+    bpb=3.6,
+    tokens_per_second=1234.5,
+    grad_norm=0.7,
+    learning_rate=1e-3,
+    world=3,
+    world_target=3,
+    world_min=1,
+    world_max=6,
+    generation=4,
+    started=1e9,
+    last_step_time=1.5e9,
+    step_seconds=Histogram().observe(0.2).observe(0.3),
+    rescales={("shrink", "failure"): 1, ("grow", "manual"): 2},
+    rescale_seconds=Histogram().observe(1.5),
+    rescale_phase_seconds={"detect": 0.1, "sync": 1.4},
+    replayed_steps=3,
+    worker_failures={"died": 1},
+    memory={0: 100, 1: 200, 2: 300},
+    workers={0: {"worker": "w0", "node": "n0"}, 2: {"worker": "w3", "node": "n1"}},
+    checkpoint_step=30,
+    checkpoint_time=1.4e9,
+    checkpoint_path="/c/30",
+    checkpoint_bytes=1000,
+    checkpoint_failures=0,
+    checkpoint_seconds=Histogram().observe(0.05),
+    info={"model": "llama", "torch": "2.13.0"},
+)
+
+
+class Box:
+    """The server's inputs: a snapshot that a test changes, and the commands that arrived."""
+
+    def __init__(self) -> None:
+        self.snapshot = FULL
+        self.commands: list[tuple[str, dict[str, Any]]] = []
+        self.raises: Exception | None = None
+
+    def control(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
+        if self.raises is not None:
+            raise self.raises
+        self.commands.append((action, body))
+        return {"done": action}
+
+
+@pytest.fixture
+def box() -> Box:
+    return Box()
+
+
+@pytest.fixture
+def server(box: Box) -> Iterator[MetricsServer]:
+    server = MetricsServer("127.0.0.1", 0, lambda: box.snapshot, box.control, "secret")
+    yield server
+    server.close()
+
+
+def get(server: MetricsServer, path: str, accept: str = "") -> str:
+    request = urllib.request.Request(server.url() + path, headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return answer.read().decode()
+
+
+def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return {(s.name, frozenset(s.labels.items())): s.value for family in parse_text(text) for s in family.samples}
+
+
+def value(text: str, name: str, **labels: str) -> float:
+    return samples(text)[name, frozenset({"run": "r1", **labels}.items())]
+
+
+def post(
+    server: MetricsServer, path: str, body: Any = None, token: str | None = "secret", raw: bytes | None = None
+) -> tuple[int, dict[str, Any]]:
+    data = raw if raw is not None else json.dumps(body if body is not None else {}).encode()
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(server.url() + path, data=data, headers=headers), timeout=10) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_every_figure_of_the_snapshot_is_in_the_scrape(server: MetricsServer) -> None:
+    text = get(server, "/metrics")
+    expected: list[tuple[str, dict[str, str], float]] = [
+        ("vescale_step", {}, 40),
+        ("vescale_step_target", {}, 100),
+        ("vescale_steps_total", {}, 43),
+        ("vescale_tokens_total", {}, 43000),
+        ("vescale_tokens_per_second", {}, 1234.5),
+        ("vescale_loss", {}, 2.5),
+        ("vescale_bits_per_byte", {}, 3.6),
+        ("vescale_grad_norm", {}, 0.7),
+        ("vescale_learning_rate", {}, 1e-3),
+        ("vescale_last_step_timestamp_seconds", {}, 1.5e9),
+        ("vescale_step_duration_seconds_count", {}, 2),
+        ("vescale_step_duration_seconds_sum", {}, 0.5),
+        ("vescale_world_size", {}, 3),
+        ("vescale_world_size_target", {}, 3),
+        ("vescale_world_size_min", {}, 1),
+        ("vescale_world_size_max", {}, 6),
+        ("vescale_generation", {}, 4),
+        ("vescale_rescales_total", {"direction": "shrink", "reason": "failure"}, 1),
+        ("vescale_rescales_total", {"direction": "grow", "reason": "manual"}, 2),
+        ("vescale_rescale_duration_seconds_bucket", {"le": "1.0"}, 0),
+        ("vescale_rescale_duration_seconds_bucket", {"le": "2.5"}, 1),
+        ("vescale_rescale_duration_seconds_bucket", {"le": "+Inf"}, 1),
+        ("vescale_rescale_phase_seconds_total", {"phase": "sync"}, 1.4),
+        ("vescale_replayed_steps_total", {}, 3),
+        ("vescale_worker_failures_total", {"reason": "died"}, 1),
+        ("vescale_worker_host_rss_bytes", {"rank": "1"}, 200),
+        ("vescale_worker_info", {"rank": "2", "worker": "w3", "node": "n1"}, 1),
+        ("vescale_checkpoint_last_step", {}, 30),
+        ("vescale_checkpoint_last_success_timestamp_seconds", {}, 1.4e9),
+        ("vescale_checkpoint_bytes_total", {"op": "save"}, 1000),
+        ("vescale_checkpoint_failures_total", {"op": "save"}, 0),
+        ("vescale_checkpoint_duration_seconds_count", {"op": "save"}, 1),
+        ("vescale_run_info", {"model": "llama", "torch": "2.13.0"}, 1),
+    ]
+    for name, labels, number in expected:
+        assert value(text, name, **labels) == pytest.approx(number), (name, labels)
+
+
+def test_the_run_is_in_exactly_one_state(server: MetricsServer, box: Box) -> None:
+    for state in STATES:
+        box.snapshot = replace(FULL, state=state)
+        text = get(server, "/metrics")
+        assert [one for one in STATES if value(text, "vescale_run_state", state=one) == 1] == [state]
+
+
+def test_the_same_scrape_is_valid_openmetrics_with_no_created_series(server: MetricsServer) -> None:
+    text = get(server, "/metrics", accept="application/openmetrics-text; version=1.0.0")
+    families = {family.name: family for family in parse_openmetrics(text)}
+    assert text.endswith("# EOF\n") and "_created" not in text
+    assert families["vescale_tokens"].type == "counter"
+    assert families["vescale_rescale_duration_seconds"].type == "histogram"
+    assert all(family.documentation for family in families.values())
+
+
+def test_names_and_labels_follow_the_rules(server: MetricsServer) -> None:
+    for family in parse_text(get(server, "/metrics")):
+        assert family.name.startswith("vescale_")
+        assert not any(unit in family.name for unit in ("_ms", "percent", "_mb", "_gib"))
+        for sample in family.samples:
+            assert set(sample.labels) - {"run", "state", "le", "direction", "reason", "phase", "op", "rank"} <= {
+                "worker",
+                "node",
+                "model",
+                "torch",
+            }
+            assert ("rank" in sample.labels) == family.name.startswith(("vescale_worker_host", "vescale_worker_info"))
+
+
+def test_a_rank_that_left_is_gone_from_the_next_scrape(server: MetricsServer, box: Box) -> None:
+    assert {s.labels["rank"] for f in parse_text(get(server, "/metrics")) for s in f.samples if "rank" in s.labels} == {"0", "1", "2"}
+    box.snapshot = replace(FULL, world=2, memory={0: 100, 1: 250}, workers={0: {"worker": "w0", "node": "n0"}})
+    text = get(server, "/metrics")
+    assert {s.labels["rank"] for f in parse_text(text) for s in f.samples if "rank" in s.labels} == {"0", "1"}
+    assert value(text, "vescale_worker_host_rss_bytes", rank="1") == 250
+
+
+def test_a_figure_that_is_not_known_is_left_out_and_a_loss_that_is_none_is_shown_as_such(server: MetricsServer, box: Box) -> None:
+    box.snapshot = RunSnapshot(run="r1", state="STARTING")
+    text = get(server, "/metrics")
+    assert not any(name in text for name in ("vescale_loss", "vescale_grad_norm", "vescale_checkpoint_last_step", "last_step_timestamp"))
+    assert value(text, "vescale_world_size") == 0
+    box.snapshot = replace(FULL, loss=math.nan)
+    assert math.isnan(value(get(server, "/metrics"), "vescale_loss"))
+
+
+def test_a_label_may_hold_any_character(server: MetricsServer, box: Box) -> None:
+    box.snapshot = replace(FULL, worker_failures={'a "quoted"\nreason\\': 1})
+    assert value(get(server, "/metrics"), "vescale_worker_failures_total", reason='a "quoted"\nreason\\') == 1
+
+
+def test_the_status_is_the_snapshot_as_json(server: MetricsServer, box: Box) -> None:
+    box.snapshot = replace(FULL, loss=math.nan)
+    status = json.loads(get(server, "/status"), parse_constant=lambda name: pytest.fail(name))
+    assert (status["run"], status["step"], status["loss"], status["world"]) == ("r1", 40, None, 3)
+    assert status["memory"] == {"0": 100, "1": 200, "2": 300}
+    assert status["rescales"] == {"shrink/failure": 1, "grow/manual": 2}
+    assert status["rescale_seconds"] == {"count": 1, "sum": 1.5}
+
+
+def test_commands_reach_the_controller_and_its_answer_comes_back(server: MetricsServer, box: Box) -> None:
+    assert post(server, "/stop") == (200, {"done": "stop"})
+    assert post(server, "/rescale", {"workers": 2}) == (200, {"done": "rescale"})
+    assert box.commands == [("stop", {}), ("rescale", {"workers": 2})]
+
+
+@pytest.mark.parametrize("token", [None, "", "wrong", "secre", "secret2", "sécret"])
+@pytest.mark.parametrize("path", ["/stop", "/rescale"])
+def test_a_command_without_the_right_token_is_refused_and_does_nothing(
+    server: MetricsServer, box: Box, path: str, token: str | None
+) -> None:
+    header = None if token is None else token.encode().decode("latin-1")
+    status, answer = post(server, path, {"workers": 2}, token=header)
+    assert status == 401 and "control.json" in answer["error"]
+    assert box.commands == []
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{}", "workers = None"),
+        (b'{"workers": 0}', "workers = 0: give a whole number of at least 1"),
+        (b'{"workers": -1}', "workers = -1"),
+        (b'{"workers": true}', "workers = True"),
+        (b'{"workers": "2"}', "workers = '2'"),
+        (b"[1]", "must be a JSON object"),
+        (b"{", "not JSON"),
+        (b"x" * 70000, "at most 65536 bytes"),
+    ],
+)
+def test_a_rescale_that_makes_no_sense_is_refused_with_the_reason(server: MetricsServer, box: Box, body: bytes, words: str) -> None:
+    status, answer = post(server, "/rescale", raw=body)
+    assert status == 400 and words in answer["error"]
+    assert box.commands == []
+
+
+def test_what_the_controller_refuses_is_told_to_the_caller(server: MetricsServer, box: Box) -> None:
+    box.raises = BadInput("9 workers: there are 6 slots")
+    assert post(server, "/rescale", {"workers": 9}) == (400, {"error": "9 workers: there are 6 slots"})
+    box.raises = RuntimeError("broken\nhere")
+    assert post(server, "/stop") == (500, {"error": "RuntimeError: broken here"})
+    assert value(get(server, "/metrics"), "vescale_step") == 40  # and the server lives on
+
+
+def test_a_server_without_control_takes_no_commands() -> None:
+    server = MetricsServer("127.0.0.1", 0, lambda: FULL, None, "secret")
+    try:
+        assert post(server, "/stop")[0] == 405
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("path", ["/", "/nothing", "/metrics/x", "/stop"])
+def test_an_unknown_page_is_404(server: MetricsServer, path: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        get(server, path)
+    assert caught.value.code == 404
+    caught.value.close()
+
+
+def test_a_snapshot_that_fails_is_an_error_of_the_server_not_its_end() -> None:
+    def fail() -> RunSnapshot:
+        raise KeyError("gone")
+
+    server = MetricsServer("127.0.0.1", 0, fail, None, "t")
+    try:
+        for path in ("/metrics", "/status", "/metrics"):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                get(server, path)
+            assert caught.value.code == 500
+            caught.value.close()
+    finally:
+        server.close()
+
+
+def test_a_port_in_use_is_named_with_the_remedy() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(PortInUse, match=f"metrics.port = {port}: in use .*0 for any free port") as caught:
+            MetricsServer("127.0.0.1", port, lambda: FULL, None, "t")
+    assert isinstance(caught.value, BadInput) and "\n" not in str(caught.value)
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"metrics.host = 192\.0\.2\.1"):
+        MetricsServer("192.0.2.1", 0, lambda: FULL, None, "t")
+
+
+def test_closing_frees_the_port_even_while_a_client_holds_a_connection(box: Box) -> None:
+    first = MetricsServer("127.0.0.1", 0, lambda: box.snapshot, None, "t")
+    port = first.port
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\n")  # never ends its request
+        first.close()
+        second = MetricsServer("127.0.0.1", port, lambda: box.snapshot, None, "t")
+    assert second.port == port
+    second.close()
+
+
+def test_buckets_are_cumulative_and_a_value_on_a_bound_belongs_to_it() -> None:
+    histogram = Histogram().observe(0.01).observe(0.0100001).observe(1000).observe(math.nan)
+    buckets = dict(histogram.buckets())
+    assert (buckets["0.01"], buckets["0.025"], buckets["300.0"], buckets["+Inf"], histogram.count) == (1, 2, 2, 3, 3)
+    assert Histogram().count == 0

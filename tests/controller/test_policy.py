@@ -1,0 +1,198 @@
+"""What follows what: decisions on values, without processes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vescale_ray.controller import policy
+from vescale_ray.controller.policy import Await, Budget, Complete, GiveUp, Go, Halt, Kept, Situation
+from vescale_ray.controller.protocol import Ending, RequestRefused, World
+from vescale_ray.workers.messages import NO_TICKET, Fault, FaultKind, Origin, Ticket
+from vescale_ray.workers.snapshot import Holding
+
+PEER = Fault(FaultKind.PEER, "Connection closed by peer")
+
+
+def now(**changes: object) -> Situation:
+    base: dict[str, object] = {
+        "stopping": False,
+        "target": 3,
+        "fewest": 1,
+        "ready": (),
+        "warming": 0,
+        "replace_lost": False,
+        "budget": Budget(3),
+        "waited": False,
+    }
+    return Situation(**{**base, **changes})  # type: ignore[arg-type]
+
+
+LOST_ONE = Ending(("a", "c"), {"b": "its process died"}, {"a": PEER, "c": PEER})
+
+
+def test_survivors_of_a_loss_go_on_in_their_old_order() -> None:
+    assert policy.after_generation(LOST_ONE, now()) == Go(("a", "c"))
+
+
+def test_a_worker_that_is_ready_takes_the_place_of_the_lost_one() -> None:
+    assert policy.after_generation(LOST_ONE, now(ready=("d", "e"))) == Go(("a", "c", "d"))
+
+
+def test_the_last_ranks_leave_when_fewer_are_wanted() -> None:
+    assert policy.after_generation(Ending(("a", "b", "c")), now(target=1)) == Go(("a",), ("b", "c"))
+
+
+def test_a_run_whose_steps_are_done_is_completed_though_a_worker_was_lost_or_a_stop_was_asked_for() -> None:
+    ending = Ending(("a",), {"b": "its process died"}, finished=True)
+    assert policy.after_generation(ending, now(stopping=True)) == Complete()
+    assert policy.after_generation(Ending((), {"a": "died"}, finished=True), now(target=1)) != Complete()
+
+
+def test_a_stop_is_heeded_whatever_state_the_generation_ended_in() -> None:
+    assert policy.after_generation(LOST_ONE, now(stopping=True)) == Halt()
+    assert policy.after_generation(Ending(("a", "b")), now(stopping=True)) == Halt()
+
+
+def test_too_few_workers_end_the_run_with_a_line_that_says_why_and_what_to_do() -> None:
+    answer = policy.after_generation(LOST_ONE, now(fewest=3))
+    assert isinstance(answer, GiveUp) and not answer.refused
+    assert answer.error == (
+        "2 workers are left (lost b: its process died), fewer than elastic.min_workers = 3: "
+        "set elastic.replace_lost=true to have lost workers replaced"
+    )
+
+
+def test_too_few_workers_wait_for_those_who_are_coming_or_are_hired_but_not_for_ever() -> None:
+    assert policy.after_generation(LOST_ONE, now(fewest=3, warming=1)) == Await(3, 0)
+    assert policy.after_generation(LOST_ONE, now(fewest=3, replace_lost=True)) == Await(3, 1)
+    assert isinstance(policy.after_generation(LOST_ONE, now(fewest=3, replace_lost=True, waited=True)), GiveUp)
+
+
+def test_wrong_input_ends_the_run_at_once_as_refused() -> None:
+    ending = Ending(("a", "b"), faults={"a": Fault(FaultKind.INPUT, "no such factory"), "b": PEER})
+    assert policy.after_generation(ending, now()) == GiveUp("no such factory", refused=True)
+
+
+def test_recoveries_without_progress_are_forgiven_as_often_as_configured_and_then_end_the_run_with_their_causes() -> None:
+    budget = Budget(2).progressed(10)
+    for _ in range(2):
+        budget = budget.failed(["b: its process died"])
+        assert isinstance(policy.after_generation(LOST_ONE, now(budget=budget)), Go)
+    budget = budget.failed(["c: out of memory"])
+    answer = policy.after_generation(LOST_ONE, now(budget=budget))
+    assert answer == GiveUp("3 recoveries in a row without one more step: b: its process died; c: out of memory")
+
+
+def test_replayed_steps_are_no_progress() -> None:
+    budget = Budget(1).progressed(20).failed(["x"])
+    assert budget.progressed(20) == budget and budget.progressed(19) == budget
+    assert budget.progressed(21).tries == 0
+
+
+@given(
+    living=st.lists(st.sampled_from("abcdefgh"), unique=True),
+    ready=st.lists(st.sampled_from("stuvwxyz"), unique=True),
+    target=st.integers(1, 10),
+)
+def test_members_are_as_many_as_wanted_or_as_there_are_and_nobody_is_forgotten(living: list[str], ready: list[str], target: int) -> None:
+    members, leavers = policy.next_members(living, ready, target)
+    assert len(members) == min(target, len(living) + len(ready))
+    assert sorted((*members, *leavers)) == sorted({*living, *members})
+    staying = [w for w in members if w in living]
+    assert staying == living[: len(staying)] == list(members[: len(staying)])
+    assert not leavers or set(members) <= set(living)
+
+
+@given(world=st.integers(1, 6), ready=st.integers(0, 6), warming=st.integers(0, 6), target=st.integers(1, 8))
+def test_staffing_hires_what_is_missing_and_regroups_when_the_last_is_warm(world: int, ready: int, warming: int, target: int) -> None:
+    todo = policy.staffing(world, ready, warming, target)
+    assert not (todo.hire and todo.dismiss)
+    assert world + ready + warming + todo.hire - todo.dismiss == max(world, target)
+    assert todo.regroup == (target < world or (target > world and world + ready >= target))
+
+
+def test_rescale_requests_outside_of_the_bounds_are_refused_with_the_bound() -> None:
+    def check(asked: object, capacity: int | None = 4) -> int:
+        return policy.check_rescale(asked, fewest=2, most=5, slots=6, capacity=capacity)
+
+    assert check(3) == 3
+    for asked, words in [
+        (7, "more than train.slots = 6"),
+        (6, "more than elastic.max_workers = 5"),
+        (5, "room for 4"),
+        (1, "fewer than elastic.min_workers = 2"),
+        (0, "at least 1"),
+        (-1, "at least 1"),
+        ("3", "whole number"),
+        (True, "whole number"),
+        (None, "whole number"),
+        (2.0, "whole number"),
+    ]:
+        with pytest.raises(RequestRefused, match=words):
+            check(asked)
+    assert check(5, capacity=None) == 5
+
+
+# ------------------------------------------------------------------------------------------------------------------- source
+
+BEFORE = World(Ticket(4, 1), ("a", "b", "c"), policy.Source(Origin.FRESH, 0))
+
+
+def holding(step: int, *ranks: int, generation: int = 4) -> Holding:
+    return Holding(generation, 3, step, ranks)
+
+
+def test_the_state_in_memory_is_taken_unless_a_newer_one_is_on_disk() -> None:
+    held = {"a": [holding(20, 0, 2)], "b": [holding(20, 0, 1)], "c": [holding(20, 1, 2)]}
+    on_disk = [Kept("old", "/k/old", 10), Kept("same", "/k/same", 20), Kept("new", "/k/new", 25)]
+    sources = [policy.choose_source(held, "abc", kept, BEFORE) for kept in on_disk]
+    assert [(s.origin, s.step, s.commit) for s in sources] == [
+        (Origin.MEMORY, 20, None),
+        (Origin.MEMORY, 20, None),
+        (Origin.CHECKPOINT, 25, "new"),
+    ]
+    assert not sources[0].copies
+
+
+def test_the_lost_workers_shard_comes_from_its_buddys_copy() -> None:
+    held = {"a": [holding(20, 0, 2)], "c": [holding(20, 1, 2)]}
+    source = policy.choose_source(held, "ac", None, BEFORE)
+    assert (source.origin, source.step, source.copies) == (Origin.MEMORY, 20, True)
+    assert source.resume.suppliers[1] == "c"
+
+
+def test_a_shard_that_nobody_holds_sends_the_run_to_the_checkpoint_and_without_one_to_its_beginning() -> None:
+    held = {"a": [holding(20, 0, 2)]}
+    assert policy.choose_source(held, "a", Kept("k", "/k", 7), BEFORE).commit == "k"
+    assert policy.choose_source(held, "a", None, BEFORE) == policy.Source(Origin.FRESH, 0)
+    assert policy.choose_source({}, "a", None, None).origin is Origin.FRESH
+
+
+def test_each_worker_writes_its_own_shard_and_copies_are_spread() -> None:
+    holders = {0: ["a", "b"], 1: ["b", "c"], 2: ["c", "d"], 3: ["d", "a"]}
+    assert policy.spread_saving(holders, "abcd") == {w: (r,) for r, w in enumerate("abcd")}
+    without_b = {rank: [w for w in workers if w != "b"] for rank, workers in holders.items()}
+    assert policy.spread_saving(without_b, "abcd") == {"a": (0,), "c": (1, 2), "d": (3,)}
+
+
+@given(st.sets(st.integers(0, 5), min_size=2))
+def test_every_rank_is_written_exactly_once_by_one_who_holds_it(living: set[int]) -> None:
+    holders = {rank: [f"w{o}" for o in (rank, (rank + 1) % 6) if o in living] for rank in range(6)}
+    held = {rank: workers for rank, workers in holders.items() if workers}
+    plan = policy.spread_saving(held, [f"w{rank}" for rank in range(6)])
+    assert sorted(itertools.chain(*plan.values())) == sorted(held)
+    assert all(worker in held[rank] for worker, ranks in plan.items() for rank in ranks)
+
+
+def test_whoever_forms_is_given_the_formings_own_bound_before_it_counts_as_hung() -> None:
+    assert policy.park_bound(["training"], 3.0, 15.0, 0.1) == 3.0
+    assert policy.park_bound(["training"], 3.0, 15.0, 4.0) == 12.0
+    assert policy.park_bound(["training", "forming"], 3.0, 15.0, None) == 30.0
+
+
+def test_tickets_are_ordered_by_generation_then_attempt() -> None:
+    assert sorted([Ticket(2, 1), Ticket(1, 3), NO_TICKET, Ticket(1, 1)]) == [NO_TICKET, Ticket(1, 1), Ticket(1, 3), Ticket(2, 1)]

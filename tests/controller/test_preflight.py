@@ -1,0 +1,140 @@
+"""Bad input is found before Ray is started, each with one line that names the value and the remedy."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.controller.runs import tiny
+from vescale_ray import checkpoint
+from vescale_ray.config import ConfigError, RunConfig
+from vescale_ray.controller import driver, preflight
+from vescale_ray.controller.protocol import ScheduledAction
+from vescale_ray.data.corpus import load_corpus
+from vescale_ray.errors import BadInput
+from vescale_ray.workers.messages import Origin
+from vescale_ray.workers.trainer import build_model
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: Any) -> None:
+        raise AssertionError("Ray was about to be started")
+
+    monkeypatch.setattr(driver, "Cluster", started)
+
+
+def save(config: RunConfig, step: int, epoch: int = 3) -> None:
+    """A checkpoint of ``config``'s model, written as one rank without a trainer."""
+    pieces = []
+    for name, parameter in build_model(config).named_parameters():
+        for kind in ("param", *preflight.STATES[config.train.optimizer]):
+            shape = tuple(parameter.shape)
+            pieces.append(checkpoint.ShardPiece(name, kind, 0, parameter.numel(), shape, torch.float32, torch.zeros(parameter.numel())))
+    attempt = f"a{step}-{epoch}"
+    vote = checkpoint.write_shard(config.checkpoint_dir, attempt, 0, pieces, step=step, epoch=epoch)
+    corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
+    meta = {"stream": preflight.stream_of(config, corpus)}
+    checkpoint.commit(config.checkpoint_dir, [vote], step=step, epoch=epoch, attempt=attempt, world=1, meta=meta)
+
+
+def refused(config: RunConfig) -> str:
+    """The line that a run of ``config`` ends with before it begins."""
+    with pytest.raises(BadInput) as caught:
+        driver.run(config)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+def test_more_workers_than_slots(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="elastic.workers = 7 is more than train.slots = 6"):
+        tiny(tmp_path, "r", elastic_workers=7)
+
+
+def test_an_empty_corpus_and_one_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "is empty" in refused(tiny(tmp_path, "r", data_corpus=str(tmp_path / "empty")))
+    assert "no such file or folder" in refused(tiny(tmp_path, "r", data_corpus=str(tmp_path / "none")))
+
+
+def test_a_folder_that_can_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "can't be written" in refused(tiny(tmp_path, "r", run_dir=str(tmp_path / "file")))
+    assert "set checkpoint.dir to a folder that can" in refused(tiny(tmp_path, "r", checkpoint_dir=str(tmp_path / "file" / "x")))
+
+
+def test_a_port_in_use(tmp_path: Path, port: int) -> None:
+    assert f"metrics.port = {port}: in use" in refused(tiny(tmp_path, "r", metrics_port=port))
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    save(tiny(tmp_path, "r"), 10)
+    wider = refused(tiny(tmp_path, "r", model_dim=64))
+    assert "is of another model" in wider and "has shape" in wider and "checkpoint.resume=never" in wider
+    assert "it has no layers.2" in refused(tiny(tmp_path, "r", model_layers=3))
+    assert "it has layers.1" in refused(tiny(tmp_path, "r", model_layers=1))
+    assert "another optimizer than train.optimizer = sgd: it has no momentum_buffer" in refused(tiny(tmp_path, "r", train_optimizer="sgd"))
+
+
+def test_a_checkpoint_of_another_stream_of_samples(tmp_path: Path) -> None:
+    save(tiny(tmp_path, "r"), 10)
+    assert "run.seed = 7, now it is 8" in refused(tiny(tmp_path, "r", run_seed=8))
+    assert "train.slots * train.slot_batch = 12, now it is 24" in refused(tiny(tmp_path, "r", train_slot_batch=4))
+    (tmp_path / "other.txt").write_text("other words " * 500)
+    assert "data.corpus" in refused(tiny(tmp_path, "r", data_corpus=str(tmp_path / "other.txt")))
+
+
+def test_a_checkpoint_beyond_the_last_step_and_one_that_must_be_there(tmp_path: Path) -> None:
+    save(tiny(tmp_path, "r"), 100)
+    assert "beyond train.steps = 60" in refused(tiny(tmp_path, "r"))
+    assert "checkpoint.resume = must, but" in refused(tiny(tmp_path, "other", checkpoint_resume="must"))
+
+
+def test_a_model_that_can_not_be_built(tmp_path: Path) -> None:
+    assert "'blocks.*' matches no module" in refused(tiny(tmp_path, "r", model_units=["blocks.*"]))
+    assert "no_such_module" in refused(tiny(tmp_path, "r", model_factory="no_such_module:make"))
+
+
+def test_a_schedule_of_nonsense() -> None:
+    with pytest.raises(BadInput):
+        ScheduledAction(1, "explode", 0)  # type: ignore[arg-type]
+
+
+def test_a_run_resumes_from_its_newest_checkpoint_in_a_generation_above_all_before(tmp_path: Path) -> None:
+    config = tiny(tmp_path, "r")
+    save(config, 30, epoch=2)
+    save(config, 20, epoch=5)  # the run went back to before step 30 and wrote this later
+    found = preflight.check(config)
+    assert (found.source.origin, found.source.step, found.first_generation) == (Origin.CHECKPOINT, 20, 6)
+    never = preflight.check(tiny(tmp_path, "r", checkpoint_resume="never"))
+    assert (never.source.origin, never.first_generation) == (Origin.FRESH, 6)
+
+
+def test_a_run_whose_steps_are_all_done_needs_no_ray(tmp_path: Path) -> None:
+    config = tiny(tmp_path, "r")
+    save(config, config.train.steps)
+    result = driver.run(config)
+    assert (result.state, result.step, result.exit_code) == ("DONE", config.train.steps, 0)
+
+
+def test_paths_mean_the_same_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = tiny(tmp_path, "r", run_dir="here", checkpoint_dir="there", data_corpus="text.txt")
+    absolute = preflight.absolute(config)
+    assert (absolute.run_folder, absolute.checkpoint_dir) == (tmp_path / "here" / "r", tmp_path / "there")
+    assert absolute.data.corpus == str(tmp_path / "text.txt")
+    assert preflight.absolute(tiny(tmp_path, "r", data_corpus="stdlib")).data.corpus == "stdlib"

@@ -1,0 +1,185 @@
+"""Whole runs on a real local Ray: undisturbed, with workers killed and stopped, rescaled, stopped and resumed, the controller killed.
+
+The oracle of every loss curve is the undisturbed run of the first fixture, whose own oracle (a plain PyTorch loop) is in
+tests/workers; the oracle of the samples is the stream, read directly.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.controller.runs import STEPS, Finished, alive, carry_out, print_figures, tiny, worst_difference
+from vescale_ray import checkpoint, client
+from vescale_ray.controller.controller import controller_name
+from vescale_ray.controller.driver import ScheduledAction as Act
+from vescale_ray.controller.protocol import NAMESPACE, TRANSITIONS, RunState
+from vescale_ray.runfolder import RunFolder
+
+pytestmark = [pytest.mark.usefixtures("ray_here"), pytest.mark.timeout(240)]
+CLOSE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(home: Path, ray_here: None) -> Finished:
+    return carry_out(tiny(home, "undisturbed", elastic_workers=2))
+
+
+def nothing_left(finished: Finished) -> None:
+    """No process of a worker, no actor, no placement group of any run."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    assert not [pid for pid in finished.pids.values() if alive(pid)]
+    assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}
+    assert not ray.util.list_named_actors(all_namespaces=True)
+
+
+def test_an_undisturbed_run_does_all_steps_and_leaves_a_verified_checkpoint_and_nothing_else(undisturbed: Finished) -> None:
+    result = undisturbed.result
+    assert (result.state, result.step, result.exit_code, result.error) == ("DONE", STEPS, 0, None)
+    assert sorted(undisturbed.losses) == list(range(1, STEPS + 1))
+    assert undisturbed.losses[STEPS] < 0.6 * undisturbed.losses[1]
+    assert undisturbed.accounting().exact
+    assert [event["step"] for event in undisturbed.of("evaluation")] == [0, STEPS]
+    assert [event["step"] for event in undisturbed.of("checkpoint_saved")] == [25, 50, STEPS]
+    newest = checkpoint.latest(undisturbed.config.checkpoint_dir)
+    assert newest is not None and newest.step == STEPS and newest.path == result.checkpoint
+    assert checkpoint.verify(undisturbed.config.checkpoint_dir).ok
+    state = undisturbed.folder.read_state()
+    assert state is not None and (state["state"], state["step"], state["finished"] is not None) == ("DONE", STEPS, True)
+    assert undisturbed.folder.read_control() is None
+    nothing_left(undisturbed)
+
+
+def test_every_state_follows_one_that_the_table_allows(undisturbed: Finished) -> None:
+    moves = [(event["before"], event["state"]) for event in undisturbed.of("state")]
+    assert moves[0] == ("PENDING", "STARTING") and moves[-1][1] == "DONE"
+    assert all(after in TRANSITIONS[RunState(before)] for before, after in moves)
+    assert all(moves[i][1] == moves[i + 1][0] for i in range(len(moves) - 1))
+
+
+def test_workers_killed_at_random_steps_cost_no_sample_and_leave_the_loss_curve_as_it_was(home: Path, undisturbed: Finished) -> None:
+    seed = 20261121
+    rng = random.Random(seed)
+    steps = sorted(rng.sample(range(3, STEPS - 5), 3))
+    kills = [Act(step, "kill", rng.randrange(5 - i)) for i, step in enumerate(steps)]
+    finished = carry_out(tiny(home, "killed", elastic_workers=5), *kills)
+    print_figures(f"killed (seed {seed})", finished.of("rescaled"))
+    assert finished.result.state == "DONE", finished.result
+    assert [(e["from"], e["to"], e["reason"], e["source"]) for e in finished.of("rescaled")] == [
+        (5, 4, "failure", "peer"),
+        (4, 3, "failure", "peer"),
+        (3, 2, "failure", "peer"),
+    ]
+    assert worst_difference(finished.losses, undisturbed.losses) < CLOSE
+    assert finished.accounting().exact
+    # The survivors are those that were there: no process was started but the first five, and each generation is a part of the last.
+    assert len(finished.pids) == 5
+    assert [len(set(finished.generations()[i]) - set(finished.generations()[i + 1])) for i in range(3)] == [1, 1, 1]
+    # A step is lost at most: the one whose copies were on their way.
+    assert all(e["steps_replayed"] <= 1 for e in finished.of("rescaled"))
+    nothing_left(finished)
+
+
+def test_a_run_shrinks_and_grows_on_request_while_its_controller_is_killed(home: Path, undisturbed: Finished) -> None:
+    import ray
+
+    config = tiny(home, "rescaled", train_steps=5000, checkpoint_every=0)
+    folder = RunFolder(config.run_folder)
+    seen: dict[str, Any] = {"pids": {}, "killed": False, "asked": False, "back": None}
+
+    def watch(status: Mapping[str, Any]) -> None:
+        if status["state"] == "RUNNING" and status["step"] >= 30 and not seen["killed"]:
+            seen["killed"], seen["url"] = True, status["url"]
+            ray.kill(ray.get_actor(controller_name(status["info"]["run_id"]), NAMESPACE), no_restart=False)
+        elif status["info"]["controller_epoch"] == "2" and status["state"] == "RUNNING" and not seen["asked"]:
+            seen["asked"], seen["back"] = True, status["url"]
+            assert client.request(folder, "rescale", {"workers": 2})["workers"] == 2
+            with pytest.raises(client.CommandRefused, match="more than train.slots = 6"):
+                client.request(folder, "rescale", {"workers": 7})
+        elif seen["asked"] and status["state"] == "RUNNING" and status["world"] == 2 and status["world_target"] == 2:
+            client.request(folder, "rescale", {"workers": 3})
+        elif "shrink/manual" in status["rescales"] and "grow/manual" in status["rescales"]:
+            client.request(folder, "stop", {})
+
+    finished = carry_out(config, watch=watch)
+    print_figures("planned", finished.of("rescaled"))
+    assert finished.result.state == "STOPPED", finished.result
+    assert seen["asked"] and seen["url"] == seen["back"], "the restarted controller answers under the same address"
+    planned = [(e["from"], e["to"], e["reason"], e["source"]) for e in finished.of("rescaled")]
+    assert planned == [(3, 2, "manual", "memory"), (2, 3, "manual", "memory")]
+    assert all(e["steps_replayed"] == 0 and e["moved_bytes"] == e["lower_bound_bytes"] for e in finished.of("rescaled"))
+    assert not finished.of("worker_lost", "generation_failed")
+    first, second, third = finished.generations()
+    assert second == first[:2] and third[:2] == first[:2], "the workers that stay keep their processes"
+    assert finished.accounting().exact and finished.accounting().replayed_steps == 0
+    longer = {step: loss for step, loss in finished.losses.items() if step <= 4}  # the same warm-up; then the schedules differ
+    assert worst_difference(longer, {step: undisturbed.losses[step] for step in longer}) < CLOSE
+    nothing_left(finished)
+
+
+def test_a_stopped_run_resumes_with_another_number_of_workers_as_if_it_had_not_stopped(home: Path, undisturbed: Finished) -> None:
+    stopped = carry_out(tiny(home, "stopped", elastic_workers=2), Act(17, "stop"))
+    step = stopped.result.step
+    assert stopped.result.state == "STOPPED" and stopped.result.exit_code == 0 and 17 <= step < STEPS
+    newest = checkpoint.latest(stopped.config.checkpoint_dir)
+    assert newest is not None and newest.step == step and len(stopped.losses) == step
+    state = stopped.folder.read_state()
+    assert state is not None and state["state"] == "STOPPED"
+    resumed = carry_out(tiny(home, "stopped", elastic_workers=1))
+    assert resumed.result.state == "DONE"
+    assert worst_difference(resumed.losses, undisturbed.losses) < CLOSE
+    assert resumed.accounting().exact and resumed.accounting().replayed_steps == 0
+    assert [e["step"] for e in resumed.of("evaluation")] == [0, STEPS], "a resumed run is not evaluated at its start"
+    again = carry_out(tiny(home, "stopped", elastic_workers=1))
+    assert again.result.state == "DONE" and len(again.events) == len(resumed.events), "a run that is done does nothing"
+
+
+def test_a_stopped_process_and_two_neighbours_lost_at_once_cost_the_steps_since_the_checkpoint_and_no_sample(
+    home: Path, undisturbed: Finished
+) -> None:
+    """SIGSTOP: nothing is closed, so only the collectives' bound tells. Neighbours: a shard and its copy are both gone."""
+    config = tiny(home, "neighbours", elastic_workers=4, elastic_collective_timeout_s=4)
+    killed: list[int] = []
+
+    def watch(status: Mapping[str, Any]) -> None:
+        if status["step"] >= 30 and status["world"] == 3 and not killed:
+            events = RunFolder(config.run_folder).read_events()
+            pids = {event["worker"]: event["pid"] for event in events if event["event"] == "worker_started"}
+            killed.extend(pids[status["workers"][rank]["worker"]] for rank in ("1", "2"))
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+
+    finished = carry_out(config, Act(8, "pause", 2), watch=watch)
+    print_figures("stopped, then two killed", finished.of("rescaled"))
+    assert finished.result.state == "DONE", finished.result
+    rescaled = finished.of("rescaled")
+    assert [(e["from"], e["to"]) for e in rescaled] == [(4, 3), (3, 1)]
+    assert rescaled[0]["source"] == "peer" and 4 <= rescaled[0]["pause_seconds"] < 4 + 8
+    assert rescaled[1]["source"] == "checkpoint" and rescaled[1]["steps_replayed"] >= 1
+    assert worst_difference(finished.losses, undisturbed.losses) < CLOSE
+    assert finished.accounting().exact
+    nothing_left(finished)
+
+
+@pytest.mark.slow
+def test_a_lost_worker_is_replaced_when_that_is_wanted(home: Path) -> None:
+    config = tiny(home, "replaced", elastic_workers=2, elastic_min_workers=2, elastic_replace_lost=True)
+    finished = carry_out(config, Act(11, "kill", 0))
+    assert finished.result.state == "DONE", finished.result
+    event = finished.of("rescaled")[0]
+    assert (event["from"], event["to"], event["direction"]) == (2, 2, "replace")
+    assert len(finished.pids) == 3 and finished.accounting().exact
+    nothing_left(finished)

@@ -1,0 +1,760 @@
+"""What fully_shard does with the odd cases, against torch's fully_shard or a plain module in the same test. Ranks are threads."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from tests.fsdp.transformer import apart, batch, build, full, loss_of, part
+from tests.ranks import run_gloo, run_threads
+from vescale_ray.fsdp import FSDPModule, PhaseError, explain, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from vescale_ray.geometry import Block
+
+
+def seeded(make, seed=0):
+    """The same model on every rank. (torch's own random state is one for all threads.)"""
+    model, generator = make(), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    return model
+
+
+def inputs(rank, world, step=0, width=20, rows=12):
+    return part(torch.randn(rows, width, generator=torch.Generator().manual_seed(77 + step)), rank, world)
+
+
+def grads(model):
+    return {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
+
+
+def same(ours, theirs, bound=1e-5):
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        got = ours[name]
+        assert (got is None) == (expected is None), name
+        if expected is not None:
+            assert apart(got, expected) <= bound, name
+
+
+class Tower(nn.Module):
+    """Equal layers, so that units can share buffers."""
+
+    def __init__(self, layers=5, width=20):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def shard_tower(model, how=fully_shard, **options):
+    for layer in model.layers:
+        how(layer, **options)
+    return how(model, **options)
+
+
+def steps_of(model, rank, world, count, optimizer=None, forward=None):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(count):
+        out = (forward or model)(inputs(rank, world, step))
+        out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# -- parameters with special fates -----------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """One parameter never used, one frozen, two dtypes, one without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.used = nn.Linear(20, 7)
+        self.unused = nn.Linear(20, 7)
+        self.frozen = nn.Linear(20, 20)
+        self.frozen.requires_grad_(False)
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x):
+        return self.used(self.frozen(x))
+
+
+def unused_and_frozen(rank, world):
+    ours, alone = fully_shard(seeded(Branches)), seeded(Branches)
+    ours(inputs(rank, world)).square().mean().backward()
+    alone(inputs(0, 1)).square().mean().backward()
+    same(grads(ours), grads(alone))
+    assert ours.unused.weight.grad is None and ours.frozen.weight.grad is None
+    ours.set_reduce_scatter_unused_params(True)
+    ours.zero_grad()
+    ours(inputs(rank, world)).square().mean().backward()
+    assert full(ours.unused.weight.grad).count_nonzero() == 0
+
+
+def test_unused_parameters_keep_no_gradient_frozen_ones_are_gathered_but_not_reduced():
+    run_threads(2, unused_and_frozen)
+
+
+class Either(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(20, 3), nn.Linear(20, 3)
+
+    def forward(self, x, left):
+        return self.left(x) if left else self.right(x)
+
+
+def ranks_use_different_parameters(rank, world):
+    model = fully_shard(seeded(Either))
+    model.set_reduce_scatter_unused_params(True)
+    model(inputs(rank, world), rank == 0).sum().backward()
+    alone = seeded(Either)
+    sum(alone(inputs(r, world), r == 0).sum() / world for r in range(world)).backward()
+    same(grads(model), grads(alone))
+
+
+def test_ranks_may_use_different_parameters_if_unused_ones_are_reduced():
+    run_threads(2, ranks_use_different_parameters)
+
+
+def toggled(rank, world):
+    ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
+    for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+        model.layers[1].requires_grad_(False)
+        model(inputs(r, w)).square().mean().backward()
+        model.layers[1].requires_grad_(True)
+        model.layers[2].requires_grad_(False)
+        model(inputs(r, w, 1)).square().mean().backward()
+    same(grads(ours), grads(alone))
+
+
+def test_requires_grad_may_be_switched_between_steps():
+    run_threads(2, toggled)
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(20, 20), nn.Linear(20, 5).double()
+
+    def forward(self, x):
+        return self.b(self.a(x).double())
+
+
+def mixed_dtypes(rank, world):
+    ours, alone = fully_shard(seeded(TwoDtypes)), seeded(TwoDtypes)
+    assert len(explain(ours).units[0].groups) == 2
+    ours(inputs(rank, world)).square().mean().backward()
+    alone(inputs(0, 1)).square().mean().backward()
+    same(grads(ours), grads(alone))
+    assert ours.b.weight.dtype == torch.float64
+
+
+def test_a_unit_may_hold_several_dtypes():
+    run_threads(3, mixed_dtypes)
+
+
+def ranks_with_nothing(rank, world):
+    ours, alone = fully_shard(seeded(lambda: nn.Linear(3, 2)), block_policy=lambda n, p: Block.tensor()), seeded(lambda: nn.Linear(3, 2))
+    held = sum(p.to_local().numel() for p in ours.parameters())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, alone)]
+    for step in range(3):
+        ours(inputs(rank, world, step, width=3)).square().mean().backward()
+        alone(inputs(0, 1, step, width=3)).square().mean().backward()
+        same(grads(ours), grads(alone))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return held
+
+
+def test_ranks_that_hold_nothing_take_part():
+    assert sorted(run_threads(4, ranks_with_nothing))[:2] == [0, 0]
+
+
+# -- several calls, orders, and what is between them -----------------------------------------------------------------------
+
+
+def several_calls(rank, world):
+    ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
+    for _ in range(3):  # the buffers are shared out anew after the first step
+        for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+            model.zero_grad()
+            first, second = model(inputs(r, w, 0)), model(inputs(r, w, 1))
+            (first.square().mean() + second.sum(-1).square().mean()).backward()
+        same(grads(ours), grads(alone))
+        for model, r, w in ((ours, rank, world), (alone, 0, 1)):  # two graphs, the first one's backward last
+            model.zero_grad()
+            first, second = model(inputs(r, w, 0)), model(inputs(r, w, 1))
+            second.square().mean().backward(retain_graph=True)
+            first.square().mean().backward()
+            second.square().mean().backward()
+        same(grads(ours), grads(alone))
+
+
+def test_a_model_may_run_several_times_before_backward():
+    run_threads(2, several_calls)
+
+
+class Wandering(nn.Module):
+    """Runs its layers in an order that changes from call to call, some twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(5))
+        self.order = [0, 1, 2, 3, 4]
+
+    def forward(self, x):
+        for index in self.order:
+            x = self.layers[index](x)
+        return x
+
+
+def changing_orders(rank, world):
+    ours, alone = shard_tower(seeded(Wandering)), seeded(Wandering)
+    for order in ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [4, 2, 0], [1, 1, 3, 1], [3, 4, 0, 1, 2], [0, 2, 0, 2], [2]):
+        for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+            model.order = order
+            model.zero_grad()
+            model(inputs(r, w)).square().mean().backward()
+        same(grads(ours), grads(alone))
+
+
+def test_the_order_of_units_may_change_from_step_to_step():
+    run_threads(2, changing_orders)
+
+
+class Siamese(nn.Module):
+    """The first layer's input needs no gradient, so that its part of backward stays open while other layers run again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(4))
+
+    def encode(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, x):
+        return (self.encode(x) - self.encode(x.flip(0))).square().sum(-1)
+
+
+def siamese(rank, world):
+    ours, alone = shard_tower(seeded(Siamese)), seeded(Siamese)
+    for step in range(4):
+        for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+            model.zero_grad()
+            x = torch.cat([inputs(k, world, step) for k in range(world)]) if w == 1 else inputs(r, w, step)
+            out = model(x) if w > 1 else torch.cat([model(part(x, k, world)) for k in range(world)])
+            out.mean().backward()
+        same(grads(ours), grads(alone))
+
+
+def test_units_whose_backward_stays_open_do_not_share_buffers_with_those_that_run_meanwhile():
+    run_threads(2, siamese)
+
+
+def evaluation_between(rank, world):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    models = [shard_tower(seeded(Tower), how, mp_policy=policy) for how in (fully_shard, torch_fully_shard)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, foreach=True) for m in models]
+    for step in range(3):
+        seen = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(inputs(rank, world, step)).float().square().mean().backward()
+            with torch.no_grad():
+                before = model(inputs(rank, world, 5))
+            model.reshard()  # torch's would keep the root's old parameters
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.inference_mode():
+                after = model(inputs(rank, world, 5))
+            model.reshard()
+            seen.append((before, after))
+        (a, b), (c, d) = seen
+        assert torch.equal(a, c) and torch.equal(b, d)
+        assert not torch.equal(a, b)
+
+
+def test_forward_always_uses_the_newest_parameters():
+    run_threads(2, evaluation_between)
+
+
+def written_by_hand(rank, world):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = shard_tower(seeded(Tower), mp_policy=policy)
+    x = inputs(rank, world)
+
+    def output():
+        with torch.no_grad():
+            return model(x).float()
+
+    first = output()
+    model.reshard()  # the root stays gathered after a forward
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    second = output()
+    model.reshard()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.to_local().mul_(2)
+    third = output()
+    state = {name: torch.zeros_like(full(p)) for name, p in model.named_parameters()}
+    model.load_state_dict(state)
+    assert not torch.equal(first, second) and not torch.equal(second, third)
+    assert output().count_nonzero() == 0
+
+
+def test_parameters_may_be_written_or_loaded_between_forwards():
+    run_threads(2, written_by_hand)
+
+
+# -- lists of modules, other entry points ----------------------------------------------------------------------------------
+
+
+class Chunked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(20, 20), nn.Tanh())
+        self.norm, self.head = nn.LayerNorm(20), nn.Linear(20, 9)
+
+    def forward(self, x, with_head=True):
+        x = self.norm(self.body(x))
+        return self.head(x) if with_head else x
+
+
+def chunked_loss(rank, world):
+    models = []
+    for how in (fully_shard, torch_fully_shard, None):
+        model = seeded(Chunked)
+        if how is not None:
+            how(model.body)
+            how([model.norm, model.head])
+            how(model)
+        models.append(model)
+    for _ in range(3):
+        collected = []
+        for model in models:
+            model.zero_grad()
+            r, w = (0, 1) if model is models[-1] else (rank, world)
+            model(inputs(r, w)).square().mean().backward()  # all modules of the list
+            hidden = model(inputs(r, w, 1), with_head=False)  # only some; the rest runs in chunks
+            detached = hidden.detach().requires_grad_()
+            for chunk in detached.chunk(2):
+                (model.head(chunk).square().mean() / 2).backward()
+            hidden.backward(detached.grad)
+            collected.append(grads(model))
+        same(collected[0], collected[2])
+        same(collected[1], collected[2])
+
+
+def test_a_list_of_modules_is_one_unit_and_may_run_in_parts():
+    run_threads(2, chunked_loss)
+
+
+class WithGenerate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(20, 20)
+
+    def forward(self, x):
+        return self.inner(x).tanh()
+
+    def generate(self, x):
+        return self.forward(x) + self(x)
+
+
+def other_method(rank, world):
+    ours, alone = fully_shard(seeded(WithGenerate)), seeded(WithGenerate)
+    register_fsdp_forward_method(ours, "generate")
+    register_fsdp_forward_method(alone, "generate")  # not sharded: nothing happens
+    ours.generate(inputs(rank, world)).square().mean().backward()
+    alone.generate(inputs(0, 1)).square().mean().backward()
+    same(grads(ours), grads(alone))
+    with pytest.raises(ValueError, match="no method 'absent'"):
+        register_fsdp_forward_method(ours, "absent")
+
+
+def test_another_method_can_be_a_forward():
+    run_threads(2, other_method)
+
+
+@dataclass
+class Output:
+    value: torch.Tensor
+    extra: dict
+
+
+class Structured(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(20, 5), nn.Linear(20, 5)
+
+    def forward(self, batch, *, scale):
+        return Output(self.a(batch["x"]) * scale, {"aux": [self.b(batch["x"])], "note": "text", "none": None})
+
+
+def structured(rank, world):
+    ours, alone = fully_shard(seeded(Structured)), seeded(Structured)
+    for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+        x = inputs(r, w).requires_grad_()
+        out = model({"x": x}, scale=2.0)
+        (out.value.square().mean() + out.extra["aux"][0].square().mean()).backward()
+        assert x.grad is not None and out.extra["note"] == "text"
+    same(grads(ours), grads(alone))
+
+
+def test_inputs_and_outputs_may_be_nested():
+    run_threads(2, structured)
+
+
+def recomputed_outside(rank, world):
+    """Checkpoints around several units at once, of both kinds."""
+    for reentrant in (False, True):
+        ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
+
+        def forward(model, x, reentrant=reentrant):
+            x = checkpoint(lambda y: model.layers[1](model.layers[0](y)), x, use_reentrant=reentrant)
+            x = checkpoint(lambda y: model.layers[4](model.layers[3](model.layers[2](y))), x, use_reentrant=reentrant)
+            return model.head(x)
+
+        for model in (ours, alone):
+            model.forward = forward.__get__(model)
+        for step in range(3):
+            for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+                model.zero_grad()
+                model(inputs(r, w, step).requires_grad_()).square().mean().backward()
+            same(grads(ours), grads(alone))
+
+
+def test_checkpoints_may_span_several_units():
+    run_threads(2, recomputed_outside)
+
+
+# -- switches --------------------------------------------------------------------------------------------------------------
+
+
+def divide_factor(rank, world):
+    for factor in (1.0, 3.0):
+        models = [fully_shard(seeded(lambda: nn.Linear(20, 7))), torch_fully_shard(seeded(lambda: nn.Linear(20, 7)))]
+        for model in models:
+            model.set_gradient_divide_factor(factor)
+            if model is models[1]:
+                model.set_force_sum_reduction_for_comms(True)
+            model(inputs(rank, world)).square().mean().backward()
+        same(grads(models[0]), grads(models[1]))
+    with pytest.raises(ValueError, match="divide factor is 0"):
+        models[0].set_gradient_divide_factor(0)
+
+
+def test_the_divide_factor_is_torchs():
+    run_threads(3, divide_factor)
+
+
+def accumulate(rank, world):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for options in ({}, {"mp_policy": policy}):
+        models = [shard_tower(seeded(Tower), how, **options) for how in (fully_shard, torch_fully_shard)]
+        for keep in (True, False):
+            for model in models:
+                model.zero_grad()
+                for micro in range(3):
+                    last = micro == 2
+                    model.set_requires_gradient_sync(last)
+                    model.set_reshard_after_backward(keep or last)
+                    model.set_is_last_backward(last)
+                    model(inputs(rank, world, micro)).float().square().mean().backward()
+                    assert last or all(p.grad is None for p in (model.reshard() or model).head.parameters())
+            same(grads(models[0]), grads(models[1]), 1e-5 if not options else 2e-2)
+
+
+def test_gradients_accumulate_without_communication():
+    run_threads(2, accumulate)
+
+
+def hsdp(rank, world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    ours, alone = shard_tower(seeded(Tower), mesh=mesh), seeded(Tower)
+    assert 0 < ours.layers[0][0].weight.to_local().numel() < ours.layers[0][0].weight.numel()
+    for late in (False, True):
+        for model in (ours, alone):
+            model.zero_grad()
+        for micro in range(2):
+            if late:
+                ours.set_requires_all_reduce(micro == 1)
+            ours(inputs(rank, world, micro)).square().mean().backward()
+            alone(inputs(0, 1, micro)).square().mean().backward()
+        same(grads(ours), grads(alone))
+    optimizer = torch.optim.AdamW(ours.parameters())
+    nn.utils.clip_grad_norm_(ours.parameters(), 0.1)
+    optimizer.step()
+
+
+def test_hsdp_shards_inside_and_sums_over_replicas():
+    run_threads(4, hsdp)
+
+
+def prefetch_lists(rank, world):
+    ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
+    layers = list(ours.layers)
+    for i, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 3])
+        layer.set_modules_to_backward_prefetch(layers[max(0, i - 2) : i][::-1])
+    for step in range(3):
+        for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+            model.zero_grad()
+            model(inputs(r, w, step)).square().mean().backward()
+        same(grads(ours), grads(alone))
+    with pytest.raises(ValueError, match="Linear was not"):
+        ours.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
+
+
+def test_prefetch_lists_change_nothing_but_the_order():
+    run_threads(2, prefetch_lists)
+
+
+def unsharding(rank, world):
+    model = shard_tower(seeded(Tower))
+    expected = seeded(Tower)
+    handle = model.layers[0].unshard(async_op=True)
+    handle.wait()
+    assert type(model.layers[0][0].weight) is nn.Parameter
+    assert torch.equal(model.layers[0][0].weight, expected.layers[0][0].weight)
+    model.layers[0].reshard()
+    assert model.layers[0][0].weight.placements
+    assert model.layers[1].unshard() is None
+    ahead = model.layers[1].unshard(async_op=True)
+    ahead.wait()
+    model(inputs(rank, world)).sum().backward()
+    assert all(hasattr(p, "placements") for p in model.parameters()), "backward reshards everything"
+    model.unshard()
+    model.set_requires_gradient_sync(False)
+    share = [shard_tower(seeded(Tower)), shard_tower(seeded(Tower))]
+    share_comm_ctx(share)
+    for one in share:
+        one(inputs(rank, world)).sum().backward()
+    assert share[0]._get_fsdp_state().lanes is share[1]._get_fsdp_state().lanes
+
+
+def test_unshard_and_reshard_by_hand():
+    run_threads(2, unsharding)
+
+
+def in_backward_optimizer(rank, world):
+    ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
+    for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+        for p in model.parameters():
+            optimizer = torch.optim.SGD([p], lr=0.1)
+
+            def step(q, optimizer=optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+
+            p.register_post_accumulate_grad_hook(step)
+        for k in range(3):
+            model(inputs(r, w, k)).square().mean().backward()
+    same({n: full(p) for n, p in ours.named_parameters()}, {n: full(p) for n, p in alone.named_parameters()})
+
+
+def test_hooks_on_sharded_parameters_run_when_their_gradient_is_there():
+    run_threads(2, in_backward_optimizer)
+
+
+# -- state -----------------------------------------------------------------------------------------------------------------
+
+
+def state(rank, world):
+    tokens, targets = batch(0)
+    model, other = (fully_shard(seeded(build, s)) for s in (1, 2))
+    saved = model.state_dict()
+    assert saved["head.weight"].to_local().data_ptr() == model.head.weight.to_local().data_ptr(), "state_dict copies nothing"
+    other.load_state_dict(saved)
+    expected = loss_of(model, tokens, targets)
+    assert torch.equal(loss_of(other, tokens, targets), expected)
+    third = fully_shard(seeded(build, 3))
+    third.load_state_dict({k: full(v).clone() for k, v in saved.items()})
+    assert torch.equal(loss_of(third, tokens, targets), expected)
+    with torch.device("meta"):
+        fourth: Any = build()
+    fully_shard(fourth)
+    fourth.load_state_dict({k: v.clone() for k, v in saved.items()}, assign=True)
+    assert torch.equal(loss_of(fourth, tokens, targets), expected)
+    fourth.reshard()
+    one_buffer = {p.to_local().untyped_storage().data_ptr() for p in fourth.parameters() if p.to_local().numel()}
+    assert len(one_buffer) == 1, "assigned parameters become one buffer again"
+
+
+def test_state_dicts_are_sharded_views_and_load_from_sharded_or_full():
+    run_threads(3, state)
+
+
+def cast_whole(rank, world):
+    model = shard_tower(seeded(Tower)).to(torch.bfloat16)
+    reference = seeded(Tower).to(torch.bfloat16)
+    x = inputs(rank, world).bfloat16()
+    assert torch.equal(model(x), reference(x))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    model(x).sum().backward()
+    model.double()
+    assert torch.equal(model(x.double()), reference.double()(x.double()))
+
+
+def test_to_another_dtype_moves_the_shards():
+    run_threads(2, cast_whole)
+
+
+# -- misuse ----------------------------------------------------------------------------------------------------------------
+
+
+class Faulty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(3))
+        self.fail = None
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if self.fail == ("forward", i):
+                raise KeyError("in forward")
+            if self.fail == ("backward", i):
+                x.register_hook(lambda g: (_ for _ in ()).throw(KeyError("in backward")))
+        return x
+
+
+def recovers(rank, world):
+    ours, alone = shard_tower(seeded(Faulty)), seeded(Faulty)
+    ours(inputs(rank, world)).sum().backward()
+    ours.zero_grad()
+    ours.fail = ("forward", 1)
+    with pytest.raises(KeyError):
+        ours(inputs(rank, world))
+    assert all(hasattr(p, "placements") for p in ours.parameters())
+    ours.fail = None
+    ours(inputs(rank, world)).square().mean().backward()
+    alone(inputs(0, 1)).square().mean().backward()
+    same(grads(ours), grads(alone))
+    ours.zero_grad()
+    ours.fail = ("backward", 1)
+    with pytest.raises(KeyError):
+        ours(inputs(rank, world)).sum().backward()
+    ours.fail = None
+    with pytest.raises(PhaseError, match="reset_iter_state"):
+        ours(inputs(rank, world))
+    with pytest.raises(RuntimeError, match="root"):
+        ours.layers[0].reset_iter_state()
+    ours.reset_iter_state()
+    ours.zero_grad()
+    ours(inputs(rank, world)).square().mean().backward()
+    same(grads(ours), grads(alone))
+
+
+def test_after_an_exception_a_step_can_be_repeated():
+    run_threads(2, recovers)
+
+
+def misuses(rank, world):
+    model = shard_tower(seeded(Tower))
+    x = inputs(rank, world)
+    with pytest.raises((TypeError, RuntimeError, ValueError, NotImplementedError)) as error:
+        nn.functional.linear(x, model.head.weight)
+    assert "\n" not in str(error.value).strip()
+    with pytest.raises(RuntimeError, match="meta device"):
+        with torch.device("meta"):
+            lazy = Tower()
+        shard_tower(lazy)(x)
+    with pytest.raises(ValueError, match="already"):
+        fully_shard(model)
+    with pytest.raises(ValueError, match="no forward"):
+        fully_shard(Tower().layers)
+    tied = build(tie=True)
+    fully_shard(tied.embed)
+    with pytest.raises(ValueError, match="tied"):
+        fully_shard(tied)
+    with pytest.raises(AssertionError, match="deep-copied"):
+        copy.deepcopy(model)
+    with pytest.raises(ValueError, match="must divide"):
+        fully_shard(Tower(), reshard_after_forward=5)
+    with pytest.raises(NotImplementedError, match="dp_mesh_dims"):
+        fully_shard(Tower(), dp_mesh_dims=object())
+    with pytest.raises(NotImplementedError, match="block_policy"):
+        fully_shard(Tower(), shard_placement_fn=lambda p: torch.distributed.tensor.Shard(0))
+    for method, args in (("set_custom_all_gather", (None,)), ("set_custom_reduce_scatter", (None,)), ("set_symm_mem_for_comm", ())):
+        with pytest.raises(NotImplementedError, match=method):
+            getattr(model, method)(*args)
+    inner = shard_tower(seeded(Tower))
+    inner.layers[0](x)
+    with pytest.raises(RuntimeError, match="root module first"):
+        inner(x)
+    busy = shard_tower(seeded(Tower))
+    busy.layers[1].register_forward_hook(lambda *a: busy.state_dict())
+    with pytest.raises(PhaseError, match="in the middle of a step"):
+        busy(x)
+
+
+def test_misuse_gives_one_clear_sentence():
+    run_threads(2, misuses)
+
+
+def different_plans(rank, world):
+    model = nn.Sequential(nn.Linear(20, 7 + rank))
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match=f"rank {rank} has .* rank {1 - rank} has"):
+        model(torch.zeros(2, 20))
+
+
+def test_ranks_with_different_models_are_told_so_before_the_first_collective():
+    run_threads(2, different_plans)
+
+
+def test_every_method_of_torchs_fsdpmodule_is_ours():
+    theirs = {name for name, value in vars(TorchFSDPModule).items() if callable(value)}
+    missing = {name for name in theirs if name not in vars(FSDPModule)}
+    assert not missing
+    assert issubclass(FSDPModule, TorchFSDPModule)
+
+
+def classes(rank, world):
+    model = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    assert isinstance(model, FSDPModule) and isinstance(model, TorchFSDPModule) and isinstance(model, nn.Sequential)
+    assert type(model).__name__ == "FSDPSequential"
+    assert type(model[:1]) is nn.Sequential, "slicing builds the original class"
+    dist.barrier()
+
+
+def test_the_class_is_both_ours_and_the_original():
+    run_threads(1, classes)
+
+
+def compiled(rank, world):
+    ours, alone = seeded(Tower), seeded(Tower)
+    for layer in ours.layers:
+        layer.compile(backend="aot_eager")
+    shard_tower(ours)
+    for step in range(3):
+        for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+            model.zero_grad()
+            model(inputs(r, w, step)).square().mean().backward()
+        same(grads(ours), grads(alone))
+
+
+def test_blocks_may_be_compiled():
+    run_gloo(2, compiled)

@@ -1,0 +1,124 @@
+"""Random programs: units, orders, checkpoints, branches without gradient, switches. Ours on two ranks against a plain module.
+
+Programs repeat with interruptions, so that buffers come to be shared and then have to be kept apart again.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.fsdp.test_fsdp_behaviour import grads, inputs, same, seeded
+from tests.ranks import run_threads
+from vescale_ray.fsdp import fully_shard
+
+
+class Program(nn.Module):
+    """Runs its layers as ``plan`` says."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(layers))
+        self.extra = nn.Linear(20, 5)
+        self.plan: list[tuple] = []
+
+    def forward(self, x):
+        for kind, i, j in self.plan:
+            first, second = self.layers[i], self.layers[j]
+            if kind == "call":
+                x = first(x)
+            elif kind == "recompute":
+                x = checkpoint(lambda y, first=first, second=second: second(first(y)), x, use_reentrant=False)
+            elif kind == "recompute_reentrant":
+                x = checkpoint(lambda y, first=first, second=second: second(first(y)), x.requires_grad_(), use_reentrant=True)
+            elif kind == "branch":
+                x = first(x) + second(x.detach())
+            elif kind == "residual":
+                x = x + first(x)
+        return self.extra(x)
+
+
+KINDS = ["call", "call", "call", "recompute", "recompute_reentrant", "branch", "residual"]
+MODES = ["plain", "plain", "plain", "plain", "two_graphs", "without_sync", "kept", "evaluated", "frozen"]
+
+
+def random_plan(rnd, layers):
+    return [(rnd.choice(KINDS), rnd.randrange(layers), rnd.randrange(layers)) for _ in range(rnd.randint(2, 6))]
+
+
+def run_program(rank, world, seed):
+    rnd = random.Random(seed)
+    layers = rnd.randint(2, 5)
+    ours, alone = seeded(lambda: Program(layers)), seeded(lambda: Program(layers))
+    for layer in ours.layers:
+        if rnd.random() < 0.85:
+            fully_shard(layer, reshard_after_forward=rnd.choice([None, True, False]))
+    fully_shard(ours, reshard_after_forward=rnd.choice([None, True, False]))
+    plans = [random_plan(rnd, layers), random_plan(rnd, layers)]
+    mode, shared = "plain", 0
+    for step in range(12):
+        if rnd.random() < 0.3:
+            mode = rnd.choice(MODES)
+        if rnd.random() < 0.2:
+            plans = [random_plan(rnd, layers), plans[0]]
+        frozen = rnd.randrange(layers)
+        for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+            one_step(model, mode, plans, frozen, inputs(r, w, step), inputs(r, w, step + 20))
+        ours.reshard()
+        mine, expected = grads(ours), grads(alone)
+        if mode == "without_sync":  # a unit that the last micro-batch did not use keeps its gradients for the next one
+            expected = {name: None if mine[name] is None else grad for name, grad in expected.items()}
+            for unit in ours._get_fsdp_state().schedule.units:
+                for group in unit.groups:
+                    group.grads.discard()
+        same(mine, expected)
+        slots = [s for kind in ours._get_fsdp_state().lanes.pool._slots.values() for s in kind]
+        shared += any(not s.private for s in slots)
+        ours.zero_grad()
+        alone.zero_grad()
+    return shared
+
+
+def one_step(model, mode, plans, frozen, x, other):
+    sharded = hasattr(model, "set_requires_gradient_sync")
+    model.plan = plans[0]
+    if mode == "frozen":
+        model.layers[frozen].requires_grad_(False)
+    if mode == "evaluated":
+        with torch.no_grad():
+            model(other)
+    if mode == "two_graphs":
+        first = model(x)
+        model.plan = plans[1]
+        second = model(other)
+        first.square().mean().backward()
+        second.square().mean().backward()
+    elif mode in ("without_sync", "kept"):
+        if sharded:
+            model.set_requires_gradient_sync(mode == "kept")
+            model.set_reshard_after_backward(mode != "kept")
+        model(x).square().mean().backward()
+        if sharded:
+            model.set_requires_gradient_sync(True)
+            model.set_reshard_after_backward(True)
+        model(other).square().mean().backward()
+    else:
+        model(x).square().mean().backward()
+    if mode == "frozen":
+        for unit in [model, *model.layers]:
+            if hasattr(unit, "reshard"):
+                unit.reshard()
+        model.layers[frozen].requires_grad_(True)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_random_program_gives_the_gradients_of_a_plain_module(seed):
+    run_threads(2, run_program, seed)
+
+
+def test_random_programs_do_share_buffers():
+    assert any(run_threads(2, run_program, seed)[0] for seed in range(3))

@@ -1,0 +1,361 @@
+"""What fully_shard copies, sends, holds and frees."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.fsdp.transformer import build
+from tests.ranks import run_gloo, run_threads
+from vescale_ray.fsdp import explain, fully_shard
+from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.schedule import Schedule
+from vescale_ray.fsdp.unit import Unit
+
+WIDTH, LAYERS = 64, 6
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Tower(nn.Module):
+    """Equal layers, larger than the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def sharded(**options):
+    model = Tower()
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def step(model, optimizer=None):
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+    if optimizer is not None:
+        optimizer.step()
+    model.zero_grad()
+
+
+class Recorder:
+    """Counts this rank's collectives and messages, and keeps the storages that they read and wrote."""
+
+    NAMES = ("all_gather_single", "all_to_all_single", "reduce_scatter_single", "all_reduce", "broadcast", "isend", "irecv")
+
+    def __init__(self, monkeypatch):
+        self.calls, self.read, self.written = {}, {}, {}
+        for name in self.NAMES:
+            monkeypatch.setattr(dist, name, self._wrap(name, getattr(dist, name)))
+
+    def clear(self):
+        rank = dist.get_rank()
+        self.calls[rank], self.read[rank], self.written[rank] = Counter(), set(), set()
+
+    def _wrap(self, name, original):
+        def wrapped(*args, **kwargs):
+            rank = dist.get_rank()
+            if rank in self.calls:
+                self.calls[rank][name] += 1
+                if name != "isend":
+                    self.written[rank].add(storage(args[0]))
+                if name != "irecv":
+                    self.read[rank].add(storage(args[0] if name == "isend" else args[1]))
+            return original(*args, **kwargs)
+
+        return wrapped
+
+
+class Writes(TorchDispatchMode):
+    """Bytes that copy operations have written."""
+
+    COPIES = {"copy_", "clone", "_to_copy", "cat", "split_with_sizes_copy", "chunk_cat", "_foreach_copy_", "_chunk_cat", "stack"}
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        if name in self.COPIES:
+            tensors = result if isinstance(result, list | tuple) else [result] if isinstance(result, torch.Tensor) else args[0]
+            self.bytes[name] += sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+        return result
+
+
+def storage(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def counts(rank, world, recorder):
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    lanes = model._get_fsdp_state().lanes
+    per_step = []
+    for _ in range(3):
+        recorder.clear()
+        before = lanes.gather.issued, lanes.reduce.issued
+        step(model, optimizer)
+        per_step.append((lanes.gather.issued - before[0], lanes.reduce.issued - before[1], dict(recorder.calls[rank])))
+    recorder.clear()
+    inside = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda m, a: inside.extend(storage(p) for p in m.parameters()))
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))
+    masters = {storage(g.master.flat) for u in _units(model) for g in u.groups}
+    return per_step, recorder.read[rank] == masters, len(inside) == 2 * LAYERS and set(inside) <= recorder.written[rank]
+
+
+def counts_in_process(rank, world):
+    with pytest.MonkeyPatch.context() as patch:
+        return counts(rank, world, Recorder(patch))
+
+
+GATHERS, REDUCTIONS = 2 * LAYERS + 1, LAYERS + 1
+"""Forward: every unit; backward: every unit but the root, which stays gathered."""
+
+
+def test_a_step_is_one_all_gather_per_unshard_and_one_reduce_scatter_per_group(monkeypatch):
+    for per_step, reads_masters, writes_parameters in run_threads(3, counts, Recorder(monkeypatch)):
+        assert per_step == [(GATHERS, REDUCTIONS, {"all_gather_single": GATHERS, "reduce_scatter_single": REDUCTIONS})] * 3
+        assert reads_masters, "the all-gather reads the master shards themselves"
+        assert writes_parameters, "parameters are views of what the all-gather wrote"
+
+
+def test_on_gloo_a_collective_is_one_message_to_and_from_every_other_rank():
+    messages = GATHERS + REDUCTIONS
+    for per_step, reads_masters, writes_parameters in run_gloo(2, counts_in_process):
+        assert per_step == [(GATHERS, REDUCTIONS, {"isend": messages, "irecv": messages})] * 3
+        assert reads_masters and writes_parameters
+
+
+def copied_bytes():
+    """Bytes copied in one steady step, by operation: FP32, and with a BF16 compute dtype."""
+    results = {}
+    for name, policy in (("fp32", MixedPrecisionPolicy()), ("bf16", BF16)):
+        model = sharded(mp_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            step(model, optimizer)
+        shard = sum(g.layout.shard_numel for u in _units(model) for g in u.groups)
+        numel = sum(p.numel() for p in model.parameters())
+        x = torch.ones(2, WIDTH)
+        with Writes() as writes:
+            out = model(x)
+        forward = dict(writes.bytes)
+        with Writes() as writes:
+            out.float().square().mean().backward()
+        results[name] = forward, dict(writes.bytes), shard, numel
+    return results
+
+
+@pytest.fixture
+def one_of_two():
+    """Rank 0 of 2 whose collectives do nothing: what is copied then is copied by us."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_nothing_is_copied_around_the_all_gather_and_each_gradient_once(one_of_two):
+    result = copied_bytes()
+    forward, backward, _, numel = result["fp32"]
+    assert forward == {}
+    assert backward.pop("copy_") == numel * 4
+    assert sum(backward.values()) < 2048, backward
+    forward, backward, shard, numel = result["bf16"]
+    cast_once = shard * 2
+    assert cast_once <= forward.get("copy_", 0) + forward.get("_to_copy", 0) <= cast_once + 1024, "the cast of the shard, and of the inputs"
+    assert backward["copy_"] == numel * 4
+
+
+def test_the_shard_is_cast_once_per_optimizer_step_however_often_it_is_gathered(one_of_two):
+    model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    shard = model.layers[0]._get_fsdp_state().groups[0].layout.shard_numel
+    counted = []
+    step(model, optimizer)
+    model.set_requires_gradient_sync(False)
+    for micro in range(4):
+        with CastsOf(shard) as seen:
+            model(torch.ones(2, WIDTH)).float().square().mean().backward()
+        counted.append(seen.count / LAYERS)
+        if micro == 2:
+            model.set_requires_gradient_sync(True)
+            model(torch.ones(2, WIDTH)).float().square().mean().backward()
+            optimizer.step()
+            model.set_requires_gradient_sync(False)
+    assert counted == [1, 0, 0, 1]
+
+
+class CastsOf(TorchDispatchMode):
+    def __init__(self, numel):
+        super().__init__()
+        self.numel, self.count = numel, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name == "aten::copy_" and args[0].shape == (self.numel,) and args[0].dtype == torch.bfloat16:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def pool_sizes(rank, world):
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    pool = model._get_fsdp_state().lanes.pool
+    peaks = []
+    for _ in range(6):
+        pool.peak_bytes = 0
+        step(model, optimizer)
+        peaks.append(pool.peak_bytes)
+    layer, root = model.layers[0]._get_fsdp_state().groups[0], model._get_fsdp_state().groups[0]
+    return peaks, layer.unsharded_bytes, root.unsharded_bytes, pool.bytes_held()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_units_share_two_buffers_and_one_for_gradients_and_the_pool_does_not_grow(world):
+    for peaks, layer, root, after in run_gloo(world, pool_sizes):
+        assert peaks == peaks[:1] * 6
+        assert peaks[0] <= 3 * layer + 2 * root, "gathered: prefetch depth + 1; gradients: one; the root has its own"
+        assert after == 0, "on the CPU idle memory goes back"
+
+
+def released(rank, world):
+    """Everything goes with the model: no garbage collection needed, and no engine object is left."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = sharded(mp_policy=BF16)
+        for _ in range(2):
+            loss = model(torch.ones(2, WIDTH)).float().square().mean()
+            loss.backward()
+        unit = model.layers[1]._get_fsdp_state()
+        group = unit.groups[0]
+        tensors = group.master.flat, group._cast, group.params[0].unsharded, model.head.weight.grad
+        watched = [weakref.ref(it) for it in (*tensors, unit, group, unit.schedule)]
+        del unit, group, loss, model, tensors
+        return [ref() is None for ref in watched]
+    finally:
+        gc.enable()
+
+
+def test_deleting_the_model_frees_its_memory_without_the_garbage_collector():
+    for freed in run_gloo(2, released):
+        assert all(freed), freed
+
+
+def survives_a_lost_rank(rank, world, folder):
+    """The other rank goes away in the middle of a step: everything is dropped, and training starts again in a new group."""
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    if rank == 1:
+        model(torch.ones(2, WIDTH))
+        return "gone"  # the harness destroys the process group
+    failed = ""
+    try:
+        for _ in range(3):
+            step(model, optimizer)
+    except RuntimeError as error:
+        failed = str(error)
+    group_ref = weakref.ref(dist.distributed_c10d._get_default_group())
+    del model, optimizer
+    gc.collect()
+    left = [type(o).__name__ for o in gc.get_objects() if isinstance(o, Unit | Group | Schedule | dist.Work)]
+    dist.destroy_process_group()
+    gc.collect()
+    alive = group_ref() is not None
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/again", 1), rank=0, world_size=1, timeout=timedelta(seconds=20))
+    again = sharded()
+    step(again, torch.optim.AdamW(again.parameters()))
+    return bool(failed), left, alive
+
+
+def test_after_a_failed_collective_nothing_is_left_and_a_new_group_works(tmp_path):
+    failed, left, alive = run_gloo(2, survives_a_lost_rank, str(tmp_path))[0]
+    assert failed, "losing a rank must raise"
+    assert left == []
+    assert not alive, "someone still holds the old process group"
+
+
+@pytest.mark.parametrize("world", range(2, 10))
+def test_every_rank_sends_a_multiple_of_128_bytes(world):
+    dist.init_process_group("fake", store=FakeStore(), rank=world - 1, world_size=world)
+    try:
+        for policy in (MixedPrecisionPolicy(), BF16):
+            model = build()
+            for block in model.blocks:
+                fully_shard(block, mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
+            for unit in _units(model):
+                for group in unit.groups:
+                    for dtype in (group.compute_dtype, group.reduce_dtype):
+                        assert group.layout.shard_numel * dtype.itemsize % 128 == 0
+            model(torch.zeros(2, 4, dtype=torch.long)).float().sum().backward()
+            assert model.head.weight.grad.to_local().shape == model.head.weight.to_local().shape
+    finally:
+        dist.destroy_process_group()
+
+
+def test_explain_tells_where_everything_is():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    try:
+        model = build()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        report = explain(model)
+        assert [unit.name for unit in report.units] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
+        assert report.parameter_count == sum(p.numel() for p in model.parameters())
+        for unit in report.units:
+            for group in unit.groups:
+                assert group.shard_numel * group.ranks * 4 == group.gathered_bytes
+                for p in group.parameters:
+                    assert [e for a, b in p.ranges if b > a for e in (a, b)][:1] == [0], "ranges tile the tensor"
+                    assert sum(b - a for a, b in p.ranges) == torch.Size(p.shape).numel()
+        text = str(report)
+        assert "4 units" in text and "qkv.weight  [60, 20]" in text and "padding" in text
+        with pytest.raises(ValueError, match="not sharded"):
+            explain(nn.Linear(2, 2))
+    finally:
+        dist.destroy_process_group()
+
+
+def _units(model):
+    return [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+
+
+def forwards_without_backward(rank, world):
+    model = sharded()
+    step(model)
+    schedule = model._get_fsdp_state().schedule
+    for _ in range(300):
+        model(torch.ones(2, WIDTH))
+    kept = sum(map(len, schedule._passes))
+    bound = sum(sum(s.bound.values()) for slots in schedule.lanes.pool._slots.values() for s in slots)
+    step(model)
+    return kept <= 257 * (LAYERS + 1), bound <= 257 * (LAYERS + 1)
+
+
+def test_forwards_that_no_backward_follows_leave_nothing_behind(one_of_two):
+    assert forwards_without_backward(0, 2) == (True, True)

@@ -1,0 +1,159 @@
+"""The order of streams, checked without a device: every two conflicting uses of a buffer must be ordered by events.
+
+Lanes get pretend streams: what is put on them runs at once, but each access to a buffer is noted with its stream's vector clock.
+Two accesses of which one writes, and neither is known (through events) to come before the other, would be a race on a device.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, shard_tower
+from tests.ranks import run_threads
+from vescale_ray import compat
+from vescale_ray.fsdp import comm
+from vescale_ray.fsdp.gradients import Gradients
+
+
+class Stream:
+    def __init__(self, name):
+        self.name, self.clock = name, {}
+
+    def tick(self):
+        self.clock[self.name] = self.clock.get(self.name, 0) + 1
+        return dict(self.clock)
+
+    def record_event(self):
+        return self.tick()
+
+    def wait_event(self, event):
+        for name, time in event.items():
+            self.clock[name] = max(self.clock.get(name, 0), time)
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+
+class World:
+    """One rank's streams and accesses."""
+
+    def __init__(self):
+        self.compute = Stream("compute")
+        self.current = self.compute
+        self.lanes = 0
+        self.accesses = []
+
+    def note(self, what, tensor, writes):
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            start = storage.data_ptr()
+            self.accesses.append((what, self.current.name, self.current.tick(), start, start + storage.nbytes(), writes))
+
+    def races(self):
+        found = []
+        for i, (what, stream, clock, start, end, writes) in enumerate(self.accesses):
+            for other, stream2, clock2, start2, end2, writes2 in self.accesses[i + 1 :]:
+                overlap = start < end2 and start2 < end
+                if overlap and (writes or writes2) and stream != stream2 and clock2.get(stream, 0) < clock[stream]:
+                    found.append((what, stream, other, stream2))
+        return found
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Pretend streams for every rank; returns what gives the calling rank its world."""
+    local = threading.local()
+
+    def here():
+        if not hasattr(local, "world"):
+            local.world = World()
+        return local.world
+
+    def make_lane(self, device, priority=0):
+        self._device, self.issued = device, 0
+        here().lanes += 1
+        self.stream = Stream(f"lane {here().lanes}")
+
+    @contextmanager
+    def on(self):
+        world = here()
+        before, world.current = world.current, self.stream
+        yield
+        world.current = before
+
+    def gather(output, input, *, group, async_op=False):
+        here().note("all-gather reads", input, False)
+        here().note("all-gather writes", output, True)
+        return original_gather(output, input, group=group, async_op=async_op)
+
+    def scatter(output, input, *, op=dist.ReduceOp.SUM, group, async_op=False):
+        here().note("reduce-scatter reads", input, False)
+        here().note("reduce-scatter writes", output, True)
+        return original_scatter(output, input, op=op, group=group, async_op=async_op)
+
+    def accumulate(self, index):
+        original_accumulate(self, index)
+        if self._flat is not None:
+            here().note("gradient written", self._flat, True)
+
+    def deliver(self, out, used):
+        here().note("gradient shard used", out, True)
+        original_deliver(self, out, used)
+
+    original_gather, original_scatter = compat.all_gather_single, compat.reduce_scatter_single
+    original_accumulate, original_deliver = Gradients.accumulate, Gradients._deliver
+    monkeypatch.setattr(comm.Lane, "__init__", make_lane)
+    monkeypatch.setattr(comm.Lane, "context", on)
+    monkeypatch.setattr(comm, "current_stream", lambda device: here().current)
+    monkeypatch.setattr(comm, "current_event", lambda device: here().current.record_event())
+    monkeypatch.setattr(compat, "all_gather_single", gather)
+    monkeypatch.setattr(compat, "reduce_scatter_single", scatter)
+    monkeypatch.setattr(Gradients, "accumulate", accumulate)
+    monkeypatch.setattr(Gradients, "_deliver", deliver)
+    return here
+
+
+def train(rank, world, streams, options):
+    here = streams()
+    ours, alone = shard_tower(seeded(Tower), **options), seeded(Tower)
+    for module in ours.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda m, a: here.note("forward reads", m.weight.data, False))
+            module.register_full_backward_pre_hook(lambda m, g: here.note("backward reads", m.weight.data, False))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, alone)]
+    bound = 1e-5 if not options else 5e-2
+    for step in range(4):
+        ours(inputs(rank, world, step)).float().square().mean().backward()
+        alone(inputs(0, 1, step)).square().mean().backward()
+        same(grads(ours), grads(alone), bound)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for group in (g for m in ours.modules() if hasattr(m, "_get_fsdp_state") for g in m._get_fsdp_state().groups):
+            here.note("optimizer writes", group.master.flat, True)
+    pool = ours._get_fsdp_state().lanes.pool
+    layer = ours.layers[0]._get_fsdp_state().groups[0]
+    counts = pool.count()
+    return here.races(), len(here.accesses), counts[layer.unsharded_bytes][0], counts[layer.grads.buffer_bytes][1]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_every_use_of_a_buffer_is_ordered_by_events(streams, mixed):
+    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)} if mixed else {}
+    for races, accesses, gathered, gradients in run_threads(2, train, streams, options):
+        assert races == []
+        assert accesses > 200
+        assert gathered == 2, "prefetch depth + 1 buffers for gathered parameters, kept over steps"
+        assert gradients == 2, "one gradient buffer is filled while the other is reduced"
+
+
+def test_the_checker_finds_a_missing_wait(streams, monkeypatch):
+    monkeypatch.setattr(comm.Lane, "after", lambda self, event: None)
+    assert any(races for races, *_ in run_threads(2, train, streams, {}))

@@ -1,0 +1,77 @@
+"""The library needs no Ray: importing it, and training under torchrun, work where Ray can't be imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BLOCKER = """
+import sys
+class NoRay:
+    def find_spec(self, name, path=None, target=None):
+        if name == "ray" or name.startswith("ray."):
+            raise ImportError("ray is blocked in this test")
+sys.meta_path.insert(0, NoRay())
+"""
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from torch import nn
+from vescale_ray import MixedPrecisionPolicy, explain, fully_shard
+from vescale_ray.optim import AdamW, clip_grad_norm_
+
+try:
+    import ray
+except ImportError:
+    pass
+else:
+    raise SystemExit("the blocker does not work")
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(20, 36), nn.Tanh(), nn.Linear(36, 7))
+for layer in (model[0], model[2]):
+    fully_shard(layer)
+fully_shard(model)
+optimizer = AdamW(model.parameters(), lr=1e-2)
+x = torch.randn(8, 20, generator=torch.Generator().manual_seed(dist.get_rank()))
+losses = []
+for _ in range(20):
+    loss = model(x).square().mean()
+    loss.backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+assert losses[-1] < losses[0] / 2, losses
+if dist.get_rank() == 0:
+    print(explain(model))
+    print("trained", dist.get_world_size())
+dist.destroy_process_group()
+"""
+
+
+def environment(folder: Path) -> dict[str, str]:
+    (folder / "sitecustomize.py").write_text(BLOCKER)
+    return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+
+
+def test_import_works_where_ray_can_not_be_imported(tmp_path):
+    names = "[getattr(vescale_ray, name) for name in vescale_ray.__all__]"
+    code = f"import sys, vescale_ray, vescale_ray.optim; {names}; assert 'ray' not in sys.modules"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_torchrun_script_trains_on_two_processes_where_ray_can_not_be_imported(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(command, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "trained 2" in done.stdout
+    assert "3 units" in done.stdout

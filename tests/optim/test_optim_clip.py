@@ -1,0 +1,97 @@
+"""Clipping by the global norm: torch's value, the same on every number of ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute
+
+from tests.ranks import run_threads
+from vescale_ray.fsdp import fully_shard
+from vescale_ray.optim import AdamW, clip_grad_norm_
+
+SHAPES = [(37, 20), (7, 11, 5), (3,), ()]
+
+
+def gradients():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator) * 10 ** (i - 1) for i, shape in enumerate(SHAPES)]
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for i, shape in enumerate(SHAPES):
+            setattr(self, f"p{i}", nn.Parameter(torch.zeros(shape)))
+
+    def forward(self):
+        return sum((p * g).sum() for p, g in zip(self.parameters(), gradients(), strict=True))
+
+
+def clipped(rank, world, max_norm, norm_type):
+    model = fully_shard(Holder(), mesh=init_device_mesh("cpu", (world,)))
+    model().backward()
+    norm = clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    return norm, [p.grad.full_tensor() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_norm_and_gradients_are_those_of_torch_on_plain_tensors(norm_type, max_norm):
+    alone = Holder()
+    alone().backward()
+    expected = nn.utils.clip_grad_norm_(alone.parameters(), max_norm, norm_type)
+    for norm, grads in run_threads(3, clipped, max_norm, norm_type):
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+        for got, p in zip(grads, alone.parameters(), strict=True):
+            torch.testing.assert_close(got, p.grad, rtol=1e-5, atol=1e-12)
+
+
+def test_the_norm_is_the_same_bit_for_bit_on_any_number_of_ranks():
+    norms = {world: {norm.item() for norm, _ in run_threads(world, clipped, 0.5, 2.0)} for world in (1, 2, 3, 4, 5)}
+    assert len(set.union(*norms.values())) == 1, norms
+
+
+def mixed(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    sharded = fully_shard(Holder(), mesh=mesh)
+    sharded().backward()
+    plain = nn.Parameter(torch.zeros(5))
+    plain.grad = torch.full((5,), 2.0)
+    theirs = nn.Parameter(torch_distribute(torch.zeros(8, 3), mesh, [Shard(0)]))
+    theirs.grad = torch_distribute(torch.full((8, 3), 3.0), mesh, [Shard(0)])
+    without = nn.Parameter(torch.zeros(2))
+    norm = clip_grad_norm_([*sharded.parameters(), plain, theirs, without], 1e9)
+    expected = math.sqrt(sum(g.double().square().sum().item() for g in gradients()) + 5 * 4 + 24 * 9)
+    assert math.isclose(norm.item(), expected, rel_tol=1e-6)
+    plain.grad.fill_(math.nan)
+    with pytest.raises(RuntimeError, match="gradient norm is nan"):
+        clip_grad_norm_([plain], 1.0, error_if_nonfinite=True)
+    assert clip_grad_norm_([without], 1.0) == 0
+    dist.barrier()
+
+
+def test_sharded_plain_and_torchs_own_dtensors_may_be_mixed():
+    run_threads(2, mixed)
+
+
+def stale(rank, world):
+    model = nn.Linear(4, 4)
+    early = list(model.parameters())
+    fully_shard(model)
+    with pytest.raises(ValueError, match="2 of 2 parameters .* build the optimizer after fully_shard"):
+        AdamW(early)
+    AdamW(model.parameters())
+    groups: list[dict[str, Any]] = [{"params": [model.weight], "weight_decay": 0.0}, {"params": model.bias}]
+    AdamW(groups)
+
+
+def test_adamw_refuses_parameters_that_fully_shard_has_replaced():
+    run_threads(1, stale)

@@ -1,0 +1,133 @@
+"""Who may import whom (DESIGN 2), read from the sources, imports inside functions included."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# From the bottom to the top; a part may import its own layer and those below it.
+LAYERS: list[set[str]] = [
+    {"errors", "geometry", "compat"},
+    {"planner", "placement"},
+    {"dtensor", "redistribute", "dbuffer", "runfolder", "schedule"},
+    {"fsdp", "models", "data", "config", "checkpoint", "client"},
+    {"optim"},
+    {"report"},
+    {"workers", "progress"},
+    {"controller"},
+    {"cli", "demo"},
+]
+DATA_ONLY = {"configs", "deploy"}
+RANK = {part: height for height, parts in enumerate(LAYERS) for part in parts}
+MAY_IMPORT_RAY = {"controller", "workers"}
+TORCH_FREE = {"geometry", "errors", "config", "schedule", "runfolder", "client", "progress", "cli", "demo", "report"}
+
+
+def part_of(module: str) -> str:
+    """dtensor_ops, dtensor_reduce .. are one part in several files."""
+    return "dtensor" if module.startswith("dtensor_") else module
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    for path in sorted((ROOT / "vescale_ray").rglob("*.py")):
+        inner = path.relative_to(ROOT / "vescale_ray")
+        yield part_of(inner.parts[0] if len(inner.parts) > 1 else inner.stem), path
+    for folder in ("controller", "workers", "checkpoint", "deploy"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield folder, path
+
+
+SOURCES = [(part, path) for part, path in sources() if part != "__init__"]
+NAMES = [path.relative_to(ROOT).as_posix() for _, path in SOURCES]
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Every module that the file imports, by its full name, and whether that happens at module level."""
+    inner = path.relative_to(ROOT).with_suffix("").parts
+    package = inner[:-1] if inner[0] == "vescale_ray" else ("vescale_ray", *inner[:-1])
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    lazy = {id(child) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for child in ast.walk(node)}
+    lazy |= {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        top = id(node) not in lazy
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, top
+        elif isinstance(node, ast.ImportFrom):
+            base = (
+                ".".join((*package[: len(package) - node.level + 1], *([node.module] if node.module else [])))
+                if node.level
+                else str(node.module)
+            )
+            if base == "vescale_ray":
+                for alias in node.names:
+                    yield f"vescale_ray.{alias.name}", top
+            else:
+                yield base, top
+
+
+def test_every_part_has_its_place_in_the_layers() -> None:
+    assert {part for part, _ in SOURCES} - DATA_ONLY == set(RANK) & {part for part, _ in SOURCES}
+
+
+@pytest.mark.parametrize(("part", "path"), SOURCES, ids=NAMES)
+def test_a_part_imports_only_what_lies_below_it(part: str, path: Path) -> None:
+    for name, _ in imports(path):
+        words = name.split(".")
+        if words[0] != "vescale_ray" or len(words) == 1:
+            continue
+        other = part_of(PUBLIC.get(words[1], words[1]))
+        if other in ("__version__",):
+            continue
+        assert part not in DATA_ONLY, f"{path}: imports {name}"
+        assert RANK[other] <= RANK[part], f"{path}: {part} imports {name}, which lies above it"
+
+
+PUBLIC = {"Block": "geometry", "RaggedShard": "placement", "RaggedDTensor": "dtensor", "DBuffer": "dbuffer", "fully_shard": "fsdp"}
+
+
+@pytest.mark.parametrize(("part", "path"), SOURCES, ids=NAMES)
+def test_ray_is_imported_by_controller_and_workers_alone_not_even_lazily_elsewhere(part: str, path: Path) -> None:
+    used = {name for name, _ in imports(path) if name.split(".")[0] == "ray"}
+    assert not used or part in MAY_IMPORT_RAY, f"{path}: imports {sorted(used)}"
+    if part == "workers":
+        assert not used or path.name == "worker.py", f"{path}: of workers/ only worker.py may import Ray"
+
+
+@pytest.mark.parametrize(("part", "path"), SOURCES, ids=NAMES)
+def test_the_command_line_and_its_helpers_import_torch_only_inside_functions(part: str, path: Path) -> None:
+    if part in TORCH_FREE:
+        assert not [name for name, top in imports(path) if top and name.split(".")[0] in ("torch", "ray", "matplotlib")]
+
+
+@pytest.mark.parametrize(("part", "path"), SOURCES, ids=NAMES)
+def test_nothing_is_imported_as_a_top_level_controller_workers_checkpoint_or_deploy(part: str, path: Path) -> None:
+    assert not [name for name, _ in imports(path) if name.split(".")[0] in ("controller", "workers", "checkpoint", "deploy")]
+
+
+def test_the_models_and_the_data_know_nothing_of_sharding() -> None:
+    for part, path in SOURCES:
+        if part in ("models", "data"):
+            ours = {name for name, _ in imports(path) if name.startswith("vescale_ray.")}
+            assert ours <= {"vescale_ray.errors", "vescale_ray.models", "vescale_ray.data"} | {
+                n for n in ours if n.startswith(f"vescale_ray.{part}")
+            }
+
+
+def test_every_folder_says_in_its_first_lines_what_lives_there() -> None:
+    for path in [
+        *ROOT.glob("vescale_ray/**/__init__.py"),
+        *(ROOT / folder / "__init__.py" for folder in ("controller", "workers", "checkpoint", "deploy")),
+    ]:
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        assert docstring and len(docstring) > 80, path

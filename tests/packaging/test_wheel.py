@@ -1,0 +1,117 @@
+"""What is shipped: the wheel's contents, and a version of the tree that needs neither Ray nor an installation."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MAPPED = ("controller", "workers", "checkpoint", "deploy")
+
+
+def packages_in_the_tree() -> set[str]:
+    found = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "vescale_ray").rglob("__init__.py")}
+    for folder in MAPPED:
+        found |= {".".join(("vescale_ray", *path.parent.relative_to(ROOT).parts)) for path in (ROOT / folder).rglob("__init__.py")}
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built offline from a copy of the sources: setuptools writes build/ and *.egg-info beside them."""
+    work = tmp_path_factory.mktemp("wheel")
+    source = work / "source"
+    listing = ["pyproject.toml", "README.md", "LICENSE", "vescale_ray", *MAPPED]
+    source.mkdir()
+    subprocess.run(["cp", "-r", *(str(ROOT / name) for name in listing), str(source)], check=True, timeout=60)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(work), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (path,) = work.glob("*.whl")
+    return path
+
+
+def test_every_package_of_the_tree_is_listed_for_the_wheel_and_no_other() -> None:
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages_in_the_tree()
+
+
+def test_the_wheel_holds_every_module_under_vescale_ray_and_nothing_beside_it(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vescale_ray").rglob("*.py")}
+    modules |= {f"vescale_ray/{path.relative_to(ROOT).as_posix()}" for folder in MAPPED for path in (ROOT / folder).rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == modules
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"vescale_ray"}, "a user's own checkpoint.py must not collide"
+
+
+def test_the_wheel_holds_the_data_files_the_licence_and_the_entry_point(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    names = set(archive.namelist())
+    assert {"vescale_ray/py.typed", "vescale_ray/configs/demo.yaml", "vescale_ray/configs/cluster.yaml"} <= names
+    assert {"vescale_ray/deploy/rayjob.yaml", "vescale_ray/deploy/prometheus.yml", "vescale_ray/deploy/Dockerfile"} <= names
+    info = next(name.split("/")[0] for name in names if ".dist-info/" in name)
+    assert "vescale-ray = vescale_ray.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+    metadata = archive.read(f"{info}/METADATA").decode()
+    assert "License-Expression: Apache-2.0" in metadata and f"{info}/licenses/LICENSE" in names
+    assert "Requires-Python: <3.14,>=3.11" in metadata
+
+
+def test_the_wheel_works_where_nothing_else_of_the_project_is_and_does_not_extend_its_path(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = (
+        "import importlib.resources as r, vescale_ray, vescale_ray.checkpoint, vescale_ray.config, vescale_ray.workers\n"
+        "import vescale_ray.controller.metrics\n"
+        "assert len(list(vescale_ray.__path__)) == 1, list(vescale_ray.__path__)\n"
+        "assert 'site' in vescale_ray.checkpoint.__file__\n"
+        "assert (r.files('vescale_ray.deploy') / 'rayjob.yaml').is_file()\n"
+        "from vescale_ray.demo import demo_config; print(demo_config().train.steps)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and int(done.stdout) > 0, done.stderr
+
+
+def test_a_checkout_works_with_nothing_installed_from_any_folder(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.py").write_text("raise SystemExit('the user\\'s own checkpoint.py was imported')")
+    code = "import vescale_ray.checkpoint, vescale_ray.controller.metrics, vescale_ray.deploy; print('ok')"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "ok\n", done.stderr
+
+
+def test_the_library_imports_where_ray_is_not_installed(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\", name='ray')")
+    code = (
+        "import vescale_ray\n"
+        "for name in vescale_ray.__all__: getattr(vescale_ray, name)\n"
+        "import vescale_ray.planner, vescale_ray.optim, vescale_ray.checkpoint, vescale_ray.models.llama, vescale_ray.data.corpus\n"
+        "import vescale_ray.report, vescale_ray.config, vescale_ray.cli, vescale_ray.workers.trainer\n"
+        "import sys; assert not [m for m in sys.modules if m.startswith('ray.')]; print('ok')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "ok\n", done.stderr
+
+
+def test_what_is_installed_by_make_is_pinned() -> None:
+    pins = {line.split("==")[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    wanted = [
+        *PROJECT["project"]["dependencies"],
+        *(one for extra in ("dev", "plots") for one in PROJECT["project"]["optional-dependencies"][extra]),
+    ]
+    names = {requirement.split("[")[0].split(">")[0].split("=")[0].split("<")[0].lower().replace("_", "-") for requirement in wanted}
+    assert names <= pins, names - pins
+    assert "torch==2.13.0\n" in (ROOT / "constraints.txt").read_text(), "no local version: plain pip must find it"
+
+
+def test_continuous_integration_calls_make_test_and_nothing_else() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    lines = [line for line in script.read_text().splitlines() if line and not line.startswith("#")]
+    assert lines == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "exec make test"]

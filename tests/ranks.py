@@ -1,0 +1,128 @@
+"""Run a function on several ranks: as threads of this process (fast) or as gloo processes (real).
+
+Processes come from a fork server that has torch imported already, so that a rank starts in about 0.1 s.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.context import ForkServerContext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankFailed(AssertionError):
+    """One or more ranks raised; the message holds their tracebacks."""
+
+
+def run_gloo(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Call ``function(rank, world, *args)`` in ``world`` gloo processes; return the results by rank.
+
+    ``function`` must be importable (module level) and its result picklable (small: numpy or plain values, or CPU tensors
+    via ``.numpy()``). A rank that raises, dies or is still running after ``timeout`` seconds fails the call; none is left behind.
+    """
+    context = _context()
+    results: Any = context.Queue()
+    with tempfile.TemporaryDirectory(prefix="vescale-ranks-") as folder:
+        ranks = [
+            context.Process(
+                target=_rank_main, args=(rank, world, os.path.join(folder, "store"), results, timeout, function, args), daemon=True
+            )
+            for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        got: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        try:
+            while len(got) + len(errors) < world:
+                try:
+                    rank, ok, value = results.get(timeout=0.2)
+                    (got if ok else errors)[rank] = value
+                except queue.Empty:
+                    dead = [r for r, p in enumerate(ranks) if p.exitcode not in (None, 0) and r not in got and r not in errors]
+                    for r in dead:
+                        errors[r] = f"died with exit code {ranks[r].exitcode}"
+                    if time.monotonic() > deadline:
+                        missing = [r for r in range(world) if r not in got and r not in errors]
+                        raise RankFailed(f"ranks {missing} still running after {timeout} s\n" + _report(errors)) from None
+                if errors and time.monotonic() > deadline - timeout + min(timeout, 30):
+                    break
+                if errors:
+                    deadline = min(deadline, time.monotonic() + 5)
+            if errors:
+                raise RankFailed(_report(errors))
+            return [got[rank] for rank in range(world)]
+        finally:
+            for process in ranks:
+                process.join(timeout=2)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def run_threads(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Call ``function(rank, world, *args)`` in ``world`` threads with torch's threaded process group; return results by rank.
+
+    Collectives: all-gather, reduce-scatter (SUM, AVG), all-to-all (uneven too), all-reduce, broadcast. No autograd-engine
+    isolation is promised beyond what torch's own tests rely on.
+    """
+    from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
+
+    results: list[Any] = [None] * world
+    failures: dict[int, str] = {}
+
+    @spawn_threads_and_init_comms(world_size=world)
+    def body(_self: Any) -> None:
+        rank = dist.get_rank()
+        try:
+            results[rank] = function(rank, world, *args)
+        except BaseException:
+            failures[rank] = traceback.format_exc()
+            raise
+
+    try:
+        body(None)
+    except BaseException:
+        if not failures:
+            raise
+    if failures:
+        raise RankFailed(_report(failures))
+    return results
+
+
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "tests.ranks"])
+    return context
+
+
+def _rank_main(
+    rank: int, world: int, store: str, results: Any, timeout: float, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=max(5.0, timeout))
+        )
+        value = function(rank, world, *args)
+        dist.destroy_process_group()
+        results.put((rank, True, value))
+    except BaseException:
+        results.put((rank, False, traceback.format_exc()))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _report(errors: dict[int, str]) -> str:
+    return "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items()))

@@ -1,0 +1,287 @@
+"""The report of a run, from synthetic run folders whose right answer is known by construction."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vescale_ray.config import RunConfig, load_config
+from vescale_ray.data.corpus import load_corpus
+from vescale_ray.data.stream import SampleStream
+from vescale_ray.report import accounting, draw, summarize, table
+from vescale_ray.runfolder import RunFolder, RunFolderError
+
+BATCH = 6
+STREAM = SampleStream(50, 3)
+TEXT = "to be or not to be, that is the question " * 400
+
+
+def consume(run: RunFolder, step: int, generation: int = 1, ids: list[int] | None = None) -> None:
+    run.append_samples(step, generation, STREAM.ids(step * BATCH, BATCH).tolist() if ids is None else ids)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "runs" / "synthetic").create()
+
+
+def test_a_run_without_disturbance_loses_and_repeats_nothing_over_several_epochs(run: RunFolder) -> None:
+    for step in range(40):
+        consume(run, step)
+    result = accounting(run, STREAM, BATCH, 40)
+    assert (result.due, result.lost, result.repeated, result.replayed_steps, result.exact) == (240, 0, 0, 0, True)
+
+
+def test_the_order_within_the_run_does_not_matter_only_the_multiset(run: RunFolder) -> None:
+    first, second = STREAM.ids(0, BATCH).tolist(), STREAM.ids(BATCH, BATCH).tolist()
+    consume(run, 0, ids=second[::-1])
+    consume(run, 1, ids=first)
+    assert accounting(run, STREAM, BATCH, 2).exact
+
+
+def test_replayed_steps_count_once(run: RunFolder) -> None:
+    for step in range(5):
+        consume(run, step, 1)
+    for step in range(3, 8):
+        consume(run, step, 2)
+    result = accounting(run, STREAM, BATCH, 8)
+    assert (result.lost, result.repeated, result.replayed_steps) == (0, 0, 2)
+
+
+def test_a_replay_with_other_samples_counts_by_its_last_line(run: RunFolder) -> None:
+    consume(run, 0, 1)
+    consume(run, 1, 1, ids=[0] * BATCH)  # wrong, and undone
+    consume(run, 1, 2)
+    assert accounting(run, STREAM, BATCH, 2).exact
+
+
+def test_a_lost_sample_is_counted(run: RunFolder) -> None:
+    for step in range(4):
+        consume(run, step, ids=STREAM.ids(step * BATCH, BATCH).tolist()[: BATCH - (step == 2)])
+    result = accounting(run, STREAM, BATCH, 4)
+    assert (result.lost, result.repeated, result.exact) == (1, 0, False)
+
+
+def test_a_lost_step_is_counted_with_all_its_samples(run: RunFolder) -> None:
+    for step in (0, 1, 3):
+        consume(run, step)
+    result = accounting(run, STREAM, BATCH, 4)
+    assert (result.lost, result.repeated) == (BATCH, 0)
+
+
+def test_a_step_that_read_the_batch_before_it_again_loses_its_own_and_repeats_that(run: RunFolder) -> None:
+    consume(run, 0)
+    consume(run, 1, ids=STREAM.ids(0, BATCH).tolist())
+    result = accounting(run, STREAM, BATCH, 2)
+    assert (result.lost, result.repeated) == (BATCH, BATCH)
+
+
+def test_a_sample_that_does_not_exist_counts_as_repeated(run: RunFolder) -> None:
+    consume(run, 0, ids=[*STREAM.ids(0, BATCH).tolist(), 999])
+    assert accounting(run, STREAM, BATCH, 1).repeated == 1
+
+
+def test_the_same_sample_in_the_next_epoch_is_no_repetition_and_a_skipped_one_is_a_loss(run: RunFolder) -> None:
+    small = SampleStream(BATCH, 0)
+    for step in range(3):
+        run.append_samples(step, 1, small.ids(step * BATCH, BATCH).tolist())
+    assert accounting(run, small, BATCH, 3).exact
+    run.append_samples(3, 1, [0] * BATCH)
+    result = accounting(run, small, BATCH, 4)
+    assert (result.lost, result.repeated) == (BATCH - 1, BATCH - 1)
+
+
+def test_an_empty_folder_has_lost_everything_that_was_due(run: RunFolder) -> None:
+    assert accounting(run, STREAM, BATCH, 2).lost == 2 * BATCH
+    with pytest.raises(ValueError, match="global_batch = 0"):
+        accounting(run, STREAM, 0, 2)
+
+
+# ------------------------------------------------------------------------------------------- a whole run, made up by hand
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> tuple[RunFolder, RunConfig]:
+    """20 steps: a worker is lost at step 7 (2 steps replayed from a peer's memory), the run grows back at 14."""
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    config = load_config(
+        None,
+        [
+            f"run.dir={tmp_path}/runs",
+            "run.name=whole",
+            f"data.corpus={text}",
+            "data.seq_len=16",
+            "train.steps=20",
+            "train.slots=3",
+            "train.slot_batch=2",
+        ],
+    )
+    corpus = load_corpus(config.data.corpus, 16, config.data.heldout)
+    stream = SampleStream(corpus.num_samples, 0)
+    run = RunFolder(config.run_folder).create()
+    run.write_config(config.to_yaml())
+    at = 1000.0
+    run.append_event({"event": "run_started", "time": at, "step": 0, "generation": 1})
+    for worker in range(3):
+        run.append_event({"event": "worker_started", "time": at + 1, "worker": f"w{worker}", "pid": 100 + worker, "node": "n"})
+    run.append_event({"event": "evaluation", "time": at + 2, "step": 0, "loss": 5.5, "bpb": 7.93, "samples": 8})
+
+    def train(first: int, last: int, world: int, generation: int) -> None:
+        for step in range(first, last):
+            run.append_samples(step, generation, stream.ids(step * 6, 6).tolist())
+            run.append_metrics(
+                {
+                    "step": step + 1,
+                    "loss": 5.0 - 0.2 * step,
+                    "bpb": 7.0 - 0.2 * step,
+                    "tokens": (step + 1) * 96,
+                    "tokens_per_second": 960.0,
+                    "world": world,
+                    "generation": generation,
+                    "lr": 1e-3,
+                    "step_seconds": 0.1,
+                    "time": at + step,
+                }
+            )
+
+    train(0, 7, 3, 1)
+    run.append_event({"event": "worker_lost", "time": at + 8, "worker": "w2", "pid": 102, "reason": "died", "step": 7, "generation": 1})
+    run.append_event(
+        {
+            "event": "rescaled",
+            "time": at + 9,
+            "step": 5,
+            "generation": 2,
+            "from": 3,
+            "to": 2,
+            "direction": "shrink",
+            "reason": "failure",
+            "source": "peer",
+            "pause_seconds": 1.25,
+            "steps_replayed": 2,
+        }
+    )
+    train(5, 14, 2, 2)
+    run.append_event({"event": "worker_started", "time": at + 18, "worker": "w3", "pid": 103, "node": "n"})
+    run.append_event(
+        {
+            "event": "rescaled",
+            "time": at + 19,
+            "step": 14,
+            "generation": 3,
+            "from": 2,
+            "to": 3,
+            "direction": "grow",
+            "reason": "manual",
+            "source": "memory",
+            "pause_seconds": 0.5,
+            "steps_replayed": 0,
+        }
+    )
+    train(14, 20, 3, 3)
+    run.append_event({"event": "evaluation", "time": at + 25, "step": 20, "loss": 2.1, "bpb": 3.03, "samples": 8})
+    run.append_event({"event": "run_finished", "time": at + 26, "step": 20, "generation": 3})
+    run.write_state({"run": "whole", "state": "DONE", "step": 20, "steps": 20, "world": 3, "generation": 3, "error": None})
+    return run, config
+
+
+def test_the_summary_has_the_figures_that_were_put_in(whole: tuple[RunFolder, RunConfig]) -> None:
+    summary = summarize(whole[0])
+    assert (summary.run, summary.state, summary.steps, summary.steps_done) == ("whole", "DONE", 20, 20)
+    assert summary.loss_first == pytest.approx(5.0) and summary.loss_last == pytest.approx(1.2)
+    assert summary.heldout == ((0, 7.93), (20, 3.03))
+    assert summary.tokens == 20 * 96
+    assert summary.tokens_per_second == pytest.approx(960.0)
+    assert summary.processes == (("w0", 100), ("w1", 101), ("w2", 102), ("w3", 103))
+    assert summary.accounting is not None and summary.accounting.exact and summary.accounting.replayed_steps == 2
+    pauses = [(step, pause) for _, step, what, pause in summary.events if "workers" in what]
+    assert pauses == [(5, 1.25), (14, 0.5)]
+    assert summary.sound
+
+
+def test_the_table_says_it_in_lines_that_fit_a_terminal(whole: tuple[RunFolder, RunConfig]) -> None:
+    text = table(whole[0])
+    assert "5.000 -> 1.200" in text
+    assert "7.930 -> 3.030 bits per byte" in text
+    assert "960 tokens/s" in text
+    assert "lost 0, repeated 0, of 120 due (2 steps replayed)" in text
+    assert "3 -> 2 workers (failure), state from peer, 2 steps replayed  paused 1.25 s" in text
+    assert "2 -> 3 workers (manual), state from memory  paused 0.50 s" in text
+    assert "worker w2 lost: died" in text
+    assert "4 started: w0 (pid 100)" in text
+    assert str(whole[0].path) in text
+    assert len(text.splitlines()) < 25
+
+
+def test_a_sample_lost_makes_the_run_unsound_and_stands_in_the_table(whole: tuple[RunFolder, RunConfig]) -> None:
+    run, _ = whole
+    lines = (run.path / "samples.jsonl").read_text().splitlines()
+    (run.path / "samples.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    assert not summarize(run).sound
+    assert "lost 6, repeated 0" in table(run)
+
+
+def test_the_picture_is_a_png_of_a_size_to_look_at_and_is_named_in_the_table(whole: tuple[RunFolder, RunConfig]) -> None:
+    path = draw(whole[0])
+    data = path.read_bytes()
+    assert path == whole[0].curve_path and data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert width >= 800 and height >= 400
+    assert len(set(_pixels(data))) > 50, "a blank picture"
+    assert str(path) in table(whole[0])
+
+
+def test_the_picture_shows_steps_that_were_undone(whole: tuple[RunFolder, RunConfig]) -> None:
+    run, _ = whole
+    with_undone = draw(run).read_bytes()
+    kept = {line["step"]: line for line in run.read_metrics()}
+    (run.path / "metrics.jsonl").unlink()
+    for line in kept.values():
+        run.append_metrics({**line, "loss": line["loss"]})
+    assert draw(run).read_bytes() != with_undone
+
+
+def test_drawing_needs_no_display_and_leaves_nothing_global(whole: tuple[RunFolder, RunConfig]) -> None:
+    import sys
+
+    draw(whole[0])
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_a_run_without_steps_has_a_table_but_no_picture(tmp_path: Path) -> None:
+    config = load_config(None, [f"run.dir={tmp_path}", "run.name=young"])
+    run = RunFolder(config.run_folder).create()
+    run.write_config(config.to_yaml())
+    run.append_event({"event": "run_failed", "error": "no node\nfree", "step": 0})
+    run.write_state({"state": "FAILED", "step": 0, "error": "no node\nfree"})
+    assert "young: FAILED, 0 of 200 steps" in table(run)
+    assert "no node free" in table(run)
+    with pytest.raises(RunFolderError, match="nothing to draw"):
+        draw(run)
+
+
+def test_a_loss_that_is_no_number_is_drawn_as_a_gap(whole: tuple[RunFolder, RunConfig]) -> None:
+    run, _ = whole
+    run.append_metrics({**run.read_metrics()[-1], "step": 21, "loss": float("nan")})
+    assert draw(run).is_file()
+    assert summarize(run).loss_last is None
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"holds no config\.yaml"):
+        summarize(tmp_path)
+
+
+def _pixels(png: bytes) -> bytes:
+    chunks, at = b"", 8
+    while at < len(png):
+        (length,) = struct.unpack(">I", png[at : at + 4])
+        if png[at + 4 : at + 8] == b"IDAT":
+            chunks += png[at + 8 : at + 8 + length]
+        at += 12 + length
+    return bytes(np.frombuffer(zlib.decompress(chunks), dtype=np.uint8))

@@ -1,0 +1,185 @@
+"""The run's folder: lines that survive crashes, objects that are replaced whole, and who may have it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from vescale_ray.errors import BadInput
+from vescale_ray.runfolder import RunFolder, RunFolderError, committed, list_runs, newest_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "runs" / "a").create()
+
+
+def test_what_is_appended_is_read_back_in_order(run: RunFolder) -> None:
+    for step in range(1, 4):
+        run.append_metrics({"step": step, "loss": 3.0 / step, "memory": {0: 10, 1: 20}})
+        run.append_samples(step - 1, 1, [step, step + 1])
+    run.append_event({"event": "run_started", "time": 5.0})
+    run.append_event({"event": "run_finished"})
+    assert [line["loss"] for line in run.read_metrics()] == [3.0, 1.5, 1.0]
+    assert run.read_metrics()[0]["memory"] == {"0": 10, "1": 20}
+    assert run.read_samples()[2] == {"step": 2, "generation": 1, "ids": [3, 4]}
+    assert run.read_events()[0]["time"] == 5.0
+    assert run.read_events()[1]["time"] > 1e9
+
+
+def test_an_empty_or_missing_folder_reads_as_nothing(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "none")
+    assert (run.read_metrics(), run.read_events(), run.read_samples(), run.read_state(), run.read_control()) == ([], [], [], None, None)
+    assert not run.is_run()
+
+
+def test_a_line_cut_short_by_a_crash_costs_that_line_only(run: RunFolder) -> None:
+    run.append_metrics({"step": 1})
+    with open(run.path / "metrics.jsonl", "ab") as handle:
+        handle.write(b'{"step":2,"lo')
+    assert [line["step"] for line in run.read_metrics()] == [1]
+    run.append_metrics({"step": 3})
+    assert [line["step"] for line in run.read_metrics()] == [1, 3]
+
+
+def test_lines_of_several_writers_never_mix(run: RunFolder) -> None:
+    def write(name: str) -> None:
+        for number in range(200):
+            run.append_event({"event": name, "number": number, "padding": "x" * 500})
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    events = run.read_events()
+    assert len(events) == 800
+    for name in "abcd":
+        assert [e["number"] for e in events if e["event"] == name] == list(range(200))
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        ([1, 2, 3], [(1, 0), (2, 1), (3, 2)]),
+        ([1, 2, 3, 2, 3, 4], [(1, 0), (2, 3), (3, 4), (4, 5)]),
+        ([1, 2, 3, 4, 2], [(1, 0), (2, 4)]),  # steps 3 and 4 are undone and not yet written again
+        ([1, 2, 1, 2, 1, 2], [(1, 4), (2, 5)]),
+        ([3, 3, 3], [(3, 2)]),
+        ([], []),
+    ],
+)
+def test_after_a_rollback_the_last_line_of_each_step_counts_and_undone_steps_do_not(
+    written: list[int], kept: list[tuple[int, int]]
+) -> None:
+    lines = [{"step": step, "line": number} for number, step in enumerate(written)]
+    assert [(line["step"], line["line"]) for line in committed(lines)] == kept
+
+
+def test_figures_that_are_no_numbers_become_null_so_that_every_line_is_json(run: RunFolder) -> None:
+    run.append_metrics({"step": 1, "loss": math.nan, "nested": {"x": [math.inf, 1.0]}})
+    raw = (run.path / "metrics.jsonl").read_text()
+    assert json.loads(raw, parse_constant=lambda name: pytest.fail(name)) == {"step": 1, "loss": None, "nested": {"x": [None, 1.0]}}
+
+
+def test_the_state_is_replaced_whole_while_others_read_it(run: RunFolder) -> None:
+    stop = threading.Event()
+    seen: list[int] = []
+    problems: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            while not stop.is_set():
+                state = run.read_state()
+                if state is not None:
+                    assert state["filler"] == "x" * 5000
+                    seen.append(state["step"])
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for step in range(300):
+        run.write_state({"step": step, "filler": "x" * 5000})
+    stop.set()
+    thread.join()
+    assert not problems and seen == sorted(seen)
+    assert sorted(path.name for path in run.path.iterdir()) == ["run.json"]
+
+
+def test_the_token_is_readable_by_the_owner_only(run: RunFolder) -> None:
+    run.write_control("http://127.0.0.1:1", "secret")
+    run.write_control("http://127.0.0.1:2", "secret2")
+    assert stat.S_IMODE((run.path / "control.json").stat().st_mode) == 0o600
+    assert run.read_control() == {"url": "http://127.0.0.1:2", "token": "secret2"}
+    run.clear_control()
+    run.clear_control()
+    assert run.read_control() is None
+
+
+def test_a_tail_gives_each_line_once_and_none_before_it_is_complete(run: RunFolder) -> None:
+    tail = run.tail_metrics()
+    assert tail.read() == []
+    run.append_metrics({"step": 1})
+    assert [line["step"] for line in tail.read()] == [1]
+    with open(run.path / "metrics.jsonl", "ab") as handle:
+        handle.write(b'{"step":2}\n{"st')
+        handle.flush()
+        assert [line["step"] for line in tail.read()] == [2]
+        handle.write(b'ep":3}\n')
+    assert [line["step"] for line in tail.read()] == [3]
+    assert run.tail_metrics(skip_old=True).read() == []
+
+
+def test_a_folder_that_can_not_be_made_or_written_is_bad_input(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(RunFolderError, match=r"file.*can't be written .*run\.dir") as caught:
+        RunFolder(file / "run").create()
+    assert isinstance(caught.value, BadInput) and "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_write_permission_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(RunFolderError, match="can't be written"):
+        RunFolder(tmp_path / "locked").create()
+
+
+def test_a_run_that_goes_on_keeps_its_folder_to_itself_until_its_process_ends(run: RunFolder) -> None:
+    code = (
+        "import sys; from vescale_ray.runfolder import RunFolder; h = RunFolder(sys.argv[1]).claim()\n"
+        "print('have', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "have\n"
+        with pytest.raises(RunFolderError, match=f"process {holder.pid}.*vescale-ray stop") as caught:
+            run.claim()
+        assert "\n" not in str(caught.value)
+    finally:
+        holder.kill()  # SIGKILL: no clean-up of its own
+        holder.wait(timeout=10)
+    with run.claim():
+        pass
+
+
+def test_the_newest_run_is_the_one_whose_state_changed_last(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with pytest.raises(RunFolderError, match="holds no run"):
+        newest_run(runs)
+    for number, name in enumerate(("b", "c", "a")):
+        run = RunFolder(runs / name).create()
+        run.write_state({"state": "DONE"})
+        os.utime(run.path / "run.json", (1000 + number, 1000 + number))
+    RunFolder(runs / "no-run").create()
+    assert [run.path.name for run in list_runs(runs)] == ["b", "c", "a"]
+    assert newest_run(runs).path.name == "a"

@@ -1,0 +1,104 @@
+"""Which state the survivors resume from: a pure decision over what each of them reports to hold."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vescale_ray.workers.snapshot import Holding, choose_resume
+
+
+def _held(world: int, step: int, generation: int = 1, *, incomplete: dict[int, set[int]] | None = None) -> dict[str, list[Holding]]:
+    """After exchange ``step``, rank r is worker "r" and holds r and r - 1; ``incomplete``: rank -> what it has of step + 1."""
+    held = {}
+    for rank in range(world):
+        holdings = [Holding(generation, world, step, tuple(sorted({rank, (rank - 1) % world})))]
+        if incomplete and rank in incomplete:
+            holdings.append(Holding(generation, world, step + 1, tuple(sorted(incomplete[rank]))))
+        held[str(rank)] = holdings
+    return held
+
+
+def test_one_death_in_any_world_resumes_at_the_last_copied_step_with_the_buddy_as_supplier() -> None:
+    for world in range(2, 7):
+        for dead in range(world):
+            held = _held(world, step=9)
+            del held[str(dead)]
+            resume = choose_resume(held, prefer=held)
+            assert resume is not None and (resume.step, resume.world) == (9, world)
+            assert resume.suppliers[dead] == str((dead + 1) % world)
+
+
+def test_two_deaths_are_survived_unless_they_were_neighbours() -> None:
+    for world in range(3, 7):
+        for a, b in itertools.combinations(range(world), 2):
+            held = _held(world, step=4)
+            del held[str(a)], held[str(b)]
+            neighbours = (a + 1) % world == b or (b + 1) % world == a
+            assert (choose_resume(held) is None) == neighbours
+
+
+def test_a_death_in_the_middle_of_the_exchange_resumes_at_the_new_step_only_if_all_its_shards_survive() -> None:
+    # Rank 1 dies while step 10 is exchanged. Its bytes reached rank 2: everybody else is at home.
+    held = _held(3, step=9, incomplete={0: {0}, 2: {1, 2}})
+    del held["1"]
+    resume = choose_resume(held)
+    assert resume is not None and resume.step == 10
+    # They did not: one step back.
+    held = _held(3, step=9, incomplete={0: {0, 2}, 2: {2}})
+    del held["1"]
+    resume = choose_resume(held)
+    assert resume is not None and resume.step == 9
+
+
+def test_a_death_while_the_next_generation_is_filled_resumes_from_the_old_one() -> None:
+    # Generation 1 (world 3) lost rank 0; generation 2 (world 2) began, and its rank 1 (worker "2") died before it had a copy of everything.
+    held = {"1": [Holding(1, 3, 7, (0, 1)), Holding(2, 2, 7, (0,))], "3": [Holding(1, 3, 7, (2,))]}
+    resume = choose_resume(held)
+    assert resume is not None and (resume.generation, resume.world, resume.step) == (1, 3, 7)
+
+
+def test_of_two_generations_at_the_same_step_the_later_is_taken() -> None:
+    held = {"a": [Holding(1, 2, 5, (0, 1)), Holding(2, 1, 5, (0,))]}
+    resume = choose_resume(held)
+    assert resume is not None and resume.generation == 2
+
+
+def test_a_leaver_is_asked_only_for_what_the_members_do_not_hold() -> None:
+    held = _held(4, step=3)
+    resume = choose_resume(held, prefer=["0", "1", "2"])  # worker 3 leaves: its shards are with worker 0
+    assert resume is not None and resume.workers == ("0", "1", "2") and resume.suppliers[3] == "0"
+    parked = {str(rank): [Holding(1, 4, 3, (rank,))] for rank in range(4)}  # no copies: it must give its own
+    resume = choose_resume(parked, prefer=["0", "1", "2"])
+    assert resume is not None and resume.workers == ("0", "1", "2", "3")
+
+
+def test_nothing_held_is_answered_with_none() -> None:
+    assert choose_resume({}) is None
+    assert choose_resume({"a": []}) is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_the_answer_is_covered_by_its_suppliers_and_no_newer_step_is(data: st.DataObject) -> None:
+    workers = [f"w{i}" for i in range(data.draw(st.integers(1, 5)))]
+    worlds = {1: data.draw(st.integers(1, 4)), 2: data.draw(st.integers(1, 4))}
+    holding = st.builds(
+        lambda g, step, ranks: Holding(g, worlds[g], step, tuple(sorted(r % worlds[g] for r in ranks))),
+        st.sampled_from([1, 2]),
+        st.integers(0, 3),
+        st.sets(st.integers(0, 3), min_size=1),
+    )
+    held = {w: data.draw(st.lists(holding, max_size=4)) for w in workers}
+    resume = choose_resume(held, prefer=workers[:2])
+    have = {(h.generation, h.step, r) for holdings in held.values() for h in holdings for r in h.ranks}
+    full = {(g, s) for g in worlds for s in range(4) if all((g, s, r) in have for r in range(worlds[g]))}
+    if resume is None:
+        assert not full
+        return
+    assert resume.step == max(s for _, s in full)
+    assert set(resume.suppliers) == set(range(worlds[resume.generation]))
+    for rank, worker in resume.suppliers.items():
+        assert any(h.generation == resume.generation and h.step == resume.step and rank in h.ranks for h in held[worker])

@@ -1,0 +1,330 @@
+"""Ranks come, go and die (SIGKILL) between and in the middle of steps: the same state, the same curve, every sample once."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.workers.fleet import Fleet, State
+from tests.workers.tiny import (
+    FullState,
+    Run,
+    evaluate,
+    form,
+    held,
+    leave,
+    same_bits,
+    scalars,
+    start_from_memory,
+    text_of,
+    threads_and_files,
+    tiny,
+    train,
+    train_or_fail,
+    write_text,
+)
+from vescale_ray import checkpoint
+from vescale_ray.config import RunConfig
+from vescale_ray.data.stream import SampleStream
+from vescale_ray.workers import groups, reshard
+from vescale_ray.workers.groups import GroupFailed
+from vescale_ray.workers.reshard import execute, restore_from_checkpoint, write_checkpoint_shard
+from vescale_ray.workers.shards import export_shards
+from vescale_ray.workers.snapshot import Holding, choose_resume
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text: str) -> list[float]:
+    """The losses of 17 steps at world size 3."""
+    with Fleet(3) as fleet:
+        run = Run(fleet, tiny(text))
+        run.fresh([0, 1, 2])
+        return [record.loss for record in run.train(17)]
+
+
+def _check_curve_and_samples(run: Run, undisturbed: Sequence[float], config: RunConfig, steps: int) -> None:
+    assert sorted(run.records) == list(range(steps))
+    np.testing.assert_allclose(run.losses(), undisturbed[:steps], rtol=1e-4)
+    used = [i for index in range(steps) for i in run.records[index].ids]
+    stream = SampleStream(text_of(config).num_samples, config.run.seed)
+    assert used == stream.ids(0, steps * config.global_batch).tolist(), "a sample is lost, repeated or out of order"
+
+
+# Each ordered pair of world sizes 1..4 occurs once as a transition.
+EVERY_PAIR = [1, 1, 2, 2, 3, 3, 4, 4, 1, 3, 1, 4, 2, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("every", [0, 1], ids=["parked shards only", "with copies"])
+def test_growing_and_shrinking_in_memory_between_all_world_sizes_keeps_every_bit(text: str, undisturbed: list[float], every: int) -> None:
+    assert len(set(zip(EVERY_PAIR, EVERY_PAIR[1:], strict=False))) == 16
+    config = tiny(text, elastic_snapshot_every=every)
+    with Fleet(4) as fleet:
+        run = Run(fleet, config)
+        run.fresh([0])
+        before: FullState | None = None
+        for transition, world in enumerate(EVERY_PAIR):
+            if transition:
+                survivors = run.members
+                run.end()
+                report = run.resume(survivors, list(range(world)))
+                after = run.full_state()
+                assert before is not None and same_bits(before, after)
+                assert report.moved_bytes == report.lower_bound
+                assert every or (report.moved_bytes == 0) == (world == len(survivors)), "the same ranks need nothing; others do"
+            run.train(transition + 1)
+            before = run.full_state()
+        assert {kind for _, kind in before or {}} == {"param", "exp_avg", "exp_avg_sq"}
+        assert all(s["step"] == 17 and s["consumed"] == 170 for s in fleet.run(run.members, scalars).values())
+        _check_curve_and_samples(run, undisturbed, config, 17)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_after_a_kill_at_a_random_moment_the_same_processes_go_on_and_nothing_is_lost(
+    text: str, undisturbed: list[float], seed: int
+) -> None:
+    rng = random.Random(seed)
+    world = [3, 2, 4][seed]
+    config = tiny(text, train_steps=20)
+    with Fleet(world) as fleet:
+        run = Run(fleet, config)
+        run.fresh(list(range(world)))
+        seconds = max(record.seconds for record in run.train(2))
+        pids = {w: fleet.pid(w) for w in range(world)}
+        victim, step = rng.randrange(world), rng.randrange(2, 9)
+        survivors, spread, recorded = run.train_with_a_death(12, victim, step, rng.random() * 1.5 * seconds)
+        report = run.resume(survivors, survivors)
+        assert spread < 2.0, f"survivors left {spread:.2f} s apart"
+        assert report.step >= 2 + recorded - 1, "more than the step in flight is lost"
+        run.train(12)
+        _check_curve_and_samples(run, undisturbed, config, 12)
+        assert {w: fleet.pid(w) for w in survivors} == {w: pids[w] for w in survivors}
+        assert {run.records[i].world for i in (0, 11)} == {world, world - 1}
+
+
+def test_with_a_copy_every_third_step_at_most_three_steps_are_done_again(text: str, undisturbed: list[float]) -> None:
+    config = tiny(text, elastic_snapshot_every=3)
+    with Fleet(3) as fleet:
+        run = Run(fleet, config)
+        run.fresh([0, 1, 2])
+        survivors, _, recorded = run.train_with_a_death(12, victim=1, step=8, delay=0.0)
+        report = run.resume(survivors, survivors)
+        assert report.step == 6 and recorded in (8, 9)
+        run.train(12)
+        _check_curve_and_samples(run, undisturbed, config, 12)
+
+
+def test_a_replacement_joins_and_a_second_death_during_its_filling_is_survived(text: str, undisturbed: list[float]) -> None:
+    config = tiny(text)
+    with Fleet(3) as fleet:
+        run = Run(fleet, config)
+        run.fresh([0, 1, 2])
+        survivors, _, _ = run.train_with_a_death(12, victim=2, step=4, delay=0.0)
+        joiner = fleet.add()[0]
+        # The joiner dies before it has taken part in the move: the members of the attempt fail, and still hold what they held.
+        before = fleet.run(survivors, held)
+        fleet.run_each(_attempt(run, [*survivors, joiner]), _form_and_fail)
+        fleet.kill(joiner)
+        assert fleet.run(survivors, held) == before
+        second = fleet.add()[0]
+        report = run.resume(survivors, [*survivors, second])
+        assert report.step == 4
+        run.train(12)
+        _check_curve_and_samples(run, undisturbed, config, 12)
+
+
+def _attempt(run: Run, members: list[int]) -> dict[int, tuple[object, ...]]:
+    where = run._where(members)
+    return {w: (members.index(w) == len(members) - 1, *args) for w, args in where.items()}
+
+
+def _form_and_fail(state: State, leaves: bool, *where: object) -> str:
+    """Form the group; the joiner then goes away, the others lose it in the move."""
+    form(state, *where)  # type: ignore[arg-type]
+    failure = ""
+    if not leaves:
+        held_now = state["snapshots"].held()[-1]
+        try:
+            execute(state["snapshots"].shards(held_now.generation, held_now.step), state["trainer"])
+        except GroupFailed as error:
+            failure = str(error)
+        assert failure.startswith("move shards: ")
+    state.pop("trainer").close()
+    groups.dissolve()
+    return failure
+
+
+def test_a_death_between_the_own_copy_and_the_exchange_resumes_one_copy_earlier(text: str, undisturbed: list[float]) -> None:
+    config = tiny(text)
+    with Fleet(3) as fleet:
+        run = Run(fleet, config)
+        run.fresh([0, 1, 2])
+        run.train(4)
+        for worker in run.members:
+            fleet.start(worker, _train_and_die_before_sending if worker == 1 else train_or_fail, 12, None)
+        outcome = fleet.outcomes(run.members)
+        assert outcome.pop(1)[1] == "died"
+        fleet.reap(1)
+        # Rank 2 never got rank 1's shards of step 5; step 4 is complete with the survivors.
+        assert Holding(1, 3, 5, (1, 2)) not in outcome[2][1][2] and Holding(1, 3, 4, (1, 2)) in outcome[2][1][2]
+        assert run.resume([0, 2], [0, 2]).step == 4
+        run.train(12)
+        _check_curve_and_samples(run, undisturbed, config, 12)
+
+
+def _train_and_die_before_sending(state: State, until: int, _: None) -> None:
+    setattr(dist, "batch_isend_irecv", lambda ops: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
+    train(state, until)
+
+
+def test_two_steps_are_held_by_each_rank_its_own_shards_and_its_predecessors(text: str) -> None:
+    with Fleet(3) as fleet:
+        run = Run(fleet, tiny(text, elastic_snapshot_every=2))
+        run.fresh([0, 1, 2])
+        assert fleet.run([0], held)[0] == [Holding(1, 3, 0, (0, 2))]
+        run.train(7)
+        for rank in range(3):
+            neighbours = tuple(sorted((rank, (rank - 1) % 3)))
+            assert fleet.run([rank], held)[rank] == [Holding(1, 3, 4, neighbours), Holding(1, 3, 6, neighbours)]
+        run.end()  # at step 7, which is no step of copies: the live shards are parked
+        assert fleet.run([1], held)[1][-1] == Holding(1, 3, 7, (1,))
+        assert run.resume([0, 1, 2], [2, 0]).step == 7
+        assert Holding(1, 3, 7, (0,)) in fleet.run([0], held)[0], "kept until the new generation is known to be safe"
+        run.train(8)
+        assert fleet.run([0], held)[0] == [Holding(2, 2, 7, (0, 1)), Holding(2, 2, 8, (0, 1))]
+
+
+def test_a_bit_that_flips_on_the_way_is_noticed(text: str) -> None:
+    with Fleet(2) as fleet:
+        run = Run(fleet, tiny(text, elastic_snapshot_every=0))
+        run.fresh([0])
+        run.train(1)
+        run.end()
+        where = run._where([0, 1])
+        fleet.start(0, start_from_memory, 1, 1, *where[0])
+        fleet.start(1, _receive_with_a_flipped_bit, 1, 1, *where[1])
+        assert "from participant 0 to 1 arrived with a wrong checksum" in fleet.outcomes([1])[1][1]
+
+
+def _receive_with_a_flipped_bit(state: State, *where: Any) -> None:
+    whole = reshard.all_to_all_bytes
+
+    def flipping(out: torch.Tensor, *rest: Any) -> None:
+        whole(out, *rest)
+        out[len(out) // 2] ^= 4
+
+    setattr(reshard, "all_to_all_bytes", flipping)  # noqa: B010
+    start_from_memory(state, *where)
+
+
+def test_two_neighbours_lost_at_once_need_the_checkpoint_and_get_the_same_curve(
+    text: str, undisturbed: list[float], tmp_path: Path
+) -> None:
+    config = tiny(text)
+    root = str(tmp_path / "checkpoints")
+    with Fleet(3) as fleet:
+        run = Run(fleet, config)
+        run.fresh([0, 1, 2])
+        run.train(5)
+        _save(run, root)
+        run.train(7)
+        run.end()
+        fleet.kill(1)
+        fleet.kill(2)
+        assert choose_resume({"0": fleet.run([0], held)[0]}) is None
+        assert run.from_checkpoint([0], root) == 5
+        run.train(12)
+        _check_curve_and_samples(run, undisturbed, config, 12)
+
+
+def test_a_checkpoint_of_any_world_size_loads_into_any_other_bit_for_bit(text: str, tmp_path: Path) -> None:
+    config = tiny(text)
+    with Fleet(4) as fleet:
+        run = Run(fleet, config)
+        for saved in (1, 2, 3, 4):
+            root = str(tmp_path / f"from-{saved}")
+            run.fresh(list(range(saved)))
+            run.train(saved)
+            state = run.full_state()
+            _save(run, root)
+            run.end()
+            for loaded in (1, 2, 3, 4):
+                assert run.from_checkpoint(list(range(loaded)), root) == saved
+                assert same_bits(state, run.full_state())
+                assert all(s["step"] == saved for s in fleet.run(run.members, scalars).values())
+                run.end()
+
+
+def test_values_that_are_filled_in_after_a_forward_are_those_of_the_next_one_also_in_bfloat16(text: str, tmp_path: Path) -> None:
+    root = str(tmp_path)
+    with Fleet(1) as fleet:
+        run = Run(fleet, tiny(text, train_param_dtype="bfloat16"))
+        run.fresh([0])
+        run.train(2)
+        _save(run, root)
+        at_two = fleet.run([0], evaluate)[0]
+        run.train(6)
+        assert fleet.run([0], evaluate)[0] != at_two
+        assert fleet.run([0], _restore_in_place, root)[0] == 2
+        assert fleet.run([0], evaluate)[0] == at_two
+
+
+def _restore_in_place(state: State, root: str) -> int:
+    return restore_from_checkpoint(state["trainer"], checkpoint.open(root))
+
+
+def _save(run: Run, root: str) -> None:
+    attempt = checkpoint.new_attempt()
+    votes = [checkpoint.Vote.from_json(v) for v in run.fleet.run(run.members, _write, root, attempt).values()]
+    step = next(iter(run.fleet.run(run.members[:1], scalars).values()))["step"]
+    checkpoint.commit(root, votes, step=step, epoch=run.generation, attempt=attempt, world=len(votes), meta={})
+
+
+def _write(state: State, root: str, attempt: str) -> str:
+    return write_checkpoint_shard(export_shards(state["trainer"]), root, attempt).to_json()
+
+
+def test_a_checkpoint_of_another_model_or_batch_is_refused_before_anything_changes(text: str, tmp_path: Path) -> None:
+    root = str(tmp_path)
+    with Fleet(1) as fleet:
+        run = Run(fleet, tiny(text))
+        run.fresh([0])
+        run.train(1)
+        _save(run, root)
+        run.end()
+        for change, message in (
+            ({"model_dim": 48}, "is of another model"),
+            ({"train_optimizer": "sgd"}, "is of another model"),
+            ({"train_slots": 4}, "keep the global batch of the run that saved it"),
+        ):
+            with pytest.raises(AssertionError, match=message):
+                Run(fleet, tiny(text, **change)).from_checkpoint([0], root)
+            fleet.run([0], leave, False)
+
+
+def test_ten_generations_leave_threads_and_open_files_where_they_were(text: str) -> None:
+    with Fleet(3) as fleet:
+        run = Run(fleet, tiny(text))
+        run.fresh([0, 1, 2])
+        usage = []
+        for generation in range(10):
+            run.train(generation + 1)
+            gone = run.end()
+            assert not any(alive for parts in gone.values() for alive in parts.values()), gone
+            usage.append(fleet.run([0, 1, 2], threads_and_files)[0])
+            run.resume([0, 1, 2], [0, 1, 2])
+        threads, files = zip(*usage, strict=True)
+        assert max(threads[5:]) <= max(threads[:5]) and max(files[5:]) <= max(files[:5]), usage

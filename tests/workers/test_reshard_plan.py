@@ -1,0 +1,141 @@
+"""The plan of a move, carried out on numpy arrays: every wanted element arrives, and no byte moves that need not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vescale_ray.workers.reshard import Plan, ReshardError, plan
+from vescale_ray.workers.shards import Span
+
+Tensors = list[tuple[str, str, tuple[int, ...], str]]
+
+TENSORS: Tensors = [
+    ("embed.weight", "param", (7, 5), "float32"),
+    ("embed.weight", "exp_avg", (7, 5), "float32"),
+    ("norm.weight", "param", (3,), "bfloat16"),
+    ("scale", "param", (), "float32"),
+    ("head.weight", "param", (4, 9), "bfloat16"),
+]
+
+
+def _even(tensors: Tensors, world: int) -> list[list[Span]]:
+    """The tensors end to end, cut into equal parts."""
+    total = sum(math.prod(shape) for _, _, shape, _ in tensors)
+    each = -(-total // world)
+    return _cut(tensors, [min(total, each * rank) for rank in range(1, world)])
+
+
+def _cut(tensors: Tensors, cuts: Sequence[int]) -> list[list[Span]]:
+    """The tensors end to end, cut at the given positions: a layout of ``len(cuts) + 1`` ranks."""
+    layout: list[list[Span]] = []
+    total = sum(math.prod(shape) for _, _, shape, _ in tensors)
+    for begin, end in zip([0, *cuts], [*cuts, total], strict=True):
+        base, spans = 0, []
+        for name, kind, shape, dtype in tensors:
+            numel = math.prod(shape)
+            start, stop = max(0, begin - base), min(numel, end - base)
+            spans.append(Span(name, kind, shape, dtype, *((start, stop) if stop > start else (0, 0))))
+            base += numel
+        layout.append(spans)
+    return layout
+
+
+def _carry_out(planned: Plan, sources: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]]) -> list[list[np.ndarray]]:
+    """Element i of a tensor holds the value i; unfilled elements hold -1. Fails if an element is written twice."""
+    have = [[np.arange(s.start, s.end) for s in spans] for spans in sources]
+    got = [[np.full(s.numel, -1) for s in spans] for spans in wanted]
+    for move in [*planned.local, *(m for moves in planned.rounds for m in moves)]:
+        target = got[move.dst][move.dst_piece][move.dst_offset : move.dst_offset + move.numel]
+        source = have[move.src][move.src_piece][move.src_offset : move.src_offset + move.numel]
+        assert target.shape == source.shape == (move.numel,)
+        assert (target == -1).all(), "an element is written twice"
+        held, want = sources[move.src][move.src_piece], wanted[move.dst][move.dst_piece]
+        assert (held.name, held.kind) == (want.name, want.kind)
+        target[:] = source
+    return got
+
+
+def _bytes_not_at_home(sources: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]]) -> int:
+    size = {"float32": 4, "bfloat16": 2}
+    total = 0
+    for rank, spans in enumerate(wanted):
+        own = {(s.name, s.kind, i) for s in (sources[rank] if rank < len(sources) else []) for i in range(s.start, s.end)}
+        total += sum(size[s.dtype] for s in spans for i in range(s.start, s.end) if (s.name, s.kind, i) not in own)
+    return total
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[list[list[Span]], list[list[Span]], int]:
+    """Old layout of 1..5 ranks cut anywhere, each rank's shards at one to three workers; new layout of 1..5 ranks."""
+    total = sum(math.prod(shape) for _, _, shape, _ in TENSORS)
+    cuts = st.lists(st.integers(0, total), max_size=4).map(sorted)
+    old, new = _cut(TENSORS, draw(cuts)), _cut(TENSORS, draw(cuts))
+    workers = draw(st.integers(max(1, len(new)), 7))
+    sources: list[list[Span]] = [[] for _ in range(workers)]
+    for shard in old:
+        for worker in draw(st.sets(st.integers(0, workers - 1), min_size=1, max_size=3)):
+            sources[worker].extend(shard)
+    wanted = new + [[] for _ in range(workers - len(new))]
+    return sources, wanted, draw(st.sampled_from([16, 64, 1 << 20]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(situations())
+def test_every_wanted_element_arrives_once_and_only_those_move_that_their_new_owner_does_not_hold(
+    situation: tuple[list[list[Span]], list[list[Span]], int],
+) -> None:
+    sources, wanted, limit = situation
+    planned = plan(sources, wanted, round_bytes=limit)
+    for spans, arrays in zip(wanted, _carry_out(planned, sources, wanted), strict=True):
+        for span, array in zip(spans, arrays, strict=True):
+            np.testing.assert_array_equal(array, np.arange(span.start, span.end))
+    assert planned.moved_bytes == planned.lower_bound == _bytes_not_at_home(sources, wanted)
+    for moves in planned.rounds:
+        assert all(move.src != move.dst for move in moves)
+        for rank in range(len(sources)):
+            assert sum(m.nbytes for m in moves if m.src == rank) <= limit
+            assert sum(m.nbytes for m in moves if m.dst == rank) <= limit
+
+
+def test_the_same_layout_moves_nothing() -> None:
+    layout = _even(TENSORS, 3)
+    planned = plan(layout, layout)
+    assert planned.moved_bytes == 0 and planned.rounds == ()
+
+
+def test_the_buddy_that_holds_both_shards_of_a_world_of_two_needs_nothing_from_anyone() -> None:
+    old = _even(TENSORS, 2)
+    planned = plan([old[0] + old[1]], _even(TENSORS, 1))
+    assert planned.moved_bytes == 0
+
+
+def test_a_lost_shard_is_named() -> None:
+    old = _even(TENSORS, 3)
+    with pytest.raises(ReshardError, match=r"param of embed\.weight: element 0 of 35 is held by no worker"):
+        plan([[], old[1], old[2]], _even(TENSORS, 3))
+
+
+def test_a_layout_that_leaves_out_or_repeats_elements_is_refused() -> None:
+    short = [[Span("w", "param", (4, 4), "float32", 0, 7)], [Span("w", "param", (4, 4), "float32", 8, 16)]]
+    with pytest.raises(ReshardError, match="leaves out or repeats elements around 7"):
+        plan(short, short)
+    twice = [[Span("w", "param", (4, 4), "float32", 0, 9)], [Span("w", "param", (4, 4), "float32", 8, 16)]]
+    with pytest.raises(ReshardError, match="leaves out or repeats"):
+        plan(twice, twice)
+    unfinished = [[Span("w", "param", (4, 4), "float32", 0, 15)]]
+    with pytest.raises(ReshardError, match="ends at element 15 of 16"):
+        plan(unfinished, unfinished)
+
+
+def test_the_state_of_another_model_or_optimizer_is_refused() -> None:
+    here = [[Span("w", "param", (4, 4), "float32", 0, 16)]]
+    with pytest.raises(ReshardError, match="exp_avg of w.*another model or optimizer"):
+        plan([[Span("w", "exp_avg", (4, 4), "float32", 0, 16)]], here)
+    with pytest.raises(ReshardError, match="held as .*2, 8.*wanted as"):
+        plan([[Span("w", "param", (2, 8), "float32", 0, 16)]], here)

@@ -1,0 +1,165 @@
+"""One rank's training loop, at every world size, against one process of plain PyTorch on the same samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from tests.workers.fleet import Fleet, State
+from tests.workers.tiny import FullState, Run, evaluate, plain_run, text_of, tiny, write_text
+from vescale_ray.data.stream import SampleStream
+from vescale_ray.workers import groups
+from vescale_ray.workers.trainer import StepRecord, Trainer, build_model, select_units, slots_of
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def _difference(a: FullState, b: FullState) -> float:
+    """Largest relative difference of any parameter, in the norm."""
+    return max(float(np.linalg.norm(a[key] - b[key]) / np.linalg.norm(b[key])) for key in b)
+
+
+OTHER = {"train_optimizer": "sgd", "train_lr": 0.3, "train_activation_checkpointing": True, "train_grad_clip": 0, "model_tie": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "worlds"),
+    [({}, (1, 2, 3, 4)), (OTHER, (1, 3))],
+    ids=["adamw", "sgd, checkpointing, tied, unclipped"],
+)
+def test_twenty_steps_at_world_sizes_1_to_4_equal_plain_pytorch_in_one_process(
+    text: str, changes: dict[str, Any], worlds: tuple[int, ...]
+) -> None:
+    config = tiny(text, **changes)
+    with Fleet(4) as fleet:
+        run = Run(fleet, config)
+        start: FullState | None = None
+        oracle: tuple[list[float], FullState, float] | None = None
+        for world in worlds:
+            run.fresh(list(range(world)))
+            first = run.full_state()
+            start = start or first
+            assert all((first[key] == start[key]).all() for key in start), "initial values depend on the world size"
+            records = run.train(20)
+            losses, parameters, heldout = oracle = oracle or plain_run(config, start, 20)
+            np.testing.assert_allclose([r.loss for r in records], losses, rtol=1e-5)
+            state = run.full_state()
+            assert _difference({k: v for k, v in state.items() if k[1] == "param"}, parameters) < 1e-5
+            answers = set(fleet.run(run.members, evaluate).values())
+            assert len(answers) == 1
+            loss, samples = answers.pop()
+            assert samples == 13 and loss == pytest.approx(heldout, rel=1e-5)
+            assert losses[-1] < 0.75 * losses[0], "the model learns nothing: the comparison says little"
+            run.end()
+
+
+def test_a_record_accounts_for_the_whole_step_on_every_rank(text: str) -> None:
+    config = tiny(text)
+    corpus = text_of(config)
+    stream = SampleStream(corpus.num_samples, config.run.seed)
+    with Fleet(3) as fleet:
+        run = Run(fleet, config)
+        run.fresh([0, 1, 2])
+        per_rank = fleet.run_each({0: (1,), 1: (4,), 2: (0,)}, _step_with_flags)
+        for index in range(2):
+            records: list[StepRecord] = [per_rank[w][index] for w in range(3)]
+            for record in records:
+                assert (record.index, record.step, record.world, record.generation) == (index, index + 1, 3, 1)
+                assert record.ids == tuple(stream.ids(index * 10, 10))
+                assert record.flags == (5 if index == 0 else 0)
+                assert record.tokens == 10 * 16 and len(record.rank_seconds) == len(record.memory) == 3
+                assert all(bytes_ > 10_000_000 for bytes_ in record.memory) and 0 < max(record.rank_seconds) <= record.seconds + 1
+            assert len({(r.loss, r.grad_norm, r.lr) for r in records}) == 1
+        run.end()
+
+
+def _step_with_flags(state: State, flags: int) -> list[StepRecord]:
+    return [state["trainer"].step(flags), state["trainer"].step()]
+
+
+def test_random_numbers_follow_the_slot_not_the_rank(text: str) -> None:
+    config = tiny(text, model_factory="tests.workers.tiny:DropoutModel", model_units=["body"])
+    curves = []
+    with Fleet(3) as fleet:
+        run = Run(fleet, config)
+        for world in (1, 2, 3):
+            run.fresh(list(range(world)))
+            curves.append([record.loss for record in run.train(6)])
+            run.end()
+    np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5)
+    np.testing.assert_allclose(curves[2], curves[0], rtol=1e-5)
+    assert len(set(curves[0])) == 6
+
+
+def test_bfloat16_compute_follows_float32_within_its_rounding(text: str) -> None:
+    curves = {}
+    with Fleet(2) as fleet:
+        for dtype in ("float32", "bfloat16"):
+            run = Run(fleet, tiny(text, train_param_dtype=dtype, train_reshard_after_forward=False))
+            run.fresh([0, 1])
+            curves[dtype] = [record.loss for record in run.train(8)]
+            run.end()
+    np.testing.assert_allclose(curves["bfloat16"], curves["float32"], rtol=2e-2)
+    assert curves["bfloat16"] != curves["float32"]
+
+
+def test_nothing_of_a_generation_is_alive_after_it_was_left(text: str) -> None:
+    with Fleet(2) as fleet:
+        run = Run(fleet, tiny(text, elastic_snapshot_every=1))
+        run.fresh([0, 1])
+        run.train(2)
+        assert list(run.end().values()) == [{"model": False, "group": False}] * 2
+
+
+def test_slots_are_spread_evenly_and_completely() -> None:
+    for slots in range(1, 9):
+        for world in range(1, slots + 1):
+            spread = [slots_of(rank, world, slots) for rank in range(world)]
+            assert [slot for share in spread for slot in share] == list(range(slots))
+            assert max(map(len, spread)) - min(map(len, spread)) <= 1
+            assert max(map(len, spread)) == -(-slots // world)
+
+
+def test_units_are_matched_part_by_part_and_a_pattern_without_a_match_is_named(text: str) -> None:
+    model = build_model(tiny(text))
+    names = {module: name for name, module in model.named_modules()}
+    assert [names[unit] for unit in select_units(model, ["layers.*"])] == ["layers.0", "layers.1"]
+    assert {names[unit] for unit in select_units(model, ["layers.*", "layers.*.ffn", "head"])} >= {"layers.1.ffn", "head", "layers.0"}
+    nested = [names[unit] for unit in select_units(model, ["layers.*", "layers.*.ffn"])]
+    assert nested.index("layers.0.ffn") < nested.index("layers.0"), "children must be sharded before their parents"
+    with pytest.raises(ValueError, match=r"model\.units: 'blocks\.\*' matches no module; the model has embed, layers, norm, head"):
+        select_units(model, ["blocks.*"])
+
+
+def test_what_can_not_be_trained_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ValueError, match=r"6 workers for train\.slots = 5"):
+        Trainer(tiny(text), 0, 6, 1, "cpu", text_of(tiny(text)))
+    with pytest.raises(ValueError, match=r"model\.factory = tests\.workers\.tiny:nothing"):
+        build_model(tiny(text, model_factory="tests.workers.tiny:nothing"))
+    with pytest.raises(ValueError, match="Linear has no init_parameter"):
+        build_model(tiny(text, model_factory="tests.workers.tiny:without_init"))
+    with pytest.raises(ValueError, match=r"persistent buffers \['seen'\]"):
+        build_model(tiny(text, model_factory="tests.workers.tiny:with_buffer"))
+
+
+def test_one_process_trains_alone_without_any_held_out_text(tmp_path: Path) -> None:
+    config = tiny(write_text(tmp_path), data_heldout=0.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    groups.form("127.0.0.1", store.port, "test/alone", 0, 1, "gloo", 10.0)
+    try:
+        trainer = Trainer(config, 0, 1, 1, "cpu", text_of(config))
+        trainer.initialize()
+        assert trainer.step().step == 1 == trainer.completed and trainer.consumed == 10
+        loss, samples = trainer.evaluate()
+        assert samples == 0 and loss != loss
+        trainer.close()
+        trainer.close()
+    finally:
+        groups.dissolve()

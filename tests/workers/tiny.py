@@ -1,0 +1,334 @@
+"""A tiny run for the tests of this folder: config, text, and what a worker of a :class:`Fleet` does in a generation."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.workers.fleet import Fleet, State
+from vescale_ray import checkpoint
+from vescale_ray.config import RunConfig, parse_config
+from vescale_ray.data.corpus import Corpus, load_corpus
+from vescale_ray.data.stream import SampleStream
+from vescale_ray.models.llama import Llama, LlamaConfig
+from vescale_ray.schedule import lr_at
+from vescale_ray.workers import groups
+from vescale_ray.workers.groups import GroupFailed
+from vescale_ray.workers.reshard import ReshardReport, execute, restore_from_checkpoint
+from vescale_ray.workers.shards import export_shards
+from vescale_ray.workers.snapshot import Holding, Snapshots, choose_resume
+from vescale_ray.workers.trainer import StepRecord, Trainer
+
+FullState = dict[tuple[str, str], np.ndarray]
+HOST = "127.0.0.1"
+
+
+def write_text(folder: Path) -> str:
+    """40 KB of varied words in a file; deterministic."""
+    words = ["shard", "worker", "ring", "step", "buddy", "loss", "epoch", "tensor", "plan", "route"]
+    rng = np.random.default_rng(0)
+    path = folder / "text.txt"
+    path.write_text(" ".join(words[i] + str(i * 7 % 13) for i in rng.integers(0, len(words), 5500)))
+    return str(path)
+
+
+def tiny(corpus: str, **changes: Any) -> RunConfig:
+    """``tiny(path, train_steps=3)`` sets ``train.steps``. 5 slots of 2 sequences: no world size but 1 and 5 divides them."""
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"seed": 7},
+        "model": {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 56},
+        "data": {"corpus": corpus, "seq_len": 16, "heldout": 0.1, "eval_samples": 13},
+        "train": {"steps": 20, "slots": 5, "slot_batch": 2, "lr": 3e-3, "warmup_steps": 4},
+        "elastic": {"workers": 1},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("_")
+        tree.setdefault(section, {})[name] = value
+    return parse_config(tree)
+
+
+def text_of(config: RunConfig) -> Corpus:
+    return load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
+
+
+class DropoutModel(nn.Module):
+    """Embedding, dropout, head: forward depends on the random generator. Its unit is ``body``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 24)
+        self.body = nn.Sequential(nn.Linear(24, 24, bias=True), nn.Dropout(0.5))
+        self.head = nn.Linear(24, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(tokens)))
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        full.normal_(0, 0.1, generator=generator)
+
+
+def without_init() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def with_buffer() -> nn.Module:
+    model = DropoutModel()
+    model.register_buffer("seen", torch.zeros(1))
+    return model
+
+
+# ------------------------------------------------------------------------------------------------- one process, plain PyTorch
+
+
+def plain_run(config: RunConfig, start: FullState, steps: int) -> tuple[list[float], FullState, float]:
+    """Train one unsharded model on whole global batches with torch's own AdamW or SGD: losses, parameters at the end, held-out loss."""
+    corpus = text_of(config)
+    m, t = config.model, config.train
+    model = Llama(LlamaConfig(m.dim, m.layers, m.heads, m.kv_heads, m.ffn, max_seq=config.data.seq_len, rope_theta=m.rope_theta, tie=m.tie))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(start[name, "param"]))
+    optimizer: torch.optim.Optimizer
+    if t.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=t.lr, betas=t.betas, eps=t.eps, weight_decay=t.weight_decay)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=t.lr, momentum=t.betas[0], weight_decay=t.weight_decay)
+    stream = SampleStream(corpus.num_samples, config.run.seed)
+    batch = t.slots * t.slot_batch
+    losses = []
+    for step in range(steps):
+        tokens, targets = corpus.batch(stream.ids(step * batch, batch))
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        if t.grad_clip:
+            nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, t)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        count = min(config.data.eval_samples, corpus.heldout_samples)
+        tokens, targets = corpus.heldout_batch([i * corpus.heldout_samples // count for i in range(count)])
+        heldout = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item()
+    return losses, {(n, "param"): p.detach().numpy() for n, p in model.named_parameters()}, heldout
+
+
+# ---------------------------------------------------------------------------------------------- what a worker does, piece by piece
+
+
+def form(state: State, config: RunConfig, port: int, prefix: str, rank: int, world: int, generation: int) -> None:
+    """Join the generation's group; build the trainer, still without values."""
+    state.setdefault("snapshots", Snapshots(config.elastic.snapshot_every))
+    state.setdefault("corpus", text_of(config))
+    groups.form(HOST, port, prefix, rank, world, "gloo", config.elastic.collective_timeout_s)
+    state["trainer"] = Trainer(config, rank, world, generation, "cpu", state["corpus"])
+
+
+def start_fresh(state: State, *where: Any) -> None:
+    form(state, *where)
+    state["trainer"].initialize()
+    state["snapshots"].begin(state["trainer"])
+
+
+def start_from_memory(state: State, generation: int, step: int, *where: Any) -> ReshardReport:
+    form(state, *where)
+    report = execute(state["snapshots"].shards(generation, step), state["trainer"])
+    state["snapshots"].begin(state["trainer"])
+    return report
+
+
+def start_with_leavers(
+    state: State, generation: int, step: int, transfer_prefix: str, transfer_rank: int, transfer_world: int, *where: Any
+) -> ReshardReport:
+    """As :func:`start_from_memory`, with workers that only give (those whose transfer rank is no rank of the new world)."""
+    port, world = where[1], where[4]
+    if transfer_rank < world:
+        form(state, *where)
+    group = groups.open_transfer(HOST, port, transfer_prefix, transfer_rank, transfer_world, 20.0)
+    report = execute(state["snapshots"].shards(generation, step), state.get("trainer"), group, round_bytes=4096)
+    groups.close_transfer(group)
+    del group
+    if transfer_rank < world:
+        state["snapshots"].begin(state["trainer"])
+    else:
+        state["snapshots"].clear()
+    return report
+
+
+def start_from_checkpoint(state: State, root: str, *where: Any) -> int:
+    form(state, *where)
+    step = restore_from_checkpoint(state["trainer"], checkpoint.open(root))
+    state["snapshots"].begin(state["trainer"])
+    return step
+
+
+def train(state: State, until: int) -> list[StepRecord]:
+    records = []
+    while state["trainer"].completed < until:
+        records.append(state["trainer"].step())
+        state["snapshots"].after_step(state["trainer"])
+    return records
+
+
+def evaluate(state: State) -> tuple[float, int]:
+    answer: tuple[float, int] = state["trainer"].evaluate()
+    return answer
+
+
+def pieces(state: State) -> list[tuple[str, str, tuple[int, ...], int, np.ndarray]]:
+    """Copies of this rank's pieces."""
+    return [(p.name, p.kind, p.shape, p.start, p.data.numpy().copy()) for p in export_shards(state["trainer"]).pieces]
+
+
+def scalars(state: State) -> dict[str, Any]:
+    return dict(export_shards(state["trainer"]).scalars)
+
+
+def held(state: State) -> list[Holding]:
+    answer: list[Holding] = state["snapshots"].held()
+    return answer
+
+
+def leave(state: State, park: bool = True) -> dict[str, bool]:
+    """End the generation at a boundary; tells what of it is still alive afterwards."""
+    trainer: Trainer = state.pop("trainer")
+    if park:
+        state["snapshots"].park(trainer)
+    alive = {"model": weakref.ref(trainer.model), "group": weakref.ref(dist.distributed_c10d._get_default_group())}
+    trainer.close()
+    del trainer
+    groups.dissolve()
+    return {what: ref() is not None for what, ref in alive.items()}
+
+
+def train_or_fail(state: State, until: int, kill_at: tuple[int, float] | None) -> tuple[str, list[StepRecord], list[Holding], float]:
+    """Train until ``until``, or until a peer is lost: ('' or the failure, records, held, when). The victim kills itself ``kill_at``
+    (step, seconds after that step began)."""
+    records: list[StepRecord] = []
+    failure = ""
+    try:
+        with groups.collectives("train"):
+            while state["trainer"].completed < until:
+                if kill_at and state["trainer"].completed == kill_at[0]:
+                    threading.Timer(kill_at[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
+                    kill_at = None
+                records.append(state["trainer"].step())
+                state["snapshots"].after_step(state["trainer"])
+    except GroupFailed as error:
+        failure = str(error)
+    if failure:
+        state.pop("trainer").close()
+        groups.dissolve()
+        return failure, records, state["snapshots"].held(), time.monotonic()
+    return failure, records, state["snapshots"].held(), time.monotonic()
+
+
+def threads_and_files(state: State) -> tuple[int, int]:
+    gc.collect()
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+# ------------------------------------------------------------------------------------------------------- what the controller does
+
+
+class Run:
+    """A run on a fleet: members in rank order, generation, and the newest record of every step."""
+
+    def __init__(self, fleet: Fleet, config: RunConfig) -> None:
+        self.fleet, self.config = fleet, config
+        self.members: list[int] = []
+        self.generation = 0
+        self.records: dict[int, StepRecord] = {}
+
+    def _where(self, members: list[int]) -> dict[int, tuple[Any, ...]]:
+        self.generation += 1
+        prefix = self.fleet.prefix()
+        return {w: (self.config, self.fleet.port, prefix, rank, len(members), self.generation) for rank, w in enumerate(members)}
+
+    def fresh(self, members: list[int]) -> None:
+        self.fleet.run_each(self._where(members), start_fresh)
+        self.members = list(members)
+
+    def from_checkpoint(self, members: list[int], root: str) -> int:
+        where = self._where(members)
+        steps = self.fleet.run_each({w: (root, *rest) for w, rest in where.items()}, start_from_checkpoint)
+        self.members = list(members)
+        return next(iter(steps.values()))
+
+    def resume(self, survivors: list[int], members: list[int]) -> ReshardReport:
+        """From the memory of ``survivors``, in which some may leave and ``members`` may have joiners."""
+        holdings = self.fleet.run(survivors, held)
+        chosen = choose_resume({str(w): h for w, h in holdings.items()}, prefer=[str(w) for w in members])
+        assert chosen is not None, holdings
+        leavers = [w for w in survivors if w not in members and str(w) in chosen.workers]
+        where = self._where(members)
+        state = (chosen.generation, chosen.step)
+        if leavers:
+            prefix, party = self.fleet.prefix(), [*members, *leavers]
+            some = next(iter(where.values()))
+            reports = self.fleet.run_each(
+                {w: (*state, prefix, rank, len(party), *where.get(w, some)) for rank, w in enumerate(party)}, start_with_leavers
+            )
+        else:
+            reports = self.fleet.run_each({w: (*state, *where[w]) for w in members}, start_from_memory)
+        self.members = list(members)
+        assert len({(r.step, r.moved_bytes, r.lower_bound, r.total_bytes) for r in reports.values()}) == 1
+        return reports[members[0]]
+
+    def train(self, until: int) -> list[StepRecord]:
+        by_worker = self.fleet.run(self.members, train, until)
+        records = by_worker[self.members[0]]
+        for others in by_worker.values():
+            assert [r.loss for r in others] == [r.loss for r in records]
+            assert [r.ids for r in others] == [r.ids for r in records]
+        self.records.update((record.index, record) for record in records)
+        return records
+
+    def train_with_a_death(self, until: int, victim: int, step: int, delay: float) -> tuple[list[int], float, int]:
+        """Survivors, seconds from the death until the last of them is out, and the steps that any of them had recorded."""
+        for worker in self.members:
+            self.fleet.start(worker, train_or_fail, until, (step, delay) if worker == victim else None)
+        outcome = self.fleet.outcomes(self.members)
+        assert outcome.pop(victim)[1] == "died", "the victim outlived the run"
+        self.fleet.reap(victim)
+        for _, (failure, records, _, _) in outcome.values():
+            assert failure, "a survivor noticed nothing"
+            self.records.update((record.index, record) for record in records)
+        out = [moment for _, (_, _, _, moment) in outcome.values()]
+        return sorted(outcome), max(out) - min(out), max(len(records) for _, (_, records, _, _) in outcome.values())
+
+    def end(self) -> dict[int, dict[str, bool]]:
+        return self.fleet.run(self.members, leave)
+
+    def full_state(self) -> FullState:
+        """Every parameter and optimizer state, put together from all ranks; fails if they don't tile it."""
+        parts: dict[tuple[str, str], tuple[tuple[int, ...], list[tuple[int, np.ndarray]]]] = {}
+        for rank_pieces in self.fleet.run(self.members, pieces).values():
+            for name, kind, shape, start, data in rank_pieces:
+                parts.setdefault((name, kind), (shape, []))[1].append((start, data))
+        full: FullState = {}
+        for key, (shape, spans) in parts.items():
+            whole = np.concatenate([data for _, data in sorted((s for s in spans if s[1].size), key=lambda span: span[0])])
+            full[key] = whole.reshape(shape)
+        return full
+
+    def losses(self) -> list[float]:
+        return [self.records[index].loss for index in sorted(self.records)]
+
+
+def same_bits(a: FullState, b: FullState) -> bool:
+    return a.keys() == b.keys() and all(a[key].tobytes() == b[key].tobytes() for key in a)

@@ -1,0 +1,67 @@
+"""Elastic fully sharded data parallelism on Ray, with shards that follow the blocks that optimizers and quantizers work on.
+
+Nothing here imports Ray. The public names below are imported on first use, so that ``import vescale_ray`` (and with it
+``vescale-ray --help``) does not pay for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# In a source checkout the sub-packages controller/, workers/, checkpoint/ and deploy/ lie beside this folder; in a wheel,
+# inside it. Without these lines `ray job submit --working-dir .` and plain pytest would not find them.
+_root = Path(__file__).resolve().parent.parent
+if (_root / "controller" / "__init__.py").is_file() and (_root / "pyproject.toml").is_file():
+    __path__.append(str(_root))
+
+_PUBLIC = {
+    "Block": "vescale_ray.geometry",
+    "RaggedShard": "vescale_ray.placement",
+    "RaggedDTensor": "vescale_ray.dtensor",
+    "distribute_tensor": "vescale_ray.dtensor",
+    "DBuffer": "vescale_ray.dbuffer",
+    "fully_shard": "vescale_ray.fsdp",
+    "FSDPModule": "vescale_ray.fsdp",
+    "MixedPrecisionPolicy": "vescale_ray.fsdp",
+    "OffloadPolicy": "vescale_ray.fsdp",
+    "CPUOffloadPolicy": "vescale_ray.fsdp",
+    "register_fsdp_forward_method": "vescale_ray.fsdp",
+    "share_comm_ctx": "vescale_ray.fsdp",
+    "explain": "vescale_ray.fsdp",
+}
+
+__all__ = [*_PUBLIC, "__version__"]
+
+if TYPE_CHECKING:
+    from vescale_ray.dbuffer import DBuffer
+    from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
+    from vescale_ray.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        explain,
+        fully_shard,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
+    from vescale_ray.geometry import Block
+    from vescale_ray.placement import RaggedShard
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module = _PUBLIC[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    value = getattr(import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

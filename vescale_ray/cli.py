@@ -1,0 +1,349 @@
+"""The command line: ``vescale-ray train demo status stop rescale ls ckpt``.
+
+Exit codes: 0 done; 1 it failed; 2 what you gave can't be used; 130 interrupted. Errors are one line with the remedy; a
+traceback only with --debug. torch, Ray and pydantic are imported inside the commands: ``vescale-ray --help`` needs none of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vescale_ray import __version__
+from vescale_ray.errors import BadInput
+
+if TYPE_CHECKING:
+    from vescale_ray.config import RunConfig
+    from vescale_ray.controller.protocol import ScheduledAction
+    from vescale_ray.report import Summary
+    from vescale_ray.runfolder import RunFolder
+
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+class Failed(Exception):
+    """The command did not do what it was asked; the message is one line. Exit code 1."""
+
+
+class _Group(click.Group):
+    """Suggests the nearest command."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if not near:
+                raise
+            raise click.UsageError(f"no such command {args[0]}: did you mean {near[0]}?", ctx) from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args  # wherever it stands: people add it to the command that failed
+    args = [arg for arg in args if arg != "--debug"]
+    try:
+        code = cli.main(args=args, prog_name="vescale-ray", standalone_mode=False)
+        return code if isinstance(code, int) else OK
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return BAD_INPUT
+    except click.ClickException as error:
+        where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "vescale-ray"
+        return _fail(f"{' '.join(error.format_message().split())} (see {where} --help)", BAD_INPUT)
+    except (KeyboardInterrupt, click.Abort):
+        return _fail("interrupted", INTERRUPTED)
+    except BaseException as error:
+        if isinstance(error, SystemExit | GeneratorExit):
+            raise
+        if debug:
+            traceback.print_exc()
+        return _fail(_one_line(error) + ("" if debug else _hint(error)), BAD_INPUT if _is_bad_input(error) else FAILED)
+
+
+def _fail(message: str, code: int) -> int:
+    click.echo(f"vescale-ray: {message}", err=True)
+    return code
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    expected = isinstance(error, Failed | BadInput) or type(error).__module__.startswith("vescale_ray")
+    return text if expected and text else f"{type(error).__name__}: {text}"
+
+
+def _hint(error: BaseException) -> str:
+    expected = isinstance(error, Failed | BadInput) or type(error).__module__.startswith("vescale_ray")
+    return "" if expected else " (--debug shows the traceback)"
+
+
+def _is_bad_input(error: BaseException) -> bool:
+    # A checkpoint of another model is the wrong folder, given by the person; checkpoint/ knows nothing of this CLI's codes.
+    return isinstance(error, BadInput) or any(kind.__name__ == "CheckpointMismatch" for kind in type(error).__mro__)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="vescale-ray")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+def cli(debug: bool) -> None:
+    """Train with fully sharded data parallelism on Ray, while workers come and go.
+
+    Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted.
+    """
+
+
+# ------------------------------------------------------------------------------------------------------------------- runs
+
+
+@cli.command()
+@click.argument("file", metavar="RUN.yaml")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+def train(file: str, overrides: tuple[str, ...]) -> int:
+    """Train the run that RUN.yaml describes; resume it if it has a checkpoint.
+
+    Example: vescale-ray train run.yaml train.steps=500 elastic.workers=2
+    """
+    from vescale_ray.config import ConfigError, load_config
+
+    if "=" in file and not Path(file).exists():
+        raise ConfigError(f"{file}: give the run's YAML file first, then the overrides")
+    code, _ = _train(load_config(file, overrides))
+    return code
+
+
+@cli.command()
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+def demo(overrides: tuple[str, ...]) -> int:
+    """Train a small Llama on 3 local workers, kill one, grow back; takes a few minutes on 2 cores.
+
+    Trains on the sources of this Python's standard library: no download. Overrides as for train.
+    """
+    from vescale_ray.demo import demo_config, demo_schedule, shortcomings
+    from vescale_ray.runfolder import RunFolder
+
+    config = demo_config(overrides)
+    code, summary = _train(config, demo_schedule(config))
+    if summary is not None:
+        problems = shortcomings(summary, RunFolder(config.run_folder).read_events())
+        if problems:
+            raise Failed("the demo did not go as it should: " + "; ".join(problems))
+    return code
+
+
+def _train(config: RunConfig, schedule: Sequence[ScheduledAction] = ()) -> tuple[int, Summary | None]:
+    """Run to the end with progress shown, then draw the picture and print the table; the summary is that of a run that is done."""
+    from vescale_ray import report
+    from vescale_ray.controller import driver, preflight
+    from vescale_ray.progress import Progress
+    from vescale_ray.runfolder import RunFolder
+
+    config = preflight.absolute(config)  # so that config.yaml means the same from any folder
+    folder = RunFolder(config.run_folder).create()
+    resume = f"vescale-ray train {report.shown(folder.config_path)}"
+    with folder.claim(), _written_config(folder, config.to_yaml()):
+        click.echo(f"starting {config.elastic.workers} workers: {config.train.steps} steps, folder {report.shown(folder.path)}")
+        try:
+            with Progress(folder, config.train.steps, config.metrics.interval_s):
+                result = driver.run(config, schedule=schedule)
+        except KeyboardInterrupt:
+            return _fail(f"interrupted twice: no last checkpoint; nothing is left running; resume with: {resume}", INTERRUPTED), None
+    for warning in result.warnings:
+        click.echo(f"vescale-ray: warning: {warning}", err=True)
+    if result.interrupted:
+        return _fail(f"interrupted; nothing is left running; resume at step {result.step} with: {resume}", INTERRUPTED), None
+    if result.state == "STOPPED":
+        click.echo(f"stopped; resume at step {result.step} with: {resume}")
+        return OK, None
+    if result.state != "DONE":
+        raise Failed(f"the run failed at step {result.step}: {result.error}; resume with: {resume}")
+    if folder.read_metrics():
+        try:
+            report.draw(folder)
+        except ModuleNotFoundError:
+            click.echo("no picture: matplotlib is not installed (pip install 'vescale-ray[plots]')", err=True)
+    summary = report.summarize(folder)
+    click.echo("\n" + report.table(folder, summary))
+    return OK, summary
+
+
+@contextmanager
+def _written_config(folder: RunFolder, text: str) -> Iterator[None]:
+    """Put ``text`` in the folder's config.yaml; what was there comes back if it turns out that the run can't begin with it."""
+    before = folder.config_path.read_text(encoding="utf-8") if folder.config_path.is_file() else None
+    folder.write_config(text)
+    try:
+        yield
+    except BadInput:
+        if before is None:
+            folder.config_path.unlink(missing_ok=True)
+        else:
+            folder.write_config(before)
+        raise
+
+
+# ------------------------------------------------------------------------------------------------------------- living runs
+
+
+def _folder(path: str | None) -> RunFolder:
+    from vescale_ray.runfolder import RunFolder, RunFolderError, newest_run
+
+    if path is None:
+        return newest_run()
+    folder = RunFolder(path)
+    if not folder.is_run():
+        raise RunFolderError(f"{path}: is not a run's folder; `vescale-ray ls` lists those under ./runs")
+    return folder
+
+
+@cli.command()
+@click.argument("run_folder", required=False)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def status(run_folder: str | None, as_json: bool) -> int:
+    """Show what a run does now, or how it ended. Without RUN_FOLDER: the newest under ./runs."""
+    from vescale_ray import client
+
+    folder = _folder(run_folder)
+    state: dict[str, Any] = folder.read_state() or {}
+    try:
+        live = client.request(folder, "status", timeout_s=3)
+        note = None
+    except (client.RunNotAlive, client.CommandRefused) as error:
+        live, note = {}, str(error)
+    merged = {"folder": str(folder.path), "alive": note is None, **state, **live}
+    if as_json:
+        click.echo(json.dumps(merged))
+        return OK
+    if note is not None:
+        click.echo(note)
+        if merged.get("error"):
+            click.echo(f"error: {' '.join(str(merged['error']).split())}")
+        return OK
+    loss = "none yet" if merged.get("loss") is None else f"{merged['loss']:.3f} ({merged.get('bpb') or 0:.2f} bits/byte)"
+    click.echo(f"{merged.get('run')}: {merged.get('state')}, step {merged.get('step')} of {merged.get('steps')}, loss {loss}")
+    click.echo(
+        f"workers {merged.get('world')}, generation {merged.get('generation')}, {merged.get('tokens_per_second') or 0:,.0f} tokens/s"
+    )
+    control = folder.read_control() or {}
+    click.echo(f"metrics {control.get('url')}/metrics")
+    return OK
+
+
+@cli.command()
+@click.argument("run_folder", required=False)
+def stop(run_folder: str | None) -> int:
+    """End a run after a checkpoint. Without RUN_FOLDER: the newest under ./runs."""
+    from vescale_ray import client
+
+    folder = _folder(run_folder)
+    client.request(folder, "stop", {})
+    click.echo(f"{folder.path}: stopping; resume it with: vescale-ray train {folder.config_path}")
+    return OK
+
+
+@cli.command()
+@click.argument("workers", type=click.IntRange(min=1))
+@click.argument("run_folder", required=False)
+def rescale(workers: int, run_folder: str | None) -> int:
+    """Go on with WORKERS workers. Without RUN_FOLDER: the newest run under ./runs."""
+    from vescale_ray import client
+
+    folder = _folder(run_folder)
+    try:
+        answer = client.request(folder, "rescale", {"workers": workers})
+    except client.CommandRefused as error:
+        raise BadInput(f"rescale to {workers}: {error}") from None
+    click.echo(f"{folder.path}: " + str(answer.get("message") or f"rescaling to {workers} workers"))
+    return OK
+
+
+@cli.command()
+@click.argument("runs", default="runs")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+def ls(runs: str, as_json: bool) -> int:
+    """List the runs under RUNS (default ./runs), the newest last."""
+    from vescale_ray.runfolder import list_runs
+
+    if not Path(runs).is_dir() and runs != "runs":
+        raise BadInput(f"{runs}: no such folder")
+    for folder in list_runs(runs):
+        state = folder.read_state() or {}
+        if as_json:
+            click.echo(json.dumps({"folder": str(folder.path), **state}))
+            continue
+        started = state.get("started")
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if isinstance(started, (int, float)) else "-"
+        click.echo(f"{when:<16}  {state.get('state', 'NEW'):<13}  {state.get('step', 0)}/{state.get('steps', '?')} steps  {folder.path}")
+    return OK
+
+
+# ------------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@cli.group(cls=_Group)
+def ckpt() -> None:
+    """Look at checkpoints."""
+
+
+def _checkpoint_root(path: str | None) -> Path:
+    """The folder of checkpoints: of the newest run, of a run's folder, or the path itself."""
+    from vescale_ray.config import load_config
+    from vescale_ray.runfolder import RunFolder, newest_run
+
+    folder = newest_run() if path is None else RunFolder(path)
+    root = Path(path) if path is not None else folder.path
+    if folder.config_path.is_file():
+        # The run's folder may have been moved since: where it is now counts, unless the configuration names another place.
+        root = load_config(folder.config_path).checkpoint_dir if load_config(folder.config_path).checkpoint.dir else folder.checkpoints
+    if not root.is_dir():
+        raise BadInput(f"{root}: no such folder of checkpoints")
+    return root
+
+
+@ckpt.command("ls")
+@click.argument("path", required=False)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+def ckpt_ls(path: str | None, as_json: bool) -> int:
+    """List the committed checkpoints in PATH, a run's folder or a folder of checkpoints."""
+    from vescale_ray import checkpoint
+
+    root = _checkpoint_root(path)
+    commits = checkpoint.ls(root)
+    for one in commits:
+        if as_json:
+            about = {"name": one.name, "path": str(one.path), "step": one.step, "epoch": one.epoch, "world": one.world, "bytes": one.bytes}
+            click.echo(json.dumps({**about, "problem": one.problem}))
+        else:
+            verdict = one.problem or f"step {one.step}, written by {one.world} workers, {one.bytes / 1e6:.1f} MB"
+            click.echo(f"{one.name}  {verdict}")
+    if not commits and not as_json:
+        click.echo(f"{root}: no committed checkpoint")
+    return OK
+
+
+@ckpt.command("verify")
+@click.argument("path", required=False)
+@click.argument("name", required=False)
+def ckpt_verify(path: str | None, name: str | None) -> int:
+    """Read a checkpoint and check every block's checksum: NAME in PATH, or the newest."""
+    from vescale_ray import checkpoint
+
+    root = _checkpoint_root(path)
+    report = checkpoint.verify(root, name)
+    if report.problems:
+        raise Failed(f"{root}: {report.commit} is damaged: " + "; ".join(str(problem) for problem in report.problems))
+    click.echo(f"{root}: {report.commit}: every checksum right ({report.objects} objects, {report.bytes / 1e6:.1f} MB)")
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""How another process talks to a run: the controller's HTTP address and token stand in control.json in the run's folder.
+
+Standard library only, so that `vescale-ray status` answers at once.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from vescale_ray.runfolder import FINAL_STATES, RunFolder
+
+
+class RunNotAlive(RuntimeError):
+    """Nothing answers for the run; the message is one line with its last known state and how to go on."""
+
+
+class CommandRefused(RuntimeError):
+    """The run answered, and did not do it; the message is its reason."""
+
+
+def request(folder: RunFolder, action: str, body: dict[str, Any] | None = None, *, timeout_s: float = 10.0) -> dict[str, Any]:
+    """Call the controller of the run in ``folder``: ``status`` is a GET, ``stop`` and ``rescale`` are commands with the run's token.
+
+    Raises:
+        RunNotAlive: no controller is named, or none answers within ``timeout_s``.
+        CommandRefused: it answered with an error.
+    """
+    control = folder.read_control()
+    if control is None:
+        raise RunNotAlive(_obituary(folder))
+    headers = {"Authorization": f"Bearer {control['token']}", "Content-Type": "application/json"}
+    data = None if body is None and action == "status" else json.dumps(body or {}).encode()
+    call = urllib.request.Request(f"{control['url'].rstrip('/')}/{action}", data=data, headers=headers)
+    # The controller is in the cluster's own network: a proxy set for the internet must not see the token.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(call, timeout=timeout_s) as answer:
+            value = json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        raise CommandRefused(_reason(error)) from None
+    except (OSError, http.client.HTTPException, ValueError):
+        raise RunNotAlive(_obituary(folder)) from None
+    if not isinstance(value, dict):
+        raise RunNotAlive(_obituary(folder))
+    if action == "status" and value.get("run") not in (None, folder.path.name):
+        # The port was taken over by another run after this one died.
+        raise RunNotAlive(_obituary(folder))
+    return value
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.loads(error.read())["error"])
+    except (ValueError, KeyError, TypeError, OSError):
+        return f"HTTP {error.code} {error.reason}"
+
+
+def _obituary(folder: RunFolder) -> str:
+    state = folder.read_state()
+    if state is None:
+        return (
+            f"{folder.path}: the run is not alive, and never got to its first state; start it with `vescale-ray train {folder.config_path}`"
+        )
+    name, step = state.get("state"), state.get("step")
+    if name == "DONE":
+        return f"{folder.path}: the run is not alive: it is done, with {step} steps"
+    if name in FINAL_STATES:
+        return f"{folder.path}: the run is not alive: {name} at step {step}; resume it with `vescale-ray train {folder.config_path}`"
+    return (
+        f"{folder.path}: the run is not alive: nothing answers, its last known state is {name} at step {step}; "
+        f"resume it with `vescale-ray train {folder.config_path}`"
+    )

@@ -1,0 +1,25 @@
+"""The few torch names that changed between the releases we support (2.11 to 2.13), under their newest spelling.
+
+The functions are looked up in ``torch.distributed`` at call time, so that a test can patch them there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def all_gather_single(output: torch.Tensor, input: torch.Tensor, *, group: dist.ProcessGroup | None, async_op: bool = False) -> Any:
+    """Gather equal ``input`` of every rank into ``output``. Named ``all_gather_into_tensor`` before torch 2.13."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return function(output, input, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(
+    output: torch.Tensor, input: torch.Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None, async_op: bool = False
+) -> Any:
+    """Reduce ``input`` over ranks, keep this rank's part in ``output``. Named ``reduce_scatter_tensor`` before torch 2.13."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return function(output, input, op=op, group=group, async_op=async_op)

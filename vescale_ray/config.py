@@ -1,0 +1,497 @@
+"""One YAML file describes a run; dotted overrides change single keys; every mistake is one line with the remedy.
+
+``load_config(path, overrides)`` gives a frozen :class:`RunConfig`. A mistyped key is answered with the nearest right one,
+a bad value with its key, the value and the bound, and sizes that don't fit each other (workers, slots, heads) are found here,
+before anything starts. ``RunConfig.to_yaml()`` is the resolved form that the run's folder and each checkpoint keep.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from vescale_ray.errors import BadInput
+
+VOCAB = 256
+"""Tokens are bytes."""
+
+
+class ConfigError(BadInput):
+    """A key or value of the configuration can't be used; the message is one line that names both and the remedy."""
+
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+PositiveOrZero = Annotated[float, Field(ge=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_as_number(cls, value: Any, info: Any) -> Any:
+        # YAML reads yes/on/true as a boolean, and Python would take it for the number 1.
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError("give a value of its own type, not a boolean")
+        return value
+
+
+class RunSection(_Section):
+    """Identity of the run. Runs are known by name: the same name in the same folder is the same run, and resumes."""
+
+    name: str = Field(default="demo", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$", description="name of the run and of its folder")
+    dir: str = Field(default="runs", min_length=1, description="folder that holds the run folders")
+    seed: CountOrZero = Field(default=0, description="seeds the initial parameters and the order of the samples")
+
+
+class ModelSection(_Section):
+    """What is trained."""
+
+    kind: Literal["llama"] = Field(default="llama", description="architecture that comes with the package")
+    dim: Count = Field(default=128, description="width of the residual stream")
+    layers: Count = Field(default=4, description="number of transformer blocks")
+    heads: Count = Field(default=4, description="query heads; must divide dim")
+    kv_heads: Count = Field(default=2, description="key/value heads; must divide heads")
+    ffn: Count = Field(default=384, description="width of the SwiGLU hidden layer")
+    rope_theta: Positive = Field(default=10000.0, description="base of the rotary frequencies")
+    tie: bool = Field(default=False, description="share the embedding with the output head")
+    factory: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        description="`pkg.mod:fn` that returns a module with forward(tokens) and init_parameter; replaces `kind`",
+    )
+    units: list[str] = Field(default=["layers.*"], description="patterns of module names; each match becomes one fully_shard unit")
+
+
+class DataSection(_Section):
+    """Which bytes are read."""
+
+    corpus: str = Field(
+        default="stdlib", min_length=1, description="`stdlib` (this Python's library sources), or a path of a file or folder"
+    )
+    seq_len: Count = Field(default=128, description="bytes that one sample predicts")
+    heldout: float = Field(default=0.05, ge=0, le=0.9, description="fraction of the files that is kept for evaluation, chosen by file hash")
+    eval_samples: CountOrZero = Field(default=64, description="held-out samples per evaluation; 0 turns evaluation off")
+
+
+class TrainSection(_Section):
+    """How it is optimized. The global batch is slots * slot_batch sequences, whatever the number of workers."""
+
+    steps: Count = Field(default=200, description="optimizer steps of the whole run")
+    slots: Count = Field(default=6, description="logical data-parallel positions, spread over the workers that are there")
+    slot_batch: Count = Field(default=2, description="sequences per slot and step")
+    optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="optimizer")
+    lr: Positive = Field(default=1e-3, description="highest learning rate")
+    warmup_steps: CountOrZero = Field(default=20, description="steps of linear warm-up")
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="last learning rate, as a part of lr (cosine decay)")
+    weight_decay: PositiveOrZero = Field(default=0.1, description="decoupled weight decay")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default=(0.9, 0.95), description="of AdamW"
+    )
+    eps: Positive = Field(default=1e-8, description="of AdamW")
+    grad_clip: PositiveOrZero = Field(default=1.0, description="largest norm of the gradient; 0 turns clipping off")
+    param_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of compute and of the all-gather")
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="dtype of the gradients' reduce-scatter")
+    reshard_after_forward: bool = Field(default=True, description="free the full parameters between forward and backward")
+    activation_checkpointing: bool = Field(default=False, description="recompute the units' activations in backward")
+    eval_every: CountOrZero = Field(default=0, description="steps between evaluations; 0: before the first step and after the last")
+    threads: Count = Field(default=1, description="CPU threads per worker")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda when the worker has a GPU")
+
+
+class ElasticSection(_Section):
+    """How many workers, and what to do when that changes."""
+
+    workers: Count = Field(default=3, description="workers to start with")
+    min_workers: Count = Field(default=1, description="fewest workers that still train; below it the run fails")
+    max_workers: int | None = Field(default=None, ge=1, description="most workers; null: as many as slots")
+    snapshot_every: CountOrZero = Field(default=1, description="steps between copies of each shard in another worker's memory; 0: none")
+    collective_timeout_s: Positive = Field(default=30.0, description="seconds after which a collective that does not end counts as failed")
+    max_recoveries_without_progress: Count = Field(default=3, description="recoveries in a row without one more step before the run fails")
+    replace_lost: bool = Field(default=False, description="start a new worker as soon as one is lost")
+
+
+class CheckpointSection(_Section):
+    """What is kept on disk."""
+
+    dir: str | None = Field(default=None, min_length=1, description="folder of the checkpoints; null: `checkpoints` in the run's folder")
+    every: CountOrZero = Field(default=100, description="steps between checkpoints; 0: only after the last step")
+    keep: Count = Field(default=2, description="newest checkpoints that are kept")
+    resume: Literal["auto", "never", "must"] = Field(
+        default="auto", description="start from the newest checkpoint: if there is one, never, or fail if there is none"
+    )
+
+
+class RaySection(_Section):
+    """Where it runs."""
+
+    address: str | None = Field(
+        default=None, min_length=1, description="a Ray cluster's address; null: RAY_ADDRESS if set, else a cluster of its own"
+    )
+    num_cpus: int | None = Field(default=None, ge=1, description="CPUs of the local cluster; null: as many as the workers ask for")
+    object_store_mb: Annotated[int, Field(ge=75)] = Field(default=100, description="object store of the local cluster (Ray's least is 75)")
+    cpus_per_worker: PositiveOrZero = Field(default=1.0, description="CPUs that each worker asks Ray for")
+    gpus_per_worker: PositiveOrZero = Field(default=0.0, description="GPUs that each worker asks Ray for")
+
+
+class MetricsSection(_Section):
+    """Where the figures are served, and how often they are printed."""
+
+    host: str = Field(
+        default="127.0.0.1", min_length=1, description="address that the controller serves /metrics, /status, /stop and /rescale on"
+    )
+    port: int = Field(default=0, ge=0, le=65535, description="its port; 0: any free one (see run.json)")
+    interval_s: Positive = Field(default=1.0, description="seconds between progress lines")
+
+
+class RunConfig(_Section):
+    """A whole run. Frozen: a change is a new value, made by :func:`load_config` or ``model_copy(update=..)``."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    elastic: ElasticSection = ElasticSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    ray: RaySection = RaySection()
+    metrics: MetricsSection = MetricsSection()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RunConfig:
+        for problem in _misfits(self):
+            raise ConfigError(problem)
+        return self
+
+    @property
+    def run_folder(self) -> Path:
+        """``run.dir/run.name``, with ``~`` expanded."""
+        return Path(self.run.dir).expanduser() / self.run.name
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """``checkpoint.dir``, or ``checkpoints`` in the run's folder."""
+        return Path(self.checkpoint.dir).expanduser() if self.checkpoint.dir else self.run_folder / "checkpoints"
+
+    @property
+    def max_workers(self) -> int:
+        """``elastic.max_workers``, or the number of slots."""
+        return self.elastic.max_workers or self.train.slots
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step, at any world size."""
+        return self.train.slots * self.train.slot_batch
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Bytes predicted per optimizer step."""
+        return self.global_batch * self.data.seq_len
+
+    def to_yaml(self) -> str:
+        """The resolved configuration; :func:`load_config` reads it back to an equal value."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read ``path`` (None: all defaults), apply ``overrides`` of the form ``section.key=value`` (the value is YAML) in order.
+
+    Raises:
+        ConfigError: with one line, for the first file, key or value that can't be used.
+    """
+    tree = {} if path is None else _read(Path(path))
+    known = dict(_keys())
+    _check_keys(tree, known)
+    for text in overrides:
+        _apply(tree, text, known)
+    return parse_config(tree)
+
+
+def parse_config(tree: Mapping[str, Any]) -> RunConfig:
+    """Check a plain nested mapping (as from YAML or JSON) and make the :class:`RunConfig` of it."""
+    _check_keys(tree, dict(_keys()))
+    try:
+        return RunConfig.model_validate({name: keys for name, keys in tree.items() if keys is not None})
+    except ValidationError as error:
+        raise ConfigError("; ".join(_describe(one) for one in error.errors(include_url=False))) from None
+
+
+def sections() -> Iterator[tuple[str, type[BaseModel]]]:
+    """Each section's name and model, in the order of the file."""
+    for name, field in RunConfig.model_fields.items():
+        assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        yield name, field.annotation
+
+
+def _keys() -> Iterator[tuple[str, FieldInfo]]:
+    for name, section in sections():
+        for key, field in section.model_fields.items():
+            yield f"{name}.{key}", field
+
+
+# ---------------------------------------------------------------------------------------------------------------- reading
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML that refuses a key given twice: PyYAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if isinstance(key, (str, int, float, bool)) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            if isinstance(key, (str, int, float, bool)):
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _load_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_UniqueKeys)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{where}{line}: not valid YAML: {' '.join(str(error.problem or error.context).split())}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; give the path of a run's YAML file (`vescale-ray demo` needs none)") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder; give the path of a run's YAML file, for example {path / 'config.yaml'}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not text; give the path of a run's YAML file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}") from None
+    tree = _load_yaml(text, str(path))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: holds a {type(tree).__name__}; a run's file holds sections, for example `train: {{steps: 100}}`")
+    return tree
+
+
+def _apply(tree: dict[str, Any], text: str, known: Mapping[str, FieldInfo]) -> None:
+    key, equals, raw = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"override {text!r}: write section.key=value, for example train.steps=100")
+    value = _load_yaml(raw, f"override {text!r}")
+    path = key.split(".")
+    if len(path) == 1 and isinstance(value, dict):
+        addition: dict[str, Any] = {key: value}
+    elif key in known:
+        addition = {path[0]: {path[1]: value}}
+    elif len(path) == 1 and any(other.startswith(f"{key}.") for other in known):
+        addition = {key: value if value is not None else "null"}  # a section needs keys: the check below says which
+    else:
+        raise ConfigError(_unknown(key, known))
+    _check_keys(addition, known)
+    for name, keys in addition.items():
+        tree[name] = {**(tree.get(name) or {}), **keys}
+
+
+def _check_keys(tree: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> None:
+    names = {name for name, _ in sections()}
+    for name, keys in tree.items():
+        if name not in names:
+            first = next(iter(keys), None) if isinstance(keys, dict) else None
+            raise ConfigError(_unknown(str(name) if first is None else f"{name}.{first}", known))
+        if keys is None:
+            continue
+        if not isinstance(keys, dict):
+            example = next(key for key in known if key.startswith(f"{name}."))
+            raise ConfigError(f"{name} = {_show(keys)}: {name} is a section; set its keys, for example {example}")
+        for key in keys:
+            if f"{name}.{key}" not in known:
+                raise ConfigError(_unknown(f"{name}.{key}", known))
+
+
+def _unknown(key: str, known: Mapping[str, FieldInfo]) -> str:
+    """One line for a key that does not exist, with the nearest that does: by its last word here or elsewhere, or whole."""
+    section, _, leaf = key.rpartition(".")
+    siblings = [other for other in known if other.startswith(f"{section}.")]
+    elsewhere = [other for other in known if other.rpartition(".")[2] == leaf]
+    near_leaf = difflib.get_close_matches(leaf, [other.rpartition(".")[2] for other in siblings], n=1, cutoff=0.6)
+    if near_leaf:
+        return f"unknown key {key}: did you mean {section}.{near_leaf[0]}?"
+    near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.75)
+    if elsewhere:
+        # `trian.steps` means train.steps and not another section's key of the same name.
+        near = [max(elsewhere, key=lambda other: difflib.SequenceMatcher(None, other, key).ratio())]
+    if not near:
+        leaves = {other.rpartition(".")[2]: other for other in known}
+        near = [leaves[word] for word in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.7)]
+    if near:
+        return f"unknown key {key}: did you mean {near[0]}?"
+    if siblings:
+        return f"unknown key {key}: {section} has {', '.join(other.rpartition('.')[2] for other in siblings)}"
+    return f"unknown key {key}: the sections are {', '.join(name for name, _ in sections())}"
+
+
+# --------------------------------------------------------------------------------------------------------------- checking
+
+
+def _misfits(c: RunConfig) -> Iterator[str]:
+    """Values that are right alone and wrong together; each line names the keys, their values and what to change."""
+    workers, fewest, most, slots = c.elastic.workers, c.elastic.min_workers, c.max_workers, c.train.slots
+    if workers > slots:
+        yield (
+            f"elastic.workers = {workers} is more than train.slots = {slots}: a worker without a slot has nothing to train on; "
+            f"raise train.slots or lower elastic.workers"
+        )
+    if most > slots:
+        yield f"elastic.max_workers = {most} is more than train.slots = {slots}: raise train.slots or lower elastic.max_workers"
+    if workers > most:
+        yield f"elastic.workers = {workers} is more than elastic.max_workers = {most}: raise the one or lower the other"
+    if fewest > workers:
+        yield f"elastic.min_workers = {fewest} is more than elastic.workers = {workers}: raise elastic.workers or lower elastic.min_workers"
+    if c.model.factory is None:
+        dim, heads, kv_heads = c.model.dim, c.model.heads, c.model.kv_heads
+        if dim % heads:
+            yield f"model.heads = {heads} does not divide model.dim = {dim}: choose a multiple of model.heads as model.dim"
+        elif (dim // heads) % 2:
+            yield f"model.dim = {dim} over model.heads = {heads} gives heads of {dim // heads} elements: rotation needs an even number"
+        if heads % kv_heads:
+            yield f"model.kv_heads = {kv_heads} does not divide model.heads = {heads}: choose a divisor of model.heads"
+    if not c.model.units:
+        yield "model.units = []: give at least one pattern of module names, for example [layers.*]"
+    if c.train.device == "cuda" and c.ray.gpus_per_worker == 0:
+        yield "train.device = cuda with ray.gpus_per_worker = 0: workers would see no GPU; set ray.gpus_per_worker=1"
+
+
+def _describe(error: ErrorDetails) -> str:
+    """One line for one of pydantic's errors."""
+    inner = (error.get("ctx") or {}).get("error")
+    if isinstance(inner, ConfigError):
+        return str(inner)
+    key = ".".join(str(part) for part in error["loc"])
+    return f"{key} = {_show(error['input'])}: {_remedy(error, inner)}"
+
+
+def _remedy(error: ErrorDetails, inner: Any) -> str:
+    context: Mapping[str, Any] = error.get("ctx") or {}
+    match error["type"]:
+        case "greater_than_equal":
+            return f"give at least {_number(context['ge'])}"
+        case "greater_than":
+            return f"give more than {_number(context['gt'])}"
+        case "less_than_equal":
+            return f"give at most {_number(context['le'])}"
+        case "less_than":
+            return f"give less than {_number(context['lt'])}"
+        case "int_parsing" | "int_type" | "int_from_float":
+            return "give a whole number"
+        case "float_parsing" | "float_type" | "finite_number":
+            return "give a finite number"
+        case "bool_parsing" | "bool_type":
+            return "give true or false"
+        case "string_type":
+            return "give a text"
+        case "string_too_short":
+            return "must not be empty"
+        case "literal_error":
+            return f"give one of {context['expected'].replace(chr(39), '')}"
+        case "string_pattern_mismatch" if error["loc"][-1] == "name":
+            return "give letters, digits, '.', '_' and '-' (63 at most, a letter or digit first)"
+        case "string_pattern_mismatch":
+            return "give module and function as pkg.mod:fn"
+        case "list_type" | "tuple_type":
+            return "give a list in brackets"
+        case "missing" | "too_long":
+            return "give as many entries as the default has"
+        case "value_error":
+            return str(inner)
+        case _:
+            return " ".join(str(error["msg"]).split())
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+
+
+def _show(value: Any) -> str:
+    text = " ".join(str(value).split()) if isinstance(value, str) else repr(value)
+    text = {"True": "true", "False": "false", "None": "null"}.get(text, text)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def describe_type(field: FieldInfo) -> str:
+    """The type of a key in the words of the documentation: ``whole number >= 1``, ``adamw | sgd``, .."""
+    annotation: Any = field.annotation
+    optional = type(None) in get_args(annotation)
+    if optional:
+        annotation = next(arg for arg in get_args(annotation) if arg is not type(None))
+    bounds = [*field.metadata]
+    if get_args(annotation) and getattr(annotation, "__metadata__", None):
+        bounds += [m for extra in annotation.__metadata__ for m in (extra.metadata if isinstance(extra, FieldInfo) else [extra])]
+        annotation = get_args(annotation)[0]
+    words: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+    text = words.get(annotation) or (" | ".join(map(str, get_args(annotation))) if _is_literal(annotation) else "list")
+    for symbol, name in ((">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")):
+        text += "".join(f" {symbol} {_number(getattr(bound, name))}" for bound in bounds if getattr(bound, name, None) is not None)
+    return f"{text}, or null" if optional else text
+
+
+def _is_literal(annotation: Any) -> bool:
+    return getattr(annotation, "__origin__", None) is Literal
+
+
+def reference() -> str:
+    """docs/configuration.md: every key with its type, default and meaning, from the models above."""
+    lines = [
+        "# Configuration",
+        "",
+        "One YAML file describes a run. Keys that it leaves out have the defaults below; the command line changes single keys:",
+        "",
+        "    vescale-ray train run.yaml train.steps=500 elastic.workers=2",
+        "",
+        "The value behind `=` is YAML. An unknown key is an error that names the nearest right one, and so is a value out of bounds;",
+        "both end with exit code 2 before anything is started. The resolved form is kept in the run's folder as `config.yaml`.",
+        "",
+        "This page is made by `python -m vescale_ray.config > docs/configuration.md`; a test holds it to the code.",
+    ]
+    for name, section in sections():
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            " ".join((section.__doc__ or "").split()),
+            "",
+            "| key | type | default | meaning |",
+            "|---|---|---|---|",
+        ]
+        for key, field in section.model_fields.items():
+            kind = describe_type(field).replace("|", "\\|")
+            default = yaml.safe_dump(_as_yaml(field.default), default_flow_style=True).removesuffix("...\n").strip()
+            lines.append(f"| `{name}.{key}` | {kind} | `{default}` | {field.description} |")
+    lines += [
+        "",
+        "## What must fit together",
+        "",
+        "- `elastic.min_workers <= elastic.workers <= elastic.max_workers <= train.slots`",
+        "- `model.heads` divides `model.dim` into heads of an even size; `model.kv_heads` divides `model.heads`",
+        "- `train.device = cuda` needs `ray.gpus_per_worker` above 0",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _as_yaml(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

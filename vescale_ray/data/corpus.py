@@ -1,0 +1,172 @@
+"""Text files as one array of bytes, cut into windows; a part of the files is held out by their hash.
+
+The default corpus is the library sources of the Python that runs: about 11 MB of real text on every machine, no download.
+A file belongs to the held-out part if the hash of its content says so, not by its place in the list: adding files never
+moves another one across. The order of files is sorted by relative path and the whole is named by one sha256, so that two
+runs can say whether they read the same text; losses on different texts are not comparable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vescale_ray.errors import BadInput
+
+STDLIB_SKIPPED = frozenset(
+    {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "dist-packages", "__pycache__"}
+)
+"""Folders that some distributions strip, or that are not the standard library: skipped everywhere, for the same text."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class CorpusError(BadInput):
+    """The corpus does not exist, can't be read or holds too little text; the message is one line with its path and the remedy."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The text of a run. Sample ``i`` reads the bytes ``[i * seq_len, (i + 1) * seq_len + 1)``: each byte is predicted once an epoch.
+
+    Attributes:
+        train, heldout: uint8, all files of that part one after another, each ended by a zero byte.
+        name: the specification it was loaded from.
+        files: number of files of both parts.
+        bytes: number of bytes of both parts, end marks included.
+        sha256: of every file's path and content, in order.
+        heldout_files: how many of the files are held out.
+    """
+
+    train: Bytes
+    heldout: Bytes
+    seq_len: int
+    name: str
+    files: int
+    bytes: int
+    sha256: str
+    heldout_files: int
+
+    @cached_property
+    def num_samples(self) -> int:
+        """Windows of the training part."""
+        return _windows(self.train, self.seq_len)
+
+    @cached_property
+    def heldout_samples(self) -> int:
+        """Windows of the held-out part; may be 0."""
+        return _windows(self.heldout, self.seq_len)
+
+    def batch(self, ids: npt.ArrayLike) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and their successors, int64 ``[n, seq_len]`` each, of the training samples ``ids``.
+
+        Raises:
+            IndexError: an id is not in ``[0, num_samples)``.
+        """
+        return _gather(self.train, self.seq_len, self.num_samples, ids)
+
+    def heldout_batch(self, ids: npt.ArrayLike) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`batch`, of the held-out samples."""
+        return _gather(self.heldout, self.seq_len, self.heldout_samples, ids)
+
+    def describe(self) -> dict[str, str | int]:
+        """What run.json and a checkpoint record of the text: JSON-able, a few words."""
+        return {"name": self.name, "files": self.files, "heldout_files": self.heldout_files, "bytes": self.bytes, "sha256": self.sha256}
+
+
+def bits_per_byte(nats: float) -> float:
+    """A mean loss in nats per byte as bits per byte; 8 is what guessing gives."""
+    return nats / math.log(2.0)
+
+
+def load_corpus(spec: str, seq_len: int, heldout_fraction: float) -> Corpus:
+    """Read the corpus ``spec``: ``stdlib``, or the path of a file or of a folder (all its files, hidden ones apart).
+
+    A single file has no other file to hold out, so its last part is held out instead.
+
+    Raises:
+        CorpusError: nothing there, not readable, or too little text for one training window.
+        ValueError: ``seq_len`` or ``heldout_fraction`` is out of range.
+    """
+    if seq_len < 1:
+        raise ValueError(f"seq_len = {seq_len}: give at least 1")
+    if not 0 <= heldout_fraction < 1:
+        raise ValueError(f"heldout_fraction = {heldout_fraction}: give a part of 1, below 1")
+    digest = hashlib.sha256()
+    parts: tuple[list[Bytes], list[Bytes]] = ([], [])
+    files = 0
+    for name, content in _contents(spec):
+        files += 1
+        file_hash = hashlib.sha256(content).digest()
+        digest.update(name.encode() + b"\0" + file_hash)
+        is_heldout = int.from_bytes(file_hash[:8], "big") < heldout_fraction * 2.0**64
+        parts[is_heldout].append(np.frombuffer(content + b"\0", dtype=np.uint8))
+    if files == 1:
+        whole = (parts[0] + parts[1])[0]
+        cut = len(whole) - int(len(whole) * heldout_fraction)
+        parts = ([whole[:cut]], [whole[cut:]])
+    train, heldout = (np.concatenate(part) if part else np.zeros(0, dtype=np.uint8) for part in parts)
+    if _windows(train, seq_len) < 1:
+        raise CorpusError(
+            f"data.corpus = {spec}: {len(train)} bytes of training text in {files} file(s) are too few for one sample of "
+            f"data.seq_len = {seq_len}; give more text or lower data.seq_len"
+        )
+    heldout_files = sum(1 for part in parts[1] if len(part))
+    return Corpus(train, heldout, seq_len, spec, files, len(train) + len(heldout), digest.hexdigest(), heldout_files)
+
+
+def _contents(spec: str) -> Iterator[tuple[str, bytes]]:
+    """Relative name and content of each file that is not empty, in sorted order."""
+    root = Path(sysconfig.get_paths()["stdlib"]) if spec == "stdlib" else Path(spec).expanduser()
+    try:
+        if root.is_file():
+            paths = [root]
+        elif root.is_dir():
+            paths = sorted(_walk(root, stdlib=spec == "stdlib"), key=lambda path: path.relative_to(root).parts)
+        else:
+            raise CorpusError(f"data.corpus = {spec}: no such file or folder; give stdlib or a path that every worker can read")
+        empty = True
+        for path in paths:
+            content = path.read_bytes()
+            if content:
+                empty = False
+                yield path.name if path == root else path.relative_to(root).as_posix(), content
+    except OSError as error:
+        raise CorpusError(f"data.corpus = {spec}: {error.filename or root} can't be read: {error.strerror}") from None
+    if empty:
+        raise CorpusError(f"data.corpus = {spec}: is empty; give a file or folder that holds text")
+
+
+def _walk(root: Path, *, stdlib: bool) -> Iterator[Path]:
+    def fail(error: OSError) -> None:
+        raise error
+
+    for folder, folders, names in os.walk(root, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith(".") and not (stdlib and name in STDLIB_SKIPPED)]
+        for name in names:
+            path = Path(folder, name)
+            if not name.startswith(".") and (name.endswith(".py") or not stdlib) and path.is_file():
+                yield path
+
+
+def _windows(text: Bytes, seq_len: int) -> int:
+    return max(0, (len(text) - 1) // seq_len)
+
+
+def _gather(text: Bytes, seq_len: int, samples: int, ids: npt.ArrayLike) -> tuple[torch.Tensor, torch.Tensor]:
+    index = np.asarray(ids, dtype=np.int64).reshape(-1)
+    if index.size and (index.min() < 0 or index.max() >= samples):
+        raise IndexError(f"sample ids {index.min()}..{index.max()}: there are {samples} samples")
+    windows = text[index[:, None] * seq_len + np.arange(seq_len + 1)].astype(np.int64)
+    whole = torch.from_numpy(windows)
+    return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()

@@ -1,0 +1,156 @@
+"""DBuffer: a group's tensors in one flat buffer, every tensor a slice of it ([veScale-FSDP], Distributed Buffer).
+
+    Layout            |-- wq --|-- wk --|pad|------- w1 -------|-- w2 --|pad|      num_shards * shard_numel elements
+    full buffer       the whole of it, on every rank (gathered parameters, or gradients still to be summed)
+    rank r's shard    elements [r * shard_numel, (r + 1) * shard_numel)
+
+Collectives read and write the flat memory itself, so nothing is copied around them; casting, zeroing, scaling and adding
+are one kernel for all tensors. A DBuffer owns no process group and no stream: :mod:`vescale_ray.fsdp` moves it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+
+from vescale_ray.planner import Layout
+
+
+class DBuffer:
+    """One flat tensor seen as the tensors of ``layout``.
+
+    Args:
+        layout: where every tensor lies.
+        flat: 1-D contiguous tensor of ``layout.numel`` elements (``rank`` is None) or ``layout.shard_numel`` elements.
+        rank: whose shard this is; None for a full buffer.
+
+    Raises:
+        ValueError: ``flat`` has another shape than the layout says, or ``rank`` does not exist.
+    """
+
+    __slots__ = ("_shapes", "flat", "layout", "rank")
+
+    def __init__(self, layout: Layout, flat: torch.Tensor, *, rank: int | None) -> None:
+        if rank is not None and not 0 <= rank < layout.num_shards:
+            raise ValueError(f"rank {rank} of a layout with {layout.num_shards} shards")
+        expected = layout.numel if rank is None else layout.shard_numel
+        if flat.dim() != 1 or flat.numel() != expected or not flat.is_contiguous():
+            raise ValueError(f"a flat, contiguous tensor of {expected} elements is needed, not one of shape {tuple(flat.shape)}")
+        self.layout, self.flat, self.rank = layout, flat, rank
+        self._shapes = {spec.name: spec.shape for spec in layout.specs}
+
+    @classmethod
+    def empty(cls, layout: Layout, *, rank: int | None, dtype: torch.dtype, device: torch.device | str) -> DBuffer:
+        """Uninitialised memory with the padding zeroed; ``device`` may be "meta"."""
+        buffer = cls(layout, torch.empty(layout.numel if rank is None else layout.shard_numel, dtype=dtype, device=device), rank=rank)
+        if buffer.flat.device.type != "meta":
+            buffer.zero_padding()
+        return buffer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.flat.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.flat.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.flat.numel() * self.flat.element_size()
+
+    def range(self, name: str) -> tuple[int, int]:
+        """Elements ``[start, end)`` of ``flat`` that belong to tensor ``name``; empty if this shard has none of it."""
+        if self.rank is None:
+            start = self.layout.offsets[name]
+            return start, start + math.prod(self._shapes[name])
+        low, high = self.layout.local_range(name, self.rank)
+        start = self.layout.shard_offset(name, self.rank)
+        return start, start + high - low
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor as a view: its own shape in a full buffer, 1-D (what this rank holds of it) in a shard."""
+        start, end = self.range(name)
+        view = self.flat[start:end]
+        return view.view(self._shapes[name]) if self.rank is None else view
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor by name, in the layout's order."""
+        for name in self.layout.order:
+            yield name, self.tensor(name)
+
+    def shard(self, rank: int) -> DBuffer:
+        """Rank ``rank``'s part of a full buffer, as a view."""
+        if self.rank is not None:
+            raise ValueError(f"this is already the shard of rank {self.rank}")
+        start = rank * self.layout.shard_numel
+        return DBuffer(self.layout, self.flat[start : start + self.layout.shard_numel], rank=rank)
+
+    def load(self, name: str, full: torch.Tensor) -> None:
+        """Copy tensor ``name`` from its full value: this rank's range of it if this is a shard. Casts and moves devices."""
+        if tuple(full.shape) != self._shapes[name]:
+            raise ValueError(f"{name!r} has shape {self._shapes[name]}, not {tuple(full.shape)}")
+        start, end = self.range(name)
+        if end > start:
+            low = 0 if self.rank is None else self.layout.local_range(name, self.rank)[0]
+            self.flat[start:end].copy_(full.reshape(-1)[low : low + end - start])
+
+    # The operators below are one kernel each, whatever the number of tensors.
+
+    def zero_(self) -> DBuffer:
+        self.flat.zero_()
+        return self
+
+    def scale_(self, factor: float) -> DBuffer:
+        self.flat.mul_(factor)
+        return self
+
+    def add_(self, other: DBuffer) -> DBuffer:
+        self._same_place(other)
+        self.flat.add_(other.flat)
+        return self
+
+    def copy_(self, other: DBuffer) -> DBuffer:
+        """Copy with a cast where the dtypes differ."""
+        self._same_place(other)
+        self.flat.copy_(other.flat)
+        return self
+
+    def cast(self, dtype: torch.dtype) -> DBuffer:
+        """A copy in another dtype."""
+        return DBuffer(self.layout, self.flat.to(dtype, copy=True), rank=self.rank)
+
+    def zero_padding(self) -> None:
+        """Zero the elements that belong to no tensor. Collectives carry padding along; it must never hold NaN or stale values."""
+        for start, end in gaps(self.layout, self.rank):
+            self.flat[start:end].zero_()
+
+    def _same_place(self, other: DBuffer) -> None:
+        if self.rank != other.rank or self.layout.fingerprint != other.layout.fingerprint:
+            raise ValueError("the two buffers have different layouts or belong to different ranks")
+
+    def __repr__(self) -> str:
+        where = "full" if self.rank is None else f"shard {self.rank} of {self.layout.num_shards}"
+        return f"DBuffer({where}, {len(self.layout.specs)} tensors, {self.flat.numel()} x {self.dtype}, {self.device})"
+
+
+@lru_cache(maxsize=4096)
+def gaps(layout: Layout, rank: int | None) -> tuple[tuple[int, int], ...]:
+    """Padding of the full buffer or of one shard, as element ranges of it."""
+    holes: list[tuple[int, int]] = []
+    numel = {spec.name: spec.numel for spec in layout.specs}
+    end = 0
+    for name in layout.order:
+        start = layout.offsets[name]
+        if start > end:
+            holes.append((end, start))
+        end = max(end, start + numel[name])
+    if layout.numel > end:
+        holes.append((end, layout.numel))
+    if rank is None:
+        return tuple(holes)
+    low, high = rank * layout.shard_numel, (rank + 1) * layout.shard_numel
+    return tuple((max(s, low) - low, min(e, high) - low) for s, e in holes if s < high and e > low)

@@ -1,0 +1,396 @@
+"""RaggedDTensor: torch's DTensor with a RaggedShard on one mesh dimension.
+
+A real ``torch.distributed.tensor.DTensor`` subclass with its own dispatch (``dtensor_ops.py``) and its own collectives
+(``redistribute.py``): torch is not patched, only the lists that DTensor registers itself in get one more entry, at the end of
+this file. Meshes: one dimension, or more with Replicate on the others (HSDP: ``[Replicate(), RaggedShard(..)]``).
+
+The local tensor is contiguous, of shape ``(units_here, *shape[len(dims):])``; it may be a view of a larger buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import distribute_tensor as _torch_distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
+from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types
+
+from vescale_ray.dtensor_ops import RaggedFallbackWarning, dispatch, wrap
+from vescale_ray.dtensor_spec import make_spec, ragged_mesh_dim, replicated, sharding_of
+from vescale_ray.geometry import Shape, boxes
+from vescale_ray.placement import RaggedShard
+from vescale_ray.redistribute import move, plain_spec, take
+
+__all__ = ["RaggedDTensor", "RaggedFallbackWarning", "RaggedShard", "distribute_tensor", "local_interval"]
+
+
+class RaggedDTensor(DTensor):
+    """A tensor whose flat elements are shared out by a :class:`RaggedShard`.
+
+    Build one with :meth:`from_local` (differentiable, checked) or :func:`distribute_tensor`; many times a step with
+    :meth:`from_spec` (cheap). Element-wise, foreach and fused operations run on the local parts; norms and sums give a
+    DTensor with a pending reduction; other read-only operations gather first, with a warning (``VE_RAGGED_STRICT=1``: an
+    error); operations that would write what can't be written locally raise.
+    """
+
+    # -- construction --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_local(  # type: ignore[override]
+        local_tensor: Tensor,
+        device_mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        *,
+        shape: Sequence[int],
+        stride: Sequence[int] | None = None,
+        run_check: bool = False,
+    ) -> RaggedDTensor:
+        """The tensor of global ``shape`` whose part on this rank is ``local_tensor``; shares its memory, differentiable.
+
+        Args:
+            local_tensor: contiguous, shape ``(units_here, *shape[len(dims):])``.
+            placements: exactly one RaggedShard, Replicate elsewhere.
+            stride: of the global tensor; only row-major is possible.
+            run_check: compare shape, dtype and placements with the other ranks' (one small object gather on the ragged dimension).
+
+        Raises:
+            ValueError: naming the value and the rule, if the placements don't fit the mesh or the shape, or the local tensor
+                has the wrong shape, is not contiguous, or is a DTensor itself.
+        """
+        if isinstance(local_tensor, DTensor):
+            raise ValueError(f"local_tensor is a {type(local_tensor).__name__}: give the plain local part")
+        spec = make_spec(device_mesh, placements, shape, local_tensor.dtype)
+        sharding = sharding_of(spec)
+        if tuple(local_tensor.shape) != sharding.local_shape:
+            raise ValueError(
+                f"local tensor has shape {tuple(local_tensor.shape)}, but rank {sharding.rank} of {sharding.describe()} "
+                f"holds {sharding.local_shape}"
+            )
+        if not local_tensor.is_contiguous():
+            raise ValueError(f"local tensor {tuple(local_tensor.shape)} has strides {local_tensor.stride()}: it must be contiguous")
+        if stride is not None and tuple(stride) != sharding.stride and sharding.numel > 1:
+            raise ValueError(f"stride is {tuple(stride)}: a ragged tensor of shape {tuple(shape)} is row-major, {sharding.stride}")
+        if run_check and sharding.world > 1:
+            mine = (tuple(sharding.shape), str(local_tensor.dtype), [repr(p) for p in sharding.placements])
+            theirs: list[Any] = [None] * sharding.world
+            dist.all_gather_object(theirs, mine, group=device_mesh.get_group(sharding.mesh_dim))
+            for rank, other in enumerate(theirs):
+                if other != mine:
+                    raise ValueError(f"rank {rank} gave {other}, rank {sharding.rank} gave {mine}: all ranks must give the same")
+        return cast(RaggedDTensor, _FromLocal.apply(local_tensor, spec))
+
+    @classmethod
+    def from_spec(cls, local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> RaggedDTensor:
+        """Wrap ``local`` (shared memory) like the tensor that ``spec`` came from: ``RaggedDTensor.from_spec(grad, param._spec)``.
+
+        For hot paths: nothing is checked, nothing goes through autograd; about 2 us. ``local`` must be contiguous and of the local
+        shape of that layout; another dtype than the spec's is fine.
+        """
+        return wrap(cls, local, spec, requires_grad)
+
+    # -- conversion ----------------------------------------------------------------------------------------------------
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """This rank's part, ``(units_here, *shape[len(dims):])``, sharing memory; differentiable.
+
+        Args:
+            grad_placements: what the gradient of the result means, if not "the same layout" (as for DTensor.to_local).
+        """
+        if not torch.is_grad_enabled():
+            return self._local_tensor
+        return cast(Tensor, _ToLocal.apply(self, None if grad_placements is None else tuple(grad_placements)))
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole tensor as a plain tensor of fresh memory; one collective; differentiable (the gradient is sliced back)."""
+        full = self.redistribute(placements=replicated(self.device_mesh))
+        return full.to_local(grad_placements=grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same tensor under other placements on the same mesh: a RaggedDTensor or torch's DTensor; differentiable.
+
+        ``async_op`` is a hint; the result is complete on return. ``forward_dtype`` and ``backward_dtype`` as for DTensor.redistribute.
+
+        Raises:
+            ValueError: another mesh, or placements that don't fit.
+        """
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise ValueError(f"can't redistribute from {self.device_mesh} to {device_mesh}: only placements on the same mesh can change")
+        if placements is None:
+            raise ValueError("redistribute needs placements")
+        return cast(DTensor, _Redistribute.apply(self, tuple(placements), forward_dtype, backward_dtype))
+
+    def local_interval(self) -> tuple[int, int]:
+        """Flat elements ``[start, end)`` of the full tensor that this rank holds; ``start == end`` if none."""
+        sharding = sharding_of(self._spec)
+        return sharding.start, sharding.end
+
+    # -- dispatch and the tensor's own machinery -----------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return dispatch(RaggedDTensor, func, args, kwargs or {})
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        start, end = self.local_interval()
+        shown = ", ".join(map(repr, self.placements))
+        held = f"local elements [{start}, {end}): {self._local_tensor}"
+        return f"RaggedDTensor(shape={tuple(self.shape)}, {held}, mesh={self.device_mesh}, placements=({shown}))"
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor without its autograd history, sharing memory. Assigning swaps the local tensor, too (DTensor's does not)."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, RaggedDTensor) or not sharding_of(value._spec).same_layout(sharding_of(self._spec)):
+            mine = sharding_of(self._spec).describe()
+            raise ValueError(f"can't set .data of {mine} to {_describe(value)}: give a RaggedDTensor of the same layout")
+        _TENSOR_DATA.__set__(self, value)
+        self._local_tensor, self._spec = value._local_tensor, value._spec
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
+        found = memo.get(id(self))
+        if found is not None:
+            return cast(RaggedDTensor, found)
+        if not self.is_leaf:
+            raise RuntimeError("only graph leaves can be deep-copied: call .detach() first")
+        # The mesh and the spec are shared: they are values, and process groups can't be copied.
+        result = self.from_spec(self._local_tensor.detach().clone(), self._spec, self.requires_grad)
+        memo[id(self)] = result
+        for key, value in self.__dict__.items():
+            if key not in ("_local_tensor", "_spec"):
+                result.__dict__[key] = value if isinstance(value, bool | str | int | float) else _deepcopy(value, memo)
+        if self.grad is not None:
+            result.grad = _deepcopy(self.grad, memo)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        shape = tuple(int(n) for n in self.shape)
+        is_param = bool(getattr(self, "_is_param", False))
+        return _rebuild, (self._local_tensor.detach(), self.device_mesh, self.placements, shape, self.requires_grad, is_param)
+
+    def __tensor_flatten__(self) -> Any:
+        return super().__tensor_flatten__()
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> RaggedDTensor:
+        placements, meta, _, requires_grad = flatten_spec
+        spec = make_spec(inner_tensors["device_mesh"], placements, outer_size, meta.dtype)
+        return wrap(RaggedDTensor, inner_tensors["_local_tensor"], spec, requires_grad)
+
+    # -- torch.distributed.checkpoint: the part as boxes ---------------------------------------------------------------
+
+    def _boxes(self) -> tuple[tuple[Shape, Shape], ...]:
+        sharding = sharding_of(self._spec)
+        shape = tuple(int(n) for n in sharding.shape)
+        if sharding.numel == 0:  # one writer names it, or no one would: a checkpoint without its key can't be loaded strictly
+            return (((0,) * len(shape), shape),) if sharding.rank == 0 else ()
+        return boxes(shape, sharding.start, sharding.end)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """The boxes of the tensor that this rank holds: at most ``2 * ndim - 1``, none empty, none on a rank without elements."""
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self._boxes()]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The box that starts at ``index.offset``, as a view: who writes to it writes to the local tensor."""
+        flat, position = self._local_tensor.detach().view(-1), 0
+        wanted = None if index.offset is None else tuple(index.offset)
+        for offsets, sizes in self._boxes():
+            numel = math.prod(sizes)
+            if offsets == wanted:
+                return flat[position : position + numel].view(sizes)
+            position += numel
+        held = [offsets for offsets, _ in self._boxes()]
+        raise ValueError(f"{index.fqn}: this rank holds no box at offset {wanted}; its boxes start at {held}")
+
+
+def distribute_tensor(
+    tensor: Tensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """As torch's ``distribute_tensor``, and knows RaggedShard.
+
+    Args:
+        tensor: the full tensor, on every rank; a leaf.
+        src_data_rank: whose values count: those of this rank of each mesh dimension (one broadcast per dimension), or, with
+            None, each rank's own (no communication).
+
+    Raises:
+        ValueError: placements that don't fit the mesh or the shape; a tensor that is already distributed otherwise.
+    """
+    if placements is None or ragged_mesh_dim(placements) is None:
+        if isinstance(tensor, RaggedDTensor):
+            raise ValueError(f"tensor is {sharding_of(tensor._spec).describe()} already: use its redistribute()")
+        return _torch_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh == device_mesh and tensor.placements == tuple(placements):
+            return tensor
+        raise ValueError(f"tensor is distributed already, with placements {tensor.placements}: use redistribute()")
+    if not tensor.is_leaf:
+        raise ValueError("distribute_tensor is for leaf tensors; inside a computation use RaggedDTensor.from_local")
+    spec = make_spec(device_mesh, placements, tensor.shape, tensor.dtype)
+    full = tensor.detach()
+    if not full.is_meta:
+        full = full.to(device_mesh.device_type).contiguous()
+        if src_data_rank is not None:
+            full = full.clone() if full.data_ptr() == tensor.data_ptr() else full
+            for dim in range(device_mesh.ndim):
+                group = device_mesh.get_group(dim)
+                if device_mesh.size(dim) > 1:
+                    dist.broadcast(full, src=dist.get_global_rank(group, src_data_rank), group=group)
+    return wrap(RaggedDTensor, take(full, sharding_of(spec)), spec, tensor.requires_grad)
+
+
+def local_interval(tensor: Tensor) -> tuple[int, int]:
+    """Flat elements ``[start, end)`` of the full tensor that this rank holds.
+
+    Known for RaggedDTensor, plain tensors and DTensors with Replicate (everything), and Shard(0) on one mesh dimension with
+    Replicate on the others.
+
+    Raises:
+        ValueError: any other DTensor: its part is not one interval.
+    """
+    if isinstance(tensor, RaggedDTensor):
+        return tensor.local_interval()
+    numel = math.prod(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return 0, numel
+    cut = [i for i, p in enumerate(tensor.placements) if not p.is_replicate()]
+    if not cut:
+        return 0, numel
+    placement = tensor.placements[cut[0]]
+    if len(cut) > 1 or type(placement) is not Shard or placement.dim != 0:
+        raise ValueError(f"the part of a DTensor with placements {tensor.placements} is not one interval of its elements")
+    mesh = tensor.device_mesh
+    rows, inner = int(tensor.shape[0]), math.prod(tensor.shape[1:])
+    step, rank = -(-rows // mesh.size(cut[0])), mesh.get_local_rank(cut[0])
+    return min(rank * step, rows) * inner, min((rank + 1) * step, rows) * inner
+
+
+# -- autograd ------------------------------------------------------------------------------------------------------------
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> Tensor:
+        ctx.spec = spec
+        return wrap(RaggedDTensor, local.detach(), spec, local.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _moved(grad, ctx.spec.placements)._local_tensor, None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedDTensor, grad_placements: tuple[Placement, ...] | None) -> Tensor:
+        ctx.spec, ctx.grad_placements = tensor._spec, grad_placements
+        return tensor._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        spec, placements = ctx.spec, ctx.grad_placements
+        if placements is None or placements == spec.placements:
+            return wrap(RaggedDTensor, grad.contiguous(), spec), None
+        shape = spec.tensor_meta.shape
+        if ragged_mesh_dim(placements) is not None:
+            return wrap(RaggedDTensor, grad.contiguous(), make_spec(spec.mesh, placements, shape, grad.dtype)), None
+        return DTensor(grad, plain_spec(spec.mesh, placements, shape, grad.dtype), requires_grad=False), None
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: RaggedDTensor,
+        placements: tuple[Placement, ...],
+        forward_dtype: torch.dtype | None,
+        backward_dtype: torch.dtype | None,
+    ) -> Tensor:
+        ctx.placements, ctx.dtype, ctx.backward_dtype = tensor.placements, tensor.dtype, backward_dtype
+        source = tensor if forward_dtype is None else tensor.to(forward_dtype)
+        return _moved(source, placements, alias=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = grad if ctx.backward_dtype is None else grad.to(ctx.backward_dtype)
+        return _moved(grad, ctx.placements).to(ctx.dtype), None, None, None
+
+
+def _moved(tensor: Tensor, placements: tuple[Placement, ...], alias: bool = False) -> DTensor:
+    """``tensor`` (ours or torch's) under ``placements``; a new object if ``alias`` (autograd asks for one)."""
+    assert isinstance(tensor, DTensor)
+    if tensor.placements == placements and not alias:
+        return tensor
+    local, spec = move(tensor._local_tensor, tensor._spec, placements)
+    if ragged_mesh_dim(spec.placements) is not None:
+        return wrap(RaggedDTensor, local.detach(), spec)
+    return DTensor(local.detach(), spec, requires_grad=False)
+
+
+# -- small helpers -------------------------------------------------------------------------------------------------------
+
+_TENSOR_DATA = cast(Any, torch.Tensor.__dict__.get("data") or torch._C.TensorBase.__dict__["data"])
+
+
+def _rebuild(
+    local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Shape, requires_grad: bool, is_param: bool
+) -> RaggedDTensor:
+    """Unpickle."""
+    result = wrap(RaggedDTensor, local.contiguous(), make_spec(mesh, placements, shape, local.dtype), requires_grad)
+    if is_param:
+        result._is_param = True  # type: ignore[attr-defined]
+    return result
+
+
+def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
+    from copy import deepcopy
+
+    return deepcopy(value, memo)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, DTensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)} with placements {value.placements}"
+    return f"a {type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+# -- registration: the same lists that torch.distributed.tensor registers DTensor in --------------------------------------
+
+torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, _rebuild])
+for _types in (_optim_foreach_types, _util_foreach_types):
+    if RaggedDTensor not in _types:
+        _types.append(RaggedDTensor)  # type: ignore[arg-type]

@@ -1,0 +1,194 @@
+"""Operands of an operation on ragged tensors: how anything that meets a ragged tensor becomes a matching local tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._pytree import tree_map
+
+from vescale_ray.dtensor_spec import Sharding, replicated, sharding_of
+from vescale_ray.redistribute import gather, move, plain_spec
+
+T = TypeVar("T", bound=DTensor)
+
+
+def wrap(cls: type[T], local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> T:
+    """A ``cls`` over ``local`` with ``spec``'s layout and ``local``'s dtype. Skips DTensor's ``__init__``, which does nothing."""
+    if local.dtype is not spec.tensor_meta.dtype:  # type: ignore[union-attr]
+        spec = sharding_of(spec).spec(local.dtype)
+    return cast(T, cls.__new__(cls, local, spec, requires_grad=requires_grad))
+
+
+def operand(cls: type[DTensor], value: Any, sharding: Sharding, op: str) -> Any:
+    """``value`` as it takes part in an element-wise operation on local tensors of ``sharding``; non-tensors as they are.
+
+    Raises:
+        ValueError: a plain tensor with dimensions (whole tensor or this rank's part? it must be said), or another mesh.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if not isinstance(value, DTensor):
+        if value.ndim == 0:
+            return value if sharding.shape else value.view(1)
+        raise ValueError(
+            f"{op}: a plain tensor of shape {tuple(value.shape)} meets {sharding.describe()}: "
+            "distribute it first (vescale_ray.distribute_tensor for a whole tensor, RaggedDTensor.from_local for this rank's part)"
+        )
+    if value.device_mesh != sharding.mesh:
+        raise ValueError(
+            f"{op}: operands on different meshes, {value.device_mesh} and {sharding.mesh}: "
+            "move one with full_tensor() and distribute_tensor()"
+        )
+    if isinstance(value, cls):
+        mine = sharding_of(value._spec)
+        if mine.same_layout(sharding):
+            return value._local_tensor
+    if value.shape == sharding.shape:
+        local, _ = move(value._local_tensor, value._spec, sharding.placements)
+        return local.contiguous()
+    full, _ = move(value._local_tensor, value._spec, replicated(sharding.mesh))
+    return spread(full, sharding)
+
+
+def spread(full: Tensor, sharding: Sharding) -> Tensor:
+    """A tensor that broadcasts to ``sharding.shape``, cut so that it broadcasts to the local shape."""
+    if full.ndim == 0:
+        return full if sharding.shape else full.view(1)
+    merged = len(sharding.placement.dims)
+    inner = len(sharding.shape) - merged
+    lead, trail = full.shape[: max(full.ndim - inner, 0)], full.shape[max(full.ndim - inner, 0) :]
+    if all(n == 1 for n in lead):
+        # Dimensions are kept where there are any: a tensor with dimensions takes part in type promotion, one without does not.
+        return full.reshape(trail or (1,))
+    rows = full.expand(*sharding.shape[:merged], *trail).reshape(sharding.placement.units_of(sharding.shape), *trail)
+    return rows[sharding.first_unit : sharding.first_unit + sharding.local_shape[0]]
+
+
+def gathered(cls: type[DTensor], value: Any) -> Any:
+    """A ragged tensor as torch's DTensor with Replicate everywhere (one collective); anything else as it is."""
+    if not isinstance(value, cls):
+        return value
+    sharding = sharding_of(value._spec)
+    full = gather(value._local_tensor, sharding)
+    return DTensor(full, plain_spec(sharding.mesh, replicated(sharding.mesh), sharding.shape, full.dtype), requires_grad=False)
+
+
+class GatheredView(DTensor):
+    """What a view operation (transpose, indexing, ..) gives that no local tensor can be a view for: a gathered copy, to read only.
+
+    Writing to it would not reach the ragged tensor, so that raises; every other operation is torch's own.
+    """
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        writes, is_view = schema_facts(func)
+        for argument in written(func, writes, args, kwargs or {}):
+            for item in argument if isinstance(argument, list | tuple) else (argument,):
+                if isinstance(item, GatheredView):
+                    raise RuntimeError(
+                        f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor: writing to it would not reach "
+                        "that tensor; write to its to_local(), or build the whole tensor and use copy_()"
+                    )
+        result = func(*map(_plain, args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
+        return read_only(result) if is_view else result
+
+
+class PendingDTensor(DTensor):
+    """A reduction whose sum, maximum or norm over the ranks is still pending (Partial): torch's DTensor in everything but one.
+
+    ``.item()``, ``float()`` and ``bool()`` give the whole answer; torch's own DTensor silently gives this rank's contribution.
+    """
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        name = func._schema.name
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _settled(args[0])._local_tensor.item()
+        if name in ("aten::detach", "aten::alias"):  # here, because torch's sharding cache would keep the mesh
+            return pending(func(args[0]._local_tensor), args[0]._spec)
+        if schema_facts(func)[0] or name.endswith("_like") or name.startswith("aten::new_"):
+            # torch would keep the placement, so that filling it with 1 on each rank makes a "sum" of as many ones.
+            return _write_pending(func, args, kwargs or {})
+        result = func(*map(_plain, args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
+        return _still_pending(result) if isinstance(result, Tensor) else tree_map(_still_pending, result)
+
+
+def pending(value: Tensor, spec: DTensorSpec) -> PendingDTensor:
+    return cast(PendingDTensor, PendingDTensor.__new__(PendingDTensor, value, spec, requires_grad=False))
+
+
+def _settled(value: DTensor) -> DTensor:
+    """``value`` reduced: torch's DTensor with Replicate."""
+    local, spec = move(value._local_tensor, value._spec, replicated(value.device_mesh))
+    return DTensor(local, spec, requires_grad=False)
+
+
+def _write_pending(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """In place, ``out=`` and ``*_like``: reduce first, then write; the same objects come back."""
+    stand_ins: list[tuple[PendingDTensor, DTensor]] = []
+
+    def stand_in(value: Any) -> Any:
+        if not isinstance(value, PendingDTensor):
+            return _plain(value)
+        for known, plain in stand_ins:
+            if known is value:
+                return plain
+        stand_ins.append((value, _settled(value)))
+        return stand_ins[-1][1]
+
+    result = func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
+    for value, plain in stand_ins:
+        value._local_tensor, value._spec = plain._local_tensor, plain._spec
+    return tree_map(lambda r: next((value for value, plain in stand_ins if plain is r), r), result)
+
+
+def _still_pending(value: Any) -> Any:
+    if type(value) is DTensor and any(p.is_partial() for p in value.placements):
+        return pending(value._local_tensor, value._spec)
+    return value
+
+
+def read_only(result: Any) -> Any:
+    """DTensors in ``result`` as :class:`GatheredView`."""
+
+    def convert(value: Any) -> Any:
+        return GatheredView(value._local_tensor, value._spec, requires_grad=False) if isinstance(value, DTensor) else value
+
+    return tree_map(convert, result)
+
+
+def _plain(value: Any) -> Any:
+    """An argument with our read-only and pending DTensors as torch's own; stacking hundreds of norms is the hot case."""
+    if isinstance(value, GatheredView | PendingDTensor):
+        return DTensor.__new__(DTensor, value._local_tensor, value._spec, requires_grad=False)
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+@lru_cache(maxsize=4096)
+def schema_facts(func: Any) -> tuple[tuple[str, ...], bool]:
+    """Names of the arguments that ``func`` writes, and whether its result is a view of an argument."""
+    schema = func._schema
+    writes = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return writes, is_view
+
+
+def written(func: Any, writes: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The values of the arguments that ``func`` writes."""
+    if not writes:
+        return []
+    values = [kwargs[name] for name in writes if name in kwargs]
+    return values + [a for a, described in zip(args, func._schema.arguments, strict=False) if described.name in writes]
+
+
+def meta_like(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor without storage, to ask torch for the shape of a result."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")

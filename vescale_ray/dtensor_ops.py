@@ -1,0 +1,511 @@
+"""What each operation does on ragged tensors: the table behind ``RaggedDTensor.__torch_dispatch__``.
+
+| operation                                                    | on ragged tensors                                                     |
+|--------------------------------------------------------------|-----------------------------------------------------------------------|
+| element-wise (``torch.Tag.pointwise``), fill, masked_fill     | on the local tensors; operands of another layout are redistributed     |
+| ``_foreach_*``, ``_fused_adam(w)/sgd/adagrad``, GradScaler    | the same, for lists                                                   |
+| clone, detach, alias, ``to(..)``, ``*_like``                  | local, same layout                                                    |
+| ``new_*``                                                    | of the same shape: same layout; else torch's DTensor, Replicate        |
+| copy_                                                        | ragged: local or redistributed; a whole plain tensor: its part         |
+| random, in place or ``*_like``                               | each rank draws all and keeps its part: the values of one device       |
+| view, reshape, flatten, squeeze, unsqueeze                   | a true view: the same elements in another shape                        |
+| norms and reductions (``dtensor_reduce.py``)                 | local, then pending (Partial)                                          |
+| any other that only reads                                    | gathered, one warning names it; ``VE_RAGGED_STRICT=1``: raises         |
+| any other that writes to a ragged tensor                     | raises, naming it and what to do                                       |
+
+An operation is either right or raises. Views that can't be local (transpose, indexing) are gathered read-only copies.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from vescale_ray.dtensor_operands import gathered, meta_like, operand, read_only, schema_facts, spread, wrap, written
+from vescale_ray.dtensor_reduce import REDUCTIONS, allclose, amp_unscale, equal, foreach_max, foreach_norm, reduce_op, scalar
+from vescale_ray.dtensor_spec import Sharding, contiguous_stride, replicated, sharding_of
+from vescale_ray.redistribute import move, plain_spec, view_of
+
+__all__ = ["RaggedFallbackWarning", "dispatch", "wrap"]
+
+Cls = type[DTensor]
+Handler = Callable[[Cls, Any, Sequence[Any], dict[str, Any]], Any]
+
+
+class RaggedFallbackWarning(UserWarning):
+    """An operation has no ragged form: the whole tensor was gathered on every rank for it."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one operator is carried out; ``handler`` may answer NotImplemented, then the fallback takes over."""
+
+    handler: Handler | None
+    writes: tuple[str, ...]
+    is_view: bool
+
+
+def dispatch(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Carry out ``func``, at least one of whose arguments is a ``cls``."""
+    rule = _rule(func)
+    if rule.handler is not None:
+        result = rule.handler(cls, func, args, kwargs)
+        if result is not NotImplemented:
+            if rule.writes and rule.handler is _foreach:
+                _count_writes(cls, func, rule, args, kwargs)
+            return result
+    return _fallback(cls, func, rule, args, kwargs)
+
+
+def _count_writes(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Below the dispatcher nothing counts that the local tensors were written, and for lists of subclasses nothing above it does.
+
+    Whoever keeps something computed from a tensor (a low-precision copy, what autograd saved) tells from its version counter.
+    """
+    lists = (value for value in written(func, rule.writes, args, kwargs) if isinstance(value, list | tuple))
+    torch.autograd.graph.increment_version([t._local_tensor for value in lists for t in value if isinstance(t, cls)])
+
+
+@lru_cache(maxsize=4096)
+def _rule(func: Any) -> Rule:
+    name = func._schema.name.removeprefix("aten::")
+    writes, is_view = schema_facts(func)
+    if name in _HIDDEN_WRITES:
+        writes = (*writes, "running_mean", "running_var")
+    pointwise = (torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags) or name in _ELEMENTWISE
+    handler: Handler | None = _HANDLERS.get(name) if func.namespace == "aten" else None
+    if pointwise and (name in ("max", "min") or func.namespace == "prims"):
+        handler = _pointwise  # max(self, other): one name, two operations; prims: what torch.compile decomposes into
+    elif handler is None and func.namespace == "aten":
+        if name.startswith("_foreach_") and name not in _NOT_ELEMENTWISE_FOREACH:
+            handler = _foreach
+        elif name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad")):
+            handler = _foreach
+        elif pointwise:
+            handler = _pointwise
+    return Rule(handler, writes, is_view)
+
+
+# -- element-wise ---------------------------------------------------------------------------------------------------------
+
+
+def _pointwise(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # The common case, without any search: every tensor is ragged with the very same Sharding, or plain without dimensions.
+    sharding: Sharding | None = None
+    local: list[Any] = []
+    for value in args:
+        if isinstance(value, cls):
+            mine = sharding_of(value._spec)
+            if sharding is None:
+                sharding = mine
+            elif mine is not sharding:
+                return _pointwise_mixed(cls, func, args, kwargs)
+            local.append(value._local_tensor)
+        elif isinstance(value, Tensor):
+            if isinstance(value, DTensor) or value.ndim:
+                return _pointwise_mixed(cls, func, args, kwargs)
+            local.append(value)
+        else:
+            local.append(value)
+    if sharding is None or not sharding.shape or any(isinstance(v, Tensor) for v in kwargs.values()):
+        return _pointwise_mixed(cls, func, args, kwargs)
+    result = func(*local, **kwargs)
+    if _rule(func).writes:
+        if not isinstance(args[0], cls):
+            raise _plain_target(func, args[0])
+        return args[0]
+    return _wrapped(cls, result, sharding)
+
+
+def _pointwise_mixed(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    targets = written(func, _rule(func).writes, args, kwargs)
+    name = str(func)
+    outs = [kwargs[k] for k in kwargs if k in _rule(func).writes]
+    operands = [v for v in (*args, *(v for k, v in kwargs.items() if k not in _rule(func).writes)) if isinstance(v, Tensor)]
+    shape = torch.broadcast_shapes(*(v.shape for v in operands))
+    if targets:
+        if not all(isinstance(t, cls) for t in targets):
+            if any(isinstance(t, DTensor) and not isinstance(t, cls) for t in targets):
+                return NotImplemented  # writes to torch's DTensor: gather ours
+            raise _plain_target(func, next(t for t in targets if not isinstance(t, cls)))
+        sharding = sharding_of(targets[0]._spec)
+        if shape != sharding.shape:
+            raise ValueError(f"{name}: operands broadcast to {tuple(shape)}, which can't be written into {sharding.describe()}")
+        if not all(sharding_of(t._spec).same_layout(sharding) for t in targets):
+            raise ValueError(f"{name}: the tensors to write have different layouts")
+    else:
+        found = next((v for v in operands if isinstance(v, cls) and v.shape == shape), None)
+        if found is None:
+            return NotImplemented  # the result is larger than any ragged operand
+        sharding = sharding_of(found._spec)
+    local = [operand(cls, v, sharding, name) for v in args]
+    if func._schema.name in _SCALAR_VALUE and isinstance(args[-1], Tensor):
+        local[-1] = _whole(cls, args[-1])
+    result = func(*local, **{k: operand(cls, v, sharding, name) for k, v in kwargs.items()})
+    if targets:
+        return args[0] if not outs else outs[0] if len(outs) == 1 else tuple(outs)
+    return _wrapped(cls, result, sharding)
+
+
+def _wrapped(cls: Cls, result: Any, sharding: Sharding) -> Any:
+    """Local results as ragged tensors of ``sharding``."""
+    if isinstance(result, Tensor):
+        return cls.__new__(cls, result.contiguous(), sharding.spec(result.dtype), requires_grad=False)
+    if isinstance(result, list | tuple):
+        return type(result)(_wrapped(cls, r, sharding) for r in result)
+    return result
+
+
+def _plain_target(func: Any, target: Any) -> ValueError:
+    return ValueError(
+        f"{func} would write a ragged tensor into a plain tensor of shape {tuple(target.shape)}: "
+        "use full_tensor() for the whole or to_local() for this rank's part"
+    )
+
+
+def _mask_put(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``x[mask] = number`` with a mask of x's shape: element-wise. Any other index_put_ is not."""
+    x, indices, value = args[:3]
+    simple = isinstance(x, cls) and len(indices) == 1 and isinstance(indices[0], DTensor) and indices[0].dtype is torch.bool
+    if not simple or indices[0].shape != x.shape or value.numel() != 1 or (len(args) > 3 and args[3]):
+        return NotImplemented
+    sharding = sharding_of(x._spec)
+    mask = operand(cls, indices[0], sharding, str(func))
+    x._local_tensor.masked_fill_(mask, _whole(cls, value).reshape(()).to(x._local_tensor.dtype))
+    return x
+
+
+# -- lists: foreach, fused optimizers -------------------------------------------------------------------------------------
+
+
+def _foreach(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # The common case: every list is all ragged, with the same layouts index by index, or all plain 0-dim tensors (steps).
+    # A list comprehension per list is what keeps a step over hundreds of parameters at the cost of FSDP2's DTensors.
+    shardings: list[Sharding] | None = None
+    local: list[Any] = []
+    for value in args:
+        if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
+            if all(type(t) is cls for t in value):
+                these = [sharding_of(t._spec) for t in value]
+                if shardings is None:
+                    shardings = these
+                elif these != shardings:  # compares identities
+                    break
+                value = [t._local_tensor for t in value]
+            elif not all(type(t) is Tensor and t.ndim == 0 for t in value):
+                break
+        elif isinstance(value, DTensor):
+            value = _whole(cls, value)
+        local.append(value)
+    else:
+        if shardings is not None and () not in [s.shape for s in shardings]:
+            result = func(*local, **{k: _foreach_keyword(cls, v) for k, v in kwargs.items()})
+            return None if result is None else _wrap_results(cls, result, args, shardings)
+    return _foreach_mixed(cls, func, args, kwargs)
+
+
+def _foreach_keyword(cls: Cls, value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_whole(cls, v) for v in value]
+    return _whole(cls, value)
+
+
+def _foreach_mixed(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Lists of several layouts, or of ragged tensors and others: two calls, results in the order of the list."""
+    lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
+    count = len(lists[0])
+    if any(len(x) != count for x in lists):
+        raise ValueError(f"{func}: lists of different lengths {[len(x) for x in lists]}")
+    # What is written decides whose operation it is; torch's DTensors that are written get gathered operands.
+    deciding = lists[:1] if _rule(func).writes else lists
+    ragged = [i for i in range(count) if any(isinstance(x[i], cls) for x in deciding)]
+    rest = sorted(set(range(count)) - set(ragged))
+    for i in rest:
+        if not isinstance(lists[0][i], DTensor) and any(isinstance(x[i], cls) for x in lists):
+            raise _plain_target(func, lists[0][i])
+
+    def only(value: Any, indices: list[int]) -> Any:
+        return [value[i] for i in indices] if isinstance(value, list | tuple) and len(value) == count else value
+
+    merged: Any = None
+    for indices, run in ((ragged, _foreach_ragged), (rest, None)):
+        if indices:
+            some, keywords = [only(a, indices) for a in args], {k: only(v, indices) for k, v in kwargs.items()}
+            done = run(cls, func, some, keywords) if run else func(*tree_map(lambda v: gathered(cls, v), some), **keywords)
+            if done is not None:
+                lists_done = done if isinstance(done, tuple) else (done,)
+                merged = merged or tuple([None] * count for _ in lists_done)
+                for target, part in zip(merged, lists_done, strict=True):
+                    for i, value in zip(indices, part, strict=False):
+                        target[i] = value
+    return merged if merged is None or len(merged) > 1 else merged[0]
+
+
+def _foreach_ragged(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Each index holds at least one ragged tensor; the first of them gives that index its layout. What is written comes first in
+    every schema, so it is what is written that decides."""
+    name, described, writes = str(func), func._schema.arguments, _rule(func).writes
+    lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
+    shardings = [sharding_of(next(x[i]._spec for x in lists if isinstance(x[i], cls))) for i in range(len(lists[0]))]
+    local: list[Any] = []
+    for argument, value in zip(described, args, strict=False):
+        if not (isinstance(value, list | tuple) and value and isinstance(value[0], Tensor)):
+            local.append(_whole(cls, value))
+            continue
+        items = []
+        for item, sharding in zip(value, shardings, strict=True):
+            if argument.name in writes and not (isinstance(item, cls) and sharding_of(item._spec).same_layout(sharding)):
+                if isinstance(item, DTensor) or item.ndim:
+                    raise ValueError(f"{name} would write a tensor of shape {tuple(item.shape)} along with {sharding.describe()}")
+            items.append(operand(cls, item, sharding, name))
+        local.append(items)
+    result = func(*local, **{k: _foreach_keyword(cls, v) for k, v in kwargs.items()})
+    return None if result is None else _wrap_results(cls, result, args, shardings)
+
+
+def _wrap_results(cls: Cls, result: Any, args: Sequence[Any], shardings: Sequence[Sharding]) -> Any:
+    if isinstance(result, tuple):  # a functional fused optimizer gives one list for each of its first lists
+        lists = zip(result, args, strict=False)
+        return tuple(_wrap_list(cls, part, shardings) if a and isinstance(a[0], cls) else part for part, a in lists)
+    return _wrap_list(cls, result, shardings)
+
+
+def _wrap_list(cls: Cls, local: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Any]:
+    new = cls.__new__
+    return [new(cls, t, s.spec(t.dtype), requires_grad=False) for t, s in zip(local, shardings, strict=True)]
+
+
+def _whole(cls: Cls, value: Any) -> Any:
+    """A tensor that is not in a list (a scalar, found_inf, lr) as a plain whole tensor."""
+    if isinstance(value, cls):
+        return gathered(cls, value)._local_tensor
+    if isinstance(value, DTensor):
+        return move(value._local_tensor, value._spec, replicated(value.device_mesh))[0]
+    return value
+
+
+def _foreach_copy(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    targets, sources = args[0], args[1]
+    pairs = list(zip(targets, sources, strict=True))
+    if all(type(t) is cls and type(s) is cls and sharding_of(t._spec) is sharding_of(s._spec) for t, s in pairs):
+        func([t._local_tensor for t in targets], [s._local_tensor for s in sources], *args[2:], **kwargs)
+        return
+    for target, source in pairs:
+        target.copy_(source, *args[2:], **kwargs)
+
+
+_SAME_TENSOR = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+# -- same layout, local ----------------------------------------------------------------------------------------------------
+
+
+def _local_unary(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """clone, detach, alias, _to_copy, zeros_like, ..: a local tensor is row-major, so memory formats don't matter."""
+    x = args[0]
+    if not isinstance(x, cls) or "out" in kwargs:
+        return NotImplemented
+    if kwargs:
+        kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
+    if func in _SAME_TENSOR:
+        return wrap(cls, x._local_tensor, x._spec)  # the very tensor: an alias made down here would count its writes on its own
+    return wrap(cls, func(x._local_tensor, *args[1:], **kwargs), x._spec)
+
+
+def _in_place_local(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """zero_, detach_, record_stream: on the local tensor, no other tensor operand."""
+    func(args[0]._local_tensor, *args[1:], **kwargs)
+    return args[0]
+
+
+def _new(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x, size = args[0], tuple(args[1])
+    if "out" in kwargs:
+        return NotImplemented
+    sharding, rest = sharding_of(x._spec), args[2:]
+    strided = func._schema.name == "aten::new_empty_strided"
+    if size == tuple(sharding.shape) and (not strided or tuple(rest[0]) == sharding.stride or sharding.numel < 2):
+        if strided:
+            rest = (contiguous_stride(sharding.local_shape), *rest[1:])
+        return wrap(cls, func(x._local_tensor, sharding.local_shape, *rest, **kwargs), x._spec)
+    local = func(x._local_tensor, size, *rest, **kwargs)
+    if not local.is_contiguous():
+        return NotImplemented
+    return DTensor(local, plain_spec(sharding.mesh, replicated(sharding.mesh), size, local.dtype), requires_grad=False)
+
+
+def _copy(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if not isinstance(target, cls):
+        if not isinstance(target, DTensor):
+            raise _plain_target(func, target)
+        local, spec = move(source._local_tensor, source._spec, target.placements)
+        return target.copy_(DTensor(local, spec, requires_grad=False), *args[2:], **kwargs)
+    sharding = sharding_of(target._spec)
+    if isinstance(source, DTensor):
+        local = operand(cls, source, sharding, "copy_")
+    elif source.shape == sharding.shape:
+        local = view_of(source, sharding)
+    elif _broadcasts(source.shape, sharding.shape):
+        local = spread(source, sharding)
+    else:
+        raise ValueError(
+            f"copy_: a plain tensor of shape {tuple(source.shape)} into {sharding.describe()}: give the whole tensor; "
+            f"for this rank's part {sharding.local_shape} use to_local().copy_() under torch.no_grad()"
+        )
+    func(target._local_tensor, local, *args[2:], **kwargs)
+    return target
+
+
+def _broadcasts(shape: Sequence[int], into: Sequence[int]) -> bool:
+    return len(shape) <= len(into) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(into), strict=False))
+
+
+# -- random ---------------------------------------------------------------------------------------------------------------
+
+
+def _random_in_place(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """uniform_, normal_, ..: every rank draws the whole tensor and keeps its part, so that with equal seeds the values are those
+    of one device, whatever the layout. Costs one whole tensor of memory for the moment. Replicas take the first one's values.
+    """
+    x = args[0]
+    if not isinstance(x, cls) or any(isinstance(v, Tensor) for v in (*args[1:], *kwargs.values())):
+        return NotImplemented
+    sharding = sharding_of(x._spec)
+    full = x._local_tensor.new_empty(sharding.shape)
+    func(full, *args[1:], **kwargs)
+    _keep_part(x._local_tensor, full, sharding)
+    return x
+
+
+def _random_like(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    if not isinstance(x, cls) or "out" in kwargs:
+        return NotImplemented
+    sharding = sharding_of(x._spec)
+    full = func(x._local_tensor.new_empty(sharding.shape), *args[1:], **{k: v for k, v in kwargs.items() if k != "memory_format"})
+    local = full.new_empty(sharding.local_shape)
+    _keep_part(local, full, sharding)
+    return wrap(cls, local, x._spec)
+
+
+def _keep_part(local: Tensor, full: Tensor, sharding: Sharding) -> None:
+    local.copy_(view_of(full, sharding))
+    if local.is_meta:
+        return
+    _take_first_ranks(local, sharding.mesh, [dim for dim in range(sharding.mesh.ndim) if dim != sharding.mesh_dim])
+
+
+def _take_first_ranks(local: Tensor, mesh: DeviceMesh, dims: Iterable[int]) -> None:
+    for dim in dims:
+        if mesh.size(dim) > 1:
+            group = mesh.get_group(dim)
+            dist.broadcast(local, src=dist.get_global_rank(group, 0), group=group)
+
+
+# -- views ----------------------------------------------------------------------------------------------------------------
+
+
+def _reshape(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """view, squeeze, unsqueeze: row-major elements keep their order, so the same interval is a part of the new shape."""
+    x = args[0]
+    if not isinstance(x, cls) or (len(args) > 1 and isinstance(args[1], torch.dtype)):
+        return NotImplemented
+    sharding = sharding_of(x._spec)
+    shape = tuple(func(meta_like(sharding.shape, x.dtype), *args[1:], **kwargs).shape)
+    if shape == tuple(sharding.shape):
+        return wrap(cls, torch.ops.aten.alias.default(x._local_tensor), x._spec)
+    target = sharding.reshaped(shape)
+    return wrap(cls, torch.ops.aten.view.default(x._local_tensor, target.local_shape), target.spec(x.dtype))
+
+
+# -- the rest -------------------------------------------------------------------------------------------------------------
+
+
+def _is_same_size(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return bool(args[0].shape == args[1].shape)
+
+
+def _ask_local(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return func(args[0]._local_tensor, *args[1:], **kwargs)
+
+
+def _fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    for target in written(func, rule.writes, args, kwargs):
+        for item in target if isinstance(target, list | tuple) else (target,):
+            if isinstance(item, cls):
+                raise RuntimeError(
+                    f"{func} would write to {sharding_of(item._spec).describe()}, which it can't do part by part: "
+                    "use the out-of-place form and copy_(), or work on to_local()"
+                )
+            if isinstance(item, Tensor) and not isinstance(item, DTensor):
+                raise _plain_target(func, item)
+    if os.environ.get("VE_RAGGED_STRICT", "0") not in ("", "0"):
+        ragged = next(v for v in tree_leaves((args, kwargs)) if isinstance(v, cls))
+        raise RuntimeError(
+            f"{func} has no ragged form and VE_RAGGED_STRICT is set: gathering {sharding_of(ragged._spec).describe()} is refused; "
+            "call full_tensor() where that is meant, or work on to_local()"
+        )
+    # The text names the operation only, so that Python's own filter shows it once.
+    warnings.warn(f"{func} has no ragged form: each call gathers the whole tensor on every rank", RaggedFallbackWarning, stacklevel=4)
+    result = func(*tree_map(lambda v: gathered(cls, v), args), **tree_map(lambda v: gathered(cls, v), kwargs))
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        _agree(result)
+    return read_only(result) if rule.is_view else result
+
+
+def _agree(result: Any) -> None:
+    """Random numbers that every rank drew for itself: all take the first rank's, or a Replicate tensor would differ by rank."""
+    for tensor in tree_leaves(result):
+        if isinstance(tensor, DTensor) and not tensor.is_meta and all(p.is_replicate() for p in tensor.placements):
+            _take_first_ranks(tensor._local_tensor, tensor.device_mesh, range(tensor.device_mesh.ndim))
+
+
+# Their last argument must be a tensor without dimensions, or a number.
+_SCALAR_VALUE = frozenset({"aten::fill_", "aten::fill", "aten::masked_fill", "aten::masked_fill_"})
+# These write running statistics without saying so in their schema.
+_HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "_batch_norm_impl_index"})
+# Element-wise, but not tagged so in torch 2.11 to 2.13 (in-place, out= and backward forms mostly).
+_ELEMENTWISE = frozenset(
+    "abs_ copysign_ eq_ ne_ gt_ ge_ lt_ le_ gcd_ lcm_ heaviside_ gelu_ mish_ threshold_ xlogy_ fill fill_ masked_fill masked_fill_ "
+    "floor_divide floor_divide_ hardswish hardswish_ rsub where isclose complex polar add sub mul div relu celu elu gelu mish softplus "
+    "hardshrink hardsigmoid hardtanh leaky_relu softshrink threshold isinf isnan elu_backward hardshrink_backward hardsigmoid_backward "
+    "hardswish_backward hardtanh_backward leaky_relu_backward mish_backward softplus_backward softshrink_backward gelu_backward "
+    "threshold_backward".split()
+)
+_NOT_ELEMENTWISE_FOREACH = frozenset({"_foreach_mm", "_foreach_powsum"})
+
+_HANDLERS: dict[str, Handler] = {
+    **dict.fromkeys(("clone", "detach", "alias", "_to_copy", "lift_fresh", "_pin_memory"), _local_unary),
+    **dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like"), _local_unary),
+    **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"), _new),
+    **dict.fromkeys(("zero_", "record_stream", "detach_"), _in_place_local),
+    **dict.fromkeys(("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_"), _random_in_place),
+    **dict.fromkeys(("log_normal_", "geometric_"), _random_in_place),
+    **dict.fromkeys(("rand_like", "randn_like", "randint_like"), _random_like),
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"), _reshape),
+    **dict.fromkeys(REDUCTIONS, reduce_op),
+    "max": reduce_op,
+    "copy_": _copy,
+    "index_put_": _mask_put,
+    "equal": equal,
+    "allclose": allclose,
+    "_local_scalar_dense": scalar,
+    "is_same_size": _is_same_size,
+    "is_pinned": _ask_local,
+    "_foreach_norm": foreach_norm,
+    "_foreach_max": foreach_max,
+    "_foreach_copy_": _foreach_copy,
+    "_amp_foreach_non_finite_check_and_unscale_": amp_unscale,
+}

@@ -1,0 +1,204 @@
+"""Reductions of ragged tensors: local first; what is still to be joined over the ranks stays pending in torch's Partial.
+
+A reduction over all dimensions gives a DTensor with a pending sum, product, maximum, minimum or norm, as a reduction of a
+Shard(0) DTensor does, so that ``clip_grad_norm_`` works unchanged; unlike there, ``.item()`` of it is the whole answer.
+A reduction over inner dimensions only (none of the merged ones) needs no communication and stays ragged. Comparisons that
+give one bool are joined at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from vescale_ray.dtensor_operands import gathered, operand, pending, wrap
+from vescale_ray.dtensor_spec import Sharding, norm_partial, sharding_of
+
+
+def reduce_op(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """sum, mean, prod, amax, amin, max, min, linalg_vector_norm, any, all; NotImplemented where the merged dims are involved in part."""
+    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    x = given["self"]
+    if not isinstance(x, cls) or "out" in kwargs:
+        return NotImplemented
+    sharding, local = sharding_of(x._spec), x._local_tensor
+    ndim, name = len(sharding.shape), func._schema.name.removeprefix("aten::")
+    keepdim, dtype, order = bool(given.get("keepdim", False)), given.get("dtype"), given.get("ord", 2)
+    dims = _dims(given.get("dim"), ndim)
+    if "dim" in given and name in ("max", "min"):
+        return NotImplemented  # these give indices, too
+    merged = len(sharding.placement.dims)
+    if dims is not None and len(dims) < ndim:
+        if min(dims) < merged:
+            return NotImplemented
+        shape = [1 if i in dims else n for i, n in enumerate(sharding.shape) if keepdim or i not in dims]
+        value = _KERNELS[name](local, [d - merged + 1 for d in dims], keepdim, dtype, order)
+        return wrap(cls, value, sharding.resized(shape).spec(value.dtype))
+    if sharding.numel == 0 and _needs_elements(name, order):
+        return NotImplemented  # torch knows the error
+    value = _local_value(name, local, sharding, dtype, order)
+    shape = [1] * ndim if keepdim else []
+    if name in ("any", "all"):
+        joined = _join(value, dist.ReduceOp.MAX if name == "any" else dist.ReduceOp.MIN, sharding)
+        return _result(joined.view(shape), Replicate(), sharding)
+    return _result(value.reshape(shape), _PENDING[name] or norm_partial(order), sharding)
+
+
+def foreach_norm(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """One pending norm per tensor; torch's DTensors in the list get theirs from torch."""
+    tensors, rest = args[0], args[1:]
+    order = rest[0] if rest else kwargs.get("ord", 2)
+    ragged = [t for t in tensors if isinstance(t, cls)]
+    locals_ = [t._local_tensor for t in ragged]
+    if math.isinf(order) or order < 0:  # torch refuses these norms of no elements, which a rank may hold
+        dtype = rest[1] if len(rest) > 1 else kwargs.get("dtype")
+        values = [_local_value("linalg_vector_norm", t, sharding_of(r._spec), dtype, order) for t, r in zip(locals_, ragged, strict=True)]
+    else:
+        values = func(locals_, *rest, **kwargs)
+    partial = norm_partial(order)
+    results = iter([_result(v, partial, sharding_of(r._spec)) for v, r in zip(values, ragged, strict=True)])
+    if len(ragged) == len(tensors):
+        return list(results)
+    others = iter(func([t for t in tensors if not isinstance(t, cls)], *rest, **kwargs))
+    return [next(results) if isinstance(t, cls) else next(others) for t in tensors]
+
+
+def foreach_max(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """One pending maximum per tensor."""
+    return [
+        _result(_local_value("max", t._local_tensor, sharding_of(t._spec), None, 2), Partial("max"), sharding_of(t._spec))
+        if isinstance(t, cls)
+        else torch.max(t)
+        for t in args[0]
+    ]
+
+
+def equal(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """The same answer on every rank: all local parts are equal."""
+    if args[0].shape != args[1].shape:
+        return False
+    return _compared(cls, torch.equal, args, kwargs)
+
+
+def allclose(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """The same answer on every rank: all local parts are close."""
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    if not any(isinstance(v, cls) and v.shape == shape for v in args[:2]):
+        return NotImplemented  # broadcast to something larger than any ragged operand
+    return _compared(cls, torch.allclose, args, kwargs)
+
+
+def _compared(cls: type[DTensor], compare: Callable[..., bool], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    sharding = next(sharding_of(v._spec) for v in args[:2] if isinstance(v, cls) and v.shape == shape)
+    left, right = (operand(cls, v, sharding, compare.__name__) for v in args[:2])
+    same = compare(left, right, *args[2:], **kwargs)
+    return bool(_join(torch.tensor(same, device=left.device), dist.ReduceOp.MIN, sharding).item())
+
+
+def scalar(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``.item()``: the one element, from whoever holds it."""
+    return gathered(cls, args[0])._local_tensor.item()
+
+
+def amp_unscale(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """GradScaler: unscale the local gradients; an inf or nan found on one rank is found on all."""
+    grads, found_inf, scale = args
+    sharding = next(sharding_of(g._spec) for g in grads if isinstance(g, cls))
+    others = [g for g in grads if not isinstance(g, cls)]
+    if others:
+        func(others, found_inf, scale, **kwargs)
+    func([g._local_tensor for g in grads if isinstance(g, cls)], found_inf, scale, **kwargs)
+    found_inf.copy_(_join(found_inf, dist.ReduceOp.MAX, sharding))
+
+
+def _result(value: Tensor, partial: Placement, sharding: Sharding) -> DTensor:
+    return pending(value, sharding.reduced_spec(partial, value.shape, value.dtype))
+
+
+def _join(value: Tensor, op: Any, sharding: Sharding) -> Tensor:
+    """All-reduce one number (bool travels as int32) over the ranks that share the tensor."""
+    if sharding.world == 1 or value.is_meta:
+        return value
+    moved = value.to(torch.int32) if value.dtype is torch.bool else value.clone()
+    dist.all_reduce(moved, op=op, group=sharding.mesh.get_group(sharding.mesh_dim))
+    return moved.to(value.dtype)
+
+
+def _dims(dim: Any, ndim: int) -> list[int] | None:
+    """Reduced dimensions, non-negative; None for all."""
+    if dim is None or (isinstance(dim, list | tuple) and not dim) or ndim == 0:
+        return None
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    for d in dims:
+        if not -ndim <= d < ndim:
+            raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {d})")
+    found = sorted({d % ndim for d in dims})
+    if len(found) != len(dims):
+        raise RuntimeError(f"a dim appears multiple times in {dims}")
+    return found
+
+
+def _local_value(name: str, local: Tensor, sharding: Sharding, dtype: torch.dtype | None, order: float) -> Tensor:
+    """The 0-dim contribution of this rank; of no elements: the reduction's neutral element."""
+    flat = local.reshape(-1)
+    if name == "mean":
+        accumulate = dtype or flat.dtype
+        if not accumulate.is_floating_point and not accumulate.is_complex:
+            raise RuntimeError(f"mean(): the input must be floating point or complex, but is {accumulate}")
+        wide = torch.float32 if accumulate in (torch.bfloat16, torch.float16) else accumulate
+        return (flat.sum(dtype=wide) / sharding.numel).to(accumulate)
+    if flat.numel() == 0 and _needs_elements(name, order):
+        return flat.new_full((), _lowest(name, flat.dtype, order), dtype=dtype or flat.dtype)
+    return _KERNELS[name](flat, [0], False, dtype, order)
+
+
+def _needs_elements(name: str, order: float) -> bool:
+    """Whether torch refuses this reduction of no elements."""
+    return name in ("max", "amax", "min", "amin") or (name == "linalg_vector_norm" and (order < 0 or math.isinf(order)))
+
+
+def _lowest(name: str, dtype: torch.dtype, order: float) -> Any:
+    if name == "linalg_vector_norm":
+        return 0.0 if order > 0 else math.inf
+    biggest = name in ("min", "amin")
+    if dtype is torch.bool:
+        return biggest
+    if dtype.is_floating_point:
+        return math.inf if biggest else -math.inf
+    return torch.iinfo(dtype).max if biggest else torch.iinfo(dtype).min
+
+
+_Kernel = Callable[[Tensor, list[int], bool, "torch.dtype | None", float], Tensor]
+
+_KERNELS: dict[str, _Kernel] = {
+    "sum": lambda x, dims, keep, dtype, order: torch.sum(x, dims, keep, dtype=dtype),
+    "mean": lambda x, dims, keep, dtype, order: torch.mean(x, dims, keep, dtype=dtype),
+    "prod": lambda x, dims, keep, dtype, order: torch.prod(x, dims[0], keep, dtype=dtype),
+    "amax": lambda x, dims, keep, dtype, order: torch.amax(x, dims, keep),
+    "max": lambda x, dims, keep, dtype, order: torch.amax(x, dims, keep),
+    "amin": lambda x, dims, keep, dtype, order: torch.amin(x, dims, keep),
+    "min": lambda x, dims, keep, dtype, order: torch.amin(x, dims, keep),
+    "any": lambda x, dims, keep, dtype, order: torch.any(x, dims, keep),
+    "all": lambda x, dims, keep, dtype, order: torch.all(x, dims, keep),
+    "linalg_vector_norm": lambda x, dims, keep, dtype, order: torch.linalg.vector_norm(x, order, dims, keep, dtype=dtype),
+}
+
+_PENDING: dict[str, Placement | None] = {
+    "sum": Partial("sum"),
+    "mean": Partial("sum"),
+    "prod": Partial("product"),
+    "amax": Partial("max"),
+    "max": Partial("max"),
+    "amin": Partial("min"),
+    "min": Partial("min"),
+    "linalg_vector_norm": None,  # depends on the order
+}
+
+REDUCTIONS = frozenset(_KERNELS)

@@ -1,0 +1,273 @@
+"""fully_shard: apply sharding to a module."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.module import FSDPModule, sharded_class
+from vescale_ray.fsdp.parameters import Owner, Source
+from vescale_ray.fsdp.phases import Phase, PhaseError
+from vescale_ray.fsdp.schedule import Lanes, unit_of
+from vescale_ray.fsdp.unit import Unit
+from vescale_ray.geometry import Block
+
+BlockPolicy = Callable[[str, nn.Parameter], Block | None]
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen; torch's own default)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    block_policy: BlockPolicy | None = None,
+) -> Any:
+    """Shard a module's parameters, gradients and optimizer states over the data-parallel ranks, in place.
+
+    Every argument of ``torch.distributed.fsdp.fully_shard`` with the same meaning. Apply it bottom-up: each call makes one
+    *unit* of the parameters that no earlier call took; a unit's parameters of one dtype and one ``requires_grad`` are one
+    *group*: one buffer, one all-gather, one reduce-scatter. Build the optimizer afterwards.
+
+    Args:
+        module: a module, or a list of modules that form one unit.
+        mesh: 1-D (shard), or 2-D with named dimensions (replicate, shard) for HSDP; default: all ranks, 1-D.
+        reshard_after_forward: free the parameters after forward and gather them again in backward; None: yes, except for the
+            root. An int (a smaller group of ranks to reshard to) is supported only as 1 (False) and the shard size (True).
+        shard_placement_fn: must return None for every parameter; say with ``block_policy`` where parameters may be cut.
+        mp_policy: compute, reduction and output dtypes.
+        offload_policy: ``CPUOffloadPolicy`` keeps the shards, and so the optimizer, in host memory.
+        ignored_params: neither sharded, moved nor reduced.
+        dp_mesh_dims: not supported.
+        block_policy: ``(name, parameter) -> Block | None``: the piece of the parameter that no shard boundary cuts; None: no
+            requirement. ``name`` is the parameter's name inside the module.
+
+    Returns:
+        The same object(s); their class is now a subclass of :class:`FSDPModule` and of what it was.
+
+    Raises:
+        ValueError: naming the argument or parameter that does not fit.
+        NotImplementedError: for an argument that vescale_ray does not support.
+    """
+    modules = _modules(module)
+    if dp_mesh_dims is not None:
+        raise NotImplementedError("dp_mesh_dims is not supported by vescale_ray: pass the data-parallel mesh itself as mesh")
+    mesh = mesh if mesh is not None else _default_mesh()
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard needs a mesh of 1 or 2 dimensions, not {mesh.ndim}: {mesh}")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ValueError("a 2-D mesh needs mesh_dim_names, as ('replicate', 'shard')")
+    reshard = _reshard_after_forward(reshard_after_forward, mesh.size(mesh.ndim - 1))
+    device = _device_of(mesh)
+    ignored = ignored_params or set()
+
+    managed = _managed_modules(modules)
+    owners: dict[nn.Parameter, tuple[str, list[Owner]]] = {}
+    for position, root in enumerate(modules):
+        prefix = f"{position}." if len(modules) > 1 else ""
+        for name, one in root.named_modules(remove_duplicate=False):
+            if one not in managed:
+                continue
+            for attribute, param in one._parameters.items():
+                if param is None or param in ignored:
+                    continue
+                fqn = f"{prefix}{name}.{attribute}" if name else f"{prefix}{attribute}"
+                entry = owners.setdefault(param, (fqn, []))[1]
+                if all(ref() is not one or attr != attribute for ref, attr in entry):
+                    entry.append((weakref.ref(one), attribute))
+    for param, (fqn, _) in owners.items():
+        _check_parameter(fqn, param, shard_placement_fn)
+    on_meta = [fqn for param, (fqn, _) in owners.items() if param.is_meta]
+    if on_meta and len(on_meta) < len(owners):
+        real = next(fqn for param, (fqn, _) in owners.items() if not param.is_meta)
+        raise ValueError(f"parameter {on_meta[0]!r} is on the meta device but {real!r} is not: a unit is built on one or the other")
+    _move_buffers(managed, device)
+
+    by_kind: dict[tuple[torch.dtype, bool], list[Source]] = {}
+    for param, (fqn, where) in owners.items():
+        block = block_policy(fqn, param) if block_policy is not None else None
+        by_kind.setdefault((param.dtype, param.requires_grad), []).append(Source(fqn, param, tuple(where), block))
+    name = type(modules[0]).__name__
+    groups = [Group(name, sources, mesh, mp_policy, offload_policy, device) for sources in by_kind.values()]
+    for param in owners:
+        # The original is out of the model now. Whoever still holds it (an optimizer, a module tied to it) can be told so.
+        param.__dict__["_vescale_replaced"] = True
+
+    unit = Unit(modules, groups, mp_policy, reshard, device)
+    for one in modules:
+        one.__dict__["_vescale_unit"] = unit
+        one.__class__ = sharded_class(type(one))  # type: ignore[arg-type]
+    for one in managed:
+        one._is_fsdp_managed_module = True  # type: ignore[assignment]  # what torch.compile looks for
+        one._fsdp_use_orig_params = True  # type: ignore[assignment]
+    _hook_state_dict(unit, groups)
+    return module
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make ``module.method_name`` gather and reshard like ``forward``. Nothing if the module is not sharded.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+    original = getattr(module, method_name)
+
+    @functools.wraps(original)
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        unit = unit_of(self)
+        assert unit is not None
+        args, kwargs = unit.pre_forward(self, args, kwargs)
+        try:
+            output = original(*args, **kwargs)
+        except BaseException:
+            unit._abandon_forward()
+            raise
+        return unit.post_forward(self, args, output)
+
+    setattr(module, method_name, wrapped.__get__(module, type(module)))  # type: ignore[attr-defined]
+
+
+def share_comm_ctx(modules: list[Any]) -> None:
+    """Let several roots (the stages of a pipeline) use the same side streams and buffers. Call it before their first forward.
+
+    Raises:
+        ValueError: a module is not sharded, or has run already.
+    """
+    units = []
+    for module in modules:
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise ValueError(f"share_comm_ctx needs modules that fully_shard was applied to, not {type(module).__name__}")
+        if unit.schedule is not None:
+            raise ValueError(f"unit {unit.name!r} has run already: call share_comm_ctx before the first forward")
+        units.append(unit)
+    if units:
+        lanes = units[0].lanes or Lanes(units[0].device)
+        for unit in units:
+            unit.lanes = lanes
+
+
+def _modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    if not modules:
+        raise ValueError("fully_shard got an empty list of modules")
+    for one in modules:
+        if not isinstance(one, nn.Module):
+            raise ValueError(f"fully_shard needs modules, not {type(one).__name__}")
+        if isinstance(one, nn.ModuleList | nn.ModuleDict) and type(one).forward is nn.Module.forward:
+            raise ValueError(f"fully_shard can't hook a {type(one).__name__}, which has no forward: apply it to the modules in it")
+        if unit_of(one) is not None:
+            raise ValueError(f"fully_shard was applied to this {type(one).__name__} already")
+    inside = {id(sub) for one in modules for sub in one.modules() if sub is not one}
+    return [one for one in modules if id(one) not in inside]
+
+
+def _managed_modules(roots: list[nn.Module]) -> set[nn.Module]:
+    """The modules below ``roots``, without those that are units of their own and what is below these."""
+    found: set[nn.Module] = set()
+    stack = list(roots)
+    while stack:
+        one = stack.pop()
+        if one in found:
+            continue
+        found.add(one)
+        stack.extend(child for child in one.children() if unit_of(child) is None)
+    return found
+
+
+def _check_parameter(fqn: str, param: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Any] | None) -> None:
+    if param.__dict__.get("_vescale_replaced"):
+        raise ValueError(
+            f"parameter {fqn!r} is tied to one that an earlier fully_shard call took: put both modules into one unit, "
+            f"as fully_shard([module_a, module_b]), or leave both to the root"
+        )
+    if isinstance(param, DTensor):
+        raise NotImplementedError(f"parameter {fqn!r} is a DTensor already: tensor or expert parallelism below it is not supported")
+    if shard_placement_fn is not None and (placement := shard_placement_fn(param)) is not None:
+        raise NotImplementedError(
+            f"shard_placement_fn gave {placement} for {fqn!r}: vescale_ray places parameters itself; say with block_policy where "
+            f"it may cut them"
+        )
+
+
+def _reshard_after_forward(value: bool | int | None, shard_size: int) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise ValueError(f"reshard_after_forward must be a bool, an int or None, not {value!r}")
+    if value < 1 or value > shard_size or shard_size % value:
+        raise ValueError(f"reshard_after_forward is {value}: as an int it must divide the shard size {shard_size}")
+    if value in (1, shard_size):
+        return value != 1
+    raise NotImplementedError(f"reshard_after_forward={value}, a smaller group of ranks, is not supported by vescale_ray: use a bool")
+
+
+def _default_mesh() -> DeviceMesh:
+    """All ranks, on the accelerator if there is one. As torch, initialises the default process group from the environment if need be."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _move_buffers(managed: set[nn.Module], device: torch.device) -> None:
+    for module in managed:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+def _hook_state_dict(unit: Unit, groups: list[Group]) -> None:
+    """Saving and loading see the sharded parameters; after loading these are one buffer again."""
+    unit_ref = weakref.ref(unit)
+    holders = {id(m): m for group in groups for param in group.params for ref, _ in param.owners if (m := ref()) is not None}
+
+    def to_sharded(what: str) -> None:
+        owner = unit_ref()
+        if owner is None:
+            return
+        if owner.phase is not Phase.RESTING:
+            raise PhaseError(f"unit {owner.name!r} is in phase {owner.phase.value}: its state can't be {what} in the middle of a step")
+        owner.reshard()
+
+    def before_save(*_: Any) -> None:
+        to_sharded("saved")
+
+    def before_load(*_: Any) -> None:
+        to_sharded("loaded")
+
+    def after_load(*_: Any) -> None:
+        owner = unit_ref()
+        if owner is not None:
+            for group in owner.groups:
+                group.adopt()
+                group.refresh()
+
+    for holder in holders.values():
+        holder.register_state_dict_pre_hook(before_save)
+        holder.register_load_state_dict_pre_hook(before_load)
+        holder.register_load_state_dict_post_hook(after_load)

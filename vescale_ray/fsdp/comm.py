@@ -1,0 +1,278 @@
+"""The two collectives of a group, and what to wait on.
+
+Both work on the flat buffers themselves. On CUDA they run on a side stream and are finished by an event; on the CPU
+they are asynchronous work handles of the process group, so that communication overlaps with compute there, too.
+
+On gloo we exchange parts pairwise, rank to rank, straight between the buffers. gloo's own all-gather goes through a flat
+temporary of the whole buffer (44 MiB more and 3x the CPU time for 44 MiB on two ranks), and it has no reduce-scatter: torch
+emulates one by a clone and an all-reduce of everything, twice the bytes on the wire. Sums are local, in rank order, in FP32
+or better, so the result is a function of the values alone.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from vescale_ray import compat
+from vescale_ray.fsdp.memory import Pool, Slot
+
+_GATHER_TAG, _REDUCE_TAG = 0x56530001, 0x56530002
+"""Keep our messages apart from a user's on the same process group. Messages of one tag arrive in the order they were sent."""
+
+
+class Pending(Protocol):
+    """Something under way. ``wait`` makes its result usable by the calling thread and its current stream; waiting twice is harmless."""
+
+    def wait(self) -> None: ...
+
+
+class Done:
+    """Nothing to wait for."""
+
+    def wait(self) -> None:
+        return
+
+
+class Works:
+    """Operations in the hands of a CPU process group; each wait is bounded by the group's timeout."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, *works: Any) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        # Dropped first: a failed Work keeps its exception, and with it frames, alive.
+        works, self._works = self._works, ()
+        for work in works:
+            work.wait()
+
+
+class EventPending:
+    """Work on a side stream of an accelerator, marked by an event."""
+
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, event: Any, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    def wait(self) -> None:
+        event, self._event = self._event, None
+        if event is not None:
+            current_stream(self._device).wait_event(event)
+
+
+class Lane:
+    """A side stream of one device; on the CPU, nothing: the process group's threads are the other stream."""
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self.stream: Any = None
+        self.issued = 0
+        """Collectives started so far."""
+        self._device = device
+        if device.type != "cpu":
+            self.stream = torch.get_device_module(device).Stream(device=device, priority=priority)
+
+    def after_current(self) -> None:
+        """What is put on the lane from now on runs after what the current stream has so far."""
+        if self.stream is not None:
+            self.stream.wait_stream(current_stream(self._device))
+
+    def after(self, event: Any) -> None:
+        if self.stream is not None and event is not None:
+            self.stream.wait_event(event)
+
+    def context(self) -> Any:
+        """What is called inside is put on the lane; on the CPU it just runs."""
+        return nullcontext() if self.stream is None else torch.get_device_module(self._device).stream(self.stream)
+
+    def mark(self) -> Pending:
+        """Everything on the lane so far, to wait on."""
+        return EventPending(self.stream.record_event(), self._device) if self.stream is not None else Done()
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream that kernels go to now. Not for the CPU."""
+    return torch.get_device_module(device).current_stream(device)
+
+
+def current_event(device: torch.device) -> Any:
+    """An event at the current position of the current stream; None on the CPU."""
+    return None if device.type == "cpu" else current_stream(device).record_event()
+
+
+def is_pairwise(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the collectives of this group are pairwise exchanges: several ranks on gloo, in host memory."""
+    return device.type == "cpu" and group.size() > 1 and dist.get_backend(group) == "gloo"
+
+
+def all_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, lane: Lane, *, pairwise: bool) -> Pending:
+    """Gather every rank's ``shard`` into ``out``."""
+    lane.issued += 1
+    if pairwise:
+        rank, world, size = group.rank(), group.size(), shard.numel()
+        works = []
+        for distance in range(1, world):
+            source, target = (rank - distance) % world, (rank + distance) % world
+            works.append(_receive(out[source * size : (source + 1) * size], source, group, _GATHER_TAG))
+            works.append(_send(shard, target, group, _GATHER_TAG))
+        out[rank * size : (rank + 1) * size].copy_(shard)
+        return Works(*works)
+    if lane.stream is None:
+        return Works(compat.all_gather_single(out, shard, group=group, async_op=True))
+    with lane.context():
+        compat.all_gather_single(out, shard, group=group)
+        return lane.mark()
+
+
+def reduce_scatter(
+    out: torch.Tensor,
+    full: torch.Tensor,
+    group: dist.ProcessGroup,
+    lane: Lane,
+    pool: Pool,
+    factor: float,
+    *,
+    pairwise: bool,
+    spare: Slot | None = None,
+    sum_only: bool = False,
+) -> Pending:
+    """Sum every rank's ``full`` and keep this rank's part, times ``factor``, in ``out``, which may have another dtype.
+
+    ``full`` belongs to the operation until the result's ``wait`` has returned. ``spare``: a buffer of the pool that gathered
+    parameters have just left; a pairwise exchange receives the parts there if they fit. ``sum_only``: never NCCL's AVG.
+    """
+    lane.issued += 1
+    world = group.size()
+    if pairwise:
+        return _ExchangeAndSum(out, full, group, pool, factor, spare)
+    if lane.stream is None:
+        target = out if out.dtype == full.dtype else torch.empty_like(out, dtype=full.dtype)
+        work = compat.reduce_scatter_single(target, full, group=group, async_op=True) if world > 1 else None
+        if work is None:
+            target.copy_(full)
+        return _CastAndScale(work, out, target, factor)
+    lane.after_current()
+    with lane.context():
+        op: Any = dist.ReduceOp.SUM
+        if full.dtype == torch.float16 and factor != 1.0:
+            # A sum over many ranks can leave FP16's range: divide by a part of the divisor before, by the rest after (as FSDP2 does).
+            before = float(world) ** -0.5
+            full.mul_(before)
+            factor /= before
+        elif not sum_only and abs(factor * world - 1.0) < 1e-12 and dist.get_backend(group) == "nccl":
+            op, factor = dist.ReduceOp.AVG, 1.0
+        target = out if out.dtype == full.dtype else torch.empty_like(out, dtype=full.dtype)
+        if world > 1:
+            compat.reduce_scatter_single(target, full, op=op, group=group)
+        else:
+            target.copy_(full)
+        if target is not out:
+            out.copy_(target)
+        if factor != 1.0:
+            out.mul_(factor)
+        return lane.mark()
+
+
+def _send(tensor: torch.Tensor, target: int, group: dist.ProcessGroup, tag: int) -> Any:
+    return dist.isend(tensor, group=group, tag=tag, group_dst=target)
+
+
+def _receive(tensor: torch.Tensor, source: int, group: dist.ProcessGroup, tag: int) -> Any:
+    return dist.irecv(tensor, group=group, tag=tag, group_src=source)
+
+
+class _CastAndScale:
+    """A reduce-scatter whose result still has to be cast or scaled, on the thread that waits for it."""
+
+    __slots__ = ("_factor", "_out", "_target", "_work")
+
+    def __init__(self, work: Any, out: torch.Tensor, target: torch.Tensor | None, factor: float) -> None:
+        self._work, self._out, self._target, self._factor = work, out, target, factor
+
+    def wait(self) -> None:
+        work, target, self._work, self._target = self._work, self._target, None, None
+        if target is None:
+            return
+        if work is not None:
+            work.wait()
+        if target is not self._out:
+            self._out.copy_(target)
+        if self._factor != 1.0:
+            self._out.mul_(self._factor)
+
+
+class _ExchangeAndSum:
+    """Reduce-scatter as a pairwise exchange of parts and a local sum in rank order.
+
+    One of the others' parts is received in the result itself if the dtypes allow it, the rest (with two ranks: nothing) in
+    ``spare`` where possible. If someone needs that buffer before the end (this object is its
+    :class:`vescale_ray.fsdp.memory.Tenant`), the exchange is waited for then.
+    """
+
+    __slots__ = ("__weakref__", "_borrowed", "_factor", "_out", "_parts", "_pool", "_slot", "_works", "in_use", "key", "name")
+
+    def __init__(
+        self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, pool: Pool, factor: float, spare: Slot | None
+    ) -> None:
+        self.name, self.key, self.in_use = "a reduce-scatter", 0, False
+        self._out, self._pool, self._factor = out, pool, factor
+        rank, world, size = group.rank(), group.size(), out.numel()
+        mine = full.view(world, size)
+        self._parts = list(mine.unbind())
+        others = [r for r in range(world) if r != rank]
+        if _sums_in(out.dtype, full.dtype):
+            # The first of the others is one of the first two summands, whichever rank this is: the order of the sum stays.
+            self._parts[others.pop(0)] = out
+        self._slot: Slot | None = None
+        self._borrowed = False
+        if others:
+            nbytes = full.numel() * full.element_size()
+            self._borrowed = spare is not None and spare.nbytes == nbytes and pool.borrow(self, spare)
+            self._slot = spare if self._borrowed else pool.take(nbytes, out.device)
+            assert self._slot is not None
+            self._slot.clean_for = None
+            received = self._slot.flat(full.dtype).view(world, size)
+            for r in others:
+                self._parts[r] = received[r]
+        works = []
+        for distance in range(1, world):
+            source, target = (rank - distance) % world, (rank + distance) % world
+            works.append(_receive(self._parts[source], source, group, _REDUCE_TAG))
+            works.append(_send(mine[target], target, group, _REDUCE_TAG))
+        self._works = Works(*works)
+
+    def evict(self) -> bool:
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        parts, self._parts = self._parts, []
+        if not parts:
+            return
+        self._works.wait()
+        out = self._out
+        if _sums_in(out.dtype, parts[0].dtype):
+            total = torch.add(parts[0], parts[1], out=out)
+        else:
+            total = parts[0].to(torch.promote_types(out.dtype, torch.float32), copy=True).add_(parts[1])
+        for part in parts[2:]:
+            total.add_(part)
+        if self._factor != 1.0:
+            total.mul_(self._factor)
+        if total is not out:
+            out.copy_(total)
+        slot, self._slot = self._slot, None
+        if slot is not None and self._borrowed:
+            self._pool.return_borrowed(slot)
+        elif slot is not None:
+            self._pool.give_back(slot)
+
+
+def _sums_in(out: torch.dtype, parts: torch.dtype) -> bool:
+    """Whether parts can be added up in the result: the same dtype, and not one that loses bits with every addition."""
+    return out == parts and out not in (torch.float16, torch.bfloat16)

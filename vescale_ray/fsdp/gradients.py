@@ -1,0 +1,268 @@
+"""Gradients: one group's gradients on their way from autograd to the optimizer.
+
+    accumulate (a hook per parameter) -> flat buffer [W * S] -> reduce-scatter -> shard [S] -> ``.grad`` of the sharded parameters
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vescale_ray.dbuffer import DBuffer
+from vescale_ray.dtensor import RaggedDTensor
+from vescale_ray.fsdp import comm
+from vescale_ray.fsdp.memory import Pool, Slot
+from vescale_ray.fsdp.parameters import GroupParam, Place, local_of
+from vescale_ray.planner import Layout
+
+
+@dataclass
+class Reduction:
+    """A reduce-scatter under way."""
+
+    pending: comm.Pending
+    out: torch.Tensor
+    buffer: Slot | None
+    used: list[int]
+
+
+class Gradients:
+    """The gradients of one group.
+
+    Args:
+        params: in the order of ``layout.specs``.
+        in_place: one rank holds everything: gradients are written into their shard at once.
+        offload: shards of gradients are handed over in host memory.
+    """
+
+    def __init__(self, place: Place, layout: Layout, params: Sequence[GroupParam], *, in_place: bool, offload: bool) -> None:
+        self.place, self.layout, self.params = place, layout, params
+        self.in_place, self.offload = in_place, offload
+        self.orig_dtype = self.reduce_dtype = torch.float32
+        self.pool: Pool | None = None
+        self.group = place.shard_group
+        """Of the reduce-scatter."""
+        self.trainable_count = sum(p.sharded.requires_grad for p in params)
+        self.arrived_count = 0
+        self._arrived = [False] * len(params)
+        self._views_key = (layout.fingerprint, tuple(p.name for p in params))
+        self._flat: torch.Tensor | None = None
+        self._slot: Slot | None = None
+        self._views: list[torch.Tensor] = []
+        self._reductions: list[Reduction] = []
+        self._shard: torch.Tensor | None = None
+        self._wrappers: list[RaggedDTensor | None] = []
+        self._partial: torch.Tensor | None = None
+        self._partial_used: set[int] = set()
+
+        # Set by the user through FSDPModule.
+        self.divide_factor: float | None = None
+        self.sum_only = False
+        self.all_reduce = True
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        # Set by the unit. They must not hold it strongly.
+        self.on_first: Callable[[], None] | None = None
+        """Called before the first gradient of a backward is taken in."""
+        self.on_complete: Callable[[], None] | None = None
+        """Called when every trainable parameter has its gradient."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.layout.numel * self.reduce_dtype.itemsize
+
+    # -- in backward -------------------------------------------------------------------------------------------------
+
+    def hook(self, leaf: nn.Parameter, index: int) -> None:
+        """Take in the gradient of unsharded parameter ``index`` whenever it is complete."""
+        mine = weakref.ref(self)  # autograd keeps the hook as long as the leaf, and the leaf is ours
+
+        def hook(_: torch.Tensor) -> None:
+            owner = mine()
+            if owner is not None:
+                owner.accumulate(index)
+
+        leaf.register_post_accumulate_grad_hook(hook)
+
+    def accumulate(self, index: int) -> None:
+        """A gradient is complete for this backward: move it into the flat buffer. Cost: one pass over it (write, or read and write)."""
+        leaf = self.params[index].unsharded
+        assert leaf is not None
+        grad, leaf.grad = leaf.grad, None
+        if grad is None:
+            return
+        if grad.requires_grad:
+            raise RuntimeError(f"backward with create_graph=True through the sharded parameter {self.params[index].fqn!r} is not supported")
+        if grad.is_sparse:
+            raise RuntimeError(f"{self.params[index].fqn!r} has a sparse gradient: build the embedding with sparse=False")
+        if not self.arrived_count:
+            if self.on_first is not None:
+                self.on_first()
+            self._open()
+        view = self._views[index]
+        if self._arrived[index]:
+            view.add_(grad)
+            return
+        view.copy_(grad)
+        self._arrived[index] = True
+        self.arrived_count += 1
+        if self.on_complete is not None and self.arrived_count == self.trainable_count:
+            self.on_complete()
+
+    def open_unused(self) -> None:
+        """Take part in the next reduction with zeros where no gradient came (``set_reduce_scatter_unused_params``)."""
+        self._open()
+        for index, param in enumerate(self.params):
+            if param.sharded.requires_grad and not self._arrived[index]:
+                self._views[index].zero_()
+                self._arrived[index] = True
+                self.arrived_count += 1
+
+    def reduce(self, lane: comm.Lane, spare: Slot | None) -> None:
+        """Start to sum the gradients over the ranks into this rank's shard. ``spare``: memory that is free to receive parts in, if any."""
+        assert self.pool is not None and self._flat is not None
+        used = [i for i, arrived in enumerate(self._arrived) if arrived]
+        for index, arrived in enumerate(self._arrived):
+            if not arrived:
+                self._views[index].zero_()
+        factor = 1.0 / (self.divide_factor if self.divide_factor is not None else self.place.world * self.place.replicas)
+        flat, slot = self._flat, self._slot
+        self._clear()
+        if self.in_place:
+            if factor != 1.0:
+                flat.mul_(factor)
+            self._reductions.append(Reduction(comm.Done(), flat, slot, used))
+            return
+        out = torch.empty(self.layout.shard_numel, dtype=self.orig_dtype, device=self.place.device)
+        options = {"pairwise": self.place.pairwise, "sum_only": self.sum_only}
+        pending = comm.reduce_scatter(out, flat, self.group, lane, self.pool, factor, spare=spare, **options)
+        self._reductions.append(Reduction(pending, out, slot, used))
+
+    def finish(self) -> None:
+        """Wait for the reductions under way and hand their results to the sharded parameters as ``.grad``."""
+        while self._reductions:
+            reduction = self._reductions.pop(0)
+            reduction.pending.wait()
+            if reduction.buffer is not None and self.pool is not None:
+                self.pool.give_back(reduction.buffer)
+            with torch.no_grad():
+                out = self._over_replicas(reduction)
+                if out is not None:
+                    self._deliver(out, reduction.used)
+            if out is not None:
+                self._call_hooks(reduction.used)
+
+    def _over_replicas(self, reduction: Reduction) -> torch.Tensor | None:
+        """HSDP: the sum over the replicas, or nothing yet if the user wants it only later."""
+        out = reduction.out
+        if self.place.replicate_group is not None:
+            if self._partial is not None:
+                out.add_(self._partial)
+                reduction.used = sorted(self._partial_used.union(reduction.used))
+                self._partial, self._partial_used = None, set()
+            if not self.all_reduce:
+                self._partial, self._partial_used = out, set(reduction.used)
+                return None
+            if self.place.replicas > 1:
+                dist.all_reduce(out, group=self.place.replicate_group)
+        if self.all_reduce_hook is not None:
+            self.all_reduce_hook(out)
+        return out
+
+    # -- delivery ----------------------------------------------------------------------------------------------------
+
+    def _deliver(self, out: torch.Tensor, used: list[int]) -> None:
+        if self.offload:
+            out = out.to("cpu")
+        fresh = [i for i in used if self.params[i].sharded.grad is None]
+        if len(fresh) == len(used):
+            self._shard, self._wrappers = out, [None] * len(self.params)
+        elif not fresh and self._shard is not None and len(used) == len(self.params) and self._all_ours():
+            self._shard.add_(out)  # one kernel for the whole group
+            return
+        else:
+            for index in used:
+                grad = self.params[index].sharded.grad
+                if grad is not None:
+                    local_of(grad).add_(self._local_view(out, index))
+        for index in fresh:
+            param = self.params[index]
+            grad = RaggedDTensor.from_spec(self._local_view(out, index), param.spec)
+            param.sharded.grad = grad
+            if self._shard is out:
+                self._wrappers[index] = grad
+
+    def _call_hooks(self, used: list[int]) -> None:
+        """What the user hung on the sharded parameters: an optimizer step in backward, for example."""
+        for index in used:
+            sharded = self.params[index].sharded
+            hooks: dict[int, Any] = getattr(sharded, "_post_accumulate_grad_hooks", None) or {}
+            for hook in hooks.values():
+                hook(sharded)
+
+    def _local_view(self, out: torch.Tensor, index: int) -> torch.Tensor:
+        param = self.params[index]
+        local = param.local
+        start = self.layout.shard_offset(param.name, self.place.rank)
+        return out[start : start + local.numel()].view(local.shape)
+
+    def _all_ours(self) -> bool:
+        return all(p.sharded.grad is w for p, w in zip(self.params, self._wrappers, strict=True))
+
+    # -- the flat buffer ---------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        if self._flat is not None:
+            return
+        if self.in_place:
+            self._flat = torch.empty(self.layout.numel, dtype=self.reduce_dtype, device=self.place.device)
+            buffer = DBuffer(self.layout, self._flat, rank=None)
+            buffer.zero_padding()
+            self._views = [buffer.tensor(param.name) for param in self.params]
+            return
+        assert self.pool is not None
+        self._slot = slot = self.pool.take(self.buffer_bytes, self.place.device, self.layout.fingerprint)
+        self._flat = slot.flat(self.reduce_dtype)
+        buffer = DBuffer(self.layout, self._flat, rank=None)
+        if slot.clean_for != self.layout.fingerprint:
+            buffer.zero_padding()
+            slot.clean_for = self.layout.fingerprint
+        key = (self._views_key, self.reduce_dtype)
+        if key not in slot.views:
+            slot.views[key] = [buffer.tensor(param.name) for param in self.params]
+        self._views = slot.views[key]
+
+    def _clear(self) -> None:
+        self._flat = self._slot = None
+        self._views = []
+        self._arrived = [False] * len(self.params)
+        self.arrived_count = 0
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    def forget_dropped(self) -> None:
+        """Drop our references to gradients that the user has dropped (``zero_grad``), so that their memory is freed."""
+        if self._shard is not None and not any(
+            w is not None and p.sharded.grad is w for p, w in zip(self.params, self._wrappers, strict=True)
+        ):
+            self._shard, self._wrappers = None, []
+
+    def discard(self) -> None:
+        """Forget everything of an unfinished step."""
+        reductions, self._reductions = self._reductions, []
+        slot, self._partial = self._slot, None
+        self._clear()
+        for param in self.params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+        for reduction in reductions:
+            reduction.pending.wait()
+        if self.pool is not None:
+            for buffer in (slot, *(r.buffer for r in reductions)):
+                if buffer is not None:
+                    self.pool.give_back(buffer)

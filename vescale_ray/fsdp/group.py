@@ -1,0 +1,366 @@
+"""Group: the parameters of a unit that travel together; one class, its methods are their life in a step.
+
+    unshard -> wait -> [forward] -> reshard -> unshard -> wait -> [backward] -> reshard        (gradients: ``gradients.py``)
+
+See [Note: the tensors of a group] in ``vescale_ray/fsdp/__init__.py`` for every tensor, its bytes and how long it lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Replicate
+
+from vescale_ray.dbuffer import DBuffer
+from vescale_ray.dtensor import RaggedDTensor
+from vescale_ray.dtensor_spec import make_spec
+from vescale_ray.fsdp import comm
+from vescale_ray.fsdp.gradients import Gradients
+from vescale_ray.fsdp.memory import Pool, Sharing, Slot
+from vescale_ray.fsdp.parameters import GroupParam, Place, Source, local_of
+from vescale_ray.fsdp.phases import Residency
+from vescale_ray.placement import RaggedShard
+from vescale_ray.planner import Layout, TensorSpec, plan_layout
+
+
+class Group:
+    """One DBuffer layout, one all-gather and one reduce-scatter.
+
+    Args:
+        name: for messages.
+        sources: parameters of one dtype and one ``requires_grad``.
+        mesh: 1-D (shard) or 2-D (replicate, shard).
+        device: where unsharded parameters live.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sources: Sequence[Source],
+        mesh: DeviceMesh,
+        policy: MixedPrecisionPolicy,
+        offload: OffloadPolicy,
+        device: torch.device,
+    ) -> None:
+        self.name, self.policy, self.place = name, policy, Place(mesh, device)
+        self.offload = isinstance(offload, CPUOffloadPolicy) and device.type != "cpu"
+        self.pin_memory = self.offload and bool(getattr(offload, "pin_memory", False))
+        self.orig_dtype = sources[0].param.dtype
+        self.compute_dtype, self.reduce_dtype = self._dtypes()
+        narrowest = min((self.orig_dtype, self.compute_dtype, self.reduce_dtype), key=lambda d: d.itemsize)
+        specs = [TensorSpec(s.name, tuple(s.param.shape), s.block, narrowest) for s in sources]
+        self.layout: Layout = plan_layout(specs, self.place.world)
+        self.in_place = not self.offload and (self.place.world == 1 or not self.layout.shard_numel)
+        """With one rank (or no elements) the shard is the whole: parameters are views of it, nothing is gathered."""
+
+        self.residency = Residency.SHARDED
+        self.in_use = False
+        """From the start of a pass of the unit to its end (see :class:`vescale_ray.fsdp.memory.Tenant`)."""
+        self.requested = False
+        """The user asked for the parameters (``unshard``): they stay until they are used or resharded."""
+        self.unshard_in_backward = True
+        self.params: list[GroupParam] = []
+        self._shard_parameters(sources)
+        self.grads = Gradients(self.place, self.layout, self.params, in_place=False, offload=self.offload)
+        self._tell_gradients()
+
+        self.key = 0
+        self._pool: Pool | None = None
+        self._slot: Slot | None = None
+        self.last_slot: Slot | None = None
+        """Where the parameters were gathered last."""
+        self._extra_slots: list[Slot] = []
+        self._gather: comm.Pending | None = None
+        self._bound_to: torch.Tensor | None = None
+        self._cast: torch.Tensor | None = None
+        self._cast_of: tuple[int, ...] | None = None
+        self._gathered_of: tuple[int, ...] | None = None
+        self._writes = 0
+
+    # -- construction ------------------------------------------------------------------------------------------------
+
+    def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Compute and reduce dtype; the policy is for floating-point parameters only."""
+        floating = self.orig_dtype.is_floating_point
+        compute = self.policy.param_dtype if floating and self.policy.param_dtype is not None else self.orig_dtype
+        reduce = self.policy.reduce_dtype if floating and self.policy.reduce_dtype is not None else compute
+        return compute, reduce
+
+    def _tell_gradients(self) -> None:
+        self.grads.orig_dtype, self.grads.reduce_dtype = self.orig_dtype, self.reduce_dtype
+        self.grads.in_place = self.in_place and self.reduce_dtype == self.orig_dtype
+
+    def _shard_parameters(self, sources: Sequence[Source]) -> None:
+        """The plan is made: move this rank's ranges into the master shard and put sharded parameters in place of the originals."""
+        meta = any(s.param.device.type == "meta" for s in sources)
+        home = torch.device("cpu") if self.offload else self.place.device
+        self.master = self._new_master(torch.device("meta") if meta else home)
+        for source in sources:
+            if not meta:
+                self.master.load(source.name, source.param.detach())
+            placement = RaggedShard(self.layout.dims(source.name), self.layout.units(source.name))
+            placements = (placement,) if self.place.mesh.ndim == 1 else (Replicate(), placement)
+            spec = make_spec(self.place.mesh, placements, tuple(source.param.shape), self.orig_dtype)
+            local = self._local_view(source.name, tuple(source.param.shape), placement)
+            sharded = nn.Parameter(RaggedDTensor.from_spec(local, spec), requires_grad=source.param.requires_grad)
+            sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter detached it, and with it the version counter
+            for key, value in source.param.__dict__.items():  # marks that users and optimizers put on parameters
+                sharded.__dict__.setdefault(key, value)
+            param = GroupParam(source.name, source.owners, sharded, spec)
+            param.install(sharded)
+            self.params.append(param)
+
+    def _new_master(self, device: torch.device) -> DBuffer:
+        master = DBuffer.empty(self.layout, rank=self.place.rank, dtype=self.orig_dtype, device=device)
+        if self.pin_memory and device.type == "cpu":
+            master.flat = master.flat.pin_memory()
+        return master
+
+    def _local_view(self, name: str, shape: tuple[int, ...], placement: RaggedShard) -> torch.Tensor:
+        return self.master.tensor(name).view(placement.local_shape(shape, self.place.rank))
+
+    def attach(self, pool: Pool) -> None:
+        """Join the pool of a schedule: once the root is known, and again if that changes."""
+        if self._pool is pool:
+            return
+        self.reshard()
+        self._pool = self.grads.pool = pool
+        self.key = pool.join()
+        self._slot = self.last_slot = self._bound_to = None
+        sizes = {self.unsharded_bytes} if not self.in_place else set()
+        if self.grads.trainable_count and not self.grads.in_place:
+            sizes.add(self.grads.buffer_bytes)
+        for nbytes in sizes:
+            pool.expect(nbytes)
+
+    @property
+    def unsharded_bytes(self) -> int:
+        return self.layout.numel * self.compute_dtype.itemsize
+
+    # -- unshard, wait, reshard --------------------------------------------------------------------------------------
+
+    def unshard(
+        self,
+        lane: comm.Lane,
+        *,
+        backward: bool = False,
+        wanted: Slot | None = None,
+        fresh: bool = False,
+        sharing: Sharing = Sharing.NONE,
+    ) -> None:
+        """Start to gather the parameters, into ``wanted`` if autograd holds views of it; nothing if it has started already.
+
+        ``fresh``: gather again if the sharded parameters were written since (an optimizer step while the unit stayed unsharded).
+        """
+        if fresh and self.residency is not Residency.SHARDED and self._gathered_of != self._spmd_version():
+            self.reshard()
+        if self.residency is not Residency.SHARDED:
+            if wanted is not None and wanted is not self._slot and wanted not in self._extra_slots:
+                self._copy_into(wanted, backward)
+            return
+        assert self._pool is not None
+        if self.in_place:
+            self._shard_to_gather(lane)
+            self._gather = lane.mark()
+        else:
+            where = self.unsharded_bytes, self.place.device
+            slot = self._pool.acquire(self, *where, wanted=wanted, last=self.last_slot, backward=backward, sharing=sharing)
+            self._slot = self.last_slot = slot
+            lane.after(slot.free_after or comm.current_event(self.place.device))
+            out, shard = slot.flat(self.compute_dtype), self._shard_to_gather(lane)
+            with torch.no_grad():
+                self._gather = comm.all_gather(out, shard, self.place.shard_group, lane, pairwise=self.place.pairwise)
+        self._gathered_of = self._spmd_version()
+        self.residency = Residency.GATHERING
+
+    def wait(self) -> None:
+        """Make the gathered parameters usable and give them to the modules."""
+        if self.residency is not Residency.GATHERING:
+            return
+        self._finish_gather()
+        self._bind(self._slot.flat(self.compute_dtype) if self._slot is not None else self._shard_to_gather(None))
+        trainable = 0
+        for param in self.params:
+            leaf = param.unsharded
+            assert leaf is not None
+            requires_grad = param.sharded.requires_grad
+            if leaf.requires_grad != requires_grad:
+                leaf.requires_grad_(requires_grad)
+            trainable += requires_grad
+            param.install(leaf)
+        self.grads.trainable_count = trainable
+        self.residency = Residency.UNSHARDED
+
+    def reshard(self) -> None:
+        """Give the sharded parameters back to the modules and the buffer back to the pool."""
+        if self.residency is Residency.SHARDED:
+            return
+        self._finish_gather()
+        for param in self.params:
+            param.install(param.sharded)
+        self.residency, self.requested, self.in_use = Residency.SHARDED, False, False
+        event = comm.current_event(self.place.device)
+        slots = (self._slot, *self._extra_slots)
+        self._slot = None
+        self._extra_slots.clear()
+        for slot in slots:
+            if slot is not None and self._pool is not None:
+                self._pool.release(slot, event)
+
+    def _finish_gather(self) -> None:
+        gather, self._gather = self._gather, None
+        if gather is not None:
+            gather.wait()
+
+    def evict(self) -> bool:
+        """Leave the buffer unless the parameters are in use (see :class:`vescale_ray.fsdp.memory.Tenant`); they can be gathered again."""
+        if self.in_use or self.requested:
+            return False
+        self.reshard()
+        return True
+
+    def drop_prefetch(self) -> None:
+        """Leave the buffer if the parameters were gathered ahead and then not needed."""
+        if self.residency is Residency.GATHERING:
+            self.evict()
+
+    def bind_graph(self) -> Slot | None:
+        """The forward which just ran used this buffer, and autograd may hold views of it; None if there is no buffer."""
+        if self._slot is not None:
+            self._slot.bind(self.key)
+        return self._slot
+
+    def _shard_to_gather(self, lane: comm.Lane | None) -> torch.Tensor:
+        """The shard in the compute dtype: the master itself, or its cast, made once per optimizer step."""
+        master = self.master.flat
+        if self.compute_dtype == self.orig_dtype and not self.offload:
+            return master
+        if self._cast is None:
+            with torch.inference_mode(False):
+                self._cast = torch.empty(master.numel(), dtype=self.compute_dtype, device=self.place.device)
+            self._cast_of = None
+        # Also the counter of the flat buffer itself: it sees writes to local tensors.
+        version = (*self._spmd_version(), master._version)
+        if self._cast_of != version and lane is not None:
+            with torch.no_grad(), lane.context():
+                lane.after_current()
+                self._cast.copy_(master, non_blocking=self.pin_memory)
+            self._cast_of = version
+        return self._cast
+
+    def _spmd_version(self) -> tuple[int, ...]:
+        """Changes when the sharded parameters are written by what all ranks do alike, so that they agree on gathering again.
+
+        The parameters' counters see single operations on them; foreach and fused kernels on tensor subclasses count nowhere, so
+        optimizer steps and loads are counted in ``_writes``.
+        """
+        return self._writes, sum(p.sharded._version for p in self.params)
+
+    def refresh(self) -> None:
+        """The master may have been written in a way that no version counter sees: cast and gather it anew."""
+        self._writes += 1
+
+    def _bind(self, flat: torch.Tensor) -> None:
+        """Make the unsharded parameters views of ``flat``; nothing if they are already."""
+        if self._bound_to is flat:
+            return
+        differentiable = self.compute_dtype.is_floating_point or self.compute_dtype.is_complex
+        with torch.no_grad(), torch.inference_mode(False):
+            for index, (param, spec) in enumerate(zip(self.params, self.layout.specs, strict=True)):
+                start = self.layout.offsets[param.name]
+                view = flat[start : start + spec.numel].view(param.shape)
+                if param.unsharded is not None:
+                    param.unsharded.data = view
+                    continue
+                # Assigned through .data, the view keeps no tie to the version counter of the buffer: refilling it is no
+                # "modified by an inplace operation" to autograd. The expanded scalar only lends its shape.
+                shape_only = torch.empty((), dtype=self.compute_dtype, device=self.place.device).expand(param.shape)
+                leaf = param.unsharded = nn.Parameter(shape_only, requires_grad=differentiable)
+                leaf.data = view
+                if differentiable:
+                    self.grads.hook(leaf, index)
+                    leaf.requires_grad_(param.sharded.requires_grad)
+        self._bound_to = flat
+
+    def _copy_into(self, wanted: Slot, backward: bool) -> None:
+        """Another graph of this group, whose forward used another buffer, needs the parameters, too: copy, don't gather again."""
+        self.wait()
+        assert self._pool is not None and self._slot is not None
+        where = self.unsharded_bytes, self.place.device
+        self._pool.acquire(self, *where, wanted=wanted, last=None, backward=backward, sharing=Sharing.NONE)
+        self._extra_slots.append(wanted)
+        if wanted.free_after is not None:
+            comm.current_stream(self.place.device).wait_event(wanted.free_after)
+        with torch.no_grad():
+            wanted.flat(self.compute_dtype).copy_(self._slot.flat(self.compute_dtype))
+
+    def discard(self) -> None:
+        """Forget everything of an unfinished step: gradients, reductions, gathered parameters."""
+        self.grads.discard()
+        self.reshard()
+        self.in_use = False
+
+    # -- the parameters changed under us: .to(), to_empty(), load_state_dict(assign=True) --------------------------------
+
+    def adopt(self) -> None:
+        """Make the sharded parameters that the modules hold now views of one master shard again.
+
+        Cheap if nothing changed. If the parameters are on their way (some moved, others not yet), nothing is done.
+
+        Raises:
+            ValueError: a parameter was replaced by one of another shape.
+        """
+        installed = [param.installed() for param in self.params]
+        current = [c for c in installed if c is not None]
+        if len(current) < len(installed) or self.residency is not Residency.SHARDED:
+            return
+        if all(c is p.sharded and _is_view_of(c, self.master.flat) for c, p in zip(current, self.params, strict=True)):
+            return
+        kinds = {(c.dtype, c.device.type) for c in current}
+        if len(kinds) > 1:
+            return
+        dtype, device_type = kinds.pop()
+        if dtype != self.orig_dtype:
+            self.orig_dtype = dtype
+            self.compute_dtype, self.reduce_dtype = self._dtypes()
+            self._cast = None
+            self._tell_gradients()
+        self.master = self._new_master(self.place.device if device_type == self.place.device.type else torch.device(device_type))
+        for param, new in zip(self.params, current, strict=True):
+            placements = param.spec.placements
+            view = self._local_view(param.name, param.shape, placements[-1])
+            if device_type != "meta":
+                with torch.no_grad():
+                    view.copy_(self._part_of(param, new))
+            param.spec = make_spec(self.place.mesh, placements, param.shape, dtype)
+            if isinstance(new, RaggedDTensor):
+                param.sharded = new
+                new._local_tensor, new._spec = view, param.spec
+            else:
+                param.sharded = nn.Parameter(RaggedDTensor.from_spec(view, param.spec), requires_grad=new.requires_grad)
+                param.sharded._local_tensor = view  # type: ignore[attr-defined]
+            param.install(param.sharded)
+            if param.unsharded is not None and param.unsharded.dtype != self.compute_dtype:
+                param.unsharded = None
+        self._bound_to = None
+        self.refresh()
+
+    def _part_of(self, param: GroupParam, new: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a value that was put in place of a parameter: sharded as ours, otherwise, or not at all."""
+        if tuple(new.shape) != param.shape:
+            raise ValueError(f"parameter {param.fqn!r} of shape {param.shape} was replaced by one of shape {tuple(new.shape)}")
+        local = param.spec.placements[-1].local_shape(param.shape, self.place.rank)
+        if isinstance(new, RaggedDTensor) and new.placements == param.spec.placements:
+            return local_of(new).view(local)
+        if isinstance(new, DTensor):
+            new = new.full_tensor()
+        start, end = self.layout.local_range(param.name, self.place.rank)
+        return new.detach().reshape(-1)[start:end].view(local)
+
+
+def _is_view_of(param: nn.Parameter, flat: torch.Tensor) -> bool:
+    return isinstance(param, RaggedDTensor) and local_of(param).untyped_storage()._cdata == flat.untyped_storage()._cdata

@@ -1,0 +1,293 @@
+"""FSDPModule: the methods that ``fully_shard`` adds to a module. Torch's names and meanings, so that an FSDP2 script keeps working."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle
+
+from vescale_ray.fsdp.phases import Phase, PhaseError
+from vescale_ray.fsdp.schedule import Lanes, unit_of
+from vescale_ray.fsdp.unit import Unit
+
+
+class FSDPModule(TorchFSDPModule):
+    """Mixed into the class of every module that :func:`fully_shard` was applied to.
+
+    A subclass of torch's, so that ``isinstance`` checks elsewhere (pipelining, Hugging Face) hold; every method of it is
+    replaced. What is not supported raises, naming the alternative.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Build the original class: some containers construct their own type anew, for example when they are sliced."""
+        original: Any = cls.__mro__[3]  # FSDP<Original>, FSDPModule, torch's FSDPModule, Original
+        self = original.__new__(original)
+        self.__init__(*args, **kwargs)  # type: ignore[misc]
+        return self
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters and give the sharded ones to the module. Not recursive."""
+        _unit(self).reshard()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters in the compute dtype and give them to the module. Not recursive.
+
+        With ``async_op`` the gathering only starts; wait on the handle, or run the module's forward, which waits itself.
+        """
+        unit = _unit(self)
+        if unit.lanes is None:
+            unit.lanes = Lanes(unit.device)
+        for group in unit.groups:
+            if unit.schedule is None:
+                group.adopt()
+                if any(p.sharded.is_meta for p in group.params):
+                    raise RuntimeError(f"unit {unit.name!r} is still on the meta device: call to_empty(device=...) first")
+                group.attach(unit.lanes.pool)
+        unit.start_unshard(fresh=unit.phase is Phase.RESTING)
+        for group in unit.groups:
+            group.requested = True
+        handle = _Handle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: bring every unit to rest. The step's gradients are lost. On the root only.
+
+        Raises:
+            RuntimeError: called on a module that is not the root.
+        """
+        unit = _unit(self)
+        if unit.schedule is None:
+            return
+        if not unit.is_root:
+            raise RuntimeError(f"reset_iter_state() is for the root module, and unit {unit.name!r} is not it")
+        unit.schedule.reset()
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last of the step: after the last one all reductions are waited for."""
+        unit = _unit(self)
+        if unit.schedule is None:
+            from vescale_ray.fsdp.schedule import Schedule
+
+            Schedule.start(unit)
+        assert unit.schedule is not None
+        unit.schedule.is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients. Without, they add up in the unsharded buffers, in the reduce dtype."""
+        for unit in _units(self, recurse):
+            unit.gradient_sync = requires_gradient_sync
+            for group in unit.groups:
+                group.grads.all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """HSDP: whether gradients are summed over the replicas now, or only reduce-scattered and kept for a later backward."""
+        for unit in _units(self, recurse):
+            for group in unit.groups:
+                group.grads.all_reduce = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by ``factor`` instead of by the number of data-parallel ranks; 1.0 gives the plain sum. Not recursive."""
+        if factor == 0:
+            raise ValueError("the gradient divide factor is 0: give a number other than 0")
+        for group in _unit(self).groups:
+            group.grads.divide_factor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Torch's deprecated name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Use SUM in collectives and scale separately. (Only NCCL's AVG is ever used otherwise.)"""
+        for group in _unit(self).groups:
+            group.grads.sum_only = enable
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Give zero gradients to parameters that took no part in this rank's forward.
+
+        Needed where ranks use different parameters. Without it, as with FSDP2, a parameter that this rank did not use keeps
+        ``grad`` None here whatever the others have, and every rank must use the same ones.
+        """
+        for unit in _units(self, recurse):
+            unit.reduce_unused = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reduce-scatters may be under way while backward goes on; each holds a gradient buffer. The largest value counts."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, not {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers is {max_input_buffers}: at least 1 is needed")
+        for unit in _units(self, recurse):
+            unit.max_reductions = max_input_buffers
+            if unit.schedule is not None:
+                unit.schedule.max_reductions = max(other.max_reductions for other in unit.schedule.units)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Run reduce-scatters on a process group of their own, so that they can overlap with all-gathers on the wire. Collective."""
+        created: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for unit in _units(self, recurse):
+            for group in unit.groups:
+                shared = group.place.shard_group
+                if not enable:
+                    group.grads.group = shared
+                    continue
+                ranks = tuple(dist.get_process_group_ranks(shared))
+                if group.grads.group is not shared:
+                    created.setdefault(ranks, group.grads.group)
+                if ranks not in created:
+                    created[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter")
+                group.grads.group = created[ranks]
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook(flat gradient shard)`` after the reduction, before it becomes ``.grad``; on the current stream.
+
+        Raises:
+            ValueError: the unit has several groups, or a stream is given.
+        """
+        unit = _unit(self)
+        if len(unit.groups) > 1:
+            raise ValueError(f"unit {unit.name!r} has {len(unit.groups)} groups: an all-reduce hook would not know which one it gets")
+        if stream is not None:
+            raise ValueError("set_all_reduce_hook(stream=...) is not supported: the hook runs on the current stream")
+        for group in unit.groups:
+            group.grads.all_reduce_hook = hook
+
+    # -- resharding --------------------------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are freed after forward and gathered again in backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward must be a bool here, not {reshard_after_forward!r}")
+        for unit in _units(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether parameters are freed after backward. Without, micro-batches of one step need no further all-gather."""
+        for unit in _units(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward needs the parameters. Say False only if it does not (an embedding that nothing else uses)."""
+        for group in _unit(self).groups:
+            group.unshard_in_backward = unshard_in_backward
+
+    # -- schedule ----------------------------------------------------------------------------------------------------
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
+        """Gather these modules' parameters when this one's forward starts, instead of those of the next one only."""
+        _unit(self).forward_prefetch = [_weak(module) for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
+        """Gather these modules' parameters when this one's backward starts, instead of those of the one before only."""
+        _unit(self).backward_prefetch = [_weak(module) for module in modules]
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """All-gathers of the next forward wait for ``event`` instead of for the whole current stream. On the root, each step anew."""
+        unit = _unit(self)
+        if unit.schedule is None:
+            from vescale_ray.fsdp.schedule import Schedule
+
+            Schedule.start(unit)
+        assert unit.schedule is not None
+        unit.schedule.post_optim_event = event
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Torch's switch to allocate all-gather buffers on the compute stream. Ours always are: nothing to switch."""
+
+    # -- not supported -----------------------------------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Not supported: raises."""
+        _unsupported("set_custom_all_gather", "parameters are views of the pool's buffers, which a custom allocation would replace")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Not supported: raises."""
+        _unsupported("set_custom_reduce_scatter", "gradients are written into the pool's buffers, which a custom allocation would replace")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Not supported: raises if ``enable``."""
+        if enable:
+            _unsupported("set_allocate_memory_from_process_group_for_comm", "buffers come from torch's allocator")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Not supported: raises."""
+        _unsupported("set_symm_mem_for_comm", "buffers come from torch's allocator")
+
+    # -- torch's internals that other code calls -----------------------------------------------------------------------
+
+    def _get_fsdp_state(self) -> Any:
+        return _unit(self)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """``.to()``, ``to_empty()`` and the like work on the sharded parameters; afterwards these become one buffer again."""
+        unit = _unit(self)
+        if unit.phase is not Phase.RESTING:
+            raise PhaseError(f"unit {unit.name!r} is in phase {unit.phase.value}: its parameters can't be moved or cast now")
+        unit.reshard()
+        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # the original class's, not torch's FSDP's
+        for group in unit.groups:
+            group.adopt()
+        return result
+
+
+class _Handle(UnshardHandle):
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            for group in unit.groups:
+                group.wait()
+
+
+def _no_deepcopy(self: Any, memo: Any) -> NoReturn:
+    raise AssertionError("a sharded module can't be deep-copied: build a second one and load the first one's state_dict into it")
+
+
+@cache
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module of class ``cls`` after ``fully_shard``; the same one for every module of ``cls``."""
+    attributes = {"__deepcopy__": _no_deepcopy, "__module__": cls.__module__}
+    return cast(type[nn.Module], type(f"FSDP{cls.__name__}", (FSDPModule, cls), attributes))
+
+
+def _unit(module: Any) -> Unit:
+    unit = unit_of(module)
+    if unit is None:
+        raise AssertionError(f"{type(module).__name__} has lost its sharding state: was it copied?")
+    return unit
+
+
+def _units(module: Any, recurse: bool) -> Iterator[Unit]:
+    seen: set[int] = set()
+    for one in cast(nn.Module, module).modules() if recurse else [module]:
+        unit = unit_of(one)
+        if unit is not None and id(unit) not in seen:
+            seen.add(id(unit))
+            yield unit
+
+
+def _weak(module: Any) -> Any:
+    import weakref
+
+    unit = unit_of(module) if isinstance(module, nn.Module) else None
+    if unit is None:
+        raise ValueError(f"a module to prefetch must have been given to fully_shard, but {type(module).__name__} was not")
+    return weakref.ref(unit)
+
+
+def _unsupported(method: str, why: str) -> NoReturn:
+    raise NotImplementedError(f"{method} is not supported by vescale_ray: {why}")

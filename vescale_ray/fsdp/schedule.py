@@ -1,0 +1,423 @@
+"""Schedule: everything that the units of one root share: side streams, the buffer pool, the order of units, what is under way.
+
+Order of launches on the wire, the same on every rank since it follows only from the order of forwards:
+- forward: all-gather of unit i, then of unit i+1 (known from the last step), then unit i computes;
+- backward: all-gather of unit i-1 before the reduce-scatter of unit i, so that it is not queued behind it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from vescale_ray import compat
+from vescale_ray.fsdp.comm import Lane
+from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.memory import Pool, Sharing
+from vescale_ray.fsdp.phases import Phase, PhaseError
+from vescale_ray.fsdp.tree import map_tensors
+from vescale_ray.fsdp.unit import Call, Unit
+
+MAX_OPEN_FORWARDS = 256
+"""Forwards that may wait for their backward at a time; of older ones the buffers are no longer kept apart from others'."""
+
+
+class Lanes:
+    """The side streams and the pool. :func:`share_comm_ctx` gives the same ones to several roots."""
+
+    def __init__(self, device: torch.device) -> None:
+        # High priority: a collective that is ready should not wait behind compute kernels.
+        self.gather = Lane(device, priority=-1)
+        self.reduce = Lane(device, priority=-1)
+        self.pool = Pool()
+
+
+class Entry:
+    """One unit's turn in a forward: what of it decides how backward will run."""
+
+    __slots__ = ("_trainable", "marked", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = weakref.ref(unit)
+        self._trainable = tuple(sum(p.sharded.requires_grad for p in group.params) for group in unit.groups)
+        self.marked = False
+
+    def starts_like(self, other: Entry) -> bool:
+        return self.unit() is other.unit() and self._trainable == other._trainable
+
+
+class Schedule:
+    """One per root. Units hold it strongly, it holds them weakly: a model that is dropped is freed without the garbage collector."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes = lanes
+        self._units: list[weakref.ref[Unit]] = []
+        self.forward_root: Unit | None = None
+        """The unit whose forward is the outermost one now."""
+        self.last_call: Call | None = None
+        """The last one of the forward that is running."""
+        self._passes: list[list[Call]] = []
+        """The calls of each forward whose backward is still to come, or under way."""
+        self.is_last_backward = True
+        self.post_optim_event: Any = None
+        self.max_reductions = 1
+        self._reducing: list[Group] = []
+        self._orders: dict[tuple[int, bool], list[Entry]] = {}
+        """The last forward, by its outermost unit and whether it made a graph."""
+        self._running: list[Entry] = []
+        self._repeats = False
+        """Whether the forward that is running has been the same as the last one so far."""
+        self._in_backward = False
+        self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Group]] = weakref.WeakKeyDictionary()
+
+    @property
+    def units(self) -> list[Unit]:
+        """In the order of ``named_modules`` of the root."""
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether collectives run on streams of their own."""
+        return self.lanes.gather.stream is not None
+
+    # -- start -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def start(cls, root: Unit) -> Schedule:
+        """The first forward: all units are known. Make ``root`` the root of the units below it; check what can be checked only now.
+
+        Raises:
+            RuntimeError: a unit below belongs to another root already; parameters are still on the meta device; the ranks
+                have planned different layouts.
+        """
+        modules = [module for ref in root.modules if (module := ref()) is not None]
+        if len(modules) > 1:
+            raise RuntimeError(f"unit {root.name} is a list of modules and can't be the root: apply fully_shard to the whole model, too")
+        found: dict[int, tuple[Unit, list[str]]] = {}
+        fqns = {}
+        for fqn, module in modules[0].named_modules():
+            fqns[id(module)] = fqn
+            unit = unit_of(module)
+            if unit is None:
+                continue
+            if unit is not root and unit.schedule is not None:
+                raise RuntimeError(
+                    f"unit {fqn!r} has run a forward of its own before: call the root module first, so that all units share one schedule"
+                )
+            found.setdefault(id(unit), (unit, []))[1].append(fqn)
+        schedule = cls(root.lanes or Lanes(root.device))
+        for unit, names in found.values():
+            unit.name = ", ".join(name or "(root)" for name in names)
+            for group in unit.groups:
+                kind = str(group.orig_dtype).removeprefix("torch.") + ("" if group.grads.trainable_count else ", frozen")
+                group.name = f"{unit.name} [{kind}]"
+                group.adopt()
+                _name_parameters(group, fqns)
+        units = [unit for unit, _ in found.values()]
+        _check_materialized(units)
+        _check_same_plan(units)
+        root.is_root = True
+        for unit in units:
+            unit.schedule, unit.lanes = schedule, schedule.lanes
+            schedule._units.append(weakref.ref(unit))
+            schedule.max_reductions = max(schedule.max_reductions, unit.max_reductions)
+            for group in unit.groups:
+                group.attach(schedule.lanes.pool)
+        # An optimizer's step may write our masters with kernels that no version counter sees.
+        mine = weakref.ref(schedule)
+        handle = register_optimizer_step_post_hook(lambda optimizer, *_: _after_optimizer_step(mine, optimizer))
+        weakref.finalize(schedule, handle.remove).atexit = False
+        return schedule
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def enter_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A unit starts its forward; the outermost one sets the stage."""
+        if self.forward_root is not None:
+            self._record(unit)
+            return args, kwargs
+        if self._in_backward:
+            raise PhaseError(
+                f"a forward of {unit.name!r} starts, but the last backward did not end (an exception?): call reset_iter_state() on the root"
+            )
+        self.forward_root = unit
+        for one in self.units:
+            for group in one.groups:
+                group.grads.forget_dropped()
+        if self.lanes.gather.stream is not None:
+            if self.post_optim_event is not None:
+                self.lanes.gather.after(self.post_optim_event)
+                self.post_optim_event = None
+            else:
+                self.lanes.gather.after_current()
+            args, kwargs = _to_device(args, kwargs, unit.device)
+        self._running = []
+        self._repeats = True
+        self.last_call = None
+        self._passes.append([])
+        if len(self._passes) > MAX_OPEN_FORWARDS:  # forwards with a graph that no one ever goes back through
+            self._unbind(self._passes.pop(0))
+        self._record(unit)
+        return args, kwargs
+
+    def leave_forward(self) -> None:
+        """The outermost forward is over."""
+        root, self.forward_root = self.forward_root, None
+        assert root is not None
+        for unit in self.units:
+            if unit.phase is Phase.FORWARD:  # a list of modules of which only some ran
+                unit.end_forward(reshard=True)
+            for group in unit.groups:
+                group.drop_prefetch()
+        self._orders[id(root), torch.is_grad_enabled()] = self._running
+        self.trim()
+
+    def abandon_forward(self) -> None:
+        self.forward_root = None
+        self._running = []
+        for unit in self.units:
+            if unit.phase is Phase.FORWARD:
+                unit._abandon_forward()
+            for group in unit.groups:
+                group.drop_prefetch()
+
+    def _record(self, unit: Unit) -> None:
+        entry, known, position = Entry(unit), self._known(), len(self._running)
+        self._repeats = self._repeats and position < len(known) and known[position].starts_like(entry)
+        if position and self._repeats:
+            self._repeats = known[position - 1].marked == self._running[-1].marked
+        self._running.append(entry)
+
+    def _known(self) -> list[Entry]:
+        return self._orders.get((id(self.forward_root), torch.is_grad_enabled()), [])
+
+    def note_marked(self) -> None:
+        """The unit that entered forward last takes inputs that need gradients."""
+        if self._running:
+            self._running[-1].marked = True
+
+    @property
+    def sharing(self) -> Sharing:
+        """With whom a unit that is gathered for forward now may share its buffer."""
+        if not torch.is_grad_enabled():
+            return Sharing.ANY
+        return Sharing.PROVEN if self._repeats and self.forward_root is not None else Sharing.NONE
+
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Gather ahead: what the user listed, else the unit that followed this one in the last forward, while that repeats itself."""
+        if unit.forward_prefetch:
+            targets = [target for ref in unit.forward_prefetch if (target := ref()) is not None]
+        elif self._repeats and self.forward_root is not None:
+            known = self._known()
+            following = known[len(self._running)].unit() if len(self._running) < len(known) else None
+            targets = [following] if following is not None else []
+        else:
+            return
+        for target in targets:
+            self._check_mine(target)
+            target.prefetch()
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def enter_backward(self, unit: Unit) -> None:
+        """A unit starts its part of a backward; the first one arranges for the end."""
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def prefetch_backward(self, unit: Unit, call: Call) -> None:
+        """Gather ahead: what the user listed, else the unit whose forward ran before this call's."""
+        if unit.backward_prefetch:
+            for ref in unit.backward_prefetch:
+                target = ref()
+                if target is not None:
+                    self._check_mine(target)
+                    if target.last_call is not None and not target.last_call.consumed:
+                        target.prefetch(target.last_call)
+            return
+        earlier = call.previous
+        if earlier is not None and not earlier.consumed:
+            target = earlier.unit()
+            if target is not None and target.schedule is self:
+                target.prefetch(earlier)
+        elif call.previous is None:
+            self.trim()
+
+    def trim(self) -> None:
+        """The buffers stand idle for a while (between passes, or no further unit is to come): on the CPU, free them.
+
+        Device memory stays with the pool: to free and allocate it again every step is what fragments it.
+        """
+        if not self.overlaps:
+            self.lanes.pool.trim()
+
+    def add_call(self, call: Call) -> None:
+        self.last_call = call
+        if not self._passes:
+            self._passes.append([])
+        self._passes[-1].append(call)
+
+    def finish_reductions(self) -> None:
+        """Wait until fewer than ``max_reductions`` reduce-scatters are under way."""
+        while len(self._reducing) >= self.max_reductions:
+            self._reducing.pop(0).grads.finish()
+
+    def reduce(self, group: Group) -> None:
+        """Start a group's reduce-scatter; at most ``max_reductions`` are under way at a time."""
+        self.finish_reductions()
+        group.grads.reduce(self.lanes.reduce, group.last_slot)
+        self._reducing.append(group)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    def _end_backward(self) -> None:
+        """Autograd calls this when the backward is over."""
+        units = self.units
+        for unit in reversed(units):
+            unit.end_backward()
+        if self.is_last_backward:
+            while self._reducing:
+                self._reducing.pop(0).grads.finish()
+        for unit in units:
+            for group in unit.groups:
+                group.drop_prefetch()
+        self._forget_consumed()
+        self.trim()
+        self._in_backward = False
+
+    def _forget_consumed(self) -> None:
+        """Calls whose backward is over hold their buffers no longer; what they clashed with is known."""
+        keys = set()
+        for calls in self._passes:
+            keys |= self._unbind([call for call in calls if call.consumed])
+        self._passes = [left for calls in self._passes if (left := [call for call in calls if not call.consumed])]
+        self.last_call = None
+        self.lanes.pool.settle(keys)
+
+    def _unbind(self, calls: list[Call]) -> set[int]:
+        """Give up the buffers that ``calls`` hold; return the keys of their groups."""
+        keys = set()
+        for call in calls:
+            unit = call.unit()
+            if unit is None:
+                continue
+            if unit.last_call is call:
+                unit.last_call = None
+            for group, slot in zip(unit.groups, call.buffers, strict=True):
+                keys.add(group.key)
+                if slot is not None:
+                    slot.unbind(group.key)
+        return keys
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer in this process has stepped; if it holds parameters of ours, their casts are out of date."""
+        groups = self._stepped_by.get(optimizer)
+        if groups is None:
+            held = {id(p) for param_group in optimizer.param_groups for p in param_group["params"]}
+            groups = [g for unit in self.units for g in unit.groups if any(id(p.sharded) in held for p in g.params)]
+            if groups:
+                self._stepped_by[optimizer] = groups
+        for group in groups:
+            group.refresh()
+
+    # -- recovery ----------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """After an exception in a step: everything at rest, parameters sharded, the step's gradients lost."""
+        self.forward_root, self._in_backward = None, False
+        for call in (call for calls in self._passes for call in calls):
+            call.consumed = True
+        self._forget_consumed()
+        self._reducing.clear()
+        self._running = []
+        for unit in self.units:
+            unit.reset()
+
+    def _check_mine(self, unit: Unit) -> None:
+        if unit.schedule is not self:
+            raise RuntimeError(f"unit {unit.name!r} is to be prefetched, but belongs to another root module")
+
+
+def _after_optimizer_step(schedule_ref: weakref.ref[Schedule], optimizer: torch.optim.Optimizer) -> None:
+    schedule = schedule_ref()
+    if schedule is not None:
+        schedule.after_step(optimizer)
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that ``fully_shard`` made for this very module, if any."""
+    unit = module.__dict__.get("_vescale_unit")
+    return unit if isinstance(unit, Unit) else None
+
+
+def _name_parameters(group: Group, fqns: dict[int, str]) -> None:
+    for param in group.params:
+        module, attribute = param.owners[0][0](), param.owners[0][1]
+        prefix = fqns.get(id(module), "")
+        param.fqn = f"{prefix}.{attribute}" if prefix else attribute
+
+
+def _check_materialized(units: list[Unit]) -> None:
+    on_meta = [param.fqn for unit in units for group in unit.groups for param in group.params if param.sharded.is_meta]
+    if on_meta:
+        raise RuntimeError(
+            f"parameters are still on the meta device: {', '.join(on_meta[:5])}{', ...' if len(on_meta) > 5 else ''}; "
+            f"call module.to_empty(device=...) and set their values before the first forward"
+        )
+
+
+_DIGEST, _TEXT = 32, 4096
+
+
+def _check_same_plan(units: list[Unit]) -> None:
+    """Compare the plans over the ranks before the first collective depends on them: one small all-gather per process group.
+
+    Raises:
+        RuntimeError: naming the first group whose plan differs, on this rank and on the other.
+    """
+    plans: dict[int, tuple[Group, list[str]]] = {}
+    for unit in units:
+        for index, group in enumerate(unit.groups):
+            if group.place.world > 1:
+                dtypes = f"{group.compute_dtype}/{group.reduce_dtype}"
+                line = f"{unit.name}[{index}]: {len(group.params)} parameters, {dtypes}, plan {group.layout.fingerprint[:16]}"
+                plans.setdefault(id(group.place.shard_group), (group, []))[1].append(line)
+    for group, lines in plans.values():
+        text = "\n".join(lines)
+        digest = hashlib.sha256(text.encode()).digest()
+        digests = _gather_bytes(digest, _DIGEST, group)
+        if all(other == digest for other in digests):
+            continue
+        rank = group.place.rank
+        texts = [t.rstrip(b"\0").decode(errors="replace").split("\n") for t in _gather_bytes(text.encode()[:_TEXT], _TEXT, group)]
+        other = next(r for r in range(group.place.world) if digests[r] != digests[rank])
+        pairs = zip(texts[rank] + ["(nothing)"] * len(texts[other]), texts[other] + ["(nothing)"] * len(texts[rank]), strict=False)
+        mine, theirs = next(((a, b) for a, b in pairs if a != b), ("(beyond the first 4096 bytes)",) * 2)
+        raise RuntimeError(
+            f"the ranks planned different layouts: rank {rank} has {mine!r}, rank {other} has {theirs!r}; "
+            f"build the same model with the same arguments of fully_shard on every rank"
+        )
+
+
+def _gather_bytes(data: bytes, size: int, group: Group) -> list[bytes]:
+    mine = torch.zeros(size, dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+    mine = mine.to(group.place.device)
+    # Every part starts as this rank's own: a process group that only pretends to communicate leaves it so.
+    out = mine.repeat(group.place.world)
+    compat.all_gather_single(out, mine, group=group.place.shard_group)
+    parts = out.cpu().view(group.place.world, size)
+    return [bytes(part.tolist()) for part in parts]
+
+
+def _to_device(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs of the root on the accelerator, as DDP and FSDP2 do."""
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=True) if tensor.device != device else tensor
+
+    return map_tensors(move, args), map_tensors(move, kwargs)

@@ -1,0 +1,69 @@
+"""Tensors in nested inputs and outputs: dicts, lists, tuples, named tuples and dataclasses are looked into, nothing else.
+
+A fast path each for what modules mostly take and return: one tensor, or a flat tuple.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """The same structure with ``function`` applied to every tensor; the very same object where nothing changes."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if tree is None or isinstance(tree, str | int | float):
+        return tree
+    if isinstance(tree, tuple):
+        items = [map_tensors(function, item) for item in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, list):
+        items = [map_tensors(function, item) for item in tree]
+        return tree if all(new is old for new, old in zip(items, tree, strict=True)) else type(tree)(items)
+    if isinstance(tree, dict):
+        changed = {}
+        for key, value in tree.items():
+            new = map_tensors(function, value)
+            if new is not value:
+                changed[key] = new
+        if not changed:
+            return tree
+        copied = tree.copy()  # keeps the class: OrderedDict, or a model's own output class
+        for key, value in changed.items():
+            copied[key] = value
+        return copied
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        replaced = {}
+        for field in dataclasses.fields(tree):
+            value = getattr(tree, field.name)
+            new = map_tensors(function, value)
+            if new is not value:
+                replaced[field.name] = new
+        return dataclasses.replace(tree, **replaced) if replaced else tree
+    return tree
+
+
+def grad_tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors in ``tree`` that require a gradient, in traversal order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree] if tree.requires_grad else []
+    found: list[torch.Tensor] = []
+
+    def visit(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(visit, tree)
+    return found
+
+
+def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors cast to ``dtype``; everything else as it is."""
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, tree)

@@ -1,0 +1,411 @@
+"""Unit: what one ``fully_shard`` call manages. Its hooks drive the groups through forward and backward.
+
+    pre_forward   gather, prefetch the next unit, mark the inputs        (recomputation by checkpointing: gather only)
+    post_forward  mark the outputs, reshard
+    pre_backward  the gradient of an output is there: gather, prefetch the unit before
+    close         the gradients of the inputs are there: reshard, start the reduce-scatter
+
+Marking an output is a tensor hook; marking inputs is an identity node in the graph, so that its backward runs when this
+unit's part of the graph is through, wherever else the same input is used. Units whose inputs need no gradient reduce theirs
+when the last parameter's has come; what is left open is closed at the end of backward.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo  # what _disable_dynamo needs; imported at the first hook, it would keep the frames of the first forward alive
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.memory import Sharing, Slot
+from vescale_ray.fsdp.phases import Phase, check_transition
+from vescale_ray.fsdp.tree import cast_floating, grad_tensors, map_tensors
+
+if TYPE_CHECKING:
+    from vescale_ray.fsdp.schedule import Lanes, Schedule
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Call:
+    """One forward of a unit that has a graph: which buffers that graph holds views of, and which call ran before it.
+
+    Calls are looked at for prefetching in the order in which they were made, never by whether their graph is still alive: what
+    a rank happens to keep alive must not change the order of its collectives.
+    """
+
+    __slots__ = ("__weakref__", "buffers", "consumed", "marked", "previous", "unit")
+
+    def __init__(self, unit: Unit, buffers: tuple[Slot | None, ...], marked: bool, previous: Call | None) -> None:
+        self.unit = weakref.ref(unit)
+        self.buffers, self.marked, self.previous = buffers, marked, previous
+        self.consumed = False
+
+    def pre_backward(self, _grad: torch.Tensor) -> None:
+        unit = self.unit()
+        if unit is not None:
+            unit.pre_backward(self)
+
+    @property
+    def free(self) -> bool:
+        """Whether no one occupies a buffer that it needs."""
+        return all(slot is None or slot.occupant is None for slot in self.buffers)
+
+
+class Unit:
+    """The modules and groups of one ``fully_shard`` call. The modules own the unit; it knows them weakly."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: Sequence[Group],
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        device: torch.device,
+    ) -> None:
+        self.modules = tuple(weakref.ref(module) for module in modules)
+        self.groups = tuple(groups)
+        self.policy, self.device = policy, device
+        self.reshard_after_forward = reshard_after_forward
+        """None: yes, unless the unit turns out to be the root."""
+        self.name = type(modules[0]).__name__ if len(modules) == 1 else "[" + ", ".join(type(m).__name__ for m in modules) + "]"
+        self.phase = Phase.RESTING
+        self.schedule: Schedule | None = None
+        self.lanes: Lanes | None = None
+        self.is_root = False
+        self.last_call: Call | None = None
+
+        self.forward_prefetch: list[weakref.ref[Unit]] = []
+        self.backward_prefetch: list[weakref.ref[Unit]] = []
+        self.gradient_sync = True
+        self.reshard_after_backward = True
+        self.reduce_unused = False
+        self.max_reductions = 1
+
+        self._depth = 0
+        self._waiting: set[int] = set()
+        self._outer = Phase.RESTING
+        self._recomputed: list[list[Slot]] = [[] for _ in groups]
+        """Per group: the buffers that recomputations of this backward have used."""
+        self._open_call: Call | None = None
+        self._prefetch_after: Call | None = None
+        self._marked = False
+        """Whether the inputs of the forward that is running were marked."""
+        self._awaited_marks = 0
+        """Marks of the calls that this backward has reached, whose turn is still to come."""
+        self.reduced = False
+        """Whether a reduction was started in the backward that is running."""
+        for module in modules:
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward, prepend=False, always_call=True)
+        mine = weakref.ref(self)
+        for group in groups:
+            group.grads.on_first = lambda: _prefetch_at_first_gradient(mine)
+            group.grads.on_complete = lambda: _reduce_if_complete(mine)
+
+    def set_phase(self, phase: Phase) -> None:
+        check_transition(self.name, self.phase, phase)
+        self.phase = phase
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.schedule is None:
+            from vescale_ray.fsdp.schedule import Schedule
+
+            Schedule.start(self)
+        schedule = self.schedule
+        assert schedule is not None
+        if self._depth == 0 and not self._waiting:
+            if in_backward():
+                self._outer = self.phase
+                self.set_phase(Phase.RECOMPUTE)
+                self.unshard(backward=True, call=self._recomputed_call())
+            else:
+                args, kwargs = schedule.enter_forward(self, args, kwargs)
+                self.set_phase(Phase.FORWARD)
+                self._waiting = {id(m()) for m in self.modules}
+                self.unshard(fresh=True)
+                schedule.prefetch_forward(self)
+            mark = True
+        else:
+            mark = False
+        self._depth += 1
+        dtype = self.policy.param_dtype
+        if dtype is not None and self.policy.cast_forward_inputs:
+            args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
+        if mark:
+            self._marked = False
+            if torch.is_grad_enabled():
+                args, kwargs = self._mark_inputs(args, kwargs)
+        return args, kwargs
+
+    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    def post_forward(self, module: nn.Module, _args: Any, output: Any) -> Any:
+        if output is None and sys.exc_info()[0] is not None:
+            self._abandon_forward()
+            return None
+        schedule = self.schedule
+        assert schedule is not None
+        self._depth -= 1
+        if self._depth:
+            return self._cast_output(output)
+        if self.phase is Phase.RECOMPUTE:
+            self._note_recomputed()
+            self._mark_outputs(output)
+            self.set_phase(self._outer)
+            return self._cast_output(output)
+        self._waiting.discard(id(module))
+        self._mark_outputs(output)
+        if not self._waiting:
+            self.end_forward(reshard=True)
+        if schedule.forward_root is self:
+            if self._waiting:  # a module of a list called on its own, as in a chunked loss: the next chunk needs the parameters again
+                self.end_forward(reshard=False)
+            schedule.leave_forward()
+        return self._cast_output(output)
+
+    def _recomputed_call(self) -> Call | None:
+        """The forward that is being recomputed, if its buffers are free: backward will want the parameters there."""
+        call = self.last_call
+        return call if call is not None and not call.consumed and call.free else None
+
+    def _note_recomputed(self) -> None:
+        """What the recomputation saved are views of the buffers that it used: backward needs the parameters there, too."""
+        for group, slots in zip(self.groups, self._recomputed, strict=True):
+            slot = group.bind_graph()
+            if slot is not None:
+                slots.append(slot)
+
+    def end_forward(self, *, reshard: bool) -> None:
+        """The forward is over, or as much of it as the model's forward ran."""
+        self._waiting.clear()
+        for group in self.groups:
+            group.in_use = False
+        if reshard and self.resharding_after_forward:
+            self.reshard()
+        self.set_phase(Phase.RESTING)
+
+    @property
+    def resharding_after_forward(self) -> bool:
+        return self.reshard_after_forward if self.reshard_after_forward is not None else not self.is_root
+
+    def _abandon_forward(self) -> None:
+        """The module raised. Checkpointing ends a recomputation this way, too, as soon as it has what it needs."""
+        self._depth = 0
+        self._waiting.clear()
+        if self.phase is Phase.RECOMPUTE:
+            self._note_recomputed()
+            self.phase = self._outer
+            return
+        if self.phase is Phase.FORWARD:
+            self.reshard()
+            self.phase = Phase.RESTING
+        if self.schedule is not None and self.schedule.forward_root is self:
+            self.schedule.abandon_forward()
+
+    def _cast_output(self, output: Any) -> Any:
+        dtype = self.policy.output_dtype
+        return output if dtype is None else cast_floating(output, dtype)
+
+    def _mark_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tensors = grad_tensors(args) + grad_tensors(kwargs) if kwargs else grad_tensors(args)
+        if not tensors:
+            return args, kwargs
+        marked = iter(_InputMark.apply(weakref.ref(self), *tensors))
+        self._marked = True
+        if self.phase is Phase.FORWARD and self.schedule is not None:
+            self.schedule.note_marked()
+
+        def replace(tensor: torch.Tensor) -> torch.Tensor:
+            return next(marked) if tensor.requires_grad else tensor
+
+        return map_tensors(replace, args), map_tensors(replace, kwargs)
+
+    def _mark_outputs(self, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        tensors = grad_tensors(output)
+        if not tensors:
+            return
+        assert self.schedule is not None
+        call = Call(self, tuple(group.bind_graph() for group in self.groups), self._marked, self.schedule.last_call)
+        self.schedule.add_call(call)
+        self.last_call = call
+        for tensor in tensors:
+            tensor.register_hook(call.pre_backward)
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    def pre_backward(self, call: Call) -> None:
+        if self._open_call is call and self.phase is Phase.BACKWARD:
+            return
+        if self.phase is not Phase.BACKWARD:
+            self.set_phase(Phase.BACKWARD)
+        assert self.schedule is not None
+        if call.marked and not call.consumed:
+            self._awaited_marks += 1
+        self._open_call, call.consumed = call, True
+        self.schedule.enter_backward(self)
+        self.unshard(backward=True, call=call)
+        self._prefetch_after = call
+        if self.schedule.overlaps or call.previous is None or not any(group.grads.trainable_count for group in self.groups):
+            self.prefetch_backward()
+
+    def prefetch_backward(self) -> None:
+        """Gather for the unit that backward reaches next.
+
+        On a device with streams at once. On the CPU at the first gradient: until then the last reduce-scatter is under way, maybe in
+        the memory that the next all-gather writes to. Either way before this unit's own reduce-scatter.
+        """
+        call, self._prefetch_after = self._prefetch_after, None
+        if call is not None and self.schedule is not None:
+            self.schedule.prefetch_backward(self, call)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    def inputs_done(self) -> None:
+        self._awaited_marks = max(0, self._awaited_marks - 1)
+        self.close()
+
+    def close(self) -> None:
+        """This unit's part of a backward is through: reshard, and reduce the gradients that have come."""
+        self.prefetch_backward()
+        if self.phase is Phase.BACKWARD:
+            self.set_phase(Phase.RESTING)
+        self._open_call = None
+        if self.reshard_after_backward:
+            self.reshard()
+        for group in self.groups:
+            group.in_use = False
+            group.grads.end_window()
+        self.reduce()
+
+    def reduce(self) -> None:
+        """Start to reduce the gradients that have come, unless they are only to be added up for now."""
+        if not self.gradient_sync:
+            return
+        self.prefetch_backward()
+        assert self.schedule is not None
+        for group in reversed(self.groups):
+            if group.grads.arrived_count:
+                if self.reduce_unused:
+                    group.grads.open_unused()
+                self.schedule.reduce(group)
+                self.reduced = True
+
+    def end_backward(self) -> None:
+        """The whole backward is over: close what is still open."""
+        if self.phase is Phase.FORWARD:  # a backward inside the model's forward, of a part that this unit is not in
+            return
+        if self.reduce_unused and self.gradient_sync and not self.reduced:
+            for group in self.groups:
+                if group.grads.trainable_count and any(p.unsharded is not None for p in group.params):
+                    group.grads.open_unused()
+        if self.phase is Phase.BACKWARD or any(g.grads.arrived_count or g.residency is not g.residency.SHARDED for g in self.groups):
+            self.close()
+        for group in self.groups:
+            group.grads.end_window()
+        self._awaited_marks = 0
+        self._open_call = None
+        self.reduced = False
+        self._forget_recomputed()
+
+    def _forget_recomputed(self) -> None:
+        for group, slots in zip(self.groups, self._recomputed, strict=True):
+            for slot in slots:
+                slot.unbind(group.key)
+            slots.clear()
+
+    # -- both --------------------------------------------------------------------------------------------------------
+
+    def unshard(self, *, backward: bool = False, call: Call | None = None, fresh: bool = False) -> None:
+        """Gather the parameters and give them to the modules."""
+        self.start_unshard(backward=backward, call=call, fresh=fresh)
+        for group in self.groups:
+            group.wait()
+            group.in_use = True
+
+    def start_unshard(self, *, backward: bool = False, call: Call | None = None, fresh: bool = False) -> None:
+        assert self.lanes is not None
+        sharing = Sharing.NONE if backward or self.schedule is None else self.schedule.sharing
+        for index, group in enumerate(self.groups):
+            if backward and not group.unshard_in_backward:
+                continue
+            wanted = None if call is None else call.buffers[index]
+            group.unshard(self.lanes.gather, backward=backward, wanted=wanted, fresh=fresh, sharing=sharing)
+            if call is not None and self.phase is Phase.BACKWARD:
+                for slot in self._recomputed[index]:
+                    group.unshard(self.lanes.gather, backward=True, wanted=slot)
+
+    def prefetch(self, call: Call | None = None) -> None:
+        """Start to gather, as a hint: nothing if a buffer that the graph needs is occupied just now."""
+        if call is not None and not call.free:
+            return
+        self.start_unshard(backward=call is not None, call=call)
+
+    def reshard(self) -> None:
+        for group in self.groups:
+            group.reshard()
+
+    def reset(self) -> None:
+        """Back to rest after an exception; what the step had done is lost."""
+        self.phase, self._depth = Phase.RESTING, 0
+        self._waiting.clear()
+        self._open_call = self._prefetch_after = self.last_call = None
+        self._awaited_marks, self.reduced = 0, False
+        self._forget_recomputed()
+        for group in self.groups:
+            group.discard()
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, {len(self.groups)} groups, {self.phase.value})"
+
+
+def _reduce_if_complete(unit_ref: weakref.ref[Unit]) -> None:
+    """Every parameter of a group has its gradient. If all have, and no mark on an input is still to come, send them off.
+
+    The unit stays open: frozen parameters of it, units inside, or a reentrant checkpoint may still need its parameters.
+    """
+    unit = unit_ref()
+    if unit is None or unit.phase is not Phase.BACKWARD or unit._awaited_marks:
+        return
+    if all(g.grads.seen_count == g.grads.trainable_count for g in unit.groups):
+        unit.reduce()
+
+
+def _prefetch_at_first_gradient(unit_ref: weakref.ref[Unit]) -> None:
+    """A gradient buffer is about to be filled: where there is one for all units, the last reduce-scatter has to be through."""
+    unit = unit_ref()
+    if unit is not None and unit.schedule is not None and not unit.schedule.overlaps:
+        unit.schedule.finish_reductions()
+        unit.prefetch_backward()
+        if unit._open_call is not None and unit._open_call.previous is None:
+            unit.schedule.trim()
+
+
+class _InputMark(torch.autograd.Function):
+    """Identity on a unit's inputs; its backward runs when the unit's part of the graph is through."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: weakref.ref[Unit], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        unit = ctx.unit()
+        if unit is not None:
+            unit.inputs_done()
+        return (None, *grads)

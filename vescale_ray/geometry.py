@@ -1,0 +1,258 @@
+"""Blocks, intervals and routes: the arithmetic under every layout, reshard and checkpoint read.
+
+Pure integers: no torch, no processes. A tensor is seen as its row-major elements ``[0, numel)``; a rank holds
+half-open intervals of such a space. One algebra serves the planner's layouts, redistribution between placements,
+the move of shards on a rescale, and the ranges that a checkpoint reader asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+Shape = tuple[int, ...]
+
+
+def row_numel(shape: Sequence[int]) -> int:
+    """Elements in one row: the last dimension of a matrix (or stack of matrices), 1 for vectors and scalars."""
+    return int(shape[-1]) if len(shape) >= 2 else 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """The smallest piece of a tensor that no shard boundary may cut.
+
+    Build one with :meth:`element`, :meth:`rows`, :meth:`tile` or :meth:`tensor`. In row-major memory a block is a run
+    of ``block.numel(shape)`` consecutive elements; the last block of a tensor may be shorter (a *tail block*).
+    """
+
+    kind: Literal["element", "rows", "tile", "tensor"]
+    row_count: int = 1
+    col_count: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.row_count < 1:
+            raise ValueError(f"a block of {self.row_count} rows: give at least 1")
+        if self.col_count is not None and self.col_count < 1:
+            raise ValueError(f"a tile of {self.col_count} columns: give at least 1")
+
+    @classmethod
+    def element(cls) -> Block:
+        """May be cut anywhere."""
+        return cls("element")
+
+    @classmethod
+    def rows(cls, n: int) -> Block:
+        """``n`` whole rows of the matrix (the last two dimensions)."""
+        return cls("rows", n)
+
+    @classmethod
+    def tile(cls, r: int, c: int) -> Block:
+        """``r x c`` tiles. In row-major memory a tile is kept whole by keeping its ``r`` rows whole."""
+        return cls("tile", r, c)
+
+    @classmethod
+    def tensor(cls) -> Block:
+        """The whole tensor on one rank."""
+        return cls("tensor")
+
+    def numel(self, shape: Sequence[int]) -> int:
+        """Elements of one block in a tensor of ``shape``; never more than the tensor has, never less than 1.
+
+        Raises:
+            ValueError: in a stack of matrices ``[.., n, m]`` whose ``n`` is no multiple of the block's rows, blocks
+                would run from one matrix into the next.
+        """
+        total = math.prod(shape)
+        if self.kind == "element" or total == 0:
+            return 1
+        if self.kind == "tensor":
+            return total
+        if len(shape) >= 3 and self.row_count < shape[-2] and shape[-2] % self.row_count:
+            raise ValueError(
+                f"{self} does not fit shape {tuple(shape)}: the {shape[-2]} rows of each matrix are no multiple of "
+                f"{self.row_count}, so a block would run into the next matrix; use a divisor of {shape[-2]}"
+            )
+        if len(shape) >= 3 and self.row_count >= shape[-2]:
+            return int(shape[-2] * shape[-1])
+        return min(self.row_count * row_numel(shape), total)
+
+    def __str__(self) -> str:
+        if self.kind == "rows":
+            return f"Block.rows({self.row_count})"
+        if self.kind == "tile":
+            return f"Block.tile({self.row_count}, {self.col_count})"
+        return f"Block.{self.kind}()"
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Elements ``[start, end)`` of a space, kept by a holder from its own element ``offset`` on."""
+
+    start: int
+    end: int
+    offset: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.end or self.offset < 0:
+            raise ValueError(f"not an extent: start={self.start} end={self.end} offset={self.offset}")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Copy ``length`` elements from element ``src_offset`` of holder ``src`` to ``dst_offset`` of holder ``dst``."""
+
+    src: int
+    dst: int
+    start: int
+    """First element of the space that this route carries."""
+    length: int
+    src_offset: int
+    dst_offset: int
+
+
+class FlatSpace:
+    """Named tensors laid end to end in one space of elements: tensor ``name`` starts at ``base(name)``.
+
+    Two layouts of the same tensors, however they are cut and padded, meet in this space.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[str, int]]) -> None:
+        self._base: dict[str, int] = {}
+        self._numel: dict[str, int] = {}
+        position = 0
+        for name, numel in tensors:
+            if name in self._base:
+                raise ValueError(f"tensor {name!r} is listed twice")
+            self._base[name], self._numel[name] = position, numel
+            position += numel
+        self.numel = position
+        self.names: tuple[str, ...] = tuple(self._base)
+        self._starts = list(self._base.values())
+
+    def base(self, name: str) -> int:
+        return self._base[name]
+
+    def numel_of(self, name: str) -> int:
+        return self._numel[name]
+
+    def tensor_at(self, element: int) -> str:
+        """Name of the tensor that element ``element`` of the space belongs to."""
+        if not 0 <= element < self.numel:
+            raise IndexError(f"element {element} of a space of {self.numel}")
+        index = bisect_right(self._starts, element) - 1
+        while self._numel[self.names[index]] == 0:
+            index -= 1
+        return self.names[index]
+
+
+def merge_adjacent(extents: Sequence[Extent]) -> list[Extent]:
+    """The same extents, sorted, those that continue each other in space *and* in the holder joined; empty ones left out."""
+    merged: list[Extent] = []
+    for extent in sorted((e for e in extents if e.end > e.start), key=lambda e: e.start):
+        if merged and merged[-1].end == extent.start and merged[-1].offset + merged[-1].end - merged[-1].start == extent.offset:
+            merged[-1] = Extent(merged[-1].start, extent.end, merged[-1].offset)
+        else:
+            merged.append(extent)
+    return merged
+
+
+def routes(sources: Sequence[Sequence[Extent]], destinations: Sequence[Sequence[Extent]]) -> list[Route]:
+    """Plan the copies that fill every destination extent exactly once from the sources.
+
+    ``sources[i]`` and ``destinations[j]`` are the extents that holder ``i`` has and holder ``j`` wants, in one space.
+    Where several holders have an element, the destination itself is preferred (nothing moves), then the lowest holder.
+    Cost: O((S + D) log S) for S source and D destination extents without replicas.
+
+    Raises:
+        ValueError: naming the first interval that no source holds.
+    """
+    owned = [sorted((e for e in extents if e.end > e.start), key=lambda e: e.start) for extents in sources]
+    starts = [[e.start for e in extents] for extents in owned]
+    # All sources in one sorted list, for the elements that the destination does not hold itself.
+    everyone = sorted((e.start, i, k) for i, extents in enumerate(owned) for k, e in enumerate(extents))
+    everyone_starts = [s for s, _, _ in everyone]
+    longest = max((e.end - e.start for extents in owned for e in extents), default=0)
+
+    def own(holder: int, position: int) -> tuple[Extent | None, int | None]:
+        """The holder's own extent at ``position``, else where its next one starts."""
+        if holder >= len(owned):
+            return None, None
+        k = bisect_right(starts[holder], position) - 1
+        if k >= 0 and owned[holder][k].end > position:
+            return owned[holder][k], None
+        return None, starts[holder][k + 1] if k + 1 < len(owned[holder]) else None
+
+    def anyone(position: int) -> tuple[int, Extent] | None:
+        found: tuple[int, Extent] | None = None
+        k = bisect_right(everyone_starts, position) - 1
+        while k >= 0 and everyone[k][0] > position - longest:
+            _, holder, index = everyone[k]
+            extent = owned[holder][index]
+            if extent.end > position and (found is None or holder < found[0]):
+                found = (holder, extent)
+            k -= 1
+        return found
+
+    planned: list[Route] = []
+    for dst, wanted in enumerate(destinations):
+        for want in wanted:
+            position = want.start
+            while position < want.end:
+                extent, next_own = own(dst, position)
+                src, stop = dst, want.end
+                if extent is None:
+                    other = anyone(position)
+                    if other is None:
+                        raise ValueError(f"elements from {position} on (wanted up to {want.end} by holder {dst}) are held by no source")
+                    src, extent = other
+                    stop = min(stop, next_own) if next_own is not None else stop
+                end = min(stop, extent.end)
+                planned.append(
+                    Route(src, dst, position, end - position, extent.offset + position - extent.start, want.offset + position - want.start)
+                )
+                position = end
+    return planned
+
+
+@lru_cache(maxsize=65536)
+def boxes(shape: Shape, start: int, end: int) -> tuple[tuple[Shape, Shape], ...]:
+    """Cut the flat range ``[start, end)`` of a row-major tensor into ``(offsets, sizes)`` boxes, in memory order.
+
+    At most ``2 * ndim - 1`` boxes, none empty; one box exactly where the range is a full sub-box.
+    """
+    total = math.prod(shape)
+    if not 0 <= start <= end <= total:
+        raise ValueError(f"range [{start}, {end}) of a tensor of shape {shape} with {total} elements")
+    return tuple(_boxes(shape, start, end))
+
+
+def _boxes(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
+    if start == end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    if len(shape) == 1:
+        yield (start,), (end - start,)
+        return
+    inner = math.prod(shape[1:])
+    first, last = start // inner, (end - 1) // inner
+    if first == last and (start % inner or end % inner):
+        for offsets, sizes in _boxes(shape[1:], start - first * inner, end - first * inner):
+            yield (first, *offsets), (1, *sizes)
+        return
+    if start % inner:
+        for offsets, sizes in _boxes(shape[1:], start % inner, inner):
+            yield (first, *offsets), (1, *sizes)
+        first += 1
+    whole = end // inner
+    if whole > first:
+        yield (first, *(0 for _ in shape[1:])), (whole - first, *shape[1:])
+    if end % inner:
+        for offsets, sizes in _boxes(shape[1:], 0, end % inner):
+            yield (whole, *offsets), (1, *sizes)

@@ -1,0 +1,7 @@
+"""Optimizers and gradient clipping for sharded parameters. Any element-wise ``torch.optim`` optimizer works on them as it is;
+here is what needs to know about shards. Imports torch and :mod:`vescale_ray.dtensor`; never Ray."""
+
+from vescale_ray.optim.adamw import AdamW
+from vescale_ray.optim.clip import clip_grad_norm_, total_norm
+
+__all__ = ["AdamW", "clip_grad_norm_", "total_norm"]

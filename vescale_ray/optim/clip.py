@@ -1,0 +1,92 @@
+"""Clipping by the global gradient norm, with the same result on any number of ranks.
+
+torch's ``clip_grad_norm_`` works on sharded parameters, too; its FP32 partial norms depend on where tensors are cut. Here
+partial sums are FP64: whatever the cuts, they agree to about 1e-15 relative, so that the FP32 norm that comes out is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale all gradients so that their norm, taken together, is at most ``max_norm``. Collective: one all-reduce per mesh.
+
+    Args:
+        parameters: sharded, plain, or both; those without a gradient are left out.
+        foreach: accepted for compatibility; the fused kernels are used where they exist.
+
+    Returns:
+        The norm before clipping: a plain FP32 tensor of shape (), the same on all ranks.
+
+    Raises:
+        RuntimeError: the norm is NaN or infinite and ``error_if_nonfinite`` is set.
+        ValueError: a gradient still has a pending sum (Partial).
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not grads:
+        return torch.tensor(0.0)
+    norm = total_norm(grads, norm_type)
+    if error_if_nonfinite and not math.isfinite(norm.item()):
+        raise RuntimeError(f"the gradient norm is {norm.item()}: gradients were not clipped (error_if_nonfinite=False scales them anyway)")
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for local in map(_local, grads):
+        if local.numel():
+            by_kind.setdefault((local.device, local.dtype), []).append(local)
+    with torch.no_grad():
+        for (device, _), locals_ in by_kind.items():
+            torch._foreach_mul_(locals_, scale.to(device=device, dtype=torch.float32))
+    return norm.to(torch.float32)
+
+
+def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of all elements of ``tensors`` together, FP64, shape (), the same on all ranks. Collective, as :func:`clip_grad_norm_`."""
+    tensors = list(tensors)
+    norm_type = float(norm_type)
+    infinite = math.isinf(norm_type)
+    kinds: dict[tuple[int, tuple[int, ...]], tuple[DeviceMesh | None, tuple[int, ...], list[torch.Tensor]]] = {}
+    for tensor in tensors:
+        mesh, dims = _sharded_over(tensor)
+        kinds.setdefault((id(mesh) if mesh is None else hash(mesh), dims), (mesh, dims, []))[2].append(_local(tensor))
+    device = _local(tensors[0]).device if tensors else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    with torch.no_grad():
+        for mesh, dims, locals_ in kinds.values():
+            held = [t.detach() for t in locals_ if t.numel()]
+            part = torch.zeros((), dtype=torch.float64, device=device)
+            if held:
+                norms = torch.stack([n.to(device) for n in torch._foreach_norm(held, norm_type, dtype=torch.float64)])
+                part = norms.amax() if infinite else norms.pow(norm_type).sum()
+            for dim in dims:
+                assert mesh is not None
+                if mesh.size(dim) > 1:
+                    dist.all_reduce(part, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+            total = torch.maximum(total, part) if infinite else total + part
+    return total if infinite else total.pow(1.0 / norm_type)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _sharded_over(tensor: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """The mesh dimensions over which the ranks hold different elements."""
+    if not isinstance(tensor, DTensor):
+        return None, ()
+    if any(p.is_partial() for p in tensor.placements):
+        raise ValueError(f"a gradient has placements {tensor.placements}, with a sum that is still pending: redistribute it first")
+    return tensor.device_mesh, tuple(i for i, p in enumerate(tensor.placements) if not p.is_replicate())

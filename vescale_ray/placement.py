@@ -1,0 +1,186 @@
+"""RaggedShard: the placement of a tensor whose flat elements are cut at unit boundaries, unevenly, over one mesh dimension.
+
+Semantics are veScale's: the leading ``dims`` of the tensor are merged, each index of the merged dimension is one unit of
+``prod(shape[len(dims):])`` consecutive elements, and rank ``r`` holds ``local_units[r] / sum(local_units)`` of the units:
+
+    RaggedShard((0,), (1, 0, 3)) of a tensor [8, 5]      rank 0: rows 0..1   rank 1: nothing   rank 2: rows 2..7
+                                       local shapes              [2, 5]              [0, 5]             [6, 5]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from torch.distributed.tensor.placement_types import Placement
+
+from vescale_ray.geometry import Shape
+
+_ON_BASE_DTENSOR = (
+    "torch's own DTensor can't carry a RaggedShard; use vescale_ray.RaggedDTensor "
+    "(RaggedDTensor.from_local, vescale_ray.distribute_tensor, or redistribute on a RaggedDTensor)"
+)
+
+
+class RaggedShard(Placement):
+    """Uneven sharding of a prefix of the dimensions; immutable, equal and hashed by ``(dims, local_units)``.
+
+    Args:
+        dims: the merged prefix ``(0, .., k-1)``; ``()`` makes the whole tensor one unit.
+        local_units: one weight per rank of the mesh dimension, relative (kept divided by their gcd), zero allowed, not all zero.
+
+    A placement for :class:`vescale_ray.RaggedDTensor` only. On torch's own DTensor every way in raises: ``is_shard()`` is true
+    (so that no path takes it for Replicate or Partial), and what such a path asks for next (``dim``, and the methods that
+    would cut or join tensors) raises.
+
+    Raises:
+        ValueError: dims that are no prefix, negative units, all units zero.
+    """
+
+    __slots__ = ("_hash", "dims", "local_units")
+
+    dims: tuple[int, ...]
+    local_units: tuple[int, ...]
+    _hash: int
+
+    def __init__(self, dims: Sequence[int], local_units: Sequence[int]) -> None:
+        super().__init__()  # without it the C++ half is missing and its first use is a segmentation fault
+        dims, units = tuple(int(d) for d in dims), tuple(int(u) for u in local_units)
+        if dims != tuple(range(len(dims))):
+            raise ValueError(f"RaggedShard dims are {dims}: they must be a prefix of the dimensions, as (0,) or (0, 1)")
+        if any(u < 0 for u in units):
+            raise ValueError(f"RaggedShard local_units are {units}: units can't be negative")
+        divisor = math.gcd(*units)
+        if divisor == 0:
+            raise ValueError(f"RaggedShard local_units are {units}: at least one rank must hold something")
+        units = tuple(u // divisor for u in units)
+        object.__setattr__(self, "dims", dims)
+        object.__setattr__(self, "local_units", units)
+        object.__setattr__(self, "_hash", hash((RaggedShard, dims, units)))
+
+    @classmethod
+    def of_intervals(cls, shape: Sequence[int], counts: Sequence[int]) -> RaggedShard:
+        """The placement, with the fewest dims, under which rank ``r`` holds the next ``counts[r]`` flat elements of ``shape``."""
+        shape, total = tuple(shape), math.prod(shape)
+        if sum(counts) != total:
+            raise ValueError(f"counts {tuple(counts)} are {sum(counts)} elements, but shape {shape} has {total}")
+        if not shape:
+            return cls((), counts)
+        if not total:
+            return cls((0,), (1, *(0 for _ in counts[1:])))
+        divisor = math.gcd(*counts)
+        for k in range(1, len(shape) + 1):
+            if divisor % math.prod(shape[k:]) == 0:
+                return cls(tuple(range(k)), counts)
+        raise AssertionError("unreachable: with all dims merged a unit is one element")
+
+    # -- geometry: pure functions of the placement and a shape (the part of the tensor that this mesh dimension shares out) --
+
+    def unit_numel(self, shape: Sequence[int]) -> int:
+        """Elements of one unit."""
+        return math.prod(shape[len(self.dims) :])
+
+    def units_of(self, shape: Sequence[int]) -> int:
+        """Units in a tensor of ``shape``."""
+        return math.prod(shape[: len(self.dims)])
+
+    def intervals(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Flat elements ``[start, end)`` that each rank holds, in rank order; together they tile the tensor."""
+        return _intervals(self, tuple(shape))
+
+    def interval(self, shape: Sequence[int], rank: int) -> tuple[int, int]:
+        """Flat elements ``[start, end)`` that the rank at mesh coordinate ``rank`` holds."""
+        return _intervals(self, tuple(shape))[rank]
+
+    def local_shape(self, shape: Sequence[int], rank: int) -> Shape:
+        """``(units_here, *shape[len(dims):])``."""
+        here = self.units_of(shape) * self.local_units[rank] // sum(self.local_units)
+        return (here, *(int(n) for n in shape[len(self.dims) :]))
+
+    def validate(self, shape: Sequence[int], mesh_size: int) -> None:
+        """Raise ValueError if the placement does not fit a tensor of ``shape`` on a mesh dimension of ``mesh_size`` ranks."""
+        if len(self.local_units) != mesh_size:
+            raise ValueError(f"{self} has units for {len(self.local_units)} ranks, but the mesh dimension has {mesh_size}")
+        if len(self.dims) > len(shape):
+            raise ValueError(f"{self} merges {len(self.dims)} dims, but shape {tuple(shape)} has only {len(shape)}")
+        units, parts = self.units_of(shape), sum(self.local_units)
+        if units % parts:
+            raise ValueError(
+                f"{self} shares {parts} equal parts, but shape {tuple(shape)} has {units} units over dims {self.dims}, "
+                f"which is no multiple of {parts}; give units that add up to a divisor of {units}, or more dims"
+            )
+
+    # -- a value: eq, hash, pickle, repr --
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"RaggedShard is immutable: can't set {name}")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"RaggedShard is immutable: can't delete {name}")
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, RaggedShard) and self.local_units == other.local_units and self.dims == other.dims
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[RaggedShard], tuple[tuple[int, ...], tuple[int, ...]]]:
+        return RaggedShard, (self.dims, self.local_units)
+
+    def __copy__(self) -> RaggedShard:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
+        return self
+
+    def __repr__(self) -> str:
+        return f"RaggedShard(dims={self.dims}, local_units={self.local_units})"
+
+    def __str__(self) -> str:
+        return f"RS({self.dims}, {self.local_units})" if len(self.local_units) <= 8 else f"RS({self.dims}, {len(self.local_units)} ranks)"
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        return repr(self), {"RaggedShard": RaggedShard}
+
+    # -- what torch asks a placement --
+
+    def is_ragged_shard(self) -> bool:
+        return True
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """True, also for each of its dims: it is neither Replicate nor Partial."""
+        return dim is None or dim in self.dims
+
+    def is_replicate(self) -> bool:
+        return False
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return False
+
+    @property
+    def dim(self) -> NoReturn:
+        """There is no single sharded dimension. Not an AttributeError: ``getattr(p, "dim", None)`` must not hide it."""
+        raise RuntimeError(f"{self} has no single dim. {_ON_BASE_DTENSOR}")
+
+    def _loud(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(f"can't use {self} here. {_ON_BASE_DTENSOR}")
+
+    # The names under which torch.distributed.tensor cuts, joins and reduces a Shard.
+    _split_tensor = _shard_tensor = _select_split_tensor = _loud
+    _to_replicate_tensor = _replicate_to_shard = _reduce_shard_tensor = _to_new_shard_dim = _loud
+    _local_shard_size_and_offset = local_shard_size_and_offset = _make_shard_tensor = _loud
+
+
+@lru_cache(maxsize=65536)
+def _intervals(placement: RaggedShard, shape: Shape) -> tuple[tuple[int, int], ...]:
+    parts = sum(placement.local_units)
+    part = math.prod(shape) // parts  # exact: validate() holds for every placement that reaches a tensor
+    result, position = [], 0
+    for units in placement.local_units:
+        result.append((position, position + units * part))
+        position += units * part
+    return tuple(result)

@@ -1,0 +1,323 @@
+"""What a run did, from its folder alone: a count of the samples, a short table, and a picture.
+
+Nothing here asks a live process: the same report can be made of a run that ended last year. Works from the files that
+``runfolder`` describes; matplotlib is imported only to draw, the checkpoint code only to verify.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vescale_ray.config import RunConfig, load_config
+from vescale_ray.runfolder import Record, RunFolder, RunFolderError
+
+GUESSING_BPB = 8.0
+
+
+class Stream(Protocol):
+    """The order of samples, as ``vescale_ray.data.stream.SampleStream`` gives it."""
+
+    def ids(self, start: int, count: int) -> npt.NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """How the samples that were consumed compare with those that were due.
+
+    Attributes:
+        due: samples that ``steps`` steps must consume.
+        lost: samples due and not consumed.
+        repeated: samples consumed more often than due.
+        replayed_steps: steps that were executed, undone by a rollback and executed again: their first use does not count.
+    """
+
+    due: int
+    lost: int
+    repeated: int
+    replayed_steps: int
+
+    @property
+    def exact(self) -> bool:
+        return self.lost == 0 and self.repeated == 0
+
+
+def accounting(run: RunFolder | str | Path, stream: Stream, global_batch: int, steps: int) -> Accounting:
+    """Compare the multiset of ids in samples.jsonl, over the lines that count, with positions ``[0, steps * global_batch)`` of the stream.
+
+    Raises:
+        ValueError: ``global_batch`` or ``steps`` is negative.
+    """
+    if global_batch < 1 or steps < 0:
+        raise ValueError(f"global_batch = {global_batch}, steps = {steps}: give a batch of at least 1 and no negative number of steps")
+    folder = _folder(run)
+    lines = folder.read_samples()
+    used = [np.asarray(line["ids"], dtype=np.int64) for line in lines if line["step"] < steps]
+    consumed = np.concatenate(used) if used else np.zeros(0, dtype=np.int64)
+    due = stream.ids(0, steps * global_batch)
+    # One histogram over all ids that occur on either side.
+    ids, place = np.unique(np.concatenate([due, consumed]), return_inverse=True)
+    surplus = np.bincount(place[len(due) :], minlength=len(ids)) - np.bincount(place[: len(due)], minlength=len(ids))
+    all_lines = folder.read_all_samples()
+    return Accounting(len(due), int(-surplus[surplus < 0].sum()), int(surplus[surplus > 0].sum()), len(all_lines) - len(lines))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of the table; None: the run has not got that far, or was told not to measure it.
+
+    Attributes:
+        tokens_per_second: tokens of the committed steps over the seconds that those steps took.
+        heldout: bits per byte of each evaluation, in order, with the step it was made at.
+        events: what happened, in order: seconds since the run started, step, what, and the seconds without training (None: none).
+        processes: worker processes ever started: id and process id of each, by id.
+        checkpoint: newest checkpoint's path; ``checkpoint_problems``: what verification found, empty when all is well.
+    """
+
+    run: str
+    state: str
+    error: str | None
+    steps: int
+    steps_done: int
+    loss_first: float | None
+    loss_last: float | None
+    heldout: tuple[tuple[int, float], ...]
+    tokens: int
+    tokens_per_second: float | None
+    events: tuple[tuple[float, int | None, str, float | None], ...]
+    processes: tuple[tuple[str, int], ...]
+    accounting: Accounting | None
+    checkpoint: str | None
+    checkpoint_problems: tuple[str, ...]
+
+    @property
+    def sound(self) -> bool:
+        """No sample lost or repeated, and the checkpoint verified."""
+        return (self.accounting is None or self.accounting.exact) and not self.checkpoint_problems
+
+
+def summarize(run: RunFolder | str | Path, *, stream: Stream | None = None) -> Summary:
+    """Read the run's folder. ``stream`` spares loading the corpus again, which is where the number of samples stands.
+
+    Raises:
+        RunFolderError: not a run's folder.
+    """
+    folder = _folder(run)
+    if not folder.config_path.is_file():
+        raise RunFolderError(f"{folder.path}: holds no config.yaml; give the folder of a run")
+    config = load_config(folder.config_path)
+    state = folder.read_state() or {}
+    metrics = folder.read_metrics()
+    events = folder.read_events()
+    done = int(metrics[-1]["step"]) if metrics else 0
+    seconds = [float(line["step_seconds"]) for line in metrics if line.get("step_seconds") is not None]
+    trained = len(seconds) * config.tokens_per_step
+    count = accounting(folder, stream or _stream(config), config.global_batch, done) if done else None
+    checkpoint, problems = _verify(config)
+    return Summary(
+        run=config.run.name,
+        state=str(state.get("state", "UNKNOWN")),
+        error=state.get("error"),
+        steps=config.train.steps,
+        steps_done=done,
+        loss_first=metrics[0].get("loss") if metrics else None,
+        loss_last=metrics[-1].get("loss") if metrics else None,
+        heldout=tuple(
+            (int(e.get("step") or 0), float(e["bpb"])) for e in events if e["event"] == "evaluation" and e.get("bpb") is not None
+        ),
+        tokens=done * config.tokens_per_step,
+        tokens_per_second=trained / sum(seconds) if sum(seconds) > 0 else None,
+        events=tuple(_story(events)),
+        processes=tuple(sorted((str(e["worker"]), int(e["pid"])) for e in events if e["event"] == "worker_started" and e.get("pid"))),
+        accounting=count,
+        checkpoint=checkpoint,
+        checkpoint_problems=problems,
+    )
+
+
+def table(run: RunFolder | str | Path, summary: Summary | None = None) -> str:
+    """The short table that a run ends with: plain text, about 20 lines of at most 110 columns."""
+    folder = _folder(run)
+    s = summary or summarize(folder)
+    rows = [("run", f"{s.run}: {s.state}, {s.steps_done} of {s.steps} steps, {s.tokens:,} tokens")]
+    if s.error:
+        rows.append(("error", " ".join(s.error.split())))
+    if s.loss_first is not None and s.loss_last is not None:
+        rows.append(("training loss", f"{s.loss_first:.3f} -> {s.loss_last:.3f} nats per byte"))
+    if s.heldout:
+        first, last = s.heldout[0], s.heldout[-1]
+        change = f"{first[1]:.3f}" if first == last else f"{first[1]:.3f} -> {last[1]:.3f}"
+        rows.append(("held-out text", f"{change} bits per byte (guessing: {GUESSING_BPB:.0f})"))
+    if s.tokens_per_second is not None:
+        rows.append(("speed", f"{s.tokens_per_second:,.0f} tokens/s while training"))
+    rows.append(("worker processes", f"{len(s.processes)} started: " + ", ".join(f"{worker} (pid {pid})" for worker, pid in s.processes)))
+    for index, (elapsed, step, what, pause) in enumerate(s.events):
+        at = f"step {step}" if step is not None else ""
+        paused = f"  paused {pause:.2f} s" if pause is not None else ""
+        rows.append(("events" if index == 0 else "", f"{elapsed:7.1f} s  {at:<10}{what}{paused}"))
+    if s.accounting is not None:
+        a = s.accounting
+        replayed = f" ({_count(a.replayed_steps)} replayed)" if a.replayed_steps else ""
+        rows.append(("samples", f"lost {a.lost}, repeated {a.repeated}, of {a.due:,} due{replayed}"))
+    if s.checkpoint:
+        verdict = "verified, every checksum right" if not s.checkpoint_problems else "DAMAGED: " + "; ".join(s.checkpoint_problems[:3])
+        rows.append(("checkpoint", f"{shown(s.checkpoint)}: {verdict}"))
+    if folder.curve_path.is_file():
+        rows.append(("picture", shown(folder.curve_path)))
+    rows.append(("folder", shown(folder.path)))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def draw(run: RunFolder | str | Path) -> Path:
+    """Draw loss and world size over steps, with the events marked, into ``curve.png``; return its path.
+
+    Raises:
+        RunFolderError: there is no step to draw.
+        ModuleNotFoundError: matplotlib is not installed (``pip install 'vescale-ray[plots]'``).
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    folder = _folder(run)
+    metrics, events = folder.read_metrics(), folder.read_events()
+    if not metrics:
+        raise RunFolderError(f"{folder.path}: holds no completed step, there is nothing to draw")
+    steps = [line["step"] for line in metrics]
+    losses = [float("nan") if line.get("loss") is None else line["loss"] for line in metrics]
+
+    # No pyplot: it would keep the figure in a module, and choose a window system.
+    figure = Figure(figsize=(9.6, 5.4), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    blue, grey, red, green = "#1f5fa8", "#9aa3ad", "#c0392b", "#2e8b57"
+    for lines in _undone(folder.read_all_metrics()):
+        top.plot([line["step"] for line in lines], [line.get("loss") for line in lines], color=grey, lw=1, zorder=1)
+    top.plot(steps, losses, color=blue, lw=1.4, label="training loss, nats per byte", zorder=2)
+    evaluations = [e for e in events if e["event"] == "evaluation" and e.get("loss") is not None]
+    if evaluations:
+        at, values = [e.get("step") or 0 for e in evaluations], [e["loss"] for e in evaluations]
+        top.plot(at, values, "D", color=green, ms=6, label="held-out loss", zorder=3)
+    bottom.step(steps, [line.get("world") for line in metrics], where="post", color=blue, lw=1.8)
+    bottom.set_ylim(0, max(int(line.get("world") or 0) for line in metrics) + 0.7)
+    bottom.yaxis.set_major_locator(MaxNLocator(integer=True))
+    for index, event in enumerate(e for e in events if e["event"] == "rescaled"):
+        colour = red if event.get("direction") == "shrink" else green
+        for axes in (top, bottom):
+            axes.axvline(event["step"], color=colour, lw=1, ls="--", zorder=1)
+        text = f"{event.get('from')} → {event.get('to')}: {event.get('reason')}\n{float(event.get('pause_seconds') or 0):.2f} s pause"
+        top.annotate(
+            text,
+            xy=(event["step"], 0.97 - 0.13 * (index % 3)),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            color=colour,
+            fontsize=8,
+            va="top",
+        )
+    top.set_ylabel("loss")
+    top.legend(loc="upper right", frameon=False, fontsize=9)
+    top.set_title(f"{folder.path.name}: {steps[-1]} steps", fontsize=11)
+    bottom.set_ylabel("workers")
+    bottom.set_xlabel("optimizer step")
+    for axes in (top, bottom):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+    temporary = folder.path / ".curve.png"
+    figure.savefig(temporary, format="png")
+    temporary.replace(folder.curve_path)
+    return folder.curve_path
+
+
+# ---------------------------------------------------------------------------------------------------------------- helpers
+
+
+def shown(path: str | Path) -> str:
+    """The path as a person would type it from where they are."""
+    whole, here = Path(path), Path.cwd()
+    return str(whole.relative_to(here)) if whole.is_relative_to(here) else str(whole)
+
+
+def _folder(run: RunFolder | str | Path) -> RunFolder:
+    return run if isinstance(run, RunFolder) else RunFolder(run)
+
+
+def _stream(config: RunConfig) -> Stream:
+    from vescale_ray.data.corpus import load_corpus
+    from vescale_ray.data.stream import SampleStream
+
+    corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
+    return SampleStream(corpus.num_samples, config.run.seed)
+
+
+def _verify(config: RunConfig) -> tuple[str | None, tuple[str, ...]]:
+    if not config.checkpoint_dir.is_dir():
+        return None, ()
+    from vescale_ray import checkpoint
+
+    commits = checkpoint.ls(config.checkpoint_dir)
+    if not commits:
+        return None, ()
+    # The newest one even if it can't be loaded: a damaged checkpoint must show, not fall back to the one before.
+    report = checkpoint.verify(config.checkpoint_dir, commits[-1])
+    return str(commits[-1].path), tuple(str(problem) for problem in report.problems)
+
+
+def _undone(lines: Sequence[Record]) -> Iterator[list[Record]]:
+    """Stretches of steps that a rollback undid."""
+    kept: list[Record] = []
+    for line in lines:
+        stretch: list[Record] = []
+        while kept and kept[-1]["step"] >= line["step"]:
+            stretch.append(kept.pop())
+        if stretch:
+            yield stretch[::-1]
+        kept.append(line)
+
+
+def describe_event(event: Record) -> tuple[str, float | None] | None:
+    """What an event means in a few words, and the seconds without training; None for events that only programs need."""
+    kind = event["event"]
+    match kind:
+        case "worker_started":
+            return f"worker {event.get('worker')} started, process {event.get('pid')}", None
+        case "worker_lost":
+            return f"worker {event.get('worker')} lost: {event.get('reason')}", None
+        case "rescaled":
+            words = f"{event.get('from')} -> {event.get('to')} workers ({event.get('reason')}), state from {event.get('source')}"
+            replayed = event.get("steps_replayed")
+            return words + (f", {_count(replayed)} replayed" if replayed else ""), _number(event.get("pause_seconds"))
+        case "checkpoint_saved":
+            return f"checkpoint, {float(event.get('bytes') or 0) / 1e6:.1f} MB", _number(event.get("seconds"))
+        case "checkpoint_failed":
+            return f"checkpoint failed: {event.get('error')}", None
+        case "run_failed":
+            return f"failed: {event.get('error')}", None
+        case "run_started" | "run_finished" | "run_stopped":
+            return kind.removeprefix("run_"), None
+        case _:
+            return None
+
+
+def _story(events: Sequence[Record]) -> Iterator[tuple[float, int | None, str, float | None]]:
+    begin = float(events[0]["time"]) if events else 0.0
+    for event in events:
+        # Workers have a row of their own in the table.
+        words = None if event["event"] == "worker_started" else describe_event(event)
+        if words is not None:
+            yield float(event["time"]) - begin, event.get("step"), *words
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _count(steps: int) -> str:
+    return "1 step" if steps == 1 else f"{steps} steps"

@@ -1,0 +1,294 @@
+"""The folder of a run: what it writes while it runs, and how anyone reads it during and afterwards.
+
+    config.yaml     the resolved configuration; `vescale-ray train RUN_FOLDER/config.yaml` resumes the run
+    run.json        state of the run: one object, replaced atomically
+    control.json    url and token of the controller, readable by the owner only
+    metrics.jsonl   one line per committed step
+    events.jsonl    one line per event
+    samples.jsonl   the sample ids that each step consumed
+    checkpoints/    see vescale_ray.checkpoint
+    curve.png       the picture that report.draw makes
+
+Lines are only ever appended. After a rollback the replayed steps are written again with a higher generation; readers keep
+the last line of each step and drop lines of steps that a rollback undid (:func:`committed`). Imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from vescale_ray.errors import BadInput
+
+Record = dict[str, Any]
+
+FINAL_STATES = frozenset({"DONE", "FAILED", "STOPPED"})
+"""States in run.json after which nothing of the run is alive."""
+
+
+class RunFolderError(BadInput):
+    """The folder can't be made or written, is in use by another run, or is none; the message is one line with its path and the remedy."""
+
+
+class RunFolder:
+    """Readers and writers of one run's files. Holds nothing but the path: any number may exist, in any process."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie unless the configuration names another folder."""
+        return self.path / "checkpoints"
+
+    @property
+    def curve_path(self) -> Path:
+        return self.path / "curve.png"
+
+    # ------------------------------------------------------------------------------------------------------------- writing
+
+    def create(self) -> RunFolder:
+        """Make the folder, and prove that it can be written.
+
+        Raises:
+            RunFolderError: it can't.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            raise RunFolderError(f"{self.path}: can't be written ({error.strerror}); set run.dir to a folder that can") from None
+        return self
+
+    def claim(self) -> IO[str]:
+        """Take the run for this process: two runs in one folder would mix their lines. Held until the file returned is closed
+        or the process ends, however it ends (a lock of the kernel's).
+
+        Raises:
+            RunFolderError: another live process has it.
+        """
+        handle = open(self.path / "lock", "a+", encoding="utf-8")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            handle.seek(0)
+            owner = handle.read().strip() or "unknown"
+            handle.close()
+            raise RunFolderError(
+                f"{self.path}: a run is going on here (process {owner}); end it with `vescale-ray stop {self.path}` or set another run.name"
+            ) from None
+        handle.truncate(0)
+        handle.write(f"{os.getpid()}\n")
+        handle.flush()
+        return handle
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """One line of a committed step; ``step`` counts completed steps, from 1."""
+        self._append("metrics.jsonl", record)
+
+    def append_event(self, record: Mapping[str, Any]) -> None:
+        """One event; ``time`` is filled in when it is missing."""
+        self._append("events.jsonl", {"time": time.time(), **record})
+
+    def append_samples(self, step: int, generation: int, ids: Iterable[int]) -> None:
+        """The ids that 0-based ``step`` consumed, of all ranks."""
+        self._append("samples.jsonl", {"step": step, "generation": generation, "ids": [int(one) for one in ids]})
+
+    def write_state(self, record: Mapping[str, Any]) -> None:
+        """Replace run.json: a reader sees the old object or the new one, never a part."""
+        self._replace("run.json", json.dumps(_finite(record), indent=1) + "\n", mode=0o644)
+
+    def write_control(self, url: str, token: str) -> None:
+        """Replace control.json, readable by the owner only: the token lets its holder stop and rescale the run."""
+        self._replace("control.json", json.dumps({"url": url, "token": token}) + "\n", mode=0o600)
+
+    def write_config(self, text: str) -> None:
+        """Replace config.yaml."""
+        self._replace("config.yaml", text, mode=0o644)
+
+    def clear_control(self) -> None:
+        """Remove control.json: nothing listens any more."""
+        (self.path / "control.json").unlink(missing_ok=True)
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        line = json.dumps(_finite(record), separators=(",", ":")).encode() + b"\n"
+        # One write in append mode: no other writer's line can lie between. A line that a crash cut short is ended first.
+        descriptor = os.open(self.path / name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = b"\n" + line
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+
+    def _replace(self, name: str, text: str, *, mode: int) -> None:
+        descriptor, temporary = tempfile.mkstemp(dir=self.path, prefix=f".{name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
+                os.fchmod(handle.fileno(), mode)
+                handle.write(text)
+            os.replace(temporary, self.path / name)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    # ------------------------------------------------------------------------------------------------------------- reading
+
+    def read_state(self) -> Record | None:
+        """run.json, or None when the run has not written it."""
+        return self._read_object("run.json")
+
+    def read_control(self) -> Record | None:
+        """control.json (``url``, ``token``), or None when nothing listens."""
+        return self._read_object("control.json")
+
+    def read_metrics(self) -> list[Record]:
+        """The line of each committed step, by step."""
+        return committed(self.read_all_metrics())
+
+    def read_all_metrics(self) -> list[Record]:
+        """Every line as written, undone steps included."""
+        return self._read_lines("metrics.jsonl")
+
+    def read_events(self) -> list[Record]:
+        """All events in the order in which they happened."""
+        return self._read_lines("events.jsonl")
+
+    def read_samples(self) -> list[Record]:
+        """The line of consumed ids of each committed step, by step."""
+        return committed(self.read_all_samples())
+
+    def read_all_samples(self) -> list[Record]:
+        """Every line of consumed ids as written, undone steps included."""
+        return self._read_lines("samples.jsonl")
+
+    def is_run(self) -> bool:
+        """Whether a run has ever written here."""
+        return self.config_path.is_file() or (self.path / "run.json").is_file()
+
+    def _read_object(self, name: str) -> Record | None:
+        try:
+            value = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except ValueError:
+            raise RunFolderError(f"{self.path / name}: is not JSON; the file was changed from outside") from None
+        if not isinstance(value, dict):
+            raise RunFolderError(f"{self.path / name}: is not a JSON object; the file was changed from outside")
+        return value
+
+    def _read_lines(self, name: str) -> list[Record]:
+        try:
+            raw = (self.path / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return _parse(raw)
+
+    def tail_metrics(self, *, skip_old: bool = False) -> Tail:
+        """A reader of the metrics as they come; ``skip_old`` starts it behind what is there."""
+        return self._tail("metrics.jsonl", skip_old)
+
+    def tail_events(self, *, skip_old: bool = False) -> Tail:
+        """A reader of the events as they come."""
+        return self._tail("events.jsonl", skip_old)
+
+    def _tail(self, name: str, skip_old: bool) -> Tail:
+        tail = Tail(self.path / name)
+        if skip_old:
+            tail.read()
+        return tail
+
+
+class Tail:
+    """Reads a file of JSON lines while it grows: each :meth:`read` gives the records completed since the one before."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[Record]:
+        try:
+            with open(self._path, "rb") as handle:
+                handle.seek(self._offset)
+                raw = handle.read()
+        except FileNotFoundError:
+            return []
+        end = raw.rfind(b"\n") + 1
+        self._offset += end
+        return _parse(raw[:end])
+
+
+def committed(lines: Sequence[Record]) -> list[Record]:
+    """The lines that count, by step: a line of step ``s`` undoes every earlier line of a step ``>= s``, because the run went
+    back to before ``s`` when it wrote it."""
+    kept: list[Record] = []
+    for line in lines:
+        while kept and kept[-1]["step"] >= line["step"]:
+            kept.pop()
+        kept.append(line)
+    return kept
+
+
+def newest_run(folder: str | os.PathLike[str] = "runs") -> RunFolder:
+    """The run folder under ``folder`` whose run.json (or config.yaml) changed last.
+
+    Raises:
+        RunFolderError: there is none.
+    """
+    runs = list_runs(folder)
+    if not runs:
+        raise RunFolderError(f"{folder}: holds no run; give a run's folder, or start one with `vescale-ray demo`")
+    return runs[-1]
+
+
+def list_runs(folder: str | os.PathLike[str] = "runs") -> list[RunFolder]:
+    """All run folders under ``folder``, the newest last."""
+    root = Path(folder)
+    if not root.is_dir():
+        return []
+    found = [RunFolder(path) for path in root.iterdir() if path.is_dir()]
+    return sorted((run for run in found if run.is_run()), key=lambda run: (_changed(run), run.path.name))
+
+
+def _parse(raw: bytes) -> list[Record]:
+    records = []
+    for line in raw.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # cut short by a crash, or by reading while it is written
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def _changed(run: RunFolder) -> float:
+    times = [path.stat().st_mtime for path in (run.path / "run.json", run.config_path) if path.exists()]
+    return max(times, default=0.0)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for a figure that is none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return value

@@ -1,0 +1,259 @@
+"""The life of process groups on a worker that outlives them: form, use, and after a failure let go at once.
+
+Two facts of torch's gloo back end shape this file (measured in `research/elastic.md` 0, findings 3 to 5):
+
+- A gloo collective can't be aborted. Only ranks that wait on the dead peer itself see an error, in milliseconds; the
+  others learn when *these* close their sockets. So a rank that got an error destroys its group before it does anything else.
+- ``destroy_process_group`` alone does not close the sockets while a traceback's frames, or a reference cycle through
+  them, keep the group alive. So the error is turned into a string, its frames are cleared, and the garbage is collected.
+
+Without the second, survivors that are no neighbours of the dead rank hang to the full timeout (30 s instead of 0.03 s).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import operator
+import re
+import sys
+import traceback
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch.distributed.nn.functional has `group=group.WORLD` as default arguments, and the first DTensor of a process imports it. If that
+# happens while a group exists, the function objects keep that group, and its sockets, for ever. So: now, before any group.
+import torch.distributed.nn.functional
+
+FORM_SECONDS = 15.0
+"""Default bound of forming a group; the bound of its collectives is another."""
+
+_COLLECTIVE_ERROR = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|process group", re.IGNORECASE)
+
+
+class GroupFailed(Exception):
+    """A process group could not be formed, or a collective failed: a peer is gone, hung or slow.
+
+    Holds a string only. It never carries the original exception, whose frames would keep the group's sockets open.
+    """
+
+
+def prepare() -> None:
+    """Call once per process, off any critical path: imports what the first step would import, and takes it out of the collector's sight.
+
+    The first makes a joiner's first step as fast as its others; the second makes the ``gc.collect`` of :func:`dissolve` take
+    4 to 15 ms instead of 120 to 580 ms with torch loaded.
+    """
+    for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.checkpoint"):
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+
+
+def form(
+    store_host: str,
+    store_port: int,
+    prefix: str,
+    rank: int,
+    world: int,
+    backend: str,
+    timeout_s: float,
+    *,
+    form_timeout_s: float = FORM_SECONDS,
+) -> None:
+    """Initialise the default process group of one attempt of one generation.
+
+    Args:
+        store_host: where the run's ``TCPStore`` listens; it lives outside the workers, since workers die.
+        store_port: its port.
+        prefix: unique per attempt, such as ``run/generation/attempt``: gloo can't meet twice under one prefix.
+        rank: of this worker in the new world.
+        world: ranks that will meet.
+        backend: ``gloo``; or ``nccl``, which gets gloo beside it for CPU tensors (records, copies and moved shards are
+            exchanged through the host).
+        timeout_s: bound of every collective in the group.
+        form_timeout_s: bound of the meeting itself.
+
+    Raises:
+        GroupFailed: not all ranks came in time; nothing stays initialised, and a new prefix is needed.
+        ValueError: a group is still initialised: dissolve it first.
+    """
+    if dist.is_initialized():
+        raise ValueError("this process still has a process group: call groups.dissolve() before forming the next one")
+    if not 0 <= rank < world:
+        raise ValueError(f"rank {rank} of a world of {world}: ranks go from 0 to {world - 1}")
+    failure = None
+    try:
+        store = _store(store_host, store_port, prefix, form_timeout_s)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=form_timeout_s),
+            device_id=torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None,
+        )
+        dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=timeout_s))
+    except Exception as error:
+        failure = f"forming {prefix} as rank {rank} of {world} failed within {form_timeout_s:g} s: {describe(error)}"
+    if failure:
+        dissolve()
+        raise GroupFailed(failure)
+
+
+def dissolve() -> None:
+    """Destroy the default process group, if any, and collect, so that its sockets close now. Never raises.
+
+    Drop what refers to the group (trainer, device mesh, pending works) first: sockets close when the last reference goes.
+    """
+    if dist.is_initialized():
+        try:
+            group = dist.distributed_c10d._get_default_group()
+            if "nccl" in str(dist.get_backend_config(group)):
+                # NCCL can be aborted, and without an abort destroy waits for kernels that never finish.
+                dist.distributed_c10d._abort_process_group()
+            del group
+        except Exception as error:
+            describe(error)
+        try:
+            dist.destroy_process_group()
+        except Exception as error:
+            describe(error)
+    _forget_meshes()
+    gc.collect()
+
+
+class collectives:
+    """Turn failures of collectives inside the block into :class:`GroupFailed`; let every other exception pass.
+
+    The original exception is reduced to its text: frames cleared (they hold tensors and works), traceback and causes
+    cut. Frames that are still running, such as the caller's own, are the caller's to drop.
+
+    An exception that passes is this rank's own (a bug in the model, out of memory): its peers still wait for it, so
+    the caller must :func:`describe` it, drop its trainer and :func:`dissolve` all the same.
+    """
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None or isinstance(error, GroupFailed) or not is_collective_error(error):
+            return
+        failure = GroupFailed(f"{self._doing}: {describe(error)}")
+        # The with statement makes the original the new one's context; describe() has emptied it.
+        del error, trace
+        raise failure
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """Whether ``error`` came from a process group or its store rather than from the rank's own code.
+
+    gloo raises plain ``RuntimeError``, so that the message decides.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    if not isinstance(error, RuntimeError) or isinstance(error, (torch.OutOfMemoryError, NotImplementedError, RecursionError)):
+        return False
+    return bool(_COLLECTIVE_ERROR.search(str(error)))
+
+
+def describe(error: BaseException) -> str:
+    """The error in one line; afterwards it holds no frames, tensors or further exceptions."""
+    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".strip()
+    seen: BaseException | None = error
+    while seen is not None:
+        following = seen.__cause__ or seen.__context__
+        if seen.__traceback__ is not None:
+            traceback.clear_frames(seen.__traceback__)
+        seen.__traceback__ = None
+        seen.__cause__ = seen.__context__ = None
+        seen = following
+    return text
+
+
+def open_transfer(
+    store_host: str, store_port: int, prefix: str, rank: int, world: int, timeout_s: float, *, form_timeout_s: float = FORM_SECONDS
+) -> Any:
+    """A second (gloo) group beside the default one, for a move of shards that workers take part in who leave afterwards.
+
+    The new generation's ranks keep their numbers here, the leavers follow. It is known to nobody but the caller: pass it
+    to :func:`vescale_ray.workers.reshard.execute`, then to :func:`close_transfer`.
+
+    Raises:
+        GroupFailed: not all came in time.
+    """
+    failure = None
+    try:
+        store = _store(store_host, store_port, prefix, form_timeout_s)
+        group: Any = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=form_timeout_s))
+        group.set_timeout(timedelta(seconds=timeout_s))
+        return group
+    except Exception as error:
+        failure = f"forming the transfer group {prefix} as rank {rank} of {world} failed: {describe(error)}"
+    gc.collect()
+    raise GroupFailed(failure)
+
+
+def close_transfer(group: Any) -> None:
+    """Wait until every rank is done with the transfer group. Sockets close when the caller drops its last reference."""
+    with collectives("close the transfer group"):
+        group.barrier().wait()
+
+
+def all_gather_bytes(payload: bytes, group: Any = None) -> list[bytes]:
+    """Every rank's ``payload``, in rank order. Two small collectives: lengths, then padded contents."""
+    group = _group(group)
+    world = group.size()
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    group.allgather([lengths], [torch.tensor([len(payload)])]).wait()
+    longest = max(1, max(int(length) for length in lengths))
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    if payload:
+        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
+    group.allgather([everyone], [mine]).wait()
+    return [bytes(part[: int(length)].numpy()) for part, length in zip(everyone, lengths, strict=True)]
+
+
+def all_to_all_bytes(out: torch.Tensor, data: torch.Tensor, out_splits: list[int], in_splits: list[int], group: Any = None) -> None:
+    """Uneven all-to-all of uint8 CPU tensors: ``in_splits[j]`` bytes of ``data`` go to rank j, ``out_splits[i]`` come from i."""
+    _group(group).alltoall_base(out, data, out_splits, in_splits).wait()
+
+
+def _group(group: Any) -> Any:
+    """The back end's own methods serve the default group and a transfer group alike; ``torch.distributed``'s need a registered group."""
+    return dist.distributed_c10d._get_default_group() if group is None else group
+
+
+_MESH_CACHES = (
+    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear",
+    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached.cache_clear",
+    "torch.distributed.tensor._redistribute:_gen_transform_infos.cache_clear",
+    "torch.distributed.tensor._redistribute:clear_redistribute_planner_cache",
+    "torch.distributed.tensor._collective_utils:MeshTopoInfo.build_from_mesh.cache_clear",
+    "torch._C:_clear_DTensor_sharding_propagator_cache",
+)
+"""Torch's caches of DTensor dispatch. Their keys hold device meshes, these hold their group, and a group that is held keeps
+its sockets open. Private names: one that a torch release lacks is passed over, and the test of dissolved groups tells."""
+
+
+def _forget_meshes() -> None:
+    for entry in _MESH_CACHES:
+        module, _, path = entry.partition(":")
+        if module in sys.modules:
+            try:
+                operator.attrgetter(path)(sys.modules[module])()
+            except AttributeError:
+                continue
+
+
+def _store(host: str, port: int, prefix: str, timeout_s: float) -> Any:
+    client = torch.distributed.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    return torch.distributed.PrefixStore(prefix, client)

@@ -1,0 +1,233 @@
+"""What the controller and a worker say to each other: frozen values, small, picklable. No Ray, no torch at import.
+
+Every order carries a :class:`Ticket`. A worker takes an order only if its ticket is newer than all before, so that nothing
+that belongs to an older generation can start, stop or write anything; every report and item says which ticket it is of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vescale_ray.workers.snapshot import Holding, Resume
+    from vescale_ray.workers.trainer import StepRecord
+
+
+@dataclass(frozen=True, order=True)
+class Ticket:
+    """``generation`` goes up with every new set of workers and every new try, and is never used twice; ``attempt`` counts the
+    tries in a row since the last completed step, from 1."""
+
+    generation: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.generation}.{self.attempt}"
+
+
+NO_TICKET = Ticket(0, 0)
+"""Of a worker that has not been in any generation."""
+
+
+class Phase(StrEnum):
+    """What a worker's training thread does.
+
+    ======== ===================================================================== ======================
+    WARMING  imports, reads the corpus, makes its CUDA context                     then IDLE
+    IDLE     has never been in a generation                                        an order is expected
+    FORMING  meets the others, builds its trainer, fills it                        then TRAINING or PARKED
+    TRAINING steps and evaluates                                                   then PARKED or FINISHED
+    SAVING   writes its part of a checkpoint                                       then what it was before
+    PARKED   out of its group, which is destroyed; holds what it holds             an order is expected
+    FINISHED as PARKED, after the last step of the run                             an order is expected
+    GIVING   a leaver gives its shards to those that stay                          then PARKED
+    ======== ===================================================================== ======================
+    """
+
+    WARMING = "warming"
+    IDLE = "idle"
+    FORMING = "forming"
+    TRAINING = "training"
+    SAVING = "saving"
+    PARKED = "parked"
+    FINISHED = "finished"
+    GIVING = "giving"
+
+
+class Origin(StrEnum):
+    """Where a generation's state comes from."""
+
+    FRESH = "fresh"
+    CHECKPOINT = "checkpoint"
+    MEMORY = "memory"
+
+
+class FaultKind(StrEnum):
+    """Whose fault it is that a generation ended before its time."""
+
+    PEER = "peer"
+    """A collective failed: another worker is gone, hung or slow."""
+    OWN = "own"
+    """This worker raised: a bug, out of memory."""
+    DATA = "data"
+    """The checkpoint that it was told to read is damaged: an older one may do."""
+    INPUT = "input"
+    """What the person gave can't be used: trying again would not help."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a worker left its generation; ``text`` is one line."""
+
+    kind: FaultKind
+    text: str
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """Who a warm worker is. ``born``: the kernel's start time of the process, so that a process id that is used again is noticed."""
+
+    worker: str
+    pid: int
+    born: int
+    node: str
+    host: str
+    device: str
+    warm_seconds: float
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A place in a process group: where the store is, under which prefix they meet, and as whom."""
+
+    store_host: str
+    store_port: int
+    prefix: str
+    rank: int
+    world: int
+
+
+@dataclass(frozen=True)
+class Join:
+    """Order: form the generation, get the state, train until the end of the run or until told to leave.
+
+    Attributes:
+        seat: in the generation's group.
+        transfer: in the group that moves shards, when others than its members must give some; ranks as in ``seat``.
+        commit: name of the checkpoint to read, for ``Origin.CHECKPOINT``.
+        resume: what the workers hold and start from, for ``Origin.MEMORY``.
+        evaluate: evaluate before the first step.
+        save_prefix: of the identifiers under which periodic checkpoints are written; the same on every rank.
+    """
+
+    ticket: Ticket
+    seat: Seat
+    origin: Origin
+    save_prefix: str
+    transfer: Seat | None = None
+    commit: str | None = None
+    resume: Resume | None = None
+    evaluate: bool = False
+
+
+@dataclass(frozen=True)
+class Give:
+    """Order to a worker that is not in the new generation: give the shards of ``resume`` that it holds."""
+
+    ticket: Ticket
+    transfer: Seat
+    resume: Resume
+
+
+@dataclass(frozen=True)
+class Save:
+    """Order: write held shards of the old ``ranks`` of the state ``resume`` as the checkpoint ``attempt``."""
+
+    ticket: Ticket
+    resume: Resume
+    ranks: tuple[int, ...]
+    attempt: str
+    epoch: int
+
+
+Order = Join | Give | Save
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A step was completed at ``ended`` (seconds since the epoch, this worker's clock)."""
+
+    ticket: Ticket
+    record: StepRecord
+    ended: float
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Held-out loss in nats per token after ``step`` steps."""
+
+    ticket: Ticket
+    step: int
+    loss: float
+    samples: int
+
+
+@dataclass(frozen=True)
+class Filled:
+    """The generation has its state, of ``step``: seconds of each phase on this worker, and bytes that changed workers.
+
+    ``lower_bound``: bytes that no plan could have spared.
+    """
+
+    ticket: Ticket
+    step: int
+    origin: Origin
+    phases: Mapping[str, float]
+    moved_bytes: int = 0
+    lower_bound: int = 0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """This worker's part (old rank ``rank`` of ``world``) of checkpoint ``attempt``: its vote as JSON, or why there is none."""
+
+    ticket: Ticket
+    attempt: str
+    step: int
+    epoch: int
+    rank: int
+    world: int
+    vote: str | None
+    error: str | None
+    began: float
+
+
+Item = Stepped | Evaluated | Filled | Saved
+
+
+@dataclass(frozen=True)
+class Report:
+    """A worker's answer to a poll.
+
+    Attributes:
+        items: (number, item) in order, those after the number that the poll named; they are kept until a later poll names theirs.
+        held: what it could resume from; final only once it is parked.
+        fault: why it left the generation of ``ticket``; None while it is in it, and when it left as it was told to.
+    """
+
+    worker: str
+    ticket: Ticket
+    phase: Phase
+    completed: int
+    items: tuple[tuple[int, Item], ...]
+    held: tuple[Holding, ...]
+    fault: Fault | None
+    memory: int
+
+    @property
+    def out(self) -> bool:
+        """Whether it has no group any more and waits for an order."""
+        return self.phase in (Phase.PARKED, Phase.FINISHED, Phase.IDLE)

@@ -1,0 +1,198 @@
+"""One rank's part of the whole training state: flat ranges of named tensors, and a few scalars.
+
+A piece is ``(name, kind, [start, end))``: elements of the parameter ``name`` itself (kind ``param``) or of an optimizer state
+that is shaped like it (kind ``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, ..: whatever the optimizer keeps). That is all that a
+copy, a move to another layout, or a checkpoint needs to know: none of them knows the model, the optimizer or the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from vescale_ray.workers.trainer import Trainer
+
+PARAM = "param"
+_ALIGN = 16
+"""Bytes: pieces in a packed buffer start at multiples, so that each can be viewed in its own dtype."""
+
+
+class Span(NamedTuple):
+    """Elements ``[start, end)`` of the tensor ``(name, kind)``: what a holder has, or wants, without the data. JSON-able."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.start
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * dtype_of(self.dtype).itemsize
+
+    @classmethod
+    def from_json(cls, row: Sequence[Any]) -> Span:
+        name, kind, shape, dtype, start, end = row
+        return cls(name, kind, tuple(shape), dtype, start, end)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A span with its elements: ``data`` is flat, ``end - start`` long, on any device."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    data: Tensor
+
+    def __post_init__(self) -> None:
+        if self.data.dim() != 1 or self.data.numel() != self.end - self.start or not 0 <= self.start <= self.end <= math.prod(self.shape):
+            raise ValueError(
+                f"{self.name} ({self.kind}): {tuple(self.data.shape)} elements can't be [{self.start}, {self.end}) of shape {self.shape}"
+            )
+
+    @property
+    def span(self) -> Span:
+        return Span(self.name, self.kind, self.shape, str(self.data.dtype).removeprefix("torch."), self.start, self.end)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What rank ``rank`` of ``world`` held in ``generation`` after ``step`` steps.
+
+    Attributes:
+        pieces: disjoint; together with the other ranks' they tile every tensor.
+        scalars: JSON-able, the same on every rank: ``step``, ``consumed``, and the optimizer's scalars by parameter.
+    """
+
+    generation: int
+    world: int
+    rank: int
+    step: int
+    pieces: tuple[Piece, ...]
+    scalars: Mapping[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.span.nbytes for piece in self.pieces)
+
+
+def export_shards(trainer: Trainer) -> Shards:
+    """The trainer's state as views: writing to them writes to the trainer. Nothing is copied."""
+    pieces, optimizer_scalars = collect(trainer.model.named_parameters(), trainer.optimizer)
+    scalars = {"step": trainer.completed, "consumed": trainer.consumed, "optimizer": optimizer_scalars}
+    return Shards(trainer.generation, trainer.world, trainer.rank, trainer.completed, pieces, scalars)
+
+
+def import_scalars(trainer: Trainer, scalars: Mapping[str, Any]) -> None:
+    """Set the trainer's step and its optimizer's scalars; the tensors are written through :func:`export_shards`.
+
+    Raises:
+        ValueError: the scalars are those of another batch size or another optimizer. Nothing is changed then.
+    """
+    step, consumed = int(scalars["step"]), int(scalars["consumed"])
+    batch = trainer.config.global_batch
+    if consumed != step * batch:
+        raise ValueError(
+            f"the state consumed {consumed} samples in {step} steps, but train.slots * train.slot_batch = {batch}: "
+            "keep the global batch of the run that saved it"
+        )
+    named: Mapping[str, Mapping[str, float]] = scalars["optimizer"]
+    for name, parameter in trainer.model.named_parameters():
+        state, given = trainer.optimizer.state.get(parameter, {}), named.get(name, {})
+        missing = [key for key, value in state.items() if not _is_sharded(value, parameter) and key not in given]
+        if missing:
+            raise ValueError(f"the state has no {missing[0]!r} of {name}: another optimizer than {trainer.config.train.optimizer} saved it")
+    for name, parameter in trainer.model.named_parameters():
+        state = trainer.optimizer.state.get(parameter, {})
+        for key, value in list(state.items()):
+            if isinstance(value, Tensor) and not _is_sharded(value, parameter):
+                value.fill_(named[name][key])
+            elif not isinstance(value, Tensor):
+                state[key] = named[name][key]
+    trainer.completed = step
+
+
+def collect(
+    parameters: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer
+) -> tuple[tuple[Piece, ...], dict[str, dict[str, float]]]:
+    """Pieces of sharded parameters and of the optimizer states shaped like them; and the other states' values by parameter.
+
+    Raises:
+        ValueError: an optimizer state is neither shaped like its parameter nor one number.
+    """
+    pieces: list[Piece] = []
+    scalars: dict[str, dict[str, float]] = {}
+    for name, parameter in parameters:
+        pieces.append(_piece(name, PARAM, parameter, parameter))
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            if _is_sharded(value, parameter):
+                pieces.append(_piece(name, kind, value, parameter))
+            elif value is None or (isinstance(value, Tensor) and value.numel() != 1):
+                shape = None if value is None else tuple(value.shape)
+                raise ValueError(
+                    f"optimizer state {kind!r} of {name} has shape {shape}: only states of the parameter's shape "
+                    f"{tuple(parameter.shape)} or of one number can be moved"
+                )
+            else:
+                scalars.setdefault(name, {})[kind] = value.item() if isinstance(value, Tensor) else value
+    return tuple(pieces), scalars
+
+
+def _is_sharded(value: Any, parameter: Tensor) -> bool:
+    # A parameter of one element: its state is sharded only if it is the same kind of tensor; `step` is a plain one.
+    return isinstance(value, Tensor) and value.shape == parameter.shape and isinstance(value, type(parameter.data))
+
+
+def _piece(name: str, kind: str, tensor: Any, parameter: Any) -> Piece:
+    start, end = parameter.local_interval()
+    # Not tensor.detach(): below autograd that makes a view with a version counter of its own, and the engine would not see
+    # that the parameters were written, and go on with an older low-precision copy.
+    with torch.no_grad():
+        flat = tensor.to_local().detach().view(-1)
+    return Piece(name, kind, tuple(parameter.shape), start, end, flat)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+class Packing:
+    """Spans laid end to end in one byte buffer, each aligned: one copy kept in memory is one buffer, sent in one message."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = tuple(spans)
+        self._offsets: list[int] = []
+        position = 0
+        for span in self.spans:
+            self._offsets.append(position)
+            position += aligned(span.nbytes)
+        self.nbytes = position
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Each span's flat elements in ``buffer`` (uint8, ``nbytes`` long)."""
+        return [
+            buffer[offset : offset + span.nbytes].view(dtype_of(span.dtype)) for span, offset in zip(self.spans, self._offsets, strict=True)
+        ]
+
+    def pieces(self, buffer: Tensor) -> tuple[Piece, ...]:
+        return tuple(Piece(s.name, s.kind, s.shape, s.start, s.end, v) for s, v in zip(self.spans, self.views(buffer), strict=True))
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN

@@ -1,0 +1,399 @@
+"""Everything one rank does in one generation: build the sharded model, step, evaluate. No Ray, and nothing that outlives the group.
+
+The batch is cut into *slots*, a fixed number of logical data-parallel positions, and the slots are spread over the ranks
+that are there, unevenly if need be. So the global batch, the samples of step ``s`` and each slot's random numbers are functions
+of the step alone, never of the world size::
+
+    slots 0..6, world 3:     rank 0 | slot 0   slot 1   slot 2        three rounds: every rank runs as many forwards and
+                             rank 1 | slot 3   slot 4   filler        backwards, since their collectives must match; a
+                             rank 2 | slot 5   slot 6   filler        filler is one token with weight 0
+
+Gradients accumulate without communication until the last round. The loss of a slot is divided by the *global* number of
+tokens, so that the plain sum over rounds and ranks is the mean's gradient, whatever the spread.
+
+A step writes parameters and optimizer states only after its last collective: whoever fails before that still has step
+``s``, whoever passed it has complete gradients of ``s + 1``.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import hashlib
+import importlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint as recompute
+
+from vescale_ray.data.stream import SampleStream
+from vescale_ray.models.llama import Llama, LlamaConfig
+from vescale_ray.schedule import lr_at
+
+if TYPE_CHECKING:
+    from vescale_ray.config import RunConfig
+    from vescale_ray.data.corpus import Corpus
+
+STOP, RESCALE, CHECKPOINT = 1, 2, 4
+"""Names for the flag bits that a controller asks for; the trainer only ORs them over the ranks."""
+
+_HEADER = 4  # flags, seconds, memory, slots that follow
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step did, over all ranks: every rank has the same record but for ``seconds``, so that any survivor can account for it.
+
+    Attributes:
+        index: 0-based step; ``step`` is the number of completed steps after it.
+        loss: mean negative log-likelihood per token, nats, over the global batch.
+        tokens: tokens of the global batch.
+        ids: sample ids that were fed, in slot order.
+        grad_norm: norm of the whole gradient before clipping.
+        seconds: wall time of the step on this rank.
+        flags: OR of the ranks' flags.
+        rank_seconds: per rank, from the step's start until its gradients were complete.
+        memory: resident bytes of each rank's process.
+    """
+
+    index: int
+    loss: float
+    tokens: int
+    ids: tuple[int, ...]
+    grad_norm: float
+    lr: float
+    seconds: float
+    flags: int
+    world: int
+    generation: int
+    rank_seconds: tuple[float, ...]
+    memory: tuple[int, ...]
+
+    @property
+    def step(self) -> int:
+        return self.index + 1
+
+
+class Trainer:
+    """One rank of one generation, on the default process group.
+
+    The model is built on the meta device, sharded, given storage and an optimizer whose states all exist; its values come from
+    :meth:`initialize`, or from :mod:`vescale_ray.workers.reshard`. Drop it (:meth:`close`) before the group is dissolved.
+
+    Args:
+        config: the run's configuration; the same on every rank.
+        rank, world, generation: of this worker now.
+        device: where the shards live.
+        corpus: the text, the same on every rank.
+
+    Attributes:
+        completed: steps done so far, which is also the next step's index.
+        model, optimizer: of this rank; parameters are ``RaggedDTensor``.
+
+    Raises:
+        ValueError: more ranks than slots, no module matches ``model.units``, or the model has persistent buffers.
+    """
+
+    def __init__(self, config: RunConfig, rank: int, world: int, generation: int, device: torch.device | str, corpus: Corpus) -> None:
+        if world > config.train.slots:
+            raise ValueError(f"{world} workers for train.slots = {config.train.slots}: use at most as many workers as slots")
+        self.config, self.rank, self.world, self.generation = config, rank, world, generation
+        self.device = torch.device(device)
+        self.corpus = corpus
+        self.completed = 0
+        self._stream = SampleStream(corpus.num_samples, config.run.seed)
+        torch.set_num_threads(config.train.threads)
+        self.model = _sharded_model(config, self.device, world)
+        self.optimizer = _make_optimizer(config, [p for p in self.model.parameters() if p.requires_grad])
+
+    @property
+    def consumed(self) -> int:
+        """Samples used up: the stream's whole state."""
+        return self.completed * self.config.train.slots * self.config.train.slot_batch
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Fill every parameter from a generator seeded by (run.seed, name): the same values at every world size."""
+        for name, parameter in self.model.named_parameters():
+            generator = torch.Generator().manual_seed(_seed(self.config.run.seed, name))
+            full = torch.empty(parameter.shape, dtype=parameter.dtype)
+            self.model.init_parameter(name, full, generator)
+            parameter.copy_(full.to(self.device))
+
+    def step(self, flags: int = 0) -> StepRecord:
+        """One optimizer step on the global batch. ``flags`` (0 <= flags < 2**62) are ORed over the ranks."""
+        begin = time.perf_counter()
+        train, index = self.config.train, self.completed
+        tokens = train.slots * train.slot_batch * self.config.data.seq_len
+        mine = slots_of(self.rank, self.world, train.slots)
+        rounds = -(-train.slots // self.world)
+        nlls: list[Tensor] = []
+        fed: list[int] = []
+        for turn in range(rounds):
+            last = turn == rounds - 1
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_is_last_backward(last)
+            ids = self._slot_ids(index, mine[turn]) if turn < len(mine) else None
+            inputs, targets = self.corpus.batch(ids) if ids is not None else _filler()
+            torch.manual_seed(_seed(self.config.run.seed, index, mine[turn] if ids is not None else -1))
+            nll = self._nll(inputs, targets)
+            (nll / tokens if ids is not None else nll * 0.0).backward()
+            if ids is not None:
+                nlls.append(nll.detach())
+                fed.extend(int(i) for i in ids)
+        norm = self._clip()
+        slot_nlls, all_ids, all_flags, seconds, memory = self._exchange(flags, nlls, fed, time.perf_counter() - begin, rounds)
+        lr = lr_at(index, train)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.completed = index + 1
+        return StepRecord(
+            index=index,
+            loss=sum(slot_nlls) / tokens,
+            tokens=tokens,
+            ids=all_ids,
+            grad_norm=norm,
+            lr=lr,
+            seconds=time.perf_counter() - begin,
+            flags=all_flags,
+            world=self.world,
+            generation=self.generation,
+            rank_seconds=seconds,
+            memory=memory,
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, int]:
+        """Mean nats per token on the held-out samples, and how many samples; ``(nan, 0)`` where none are held out.
+
+        The same ``data.eval_samples`` windows, evenly spaced, at every call and world size. A collective.
+        """
+        available = self.corpus.heldout_samples
+        count = min(self.config.data.eval_samples, available)
+        if count == 0:
+            return float("nan"), 0
+        windows = np.arange(count, dtype=np.int64) * available // count
+        batch = self.config.train.slot_batch
+        mine = [windows[i : i + batch] for i in range(0, count, batch)]
+        share = slots_of(self.rank, self.world, len(mine))
+        total = torch.zeros(1, dtype=torch.float64)
+        self.model.eval()
+        for turn in range(-(-len(mine) // self.world)):
+            inputs, targets = self.corpus.heldout_batch(mine[share[turn]]) if turn < len(share) else _filler()
+            nll = self._nll(inputs, targets)
+            if turn < len(share):
+                total += nll.double().cpu()
+        self.model.train()
+        self._reshard()
+        dist.all_reduce(total)
+        return float(total) / (count * self.config.data.seq_len), count
+
+    def close(self) -> None:
+        """Let go of model, optimizer and mesh, so that buffers are freed and a dissolved group's sockets can close. Idempotent."""
+        self.__dict__.pop("model", None)
+        self.__dict__.pop("optimizer", None)
+
+    def _reshard(self) -> None:
+        """Shard what a forward without backward left unsharded (the root), so that parameters are sharded ones again."""
+        from vescale_ray.fsdp import FSDPModule
+
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _slot_ids(self, index: int, slot: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        train = self.config.train
+        return self._stream.ids((index * train.slots + slot) * train.slot_batch, train.slot_batch)
+
+    def _nll(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Summed negative log-likelihood of a batch, float32 0-d."""
+        logits = self.model(inputs.to(self.device, non_blocking=True))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.to(self.device, non_blocking=True).flatten(), reduction="sum")
+
+    def _clip(self) -> float:
+        from vescale_ray.optim import clip_grad_norm_
+
+        limit = self.config.train.grad_clip or float("inf")
+        return float(clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], limit))
+
+    def _exchange(
+        self, flags: int, nlls: list[Tensor], fed: list[int], seconds: float, rounds: int
+    ) -> tuple[list[float], tuple[int, ...], int, tuple[float, ...], tuple[int, ...]]:
+        """One all-gather of a few int64 words per rank (floats as their bits): losses and ids by slot, flags, seconds, memory.
+
+        It is also the step's commit point: nobody passes it before every rank has all of its gradients.
+        """
+        batch = self.config.train.slot_batch
+        words = torch.zeros(_HEADER + rounds * (1 + batch), dtype=torch.int64)
+        words[0], words[2], words[3] = flags, resident_bytes(), len(nlls)
+        floats = words.view(torch.float64)
+        floats[1] = seconds
+        if nlls:
+            floats[_HEADER : _HEADER + len(nlls)] = torch.stack(nlls).double().cpu()
+        words[_HEADER + rounds : _HEADER + rounds + len(fed)] = torch.tensor(fed, dtype=torch.int64)
+        everyone = [torch.empty_like(words) for _ in range(self.world)]
+        dist.all_gather(everyone, words)
+        slot_nlls: list[float] = []
+        ids: list[int] = []
+        merged = 0
+        for row in everyone:
+            count = int(row[3])
+            merged |= int(row[0])
+            slot_nlls += row.view(torch.float64)[_HEADER : _HEADER + count].tolist()
+            ids += row[_HEADER + rounds : _HEADER + rounds + count * batch].tolist()
+        return (
+            slot_nlls,
+            tuple(ids),
+            merged,
+            tuple(float(row.view(torch.float64)[1]) for row in everyone),
+            tuple(int(row[2]) for row in everyone),
+        )
+
+
+def slots_of(rank: int, world: int, slots: int) -> range:
+    """The slots of ``rank``: contiguous, in rank order, sizes that differ by one at most."""
+    each, more = divmod(slots, world)
+    start = rank * each + min(rank, more)
+    return range(start, start + each + (rank < more))
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def build_model(config: RunConfig) -> nn.Module:
+    """The plain model of ``config.model``, on the meta device.
+
+    Raises:
+        ValueError: the factory can't be imported, or its model lacks ``init_parameter`` or has persistent buffers.
+    """
+    model = config.model
+    with torch.device("meta"):
+        if model.factory is None:
+            sizes = LlamaConfig(
+                dim=model.dim,
+                layers=model.layers,
+                heads=model.heads,
+                kv_heads=model.kv_heads,
+                ffn=model.ffn,
+                max_seq=config.data.seq_len,
+                rope_theta=model.rope_theta,
+                tie=model.tie,
+            )
+            return Llama(sizes)
+        module_name, _, function = model.factory.partition(":")
+        try:
+            built: nn.Module = getattr(importlib.import_module(module_name), function)()
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"model.factory = {model.factory}: {error}; give an importable pkg.mod:function") from None
+    if not callable(getattr(built, "init_parameter", None)):
+        raise ValueError(f"model.factory = {model.factory}: its {type(built).__name__} has no init_parameter(name, full, generator)")
+    kept = set(built.state_dict()) - {name for name, _ in built.named_parameters(remove_duplicate=False)}
+    if kept:
+        raise ValueError(
+            f"model.factory = {model.factory}: persistent buffers {sorted(kept)[:3]} would not survive sharding on the meta device; "
+            "register them with persistent=False and compute them in forward"
+        )
+    return built
+
+
+def select_units(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
+    """Modules whose dotted name matches a pattern part by part (``layers.*`` is ``layers.0``, not ``layers.0.ffn``), children first.
+
+    Raises:
+        ValueError: naming a pattern that matches nothing.
+    """
+    named = [(name.split("."), module) for name, module in model.named_modules() if name]
+    found: dict[int, tuple[int, nn.Module]] = {}
+    for pattern in patterns:
+        parts = pattern.split(".")
+        hits = [(n, m) for n, m in named if len(n) == len(parts) and all(map(fnmatch.fnmatchcase, n, parts))]
+        if not hits:
+            raise ValueError(f"model.units: {pattern!r} matches no module; the model has {', '.join(n for n, _ in model.named_children())}")
+        found.update((id(module), (len(name), module)) for name, module in hits)
+    return [module for _, module in sorted(found.values(), key=lambda item: -item[0])]
+
+
+def _sharded_model(config: RunConfig, device: torch.device, world: int) -> Any:
+    from vescale_ray.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    train = config.train
+    model = build_model(config)
+    mesh = init_device_mesh(device.type, (world,))
+    dtypes = {name: getattr(torch, name) for name in ("float32", "bfloat16")}
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if train.param_dtype == "float32" else dtypes[train.param_dtype],
+        reduce_dtype=None if train.reduce_dtype == train.param_dtype else dtypes[train.reduce_dtype],
+    )
+    units = select_units(model, config.model.units)
+    for unit in units:
+        if train.activation_checkpointing:
+            # On the instance, inside of the sharding hooks: names stay as they are, and the recomputation in backward runs
+            # while the unit is unsharded.
+            unit.forward = functools.partial(recompute, unit.forward, use_reentrant=False)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=train.reshard_after_forward, mp_policy=policy)
+    # The root stays unsharded between forward and backward: its backward begins right away.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    model.to_empty(device=device)
+    return model
+
+
+def _make_optimizer(config: RunConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The configured optimizer, all its states in place and zero, so that they can be filled or given away before the first step."""
+    from vescale_ray.optim import AdamW
+
+    train = config.train
+    optimizer: torch.optim.Optimizer
+    if train.optimizer == "adamw":
+        optimizer = AdamW(parameters, lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
+    else:
+        optimizer = torch.optim.SGD(parameters, lr=train.lr, momentum=train.betas[0], weight_decay=train.weight_decay)
+    # The optimizer itself makes its states, in a step that moves nothing (lr 0, gradients 0); then they start from zero again.
+    # (torch's distributed checkpoint does the same.)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for _, value in _tensor_states(optimizer):
+        value.zero_()
+    for group in optimizer.param_groups:
+        group["lr"] = train.lr
+    return optimizer
+
+
+def _tensor_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for state in optimizer.state.values():
+        for kind, value in state.items():
+            if isinstance(value, Tensor):
+                yield kind, value
+
+
+def _filler() -> tuple[Tensor, Tensor]:
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    return token, token
+
+
+def _seed(*parts: int | str) -> int:
+    """63 bits that depend on every part, the same in every process."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,477 @@
+"""The worker actor: one process that lives through many generations. A plain class; ``actor_class`` makes the Ray actor of it.
+
+Two kinds of threads meet here. The *training thread* alone touches torch, the process group, the trainer and the
+snapshots: it takes one order after another and reports by publishing items. The actor's *control threads* answer polls and take
+orders; they never wait for the training thread, so that a worker answers within milliseconds whatever it computes.
+``self._change`` (a condition) guards everything that both sides see.
+
+A worker decides nothing. When its group breaks it lets go of it at once, because the other survivors wait for its sockets to
+close (``groups``), and waits for an order; whether it goes on, with whom, and from which step is the controller's matter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from vescale_ray.workers.messages import (
+    NO_TICKET,
+    Evaluated,
+    Fault,
+    FaultKind,
+    Filled,
+    Give,
+    Item,
+    Join,
+    Order,
+    Origin,
+    Phase,
+    Report,
+    Save,
+    Saved,
+    Seat,
+    Stepped,
+    Ticket,
+    WorkerInfo,
+)
+
+if TYPE_CHECKING:
+    from vescale_ray.config import RunConfig
+    from vescale_ray.data.corpus import Corpus
+    from vescale_ray.workers.reshard import ReshardReport
+    from vescale_ray.workers.shards import Shards
+    from vescale_ray.workers.snapshot import Snapshots
+    from vescale_ray.workers.trainer import StepRecord, Trainer
+
+_log = logging.getLogger(__name__)
+
+TRANSFER_FORM_SECONDS = 30.0
+"""Leavers wait this long for the others, who first form the new generation and build their trainers."""
+
+
+class Refused(ValueError):
+    """An order or request is not of this worker's time; the message says why. Nothing was changed."""
+
+
+class Worker:
+    """One worker of a run.
+
+    Args:
+        worker: its id in the run; never used again for another process.
+        config: the run's resolved configuration as nested plain values.
+    """
+
+    def __init__(self, worker: str, config: Mapping[str, Any]) -> None:
+        self._worker = worker
+        self._config_tree = config
+        self._change = threading.Condition()
+        self._phase = Phase.WARMING
+        self._ticket = NO_TICKET
+        self._fenced = NO_TICKET
+        self._fault: Fault | None = None
+        self._completed = 0
+        self._asked = 0
+        self._order: Order | None = None
+        self._items: deque[tuple[int, Item]] = deque()
+        self._last_item = 0
+        self._info: WorkerInfo | None = None
+        self._warm_error: str | None = None
+        self._lifeline = 0
+        # Daemon: a hung collective must not keep the process from ending.
+        self._thread = threading.Thread(target=self._live, name="vescale-train", daemon=True)
+        self._thread.start()
+
+    # ---------------------------------------------------------------------------------------------------- control threads
+
+    @ray.method(concurrency_group="control")
+    def hello(self, wait_s: float) -> WorkerInfo | None:
+        """Who this is, once it is warm; None if it is still warming after ``wait_s`` seconds.
+
+        Raises:
+            RuntimeError: it can't become warm; the message is one line.
+        """
+        with self._change:
+            self._change.wait_for(lambda: self._info or self._warm_error, wait_s)
+            if self._warm_error:
+                raise RuntimeError(self._warm_error)
+            return self._info
+
+    @ray.method(concurrency_group="control")
+    def poll(self, seen: int, known: tuple[Phase, Ticket] | None, wait_s: float) -> Report:
+        """What happened after item ``seen``: at once if something did, or if phase and ticket are not the ``known`` ones of the last
+        report; else after ``wait_s`` seconds.
+
+        ``seen`` also acknowledges: items up to it are dropped. A controller that was restarted asks with -1 and gets whatever is
+        still kept; the last vote for a checkpoint always is.
+        """
+        with self._change:
+            self._change.wait_for(lambda: self._last_item > seen or (self._phase, self._ticket) != known, wait_s)
+            if seen >= 0:
+                self._forget(seen)
+            items = tuple(entry for entry in self._items if entry[0] > seen)
+            out = self._phase in (Phase.PARKED, Phase.FINISHED)
+            held = tuple(self._snapshots.held()) if out else ()
+            return Report(self._worker, self._ticket, self._phase, self._completed, items, held, self._fault, _memory())
+
+    @ray.method(concurrency_group="control")
+    def give_order(self, order: Order) -> None:
+        """Take an order; it is carried out by the training thread.
+
+        Raises:
+            Refused: it is older than what was ordered or fenced before, or the worker is busy.
+        """
+        with self._change:
+            newest = max(self._ticket, self._fenced)
+            if order.ticket < self._ticket or (not isinstance(order, Save) and order.ticket <= newest):
+                raise Refused(f"{self._worker}: an order of {order.ticket} comes too late, {newest} is over or going on")
+            if self._order is not None or self._phase not in (Phase.PARKED, Phase.FINISHED, Phase.IDLE):
+                raise Refused(f"{self._worker}: is {self._phase} in {self._ticket}; it takes an order of {order.ticket} when it is parked")
+            self._order = order
+            self._change.notify_all()
+
+    @ray.method(concurrency_group="control")
+    def ask(self, ticket: Ticket, flags: int) -> None:
+        """Carry ``flags`` into the next step's exchange, where all ranks see them: so all act at the same boundary.
+
+        Raises:
+            Refused: the worker is not in that generation (any more).
+        """
+        with self._change:
+            if ticket != self._ticket or self._phase not in (Phase.FORMING, Phase.TRAINING, Phase.SAVING):
+                raise Refused(f"{self._worker}: is {self._phase} in {self._ticket}; nothing can be asked of {ticket}")
+            self._asked |= flags
+
+    @ray.method(concurrency_group="control")
+    def fence(self, ticket: Ticket) -> None:
+        """Take no more orders up to ``ticket``; leave its generation before the next step, if it is still in it."""
+        with self._change:
+            self._fenced = max(self._fenced, ticket)
+
+    @ray.method(concurrency_group="lifeline")
+    def lifeline(self, call: int) -> None:
+        """Returns when a later call comes, so that only the newest controller holds one; fails when the process dies, in milliseconds."""
+        with self._change:
+            self._lifeline = call
+            self._change.notify_all()
+            # No bound: this call is the bound of others. It ends with the process, or with the next call.
+            self._change.wait_for(lambda: self._lifeline != call)
+
+    # ---------------------------------------------------------------------------------------------------- training thread
+
+    def _live(self) -> None:
+        try:
+            info = self._warm_up()
+        except BaseException as error:
+            with self._change:
+                self._warm_error = f"worker {self._worker} can't start: {type(error).__name__}: {' '.join(str(error).split())}"
+                self._change.notify_all()
+            return
+        with self._change:
+            self._info, self._phase = info, Phase.IDLE
+            self._change.notify_all()
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._order is not None)
+                order, self._order = self._order, None
+                if order is not None and not isinstance(order, Save) and order.ticket <= self._fenced:
+                    continue  # closed between the order and now
+            if isinstance(order, Join):
+                self._join(order)
+            elif isinstance(order, Give):
+                self._give(order)
+            elif isinstance(order, Save):
+                self._save(order)
+
+    def _warm_up(self) -> WorkerInfo:
+        """All that takes long and needs no peer: imports, corpus, device."""
+        begin = time.perf_counter()
+        import torch
+
+        from vescale_ray.config import parse_config
+        from vescale_ray.data.corpus import load_corpus
+        from vescale_ray.workers import groups
+        from vescale_ray.workers.snapshot import Snapshots
+
+        for module in ("checkpoint", "fsdp", "optim", "workers.reshard", "workers.trainer"):
+            importlib.import_module(f"vescale_ray.{module}")
+        config = parse_config(self._config_tree)
+        torch.set_num_threads(config.train.threads)
+        wanted = config.train.device == "cuda" or (config.train.device == "auto" and config.ray.gpus_per_worker > 0)
+        if wanted and not torch.cuda.is_available():
+            raise RuntimeError("train.device wants a GPU, this process sees none; set ray.gpus_per_worker or train.device=cpu")
+        device = torch.device("cuda", 0) if wanted else torch.device("cpu")
+        if wanted:
+            torch.cuda.set_device(device)
+            torch.zeros(1, device=device)
+        self._config: RunConfig = config
+        self._device = device
+        self._corpus: Corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
+        self._snapshots: Snapshots = Snapshots(config.elastic.snapshot_every, pin=wanted)
+        groups.prepare()
+        return WorkerInfo(
+            worker=self._worker,
+            pid=os.getpid(),
+            born=born(os.getpid()),
+            node=ray.get_runtime_context().get_node_id(),
+            host=ray.util.get_node_ip_address(),
+            device=str(device),
+            warm_seconds=time.perf_counter() - begin,
+        )
+
+    def _join(self, order: Join) -> None:
+        from vescale_ray.workers import groups
+
+        self._enter(order.ticket, Phase.FORMING)
+        phase, fault = Phase.PARKED, None
+        try:
+            phase = self._generation(order)
+        except BaseException as error:
+            # describe() empties the frames: they hold what keeps the group's sockets open.
+            fault = Fault(_kind(error), groups.describe(error))
+        groups.dissolve()
+        self._settle(phase, fault)
+
+    def _generation(self, order: Join) -> Phase:
+        """One generation from meeting to parting; the phase to be in afterwards."""
+        from vescale_ray.workers import groups
+        from vescale_ray.workers.trainer import RESCALE, STOP
+
+        clock = time.perf_counter
+        seat, config = order.seat, self._config
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        begin = clock()
+        groups.form(seat.store_host, seat.store_port, seat.prefix, seat.rank, seat.world, backend, config.elastic.collective_timeout_s)
+        formed = clock()
+        trainer: Trainer | None = None
+        try:
+            with groups.collectives(f"generation {order.ticket}"):
+                trainer = self._build(seat, order.ticket)
+                built = clock()
+                moved = self._fill(trainer, order)
+                self._snapshots.begin(trainer)
+                self._publish(
+                    Filled(
+                        order.ticket,
+                        trainer.completed,
+                        order.origin,
+                        {"form": formed - begin, "build": built - formed, "sync": clock() - built},
+                        moved.moved_bytes if moved else 0,
+                        moved.lower_bound if moved else 0,
+                    ),
+                    Phase.TRAINING,
+                    trainer.completed,
+                )
+                if order.evaluate:
+                    self._evaluate(trainer, order.ticket)
+                while trainer.completed < config.train.steps:
+                    record = trainer.step(self._flags(order.ticket))
+                    self._publish(Stepped(order.ticket, record, time.time()), None, record.step)
+                    self._snapshots.after_step(trainer)
+                    self._at_boundary(trainer, record, order)
+                    if record.flags & (STOP | RESCALE):
+                        break
+                self._snapshots.park(trainer)
+                return Phase.FINISHED if trainer.completed >= config.train.steps else Phase.PARKED
+        finally:
+            if trainer is not None:
+                trainer.close()
+        raise AssertionError("unreachable")  # for the type checker: the context manager swallows nothing
+
+    def _build(self, seat: Seat, ticket: Ticket) -> Trainer:
+        from vescale_ray.workers.trainer import Trainer
+
+        try:
+            return Trainer(self._config, seat.rank, seat.world, ticket.generation, self._device, self._corpus)
+        except ValueError as error:
+            raise _BadInput(" ".join(str(error).split())) from None
+
+    def _fill(self, trainer: Trainer, order: Join) -> ReshardReport | None:
+        """Give the new trainer its values."""
+        from vescale_ray import checkpoint
+        from vescale_ray.workers.reshard import restore_from_checkpoint
+
+        if order.origin is Origin.FRESH:
+            trainer.initialize()
+            return None
+        if order.origin is Origin.CHECKPOINT:
+            try:
+                restore_from_checkpoint(trainer, checkpoint.open(str(self._config.checkpoint_dir), order.commit))
+            except (ValueError, checkpoint.CheckpointMismatch) as error:
+                raise _BadInput(" ".join(str(error).split())) from None
+            return None
+        return self._move(order, trainer)
+
+    def _move(self, order: Join | Give, trainer: Trainer | None) -> ReshardReport:
+        """Take part in the move of shards, as a member (with a trainer) or as a leaver."""
+        from vescale_ray.workers import groups
+        from vescale_ray.workers.reshard import execute
+
+        assert order.resume is not None
+        held = self._snapshots.shards(order.resume.generation, order.resume.step)
+        seat = order.transfer
+        if seat is None:
+            return execute(held, trainer)
+        group = groups.open_transfer(
+            seat.store_host,
+            seat.store_port,
+            seat.prefix,
+            seat.rank,
+            seat.world,
+            self._config.elastic.collective_timeout_s,
+            form_timeout_s=TRANSFER_FORM_SECONDS,
+        )
+        report = execute(held, trainer, group)
+        groups.close_transfer(group)
+        return report
+
+    def _evaluate(self, trainer: Trainer, ticket: Ticket) -> None:
+        loss, samples = trainer.evaluate()
+        if samples:
+            self._publish(Evaluated(ticket, trainer.completed, loss, samples), None, trainer.completed)
+
+    def _at_boundary(self, trainer: Trainer, record: StepRecord, order: Join) -> None:
+        """What is due between two steps, by the step's number alone, so that all ranks agree.
+
+        The checkpoint after the last step, and when the run is stopped, is not made here: then the workers are parked, and the
+        controller orders it from what they hold, which survives the loss of one of them.
+        """
+        step, steps = record.step, self._config.train.steps
+        every = self._config.train.eval_every
+        if self._config.data.eval_samples and (step == steps or (every and step % every == 0)):
+            self._evaluate(trainer, order.ticket)
+        every = self._config.checkpoint.every
+        if every and step % every == 0 and step < steps:
+            from vescale_ray.workers.shards import export_shards
+
+            self._enter(order.ticket, Phase.SAVING)
+            self._write(export_shards(trainer), order.ticket, f"{order.save_prefix}-s{step}", trainer.generation)
+            self._enter(order.ticket, Phase.TRAINING)
+
+    def _give(self, order: Give) -> None:
+        from vescale_ray.workers import groups
+
+        self._enter(order.ticket, Phase.GIVING)
+        fault = None
+        try:
+            self._move(order, None)
+        except BaseException as error:
+            fault = Fault(_kind(error), groups.describe(error))
+        groups.dissolve()
+        self._settle(Phase.PARKED, fault)
+
+    def _save(self, order: Save) -> None:
+        with self._change:
+            before, ticket = self._phase, self._ticket
+            self._phase = Phase.SAVING
+            self._change.notify_all()
+        held = {shards.rank: shards for shards in self._snapshots.shards(order.resume.generation, order.resume.step)}
+        for rank in order.ranks:
+            if rank in held:
+                self._write(held[rank], ticket, order.attempt, order.epoch)
+            else:
+                missing = f"worker {self._worker} holds no shard of rank {rank} at step {order.resume.step}"
+                resume = order.resume
+                self._publish(
+                    Saved(ticket, order.attempt, resume.step, order.epoch, rank, resume.world, None, missing, time.time()), None, None
+                )
+        with self._change:
+            self._phase = before
+            self._change.notify_all()
+
+    def _write(self, shards: Shards, ticket: Ticket, attempt: str, epoch: int) -> None:
+        """Write one rank's object and publish the vote, or the reason why there is none: training goes on either way."""
+        from vescale_ray.workers.groups import describe
+        from vescale_ray.workers.reshard import write_checkpoint_shard
+
+        began = time.time()
+        vote = problem = None
+        try:
+            vote = write_checkpoint_shard(shards, str(self._config.checkpoint_dir), attempt, epoch=epoch).to_json()
+        except Exception as error:
+            problem = describe(error)
+        self._publish(Saved(ticket, attempt, shards.step, epoch, shards.rank, shards.world, vote, problem, began), None, None)
+
+    def _flags(self, ticket: Ticket) -> int:
+        from vescale_ray.workers.groups import GroupFailed
+
+        with self._change:
+            if self._fenced >= ticket:
+                raise GroupFailed(f"generation {ticket} was closed by the controller")
+            flags, self._asked = self._asked, 0
+            return flags
+
+    def _enter(self, ticket: Ticket, phase: Phase) -> None:
+        with self._change:
+            if ticket != self._ticket:
+                self._ticket, self._fault, self._asked = ticket, None, 0
+            self._phase = phase
+            self._change.notify_all()
+
+    def _settle(self, phase: Phase, fault: Fault | None) -> None:
+        with self._change:
+            self._phase, self._fault, self._asked = phase, fault, 0
+            self._change.notify_all()
+
+    def _publish(self, item: Item, phase: Phase | None, completed: int | None) -> None:
+        with self._change:
+            self._last_item += 1
+            self._items.append((self._last_item, item))
+            if phase is not None:
+                self._phase = phase
+            if completed is not None:
+                self._completed = completed
+            self._change.notify_all()
+
+    def _forget(self, seen: int) -> None:
+        """Drop acknowledged items, but keep the newest vote: a controller that was restarted before it committed needs it again."""
+        votes = [number for number, item in self._items if isinstance(item, Saved)]
+        last_vote = votes[-1] if votes else 0
+        self._items = deque(entry for entry in self._items if entry[0] > seen or entry[0] == last_vote)
+
+
+class _BadInput(Exception):
+    """What the person gave can't be used; found only where the generation was built."""
+
+
+def _kind(error: BaseException) -> FaultKind:
+    from vescale_ray.checkpoint import CheckpointError
+    from vescale_ray.errors import BadInput
+    from vescale_ray.workers.groups import GroupFailed, is_collective_error
+
+    if isinstance(error, (_BadInput, BadInput)):
+        return FaultKind.INPUT
+    if isinstance(error, CheckpointError):
+        return FaultKind.DATA
+    if isinstance(error, GroupFailed) or is_collective_error(error):
+        return FaultKind.PEER
+    return FaultKind.OWN
+
+
+def born(pid: int) -> int:
+    """The kernel's start time of a process, in clock ticks since boot; 0 if there is none of that id."""
+    try:
+        # The name in parentheses may hold anything, so count from its end: start time is field 22.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _memory() -> int:
+    from vescale_ray.workers.trainer import resident_bytes
+
+    return resident_bytes()
+
+
+def actor_class() -> Any:
+    """:class:`Worker` as a Ray actor class. ``max_restarts=0``: a restarted process would be empty, under the old name."""
+    options: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"control": 4, "lifeline": 2}}
+    return ray.remote(**options)(Worker)
