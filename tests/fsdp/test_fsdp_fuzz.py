@@ -1,6 +1,6 @@
 """Random programs: units, orders, checkpoints, branches without gradient, switches. Ours on two ranks against a plain module.
 
-Programs repeat with interruptions, so that buffers come to be shared and then have to be kept apart again.
+Buffers are address ranges here whatever their size, so that reading one whose memory has moved on ends the process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.test_fsdp_behaviour import grads, inputs, same, seeded
 from tests.ranks import run_threads
-from vescale_ray.fsdp import fully_shard
+from vescale_ray.fsdp import fully_shard, memory
 
 
 class Program(nn.Module):
@@ -59,7 +59,7 @@ def run_program(rank, world, seed):
             fully_shard(layer, reshard_after_forward=rnd.choice([None, True, False]))
     fully_shard(ours, reshard_after_forward=rnd.choice([None, True, False]))
     plans = [random_plan(rnd, layers), random_plan(rnd, layers)]
-    mode, shared = "plain", 0
+    mode = "plain"
     for step in range(12):
         if rnd.random() < 0.3:
             mode = rnd.choice(MODES)
@@ -76,11 +76,8 @@ def run_program(rank, world, seed):
                 for group in unit.groups:
                     group.grads.discard()
         same(mine, expected)
-        slots = [s for kind in ours._get_fsdp_state().lanes.pool._slots.values() for s in kind]
-        shared += any(not s.private for s in slots)
         ours.zero_grad()
         alone.zero_grad()
-    return shared
 
 
 def one_step(model, mode, plans, frozen, x, other):
@@ -115,10 +112,7 @@ def one_step(model, mode, plans, frozen, x, other):
         model.layers[frozen].requires_grad_(True)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_a_random_program_gives_the_gradients_of_a_plain_module(seed):
+@pytest.mark.parametrize("seed", range(16))
+def test_a_random_program_gives_the_gradients_of_a_plain_module(seed, monkeypatch):
+    monkeypatch.setattr(memory, "MAPPED_BYTES", 0)
     run_threads(2, run_program, seed)
-
-
-def test_random_programs_do_share_buffers():
-    assert any(run_threads(2, run_program, seed)[0] for seed in range(3))

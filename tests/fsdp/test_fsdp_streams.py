@@ -2,11 +2,14 @@
 
 Lanes get pretend streams: what is put on them runs at once, but each access to a buffer is noted with its stream's vector clock.
 Two accesses of which one writes, and neither is known (through events) to come before the other, would be a race on a device.
+Buffers keep their addresses while their memory comes from torch's allocator and goes back to it. That one is played here, too: a
+freed block is the next one of its size for the stream that allocated it. Accesses are compared by the block that they went to.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from contextlib import contextmanager
 
 import pytest
@@ -18,8 +21,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, shard_tower
 from tests.ranks import run_threads
 from vescale_ray import compat
-from vescale_ray.fsdp import comm
+from vescale_ray.fsdp import comm, memory
 from vescale_ray.fsdp.gradients import Gradients
+from vescale_ray.fsdp.memory import Buffer, Pool
 
 
 class Stream:
@@ -49,11 +53,23 @@ class World:
         self.current = self.compute
         self.lanes = 0
         self.accesses = []
+        self.blocks, self.freed, self.count = {}, defaultdict(list), 0
+
+    def allocate(self, buffer):
+        freed = self.freed[self.current.name, buffer.nbytes]
+        if not freed:
+            self.count += 1
+            freed.append(((self.count + 4096) << 40, self.current.name))
+        self.blocks[buffer._storage.data_ptr()] = freed.pop()
+
+    def free(self, buffer):
+        block = self.blocks.pop(buffer._storage.data_ptr())
+        self.freed[block[1], buffer.nbytes].append(block)
 
     def note(self, what, tensor, writes):
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            start = storage.data_ptr()
+            start = self.blocks.get(storage.data_ptr(), (storage.data_ptr(),))[0]
             self.accesses.append((what, self.current.name, self.current.tick(), start, start + storage.nbytes(), writes))
 
     def races(self):
@@ -107,8 +123,28 @@ def streams(monkeypatch):
         here().note("gradient shard used", out, True)
         original_deliver(self, out, used)
 
+    def start_pool(self, device):
+        original_pool(self, device)
+        self.hands_on = False
+
+    def allocate(self, donor=None):
+        assert donor is None
+        if self.nbytes:
+            here().allocate(self)
+        original_allocate(self)
+
+    def free(self):
+        if self.nbytes and self.allocated:
+            here().free(self)
+        original_free(self)
+
+    original_pool, original_allocate, original_free = Pool.__init__, Buffer.allocate, Buffer.free
     original_gather, original_scatter = compat.all_gather_single, compat.reduce_scatter_single
     original_accumulate, original_deliver = Gradients.accumulate, Gradients._deliver
+    monkeypatch.setattr(memory, "MAPPED_BYTES", 0)
+    monkeypatch.setattr(Pool, "__init__", start_pool)
+    monkeypatch.setattr(Buffer, "allocate", allocate)
+    monkeypatch.setattr(Buffer, "free", free)
     monkeypatch.setattr(comm.Lane, "__init__", make_lane)
     monkeypatch.setattr(comm.Lane, "context", on)
     monkeypatch.setattr(comm, "current_stream", lambda device: here().current)
@@ -140,8 +176,8 @@ def train(rank, world, streams, options):
             here.note("optimizer writes", group.master.flat, True)
     pool = ours._get_fsdp_state().lanes.pool
     layer = ours.layers[0]._get_fsdp_state().groups[0]
-    counts = pool.count()
-    return here.races(), len(here.accesses), counts[layer.unsharded_bytes][0], counts[layer.grads.buffer_bytes][1]
+    blocks = len(here.freed["lane 1", layer.unsharded_bytes])
+    return here.races(), len(here.accesses), blocks, pool.count()[layer.grads.buffer_bytes][1]
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -150,7 +186,7 @@ def test_every_use_of_a_buffer_is_ordered_by_events(streams, mixed):
     for races, accesses, gathered, gradients in run_threads(2, train, streams, options):
         assert races == []
         assert accesses > 200
-        assert gathered == 2, "prefetch depth + 1 buffers for gathered parameters, kept over steps"
+        assert gathered == 2, "memory for prefetch depth + 1 units, kept over steps"
         assert gradients == 2, "one gradient buffer is filled while the other is reduced"
 
 

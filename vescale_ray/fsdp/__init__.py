@@ -12,16 +12,16 @@ P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; 
 |---|---|---|---|
 | master shard (flat); sharded ``nn.Parameter``s are views | S, orig | as long as the model | ``fully_shard`` |
 | cast shard, if compute is not orig | S, compute | as long as the model | one kernel per optimizer step |
-| gathered buffer (a slot); unsharded parameters are views | W*S, compute | unshard to reshard, then another unit's | all-gather |
+| gathered buffer; unsharded parameters are views | W*S, compute | addresses: as the model; memory: unshard to reshard | all-gather |
 | a parameter's gradient from autograd | its own, compute | until its hook has run | autograd |
 | gradient buffer (scratch) | W*S, reduce | first gradient to the end of the reduce-scatter | hooks: write first, add later |
-| exchange buffer, gloo with W > 2 or a cast | W*S, reduce | during the reduce-scatter | borrowed: the slot just left, else scratch |
+| exchange buffer (scratch), gloo with W > 2 or a cast | W*S, reduce | during the reduce-scatter | memory just released, if sizes match |
 | gradient shard (flat); ``param.grad`` are views | S, orig | until ``zero_grad`` | reduce-scatter, straight into it if reduce is orig |
 | partial gradient shard, HSDP without all-reduce | S, orig | until the next backward with it | reduce-scatter |
 | optimizer states | the shards' | as long as the optimizer | the optimizer, on sharded parameters |
 
 Buffers at a time, units of one size: gathered, prefetch depth + 1 = 2; gradients, 1 on the CPU, 2 on an accelerator (one filled
-while the other is reduced). The pool keeps them on an accelerator; on the CPU it frees them between passes.
+while the other is reduced). On the CPU all of it is freed between passes; on an accelerator torch's allocator keeps it.
 With one rank there is nothing to gather or scatter: unsharded parameters are views of the master (or cast) shard, and
 gradients are written into the gradient shard at once. Padding is zeroed when a buffer is laid out and never written again.
 
@@ -32,13 +32,11 @@ an exchange between ranks, this rank's own part (S) into the gathered buffer. No
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
 from vescale_ray.fsdp.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
-from vescale_ray.fsdp.memory import BufferClash
 from vescale_ray.fsdp.module import FSDPModule
 from vescale_ray.fsdp.overview import explain
 from vescale_ray.fsdp.phases import PhaseError
 
 __all__ = [
-    "BufferClash",
     "CPUOffloadPolicy",
     "FSDPModule",
     "MixedPrecisionPolicy",

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_ray import compat
-from vescale_ray.fsdp.memory import Pool, Slot
+from vescale_ray.fsdp.memory import Pool
 
 _GATHER_TAG, _REDUCE_TAG = 0x56530001, 0x56530002
 """Keep our messages apart from a user's on the same process group. Messages of one tag arrive in the order they were sent."""
@@ -138,18 +138,16 @@ def reduce_scatter(
     factor: float,
     *,
     pairwise: bool,
-    spare: Slot | None = None,
     sum_only: bool = False,
 ) -> Pending:
     """Sum every rank's ``full`` and keep this rank's part, times ``factor``, in ``out``, which may have another dtype.
 
-    ``full`` belongs to the operation until the result's ``wait`` has returned. ``spare``: a buffer of the pool that gathered
-    parameters have just left; a pairwise exchange receives the parts there if they fit. ``sum_only``: never NCCL's AVG.
+    ``full`` belongs to the operation until the result's ``wait`` has returned. ``sum_only``: never NCCL's AVG.
     """
     lane.issued += 1
     world = group.size()
     if pairwise:
-        return _ExchangeAndSum(out, full, group, pool, factor, spare)
+        return _ExchangeAndSum(out, full, group, pool, factor)
     if lane.stream is None:
         target = out if out.dtype == full.dtype else torch.empty_like(out, dtype=full.dtype)
         work = compat.reduce_scatter_single(target, full, group=group, async_op=True) if world > 1 else None
@@ -210,16 +208,12 @@ class _ExchangeAndSum:
     """Reduce-scatter as a pairwise exchange of parts and a local sum in rank order.
 
     One of the others' parts is received in the result itself if the dtypes allow it, the rest (with two ranks: nothing) in
-    ``spare`` where possible. If someone needs that buffer before the end (this object is its
-    :class:`vescale_ray.fsdp.memory.Tenant`), the exchange is waited for then.
+    scratch memory, which is that of the gathered parameters that were just released if the sizes match.
     """
 
-    __slots__ = ("__weakref__", "_borrowed", "_factor", "_out", "_parts", "_pool", "_slot", "_works", "in_use", "key", "name")
+    __slots__ = ("_factor", "_out", "_parts", "_pool", "_scratch", "_works")
 
-    def __init__(
-        self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, pool: Pool, factor: float, spare: Slot | None
-    ) -> None:
-        self.name, self.key, self.in_use = "a reduce-scatter", 0, False
+    def __init__(self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, pool: Pool, factor: float) -> None:
         self._out, self._pool, self._factor = out, pool, factor
         rank, world, size = group.rank(), group.size(), out.numel()
         mine = full.view(world, size)
@@ -228,15 +222,10 @@ class _ExchangeAndSum:
         if _sums_in(out.dtype, full.dtype):
             # The first of the others is one of the first two summands, whichever rank this is: the order of the sum stays.
             self._parts[others.pop(0)] = out
-        self._slot: Slot | None = None
-        self._borrowed = False
-        if others:
-            nbytes = full.numel() * full.element_size()
-            self._borrowed = spare is not None and spare.nbytes == nbytes and pool.borrow(self, spare)
-            self._slot = spare if self._borrowed else pool.take(nbytes, out.device)
-            assert self._slot is not None
-            self._slot.clean_for = None
-            received = self._slot.flat(full.dtype).view(world, size)
+        self._scratch = pool.take(full.numel() * full.element_size(), out.device) if others else None
+        if self._scratch is not None:
+            self._scratch.clean_for = None
+            received = self._scratch.flat(full.dtype).view(world, size)
             for r in others:
                 self._parts[r] = received[r]
         works = []
@@ -245,10 +234,6 @@ class _ExchangeAndSum:
             works.append(_receive(self._parts[source], source, group, _REDUCE_TAG))
             works.append(_send(mine[target], target, group, _REDUCE_TAG))
         self._works = Works(*works)
-
-    def evict(self) -> bool:
-        self.wait()
-        return True
 
     def wait(self) -> None:
         parts, self._parts = self._parts, []
@@ -266,11 +251,9 @@ class _ExchangeAndSum:
             total.mul_(self._factor)
         if total is not out:
             out.copy_(total)
-        slot, self._slot = self._slot, None
-        if slot is not None and self._borrowed:
-            self._pool.return_borrowed(slot)
-        elif slot is not None:
-            self._pool.give_back(slot)
+        scratch, self._scratch = self._scratch, None
+        if scratch is not None:
+            self._pool.give_back(scratch)
 
 
 def _sums_in(out: torch.dtype, parts: torch.dtype) -> bool:

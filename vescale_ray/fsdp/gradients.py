@@ -17,7 +17,7 @@ from torch import nn
 from vescale_ray.dbuffer import DBuffer
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.fsdp import comm
-from vescale_ray.fsdp.memory import Pool, Slot
+from vescale_ray.fsdp.memory import Buffer, Pool
 from vescale_ray.fsdp.parameters import GroupParam, Place, local_of
 from vescale_ray.planner import Layout
 
@@ -28,7 +28,7 @@ class Reduction:
 
     pending: comm.Pending
     out: torch.Tensor
-    buffer: Slot | None
+    buffer: Buffer | None
     used: list[int]
 
 
@@ -50,10 +50,14 @@ class Gradients:
         """Of the reduce-scatter."""
         self.trainable_count = sum(p.sharded.requires_grad for p in params)
         self.arrived_count = 0
+        """Parameters whose gradients are in the buffer, of this backward or, without sync, an earlier one."""
         self._arrived = [False] * len(params)
+        self.seen_count = 0
+        """Parameters whose gradient came in the part of a backward that is open."""
+        self._seen = [False] * len(params)
         self._views_key = (layout.fingerprint, tuple(p.name for p in params))
         self._flat: torch.Tensor | None = None
-        self._slot: Slot | None = None
+        self._buffer: Buffer | None = None
         self._views: list[torch.Tensor] = []
         self._reductions: list[Reduction] = []
         self._shard: torch.Tensor | None = None
@@ -70,7 +74,7 @@ class Gradients:
         self.on_first: Callable[[], None] | None = None
         """Called before the first gradient of a backward is taken in."""
         self.on_complete: Callable[[], None] | None = None
-        """Called when every trainable parameter has its gradient."""
+        """Called when every trainable parameter has its gradient of this backward."""
 
     @property
     def buffer_bytes(self) -> int:
@@ -107,12 +111,21 @@ class Gradients:
         view = self._views[index]
         if self._arrived[index]:
             view.add_(grad)
-            return
-        view.copy_(grad)
-        self._arrived[index] = True
-        self.arrived_count += 1
-        if self.on_complete is not None and self.arrived_count == self.trainable_count:
-            self.on_complete()
+        else:
+            view.copy_(grad)
+            self._arrived[index] = True
+            self.arrived_count += 1
+        if not self._seen[index]:
+            self._seen[index] = True
+            self.seen_count += 1
+            if self.on_complete is not None and self.seen_count == self.trainable_count:
+                self.on_complete()
+
+    def end_window(self) -> None:
+        """The unit's part of this backward is through: what comes from now on belongs to another."""
+        if self.seen_count:
+            self._seen = [False] * len(self.params)
+            self.seen_count = 0
 
     def open_unused(self) -> None:
         """Take part in the next reduction with zeros where no gradient came (``set_reduce_scatter_unused_params``)."""
@@ -123,25 +136,25 @@ class Gradients:
                 self._arrived[index] = True
                 self.arrived_count += 1
 
-    def reduce(self, lane: comm.Lane, spare: Slot | None) -> None:
-        """Start to sum the gradients over the ranks into this rank's shard. ``spare``: memory that is free to receive parts in, if any."""
+    def reduce(self, lane: comm.Lane) -> None:
+        """Start to sum the gradients over the ranks into this rank's shard."""
         assert self.pool is not None and self._flat is not None
         used = [i for i, arrived in enumerate(self._arrived) if arrived]
         for index, arrived in enumerate(self._arrived):
             if not arrived:
                 self._views[index].zero_()
         factor = 1.0 / (self.divide_factor if self.divide_factor is not None else self.place.world * self.place.replicas)
-        flat, slot = self._flat, self._slot
+        flat, buffer = self._flat, self._buffer
         self._clear()
         if self.in_place:
             if factor != 1.0:
                 flat.mul_(factor)
-            self._reductions.append(Reduction(comm.Done(), flat, slot, used))
+            self._reductions.append(Reduction(comm.Done(), flat, buffer, used))
             return
         out = torch.empty(self.layout.shard_numel, dtype=self.orig_dtype, device=self.place.device)
         options = {"pairwise": self.place.pairwise, "sum_only": self.sum_only}
-        pending = comm.reduce_scatter(out, flat, self.group, lane, self.pool, factor, spare=spare, **options)
-        self._reductions.append(Reduction(pending, out, slot, used))
+        pending = comm.reduce_scatter(out, flat, self.group, lane, self.pool, factor, **options)
+        self._reductions.append(Reduction(pending, out, buffer, used))
 
     def finish(self) -> None:
         """Wait for the reductions under way and hand their results to the sharded parameters as ``.grad``."""
@@ -226,19 +239,19 @@ class Gradients:
             self._views = [buffer.tensor(param.name) for param in self.params]
             return
         assert self.pool is not None
-        self._slot = slot = self.pool.take(self.buffer_bytes, self.place.device, self.layout.fingerprint)
-        self._flat = slot.flat(self.reduce_dtype)
-        buffer = DBuffer(self.layout, self._flat, rank=None)
-        if slot.clean_for != self.layout.fingerprint:
-            buffer.zero_padding()
-            slot.clean_for = self.layout.fingerprint
+        self._buffer = buffer = self.pool.take(self.buffer_bytes, self.place.device, self.layout.fingerprint)
+        self._flat = buffer.flat(self.reduce_dtype)
+        whole = DBuffer(self.layout, self._flat, rank=None)
+        if buffer.clean_for != self.layout.fingerprint:
+            whole.zero_padding()
+            buffer.clean_for = self.layout.fingerprint
         key = (self._views_key, self.reduce_dtype)
-        if key not in slot.views:
-            slot.views[key] = [buffer.tensor(param.name) for param in self.params]
-        self._views = slot.views[key]
+        if key not in buffer.views:
+            buffer.views[key] = [whole.tensor(param.name) for param in self.params]
+        self._views = buffer.views[key]
 
     def _clear(self) -> None:
-        self._flat = self._slot = None
+        self._flat = self._buffer = None
         self._views = []
         self._arrived = [False] * len(self.params)
         self.arrived_count = 0
@@ -254,8 +267,9 @@ class Gradients:
 
     def discard(self) -> None:
         """Forget everything of an unfinished step."""
+        self.end_window()
         reductions, self._reductions = self._reductions, []
-        slot, self._partial = self._slot, None
+        buffer, self._partial = self._buffer, None
         self._clear()
         for param in self.params:
             if param.unsharded is not None:
@@ -263,6 +277,6 @@ class Gradients:
         for reduction in reductions:
             reduction.pending.wait()
         if self.pool is not None:
-            for buffer in (slot, *(r.buffer for r in reductions)):
-                if buffer is not None:
-                    self.pool.give_back(buffer)
+            for one in (buffer, *(r.buffer for r in reductions)):
+                if one is not None:
+                    self.pool.give_back(one)

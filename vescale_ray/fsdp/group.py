@@ -20,7 +20,7 @@ from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.dtensor_spec import make_spec
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.gradients import Gradients
-from vescale_ray.fsdp.memory import Pool, Sharing, Slot
+from vescale_ray.fsdp.memory import Buffer, Pool
 from vescale_ray.fsdp.parameters import GroupParam, Place, Source, local_of
 from vescale_ray.fsdp.phases import Residency
 from vescale_ray.placement import RaggedShard
@@ -58,8 +58,6 @@ class Group:
         """With one rank (or no elements) the shard is the whole: parameters are views of it, nothing is gathered."""
 
         self.residency = Residency.SHARDED
-        self.in_use = False
-        """From the start of a pass of the unit to its end (see :class:`vescale_ray.fsdp.memory.Tenant`)."""
         self.requested = False
         """The user asked for the parameters (``unshard``): they stay until they are used or resharded."""
         self.unshard_in_backward = True
@@ -68,12 +66,9 @@ class Group:
         self.grads = Gradients(self.place, self.layout, self.params, in_place=False, offload=self.offload)
         self._tell_gradients()
 
-        self.key = 0
         self._pool: Pool | None = None
-        self._slot: Slot | None = None
-        self.last_slot: Slot | None = None
-        """Where the parameters were gathered last."""
-        self._extra_slots: list[Slot] = []
+        self._buffer: Buffer | None = None
+        """Where the parameters are gathered: the same storage each time, since autograd keeps views of it."""
         self._gather: comm.Pending | None = None
         self._bound_to: torch.Tensor | None = None
         self._cast: torch.Tensor | None = None
@@ -129,8 +124,6 @@ class Group:
             return
         self.reshard()
         self._pool = self.grads.pool = pool
-        self.key = pool.join()
-        self._slot = self.last_slot = self._bound_to = None
         sizes = {self.unsharded_bytes} if not self.in_place else set()
         if self.grads.trainable_count and not self.grads.in_place:
             sizes.add(self.grads.buffer_bytes)
@@ -143,35 +136,26 @@ class Group:
 
     # -- unshard, wait, reshard --------------------------------------------------------------------------------------
 
-    def unshard(
-        self,
-        lane: comm.Lane,
-        *,
-        backward: bool = False,
-        wanted: Slot | None = None,
-        fresh: bool = False,
-        sharing: Sharing = Sharing.NONE,
-    ) -> None:
-        """Start to gather the parameters, into ``wanted`` if autograd holds views of it; nothing if it has started already.
+    def unshard(self, lane: comm.Lane, *, fresh: bool = False) -> None:
+        """Start to gather the parameters; nothing if it has started already.
 
         ``fresh``: gather again if the sharded parameters were written since (an optimizer step while the unit stayed unsharded).
         """
         if fresh and self.residency is not Residency.SHARDED and self._gathered_of != self._spmd_version():
             self.reshard()
         if self.residency is not Residency.SHARDED:
-            if wanted is not None and wanted is not self._slot and wanted not in self._extra_slots:
-                self._copy_into(wanted, backward)
             return
         assert self._pool is not None
+        shard = self._shard_to_gather(lane)
         if self.in_place:
-            self._shard_to_gather(lane)
             self._gather = lane.mark()
         else:
-            where = self.unsharded_bytes, self.place.device
-            slot = self._pool.acquire(self, *where, wanted=wanted, last=self.last_slot, backward=backward, sharing=sharing)
-            self._slot = self.last_slot = slot
-            lane.after(slot.free_after or comm.current_event(self.place.device))
-            out, shard = slot.flat(self.compute_dtype), self._shard_to_gather(lane)
+            if self._buffer is None or self._buffer.nbytes != self.unsharded_bytes:  # the parameters were cast
+                self._buffer = Buffer(self.unsharded_bytes, self.place.device)
+            lane.after(self._pool.released_event)
+            with torch.no_grad(), lane.context():
+                self._pool.provide(self._buffer)
+            out = self._buffer.flat(self.compute_dtype)
             with torch.no_grad():
                 self._gather = comm.all_gather(out, shard, self.place.shard_group, lane, pairwise=self.place.pairwise)
         self._gathered_of = self._spmd_version()
@@ -182,7 +166,7 @@ class Group:
         if self.residency is not Residency.GATHERING:
             return
         self._finish_gather()
-        self._bind(self._slot.flat(self.compute_dtype) if self._slot is not None else self._shard_to_gather(None))
+        self._bind(self._shard_to_gather(None) if self.in_place or self._buffer is None else self._buffer.flat(self.compute_dtype))
         trainable = 0
         for param in self.params:
             leaf = param.unsharded
@@ -202,37 +186,19 @@ class Group:
         self._finish_gather()
         for param in self.params:
             param.install(param.sharded)
-        self.residency, self.requested, self.in_use = Residency.SHARDED, False, False
-        event = comm.current_event(self.place.device)
-        slots = (self._slot, *self._extra_slots)
-        self._slot = None
-        self._extra_slots.clear()
-        for slot in slots:
-            if slot is not None and self._pool is not None:
-                self._pool.release(slot, event)
+        self.residency, self.requested = Residency.SHARDED, False
+        if not self.in_place and self._buffer is not None and self._pool is not None:
+            self._pool.release(self._buffer, comm.current_event(self.place.device))
 
     def _finish_gather(self) -> None:
         gather, self._gather = self._gather, None
         if gather is not None:
             gather.wait()
 
-    def evict(self) -> bool:
-        """Leave the buffer unless the parameters are in use (see :class:`vescale_ray.fsdp.memory.Tenant`); they can be gathered again."""
-        if self.in_use or self.requested:
-            return False
-        self.reshard()
-        return True
-
     def drop_prefetch(self) -> None:
         """Leave the buffer if the parameters were gathered ahead and then not needed."""
-        if self.residency is Residency.GATHERING:
-            self.evict()
-
-    def bind_graph(self) -> Slot | None:
-        """The forward which just ran used this buffer, and autograd may hold views of it; None if there is no buffer."""
-        if self._slot is not None:
-            self._slot.bind(self.key)
-        return self._slot
+        if self.residency is Residency.GATHERING and not self.requested:
+            self.reshard()
 
     def _shard_to_gather(self, lane: comm.Lane | None) -> torch.Tensor:
         """The shard in the compute dtype: the master itself, or its cast, made once per optimizer step."""
@@ -286,23 +252,10 @@ class Group:
                     leaf.requires_grad_(param.sharded.requires_grad)
         self._bound_to = flat
 
-    def _copy_into(self, wanted: Slot, backward: bool) -> None:
-        """Another graph of this group, whose forward used another buffer, needs the parameters, too: copy, don't gather again."""
-        self.wait()
-        assert self._pool is not None and self._slot is not None
-        where = self.unsharded_bytes, self.place.device
-        self._pool.acquire(self, *where, wanted=wanted, last=None, backward=backward, sharing=Sharing.NONE)
-        self._extra_slots.append(wanted)
-        if wanted.free_after is not None:
-            comm.current_stream(self.place.device).wait_event(wanted.free_after)
-        with torch.no_grad():
-            wanted.flat(self.compute_dtype).copy_(self._slot.flat(self.compute_dtype))
-
     def discard(self) -> None:
         """Forget everything of an unfinished step: gradients, reductions, gathered parameters."""
         self.grads.discard()
         self.reshard()
-        self.in_use = False
 
     # -- the parameters changed under us: .to(), to_empty(), load_state_dict(assign=True) --------------------------------
 

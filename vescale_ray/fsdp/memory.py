@@ -1,285 +1,263 @@
-"""The pool: a small, fixed set of buffers that all units of a model share.
+"""The pool: where gathered parameters and gradients live while a step needs them.
 
-Two kinds of memory come and go in a step, both whole units large: gathered parameters and gradients on their way to the
-reduce-scatter. The pool keeps prefetch depth + 1 buffers of each size and hands them out again; in the steady state a step
-allocates nothing. There is no ``record_stream``: a buffer is given back at a known point of the compute stream.
+Gathered parameters have one difficulty: autograd saves views of them (``weight.t()``) in forward and reads those in backward,
+after the unit was resharded and gathered again. So a unit has to be gathered into the *same* storage each time. Were that storage
+shared with other units, two of them could be needed at once by a backward that no one could foresee. Here every group has a
+:class:`Buffer` of its own, whose storage and addresses stay for the life of the model, and only the memory behind it comes and goes:
 
-What makes gathered parameters special: autograd saves views of them (``weight.t()``) in forward and reads those in backward,
-after the unit was resharded and gathered again. So a unit must be gathered into the *same* storage in backward. A buffer may
-serve several units of one step only if these are never needed at the same time in its backward. The pool learns that: in the
-first step, and in every step that does not repeat the one before, a unit gets a storage of its own (freed whenever it is
-resharded), and pairs that backward needed at the same time are noted. While a step repeats the last one, units share buffers
-with those they never clashed with.
+- On an accelerator it comes from torch's caching allocator, on the gather stream, and goes back when the unit is resharded. Since
+  nothing else is allocated there, the next unit of that size gets the same block; an event of the compute stream, not
+  ``record_stream``, says when it may be overwritten.
+- In host memory a buffer is an address range of its own, and its pages wander: the range that is gathered next takes over the
+  pages of one that was released (``mremap``, 0.1 ms for 200 MiB), so that they are neither zeroed nor faulted in again. (On the
+  2-core machine of ``research/perf.md`` a fresh page costs 4 times as much as writing it.) A range without pages can't be read.
+
+Either way the memory in use at a time is prefetch depth + 1 units, whatever order backward takes. Gradient and exchange buffers
+have no views that anyone keeps; they are plain buffers that are handed out again.
 """
 
 from __future__ import annotations
 
-import weakref
+import ctypes
+import mmap
+import sys
 from collections import defaultdict
-from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-
-class Tenant(Protocol):
-    """Who occupies a buffer of gathered parameters: a group."""
-
-    name: str
-    key: int
-    in_use: bool
-    """Between unshard and reshard of a pass: kernels, or views that autograd saved, need the buffer as it is."""
-
-    def evict(self) -> bool:
-        """Leave the buffer if that is possible without harm; False if it is in use."""
-        ...
+MAPPED_BYTES = 1 << 18
+"""Host buffers from this size on are address ranges of their own; below, the C library keeps freed memory at hand anyway."""
 
 
-class Sharing(Enum):
-    """With whom a buffer may be shared."""
+class Buffer:
+    """One storage for life. Its memory may go (:meth:`free`) and come back (:meth:`allocate`), contents undefined."""
 
-    NONE = "none"
-    """With no one: nothing is known of the backward to come."""
-    PROVEN = "proven"
-    """With units that were never needed at the same time: the step repeats itself."""
-    ANY = "any"
-    """With all: no backward follows, the buffer is free again before any other one begins."""
-
-
-class BufferClash(RuntimeError):
-    """Two units that share a buffer are needed at the same time for the first time."""
-
-
-class Slot:
-    """One buffer. Its storage object stays the same for life; its memory may be freed and allocated again."""
-
-    __slots__ = ("_flats", "_storage", "bound", "clean_for", "device", "free_after", "nbytes", "occupant", "private", "used", "views")
+    __slots__ = ("__weakref__", "_flats", "_range", "_storage", "allocated", "clean_for", "device", "nbytes", "used", "views")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self.device = nbytes, device
+        self._range: _Range | None = None
         with torch.inference_mode(False):
-            self._storage = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            if device.type == "cpu" and nbytes >= MAPPED_BYTES and _Range.supported:
+                self._range = _Range(nbytes)
+                self._storage = torch.frombuffer(self._range.memory, dtype=torch.uint8, count=nbytes)
+            else:
+                self._storage = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                self._storage.untyped_storage().resize_(0)
         self._flats: dict[torch.dtype, torch.Tensor] = {}
-        self.occupant: weakref.ref[Any] | None = None
-        self.bound: dict[int, int] = {}
-        """Tenants whose forwards used this buffer and wait for their backward, and how many: autograd holds views of the storage.
-        Counted by what the program does, not by which graphs are still alive: all ranks must choose buffers alike, since a
-        buffer that is not free can put off an all-gather."""
+        self.allocated = False
         self.clean_for: str | None = None
         """Fingerprint of the layout whose padding is zero in this buffer."""
         self.views: dict[Any, list[torch.Tensor]] = {}
         """The tensors of the layouts that were laid over this buffer, by layout and dtype, so that views are made once."""
         self.used = False
         """Since the last backward ended."""
-        self.private = False
-        """Of one unit only, freed whenever it leaves."""
-        self.free_after: Any = None
-        """Event of the compute stream after which the memory may be overwritten."""
 
-    @property
-    def allocated(self) -> bool:
-        return self._storage.untyped_storage().nbytes() > 0 or self.nbytes == 0
-
-    def allocate(self) -> None:
-        if not self.allocated:
+    def allocate(self, donor: Buffer | None = None) -> None:
+        """Make the memory usable: the pages of ``donor`` (same size, with memory, its contents no longer needed), else new memory."""
+        moved = False
+        if donor is not None:
+            moved = self._range is not None and donor._range is not None and self._range.take_over(donor._range)
+            if not moved:
+                donor.free()
+            donor.allocated, donor.clean_for = False, None
+        if self._range is None:
             self._storage.untyped_storage().resize_(self.nbytes)
-            self.clean_for = None
+        elif not moved:
+            self._range.open()
+        self.allocated, self.clean_for = True, None
 
     def free(self) -> None:
-        """Free the memory, keep the storage object: views stay what they are, and are valid again after :meth:`allocate`."""
-        self._storage.untyped_storage().resize_(0)
-        self.clean_for = None
-
-    def bind(self, key: int) -> None:
-        """A forward of tenant ``key`` has used this buffer."""
-        self.bound[key] = self.bound.get(key, 0) + 1
-
-    def unbind(self, key: int) -> None:
-        """That forward's backward is over."""
-        left = self.bound.pop(key, 1) - 1
-        if left:
-            self.bound[key] = left
+        """Give the memory back. Views stay what they are, and are valid again after :meth:`allocate`."""
+        if not self.allocated:
+            return
+        if self._range is None:
+            self._storage.untyped_storage().resize_(0)
+        else:
+            self._range.close()
+        self.allocated, self.clean_for = False, None
 
     def flat(self, dtype: torch.dtype) -> torch.Tensor:
         """The whole buffer as a 1-D tensor of ``dtype``: the same object at each call."""
         flat = self._flats.get(dtype)
         if flat is None:
             with torch.inference_mode(False):
+                allocated, storage = self.allocated, self._storage.untyped_storage()
+                if not allocated and self._range is None:
+                    storage.resize_(self.nbytes)  # a view can't be made of a storage without memory
                 flat = self._flats[dtype] = self._storage.view(dtype)
+                if not allocated and self._range is None:
+                    storage.resize_(0)
         return flat
 
 
-class Pool:
-    """The buffers of one schedule. One thread at a time."""
+class _Range:
+    """Addresses of this process, page by page with or without memory behind them. Linux only."""
 
-    def __init__(self) -> None:
-        self._slots: defaultdict[int, list[Slot]] = defaultdict(list)
-        self._scratch: defaultdict[int, list[Slot]] = defaultdict(list)
-        self._lent: dict[int, int] = {}
+    supported = sys.platform == "linux"
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        # Unmapped when the last tensor that views it is gone.
+        self.memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self._protect(0)
+
+    def open(self) -> None:
+        """Accessible; pages are zeroed by the kernel when they are first touched."""
+        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def close(self) -> None:
+        """Drop the pages. What reads or writes here by mistake ends with a segmentation fault, not with a wrong number."""
+        self.memory.madvise(mmap.MADV_DONTNEED)
+        self._protect(0)
+
+    def take_over(self, donor: _Range) -> bool:
+        """Move the donor's pages here, and close it; False, with nothing changed, if the kernel can't (before Linux 5.7)."""
+        moved = _libc().mremap(donor.address, self.nbytes, self.nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP, self.address)
+        if moved != self.address:
+            # The kernel may have unmapped these addresses before it gave up; map them again, empty.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+            if _libc().mmap(self.address, self.nbytes, 0, flags, -1, 0) != self.address:
+                raise MemoryError(f"the kernel can't map {self.nbytes} bytes for gathered parameters (errno {ctypes.get_errno()})")
+            return False
+        donor._protect(0)
+        return True
+
+    def _protect(self, protection: int) -> None:
+        if _libc().mprotect(self.address, self.nbytes, protection):
+            raise MemoryError(f"the kernel can't change the protection of {self.nbytes} bytes (errno {ctypes.get_errno()})")
+
+
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
+_MAP_FIXED = 0x10
+_LIBC: list[ctypes.CDLL] = []
+
+
+def _libc() -> ctypes.CDLL:
+    """The C library, with the few signatures that are needed. Python's ``mmap`` can't move pages or protect them."""
+    if not _LIBC:
+        libc, address, size, number = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        libc.mremap.argtypes, libc.mremap.restype = [address, size, size, number, address], address
+        libc.mmap.argtypes, libc.mmap.restype = [address, size, number, number, number, ctypes.c_long], address
+        libc.mprotect.argtypes, libc.mprotect.restype = [address, size, number], number
+        _LIBC.append(libc)
+    return _LIBC[0]
+
+
+class Pool:
+    """The memory of one schedule. One thread at a time.
+
+    Args:
+        device: where the buffers are. In host memory they hand their pages on to each other; elsewhere torch's allocator does that.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.hands_on = device.type == "cpu"
+        self._released: defaultdict[int, list[Buffer]] = defaultdict(list)
+        """Buffers of gathered parameters, by size, that no one needs, and whose memory waits for the next one of that size."""
+        self._idle: defaultdict[int, list[Buffer]] = defaultdict(list)
+        """Scratch buffers that are not lent, by size; with memory, or without where another buffer took it over."""
         self._users: defaultdict[int, int] = defaultdict(int)
-        self._keys = 0
+        self._gathered: defaultdict[int, int] = defaultdict(int)
+        self._lent: defaultdict[int, int] = defaultdict(int)
+        self.released_event: Any = None
+        """Of the compute stream: the last kernels that read what was released. What is gathered next waits for it."""
         self.peak_bytes = 0
         """Most bytes ever held. Set it to 0 to measure from then on."""
-        self._seen: set[int] = set()
-        self._clashes: defaultdict[int, set[int]] = defaultdict(set)
+
+    def expect(self, nbytes: int) -> None:
+        """One more group will need buffers of this size: memory of sizes with a single user is freed after use, the rest kept."""
+        self._users[nbytes] += 1
 
     # -- gathered parameters --
 
-    def join(self) -> int:
-        """A new tenant's key."""
-        self._keys += 1
-        return self._keys
-
-    def expect(self, nbytes: int) -> None:
-        """One more group will need buffers of this size: sizes with a single user are freed after use, the others kept."""
-        self._users[nbytes] += 1
-
-    def acquire(
-        self,
-        tenant: Tenant,
-        nbytes: int,
-        device: torch.device,
-        *,
-        wanted: Slot | None,
-        last: Slot | None,
-        backward: bool,
-        sharing: Sharing,
-    ) -> Slot:
-        """A buffer for ``tenant``: ``wanted`` (whose views autograd holds), else a free one, ``last`` for preference.
-
-        ``sharing``: what a free one may be bound to.
-
-        Raises:
-            BufferClash: ``wanted`` is in use by another unit. The pair never shares a buffer again.
-        """
-        slots = self._slots[nbytes]
-        if backward:
-            # What is gathered at the same time in forward gets different buffers anyway; in backward the buffer is given.
-            for slot in slots:
-                self._note_clash(tenant.key, slot)
-        if wanted is not None:
-            if wanted.occupant is not None:
-                self._vacate(wanted, tenant)
-            chosen = wanted
-        else:
-            chosen = self._choose(tenant.key, slots, last, sharing) or Slot(nbytes, device)
-            chosen.private = sharing is Sharing.NONE
-        if chosen not in slots:
-            slots.append(chosen)
-        if not chosen.allocated:
-            chosen.allocate()
-            chosen.free_after = None
+    def provide(self, buffer: Buffer) -> None:
+        """Give ``buffer`` memory. On an accelerator: on the stream that it will be written on, after :attr:`released_event`."""
+        released = self._released[buffer.nbytes]
+        if buffer in released:
+            released.remove(buffer)
+        if not buffer.allocated:
+            buffer.allocate(self._donor(buffer.nbytes))
+        self._gathered[buffer.nbytes] += 1
         self._note_peak()
-        chosen.occupant, chosen.used = weakref.ref(tenant), True
-        return chosen
 
-    def release(self, slot: Slot, event: Any) -> None:
-        """The tenant's kernels up to ``event`` are the last that use the buffer for now."""
-        slot.occupant, slot.free_after = None, event
-        if slot.private or self._users[slot.nbytes] < 2:
-            slot.free()
-
-    def settle(self, keys: set[int]) -> None:
-        """A backward is over: ``keys`` went through forward and backward, so their clashes are known. Free what it did not use."""
-        self._seen |= keys
-        for nbytes, slots in self._slots.items():
-            for slot in slots:
-                if not slot.used and slot.occupant is None:
-                    slot.free()
-            self._slots[nbytes] = [slot for slot in slots if slot.used or slot.occupant is not None]
-            for slot in slots:
-                slot.used = False
-        for nbytes, slots in self._scratch.items():
-            self._scratch[nbytes] = [slot for slot in slots if slot.used]
-            for slot in slots:
-                slot.used = False
-
-    def trim(self) -> None:
-        """Free all memory that no one uses now; it is allocated again when it is needed."""
-        for slots in self._slots.values():
-            for slot in slots:
-                if slot.occupant is None and slot.allocated:
-                    slot.free()
-        self._scratch.clear()
-
-    def _choose(self, key: int, slots: list[Slot], last: Slot | None, sharing: Sharing) -> Slot | None:
-        """An unoccupied buffer that ``key`` may use: its last one if that has memory, else one that has, else its last one."""
-        if last is not None and last not in slots:
-            last = None  # freed for good, or of another size: the parameters were cast
-        if last is not None and last.allocated and self._may_use(key, last, sharing):
-            return last
-        for slot in slots:
-            if slot.allocated and self._may_use(key, slot, sharing):
-                return slot
-        return last if last is not None and self._may_use(key, last, sharing) else None
-
-    def _may_use(self, key: int, slot: Slot, sharing: Sharing) -> bool:
-        if slot.occupant is not None:
-            return False
-        others = slot.bound.keys()
-        if not others or sharing is Sharing.ANY or (len(others) == 1 and key in others):
-            return True
-        return sharing is Sharing.PROVEN and key in self._seen and others <= self._seen and others.isdisjoint(self._clashes[key])
-
-    def _note_clash(self, key: int, slot: Slot) -> None:
-        other = slot.occupant() if slot.occupant is not None else None
-        if other is not None and other.key != key and other.in_use:
-            self._clashes[key].add(other.key)
-            self._clashes[other.key].add(key)
-
-    def _vacate(self, slot: Slot, tenant: Tenant) -> None:
-        other = slot.occupant() if slot.occupant is not None else None
-        if other is None or other is tenant or other.evict():
-            slot.occupant = None
-            return
-        raise BufferClash(
-            f"the parameters of {tenant.name!r} and {other.name!r} are needed at the same time in this backward, but share a buffer "
-            f"since no earlier step needed both; they will not share one again: call reset_iter_state() on the root and repeat the step"
-        )
+    def release(self, buffer: Buffer, event: Any) -> None:
+        """The kernels up to ``event`` are the last that use what is in ``buffer``."""
+        self._gathered[buffer.nbytes] -= 1
+        self.released_event = event
+        if self.hands_on and self._users[buffer.nbytes] >= 2:
+            self._released[buffer.nbytes].append(buffer)
+        else:
+            buffer.free()
 
     # -- gradients and other scratch memory --
 
-    def borrow(self, tenant: Tenant, slot: Slot) -> bool:
-        """Let ``tenant`` use a buffer of gathered parameters that is free just now, until it calls :meth:`return_borrowed`."""
-        if slot.occupant is not None or not slot.allocated:
-            return False
-        slot.occupant, slot.used = weakref.ref(tenant), True
-        return True
-
-    def return_borrowed(self, slot: Slot) -> None:
-        slot.occupant = None
-
-    def take(self, nbytes: int, device: torch.device, clean_for: str | None = None) -> Slot:
-        """Scratch memory, contents undefined (padding zero if ``slot.clean_for == clean_for``). Give it back."""
-        free = self._scratch[nbytes]
-        slot = next((s for s in free if s.clean_for == clean_for), free[0] if free else None)
-        if slot is None:
-            slot = Slot(nbytes, device)
+    def take(self, nbytes: int, device: torch.device, clean_for: str | None = None) -> Buffer:
+        """Scratch memory, contents undefined (padding zero if ``buffer.clean_for == clean_for``). Give it back."""
+        idle = self._idle[nbytes]
+        buffer = next((b for b in idle if b.allocated and b.clean_for == clean_for), None)
+        buffer = buffer or next((b for b in idle if b.allocated), None) or (idle[0] if idle else None)
+        if buffer is None:
+            buffer = Buffer(nbytes, device)
         else:
-            free.remove(slot)
-        slot.used = True
-        self._note_peak(slot.nbytes)
-        self._lent[nbytes] = self._lent.get(nbytes, 0) + 1
-        return slot
+            idle.remove(buffer)
+        if not buffer.allocated:
+            buffer.allocate(self._donor(nbytes))
+        buffer.used = True
+        self._lent[nbytes] += 1
+        self._note_peak()
+        return buffer
 
-    def give_back(self, slot: Slot) -> None:
-        """The current stream has passed the last use of ``slot``."""
-        self._lent[slot.nbytes] = self._lent.get(slot.nbytes, 1) - 1
-        if self._users[slot.nbytes] >= 2:
-            self._scratch[slot.nbytes].append(slot)
+    def give_back(self, buffer: Buffer) -> None:
+        """The current stream has passed the last use of ``buffer``."""
+        self._lent[buffer.nbytes] -= 1
+        if self._users[buffer.nbytes] >= 2:
+            self._idle[buffer.nbytes].append(buffer)
+
+    # -- both --
+
+    def settle(self) -> None:
+        """A backward is over: drop the scratch buffers that it did not use."""
+        for nbytes, idle in self._idle.items():
+            self._idle[nbytes] = [buffer for buffer in idle if buffer.used]
+            for buffer in idle:
+                buffer.used = False
+
+    def trim(self) -> None:
+        """Free all memory that no one uses now; it is allocated again when it is needed."""
+        for kind in (self._released, self._idle):
+            for buffers in kind.values():
+                for buffer in buffers:
+                    buffer.free()
+        self._released.clear()
+
+    def _donor(self, nbytes: int) -> Buffer | None:
+        """A buffer whose memory can go to another one: of released parameters, else scratch, at last such with clean padding."""
+        if not self.hands_on:
+            return None
+        released = self._released[nbytes]
+        if released:
+            return released.pop()
+        return min((b for b in self._idle[nbytes] if b.allocated), key=lambda b: b.clean_for is not None, default=None)
 
     # -- figures --
 
     def bytes_held(self) -> int:
-        """Bytes of all buffers that are allocated now, in use or kept."""
-        kept = sum(s.nbytes for kind in (self._slots, self._scratch) for slots in kind.values() for s in slots if s.allocated)
-        return kept + sum(nbytes * count for nbytes, count in self._lent.items())
+        """Bytes of all buffers that have memory now, in use or kept."""
+        return sum(nbytes * (gathered + scratch) for nbytes, (gathered, scratch) in self.count().items())
 
-    def _note_peak(self, coming: int = 0) -> None:
-        self.peak_bytes = max(self.peak_bytes, self.bytes_held() + coming)
+    def _note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.bytes_held())
 
     def count(self) -> dict[int, tuple[int, int]]:
-        """Allocated buffers by size: for gathered parameters, and for gradients and exchanges."""
-        sizes = {*self._slots, *self._scratch, *self._lent}
-        gathered = {n: sum(s.allocated for s in self._slots.get(n, ())) for n in sizes}
-        return {n: (gathered[n], len(self._scratch.get(n, ())) + self._lent.get(n, 0)) for n in sorted(sizes)}
+        """Buffers with memory by size: for gathered parameters, and for gradients and exchanges."""
+        sizes = sorted({*self._gathered, *self._lent, *self._idle})
+        return {
+            n: (
+                self._gathered[n] + len(self._released.get(n, ())),
+                self._lent[n] + sum(b.allocated for b in self._idle.get(n, ())),
+            )
+            for n in sizes
+        }

@@ -51,6 +51,7 @@ class FSDPModule(TorchFSDPModule):
                 if any(p.sharded.is_meta for p in group.params):
                     raise RuntimeError(f"unit {unit.name!r} is still on the meta device: call to_empty(device=...) first")
                 group.attach(unit.lanes.pool)
+        unit.lanes.gather.after_current()  # what was written to the sharded parameters
         unit.start_unshard(fresh=unit.phase is Phase.RESTING)
         for group in unit.groups:
             group.requested = True
@@ -204,7 +205,7 @@ class FSDPModule(TorchFSDPModule):
         unit.schedule.post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Torch's switch to allocate all-gather buffers on the compute stream. Ours always are: nothing to switch."""
+        """Torch's switch to allocate all-gather buffers on the compute stream. Ours keep their addresses: nothing to switch."""
 
     # -- not supported -----------------------------------------------------------------------------------------------
 

@@ -19,13 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from vescale_ray import compat
 from vescale_ray.fsdp.comm import Lane
 from vescale_ray.fsdp.group import Group
-from vescale_ray.fsdp.memory import Pool, Sharing
+from vescale_ray.fsdp.memory import Pool
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.tree import map_tensors
 from vescale_ray.fsdp.unit import Call, Unit
-
-MAX_OPEN_FORWARDS = 256
-"""Forwards that may wait for their backward at a time; of older ones the buffers are no longer kept apart from others'."""
 
 
 class Lanes:
@@ -35,21 +32,7 @@ class Lanes:
         # High priority: a collective that is ready should not wait behind compute kernels.
         self.gather = Lane(device, priority=-1)
         self.reduce = Lane(device, priority=-1)
-        self.pool = Pool()
-
-
-class Entry:
-    """One unit's turn in a forward: what of it decides how backward will run."""
-
-    __slots__ = ("_trainable", "marked", "unit")
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = weakref.ref(unit)
-        self._trainable = tuple(sum(p.sharded.requires_grad for p in group.params) for group in unit.groups)
-        self.marked = False
-
-    def starts_like(self, other: Entry) -> bool:
-        return self.unit() is other.unit() and self._trainable == other._trainable
+        self.pool = Pool(device)
 
 
 class Schedule:
@@ -62,15 +45,13 @@ class Schedule:
         """The unit whose forward is the outermost one now."""
         self.last_call: Call | None = None
         """The last one of the forward that is running."""
-        self._passes: list[list[Call]] = []
-        """The calls of each forward whose backward is still to come, or under way."""
         self.is_last_backward = True
         self.post_optim_event: Any = None
         self.max_reductions = 1
         self._reducing: list[Group] = []
-        self._orders: dict[tuple[int, bool], list[Entry]] = {}
+        self._orders: dict[tuple[int, bool], list[weakref.ref[Unit]]] = {}
         """The last forward, by its outermost unit and whether it made a graph."""
-        self._running: list[Entry] = []
+        self._running: list[weakref.ref[Unit]] = []
         self._repeats = False
         """Whether the forward that is running has been the same as the last one so far."""
         self._in_backward = False
@@ -160,9 +141,6 @@ class Schedule:
         self._running = []
         self._repeats = True
         self.last_call = None
-        self._passes.append([])
-        if len(self._passes) > MAX_OPEN_FORWARDS:  # forwards with a graph that no one ever goes back through
-            self._unbind(self._passes.pop(0))
         self._record(unit)
         return args, kwargs
 
@@ -188,26 +166,12 @@ class Schedule:
                 group.drop_prefetch()
 
     def _record(self, unit: Unit) -> None:
-        entry, known, position = Entry(unit), self._known(), len(self._running)
-        self._repeats = self._repeats and position < len(known) and known[position].starts_like(entry)
-        if position and self._repeats:
-            self._repeats = known[position - 1].marked == self._running[-1].marked
-        self._running.append(entry)
+        known, position = self._known(), len(self._running)
+        self._repeats = self._repeats and position < len(known) and known[position]() is unit
+        self._running.append(weakref.ref(unit))
 
-    def _known(self) -> list[Entry]:
+    def _known(self) -> list[weakref.ref[Unit]]:
         return self._orders.get((id(self.forward_root), torch.is_grad_enabled()), [])
-
-    def note_marked(self) -> None:
-        """The unit that entered forward last takes inputs that need gradients."""
-        if self._running:
-            self._running[-1].marked = True
-
-    @property
-    def sharing(self) -> Sharing:
-        """With whom a unit that is gathered for forward now may share its buffer."""
-        if not torch.is_grad_enabled():
-            return Sharing.ANY
-        return Sharing.PROVEN if self._repeats and self.forward_root is not None else Sharing.NONE
 
     def prefetch_forward(self, unit: Unit) -> None:
         """Gather ahead: what the user listed, else the unit that followed this one in the last forward, while that repeats itself."""
@@ -215,13 +179,13 @@ class Schedule:
             targets = [target for ref in unit.forward_prefetch if (target := ref()) is not None]
         elif self._repeats and self.forward_root is not None:
             known = self._known()
-            following = known[len(self._running)].unit() if len(self._running) < len(known) else None
+            following = known[len(self._running)]() if len(self._running) < len(known) else None
             targets = [following] if following is not None else []
         else:
             return
         for target in targets:
             self._check_mine(target)
-            target.prefetch()
+            target.start_unshard()
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -239,13 +203,13 @@ class Schedule:
                 if target is not None:
                     self._check_mine(target)
                     if target.last_call is not None and not target.last_call.consumed:
-                        target.prefetch(target.last_call)
+                        target.start_unshard(backward=True)
             return
         earlier = call.previous
         if earlier is not None and not earlier.consumed:
             target = earlier.unit()
             if target is not None and target.schedule is self:
-                target.prefetch(earlier)
+                target.start_unshard(backward=True)
         elif call.previous is None:
             self.trim()
 
@@ -257,12 +221,6 @@ class Schedule:
         if not self.overlaps:
             self.lanes.pool.trim()
 
-    def add_call(self, call: Call) -> None:
-        self.last_call = call
-        if not self._passes:
-            self._passes.append([])
-        self._passes[-1].append(call)
-
     def finish_reductions(self) -> None:
         """Wait until fewer than ``max_reductions`` reduce-scatters are under way."""
         while len(self._reducing) >= self.max_reductions:
@@ -271,7 +229,7 @@ class Schedule:
     def reduce(self, group: Group) -> None:
         """Start a group's reduce-scatter; at most ``max_reductions`` are under way at a time."""
         self.finish_reductions()
-        group.grads.reduce(self.lanes.reduce, group.last_slot)
+        group.grads.reduce(self.lanes.reduce)
         self._reducing.append(group)
 
     @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
@@ -286,33 +244,10 @@ class Schedule:
         for unit in units:
             for group in unit.groups:
                 group.drop_prefetch()
-        self._forget_consumed()
+        self.last_call = None
+        self.lanes.pool.settle()
         self.trim()
         self._in_backward = False
-
-    def _forget_consumed(self) -> None:
-        """Calls whose backward is over hold their buffers no longer; what they clashed with is known."""
-        keys = set()
-        for calls in self._passes:
-            keys |= self._unbind([call for call in calls if call.consumed])
-        self._passes = [left for calls in self._passes if (left := [call for call in calls if not call.consumed])]
-        self.last_call = None
-        self.lanes.pool.settle(keys)
-
-    def _unbind(self, calls: list[Call]) -> set[int]:
-        """Give up the buffers that ``calls`` hold; return the keys of their groups."""
-        keys = set()
-        for call in calls:
-            unit = call.unit()
-            if unit is None:
-                continue
-            if unit.last_call is call:
-                unit.last_call = None
-            for group, slot in zip(unit.groups, call.buffers, strict=True):
-                keys.add(group.key)
-                if slot is not None:
-                    slot.unbind(group.key)
-        return keys
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer in this process has stepped; if it holds parameters of ours, their casts are out of date."""
@@ -330,9 +265,7 @@ class Schedule:
     def reset(self) -> None:
         """After an exception in a step: everything at rest, parameters sharded, the step's gradients lost."""
         self.forward_root, self._in_backward = None, False
-        for call in (call for calls in self._passes for call in calls):
-            call.consumed = True
-        self._forget_consumed()
+        self.last_call = None
         self._reducing.clear()
         self._running = []
         for unit in self.units:

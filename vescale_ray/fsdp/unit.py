@@ -23,7 +23,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_ray.fsdp.group import Group
-from vescale_ray.fsdp.memory import Sharing, Slot
 from vescale_ray.fsdp.phases import Phase, check_transition
 from vescale_ray.fsdp.tree import cast_floating, grad_tensors, map_tensors
 
@@ -37,28 +36,23 @@ def in_backward() -> bool:
 
 
 class Call:
-    """One forward of a unit that has a graph: which buffers that graph holds views of, and which call ran before it.
+    """One forward of a unit that has a graph, and which call ran before it.
 
     Calls are looked at for prefetching in the order in which they were made, never by whether their graph is still alive: what
     a rank happens to keep alive must not change the order of its collectives.
     """
 
-    __slots__ = ("__weakref__", "buffers", "consumed", "marked", "previous", "unit")
+    __slots__ = ("__weakref__", "consumed", "marked", "previous", "unit")
 
-    def __init__(self, unit: Unit, buffers: tuple[Slot | None, ...], marked: bool, previous: Call | None) -> None:
+    def __init__(self, unit: Unit, marked: bool, previous: Call | None) -> None:
         self.unit = weakref.ref(unit)
-        self.buffers, self.marked, self.previous = buffers, marked, previous
+        self.marked, self.previous = marked, previous
         self.consumed = False
 
     def pre_backward(self, _grad: torch.Tensor) -> None:
         unit = self.unit()
         if unit is not None:
             unit.pre_backward(self)
-
-    @property
-    def free(self) -> bool:
-        """Whether no one occupies a buffer that it needs."""
-        return all(slot is None or slot.occupant is None for slot in self.buffers)
 
 
 class Unit:
@@ -94,8 +88,6 @@ class Unit:
         self._depth = 0
         self._waiting: set[int] = set()
         self._outer = Phase.RESTING
-        self._recomputed: list[list[Slot]] = [[] for _ in groups]
-        """Per group: the buffers that recomputations of this backward have used."""
         self._open_call: Call | None = None
         self._prefetch_after: Call | None = None
         self._marked = False
@@ -130,7 +122,7 @@ class Unit:
             if in_backward():
                 self._outer = self.phase
                 self.set_phase(Phase.RECOMPUTE)
-                self.unshard(backward=True, call=self._recomputed_call())
+                self.unshard(backward=True)
             else:
                 args, kwargs = schedule.enter_forward(self, args, kwargs)
                 self.set_phase(Phase.FORWARD)
@@ -161,7 +153,6 @@ class Unit:
         if self._depth:
             return self._cast_output(output)
         if self.phase is Phase.RECOMPUTE:
-            self._note_recomputed()
             self._mark_outputs(output)
             self.set_phase(self._outer)
             return self._cast_output(output)
@@ -175,23 +166,9 @@ class Unit:
             schedule.leave_forward()
         return self._cast_output(output)
 
-    def _recomputed_call(self) -> Call | None:
-        """The forward that is being recomputed, if its buffers are free: backward will want the parameters there."""
-        call = self.last_call
-        return call if call is not None and not call.consumed and call.free else None
-
-    def _note_recomputed(self) -> None:
-        """What the recomputation saved are views of the buffers that it used: backward needs the parameters there, too."""
-        for group, slots in zip(self.groups, self._recomputed, strict=True):
-            slot = group.bind_graph()
-            if slot is not None:
-                slots.append(slot)
-
     def end_forward(self, *, reshard: bool) -> None:
         """The forward is over, or as much of it as the model's forward ran."""
         self._waiting.clear()
-        for group in self.groups:
-            group.in_use = False
         if reshard and self.resharding_after_forward:
             self.reshard()
         self.set_phase(Phase.RESTING)
@@ -205,7 +182,6 @@ class Unit:
         self._depth = 0
         self._waiting.clear()
         if self.phase is Phase.RECOMPUTE:
-            self._note_recomputed()
             self.phase = self._outer
             return
         if self.phase is Phase.FORWARD:
@@ -224,8 +200,6 @@ class Unit:
             return args, kwargs
         marked = iter(_InputMark.apply(weakref.ref(self), *tensors))
         self._marked = True
-        if self.phase is Phase.FORWARD and self.schedule is not None:
-            self.schedule.note_marked()
 
         def replace(tensor: torch.Tensor) -> torch.Tensor:
             return next(marked) if tensor.requires_grad else tensor
@@ -239,9 +213,7 @@ class Unit:
         if not tensors:
             return
         assert self.schedule is not None
-        call = Call(self, tuple(group.bind_graph() for group in self.groups), self._marked, self.schedule.last_call)
-        self.schedule.add_call(call)
-        self.last_call = call
+        call = self.last_call = self.schedule.last_call = Call(self, self._marked, self.schedule.last_call)
         for tensor in tensors:
             tensor.register_hook(call.pre_backward)
 
@@ -258,7 +230,7 @@ class Unit:
             self._awaited_marks += 1
         self._open_call, call.consumed = call, True
         self.schedule.enter_backward(self)
-        self.unshard(backward=True, call=call)
+        self.unshard(backward=True)
         self._prefetch_after = call
         if self.schedule.overlaps or call.previous is None or not any(group.grads.trainable_count for group in self.groups):
             self.prefetch_backward()
@@ -287,7 +259,6 @@ class Unit:
         if self.reshard_after_backward:
             self.reshard()
         for group in self.groups:
-            group.in_use = False
             group.grads.end_window()
         self.reduce()
 
@@ -319,40 +290,21 @@ class Unit:
         self._awaited_marks = 0
         self._open_call = None
         self.reduced = False
-        self._forget_recomputed()
-
-    def _forget_recomputed(self) -> None:
-        for group, slots in zip(self.groups, self._recomputed, strict=True):
-            for slot in slots:
-                slot.unbind(group.key)
-            slots.clear()
 
     # -- both --------------------------------------------------------------------------------------------------------
 
-    def unshard(self, *, backward: bool = False, call: Call | None = None, fresh: bool = False) -> None:
+    def unshard(self, *, backward: bool = False, fresh: bool = False) -> None:
         """Gather the parameters and give them to the modules."""
-        self.start_unshard(backward=backward, call=call, fresh=fresh)
+        self.start_unshard(backward=backward, fresh=fresh)
         for group in self.groups:
             group.wait()
-            group.in_use = True
 
-    def start_unshard(self, *, backward: bool = False, call: Call | None = None, fresh: bool = False) -> None:
+    def start_unshard(self, *, backward: bool = False, fresh: bool = False) -> None:
+        """Start to gather the parameters, where it has not started yet."""
         assert self.lanes is not None
-        sharing = Sharing.NONE if backward or self.schedule is None else self.schedule.sharing
-        for index, group in enumerate(self.groups):
-            if backward and not group.unshard_in_backward:
-                continue
-            wanted = None if call is None else call.buffers[index]
-            group.unshard(self.lanes.gather, backward=backward, wanted=wanted, fresh=fresh, sharing=sharing)
-            if call is not None and self.phase is Phase.BACKWARD:
-                for slot in self._recomputed[index]:
-                    group.unshard(self.lanes.gather, backward=True, wanted=slot)
-
-    def prefetch(self, call: Call | None = None) -> None:
-        """Start to gather, as a hint: nothing if a buffer that the graph needs is occupied just now."""
-        if call is not None and not call.free:
-            return
-        self.start_unshard(backward=call is not None, call=call)
+        for group in self.groups:
+            if group.unshard_in_backward or not backward:
+                group.unshard(self.lanes.gather, fresh=fresh)
 
     def reshard(self) -> None:
         for group in self.groups:
@@ -364,7 +316,6 @@ class Unit:
         self._waiting.clear()
         self._open_call = self._prefetch_after = self.last_call = None
         self._awaited_marks, self.reduced = 0, False
-        self._forget_recomputed()
         for group in self.groups:
             group.discard()
 
