@@ -1,0 +1,155 @@
+"""Buffers whose addresses stay while their memory comes, goes and moves on; and the pool's books."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vescale_ray.fsdp import memory
+from vescale_ray.fsdp.memory import Buffer, Pool
+
+CPU = torch.device("cpu")
+LARGE = 4 * memory.MAPPED_BYTES
+SIZES = [LARGE, LARGE + 4, 1000]
+
+
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_the_address_stays_and_views_stay_valid(nbytes):
+    buffer = Buffer(nbytes, CPU)
+    flat, address = buffer.flat(torch.float32), None
+    for value in range(3):
+        buffer.allocate()
+        address = address or flat.data_ptr()
+        flat.fill_(value)
+        assert flat is buffer.flat(torch.float32) and (flat == value).all()
+        if nbytes >= memory.MAPPED_BYTES:
+            assert flat.data_ptr() == address
+        buffer.free()
+    assert not buffer.allocated
+
+
+def test_pages_move_from_one_buffer_to_the_next_without_a_fault():
+    first, second = Buffer(LARGE, CPU), Buffer(LARGE, CPU)
+    a, b = first.flat(torch.uint8), second.flat(torch.uint8)
+    first.allocate()
+    a.fill_(7)
+    second.allocate(first)
+    assert (b == 7).all(), "the very pages"
+    first.allocate(second)
+    second.allocate(first)
+    before = faults()
+    b.fill_(8)
+    assert faults() - before < LARGE // 4096 // 4, "new pages would fault one by one"
+    assert not first.allocated and second.allocated
+    first.allocate(second)
+    assert (a == 8).all()
+
+
+@pytest.mark.parametrize("where", ["freed", "moved on", "never had any"])
+def test_reading_a_buffer_without_memory_is_never_a_wrong_number(where):
+    code = f"""
+import torch
+from vescale_ray.fsdp.memory import Buffer
+first, second = Buffer({LARGE}, torch.device("cpu")), Buffer({LARGE}, torch.device("cpu"))
+flat = first.flat(torch.uint8)
+if {where!r} != "never had any":
+    first.allocate()
+    flat.fill_(1)
+    first.free() if {where!r} == "freed" else second.allocate(first)
+print("reading", flush=True)
+print(flat.sum())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "reading\n" and done.returncode == -signal.SIGSEGV
+
+
+def test_a_kernel_that_cannot_move_pages_gives_new_ones(monkeypatch):
+    class Old:
+        def __getattr__(self, name):
+            return (lambda *_: -1) if name == "mremap" else getattr(libc, name)
+
+    libc = memory._libc()
+    monkeypatch.setattr(memory, "_LIBC", [Old()])
+    first, second = Buffer(LARGE, CPU), Buffer(LARGE, CPU)
+    first.allocate()
+    first.flat(torch.uint8).fill_(7)
+    second.allocate(first)
+    assert not first.allocated
+    second.flat(torch.uint8).fill_(3)
+    first.allocate()
+    first.flat(torch.uint8).fill_(4)
+    assert (second.flat(torch.uint8) == 3).all()
+
+
+def test_memory_goes_back_to_the_system_with_the_buffer():
+    def mapped() -> int:
+        with open("/proc/self/maps") as lines:
+            return sum(int(end, 16) - int(start, 16) for start, end in (line.split()[0].split("-") for line in lines))
+
+    Buffer(LARGE, CPU)
+    before = mapped()
+    for _ in range(20):
+        buffer, other = Buffer(64 * LARGE, CPU), Buffer(64 * LARGE, CPU)
+        buffer.allocate()
+        other.allocate(buffer)
+        other.flat(torch.uint8)[0] = 1
+        del buffer, other
+    assert mapped() - before < 64 * LARGE
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_the_pool_hands_memory_on_and_counts_what_is_held(nbytes):
+    pool = Pool(CPU)
+    pool.expect(nbytes)
+    pool.expect(nbytes)
+    a, b = Buffer(nbytes, CPU), Buffer(nbytes, CPU)
+    pool.provide(a)
+    assert pool.bytes_held() == nbytes
+    pool.release(a, None)
+    assert pool.bytes_held() == nbytes, "kept for the next one"
+    pool.provide(b)
+    assert pool.bytes_held() == nbytes and not a.allocated
+    pool.provide(a)
+    assert pool.bytes_held() == 2 * nbytes
+    pool.release(b, None)
+    scratch = pool.take(nbytes, CPU)
+    assert pool.bytes_held() == 2 * nbytes, "scratch takes over what parameters have left"
+    pool.give_back(scratch)
+    pool.provide(b)
+    assert pool.bytes_held() == 2 * nbytes, "and the other way round"
+    pool.release(a, None)
+    pool.release(b, None)
+    pool.trim()
+    assert pool.bytes_held() == 0 and pool.peak_bytes == 2 * nbytes
+    assert pool.take(nbytes, CPU) is scratch, "its views are worth keeping"
+
+
+def test_a_size_that_only_one_group_has_is_not_kept():
+    pool = Pool(CPU)
+    pool.expect(LARGE)
+    a = Buffer(LARGE, CPU)
+    pool.provide(a)
+    pool.release(a, None)
+    assert not a.allocated and pool.bytes_held() == 0
+
+
+def test_clean_padding_is_the_last_to_be_given_up():
+    pool = Pool(CPU)
+    for _ in range(3):
+        pool.expect(LARGE)
+    clean, dirty = pool.take(LARGE, CPU), pool.take(LARGE, CPU)
+    clean.clean_for = "layout"
+    pool.give_back(clean)
+    pool.give_back(dirty)
+    pool.provide(Buffer(LARGE, CPU))
+    assert clean.allocated and not dirty.allocated
+    assert pool.take(LARGE, CPU, "layout") is clean
