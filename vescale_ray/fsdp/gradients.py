@@ -234,9 +234,9 @@ class Gradients:
             return
         if self.in_place:
             self._flat = torch.empty(self.layout.numel, dtype=self.reduce_dtype, device=self.place.device)
-            buffer = DBuffer(self.layout, self._flat, rank=None)
-            buffer.zero_padding()
-            self._views = [buffer.tensor(param.name) for param in self.params]
+            whole = DBuffer(self.layout, self._flat, rank=None)
+            whole.zero_padding()
+            self._views = [whole.tensor(param.name) for param in self.params]
             return
         assert self.pool is not None
         self._buffer = buffer = self.pool.take(self.buffer_bytes, self.place.device, self.layout.fingerprint)
