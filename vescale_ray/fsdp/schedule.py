@@ -154,7 +154,8 @@ class Schedule:
             for group in unit.groups:
                 group.drop_prefetch()
         self._orders[id(root), torch.is_grad_enabled()] = self._running
-        self.trim()
+        if not torch.is_grad_enabled():
+            self.trim()  # else backward is to come, and needs no more than this
 
     def abandon_forward(self) -> None:
         self.forward_root = None
@@ -214,7 +215,7 @@ class Schedule:
             self.trim()
 
     def trim(self) -> None:
-        """The buffers stand idle for a while (between passes, or no further unit is to come): on the CPU, free them.
+        """The buffers stand idle for a while (after a pass, or no further unit is to come in it): on the CPU, free them.
 
         Device memory stays with the pool: to free and allocate it again every step is what fragments it.
         """
