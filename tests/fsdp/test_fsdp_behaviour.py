@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.transformer import apart, batch, build, full, loss_of, part
 from tests.ranks import run_gloo, run_threads
-from vescale_ray.fsdp import FSDPModule, PhaseError, explain, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from vescale_ray.fsdp import FSDPModule, PhaseError, comm, explain, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from vescale_ray.geometry import Block
 
 
@@ -512,6 +515,141 @@ def test_hsdp_shards_inside_and_sums_over_replicas():
     run_threads(4, hsdp)
 
 
+def to_neighbours(rank, world, shape, size, options):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    ours, alone = shard_tower(seeded(Tower), mesh=mesh, reshard_after_forward=size, **options), seeded(Tower)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, alone)]
+    bound = 5e-2 if options else 1e-5
+    for step in range(3):
+        for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+            if step == 1:
+                with torch.no_grad():
+                    model(inputs(r, w, 9, rows=24))
+            if step == 2:
+                model(inputs(r, w, 9, rows=24))  # no backward follows
+            with GatherSizes() as sizes:
+                model(inputs(r, w, step, rows=24)).float().square().mean().backward()
+            if model is ours:
+                backward = sizes.of[6:] if step == 0 else sizes.of[-6:]
+                assert backward == [size] * 6, sizes.of
+        same(grads(ours), grads(alone), bound)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert f"to groups of {size} ranks" in str(explain(ours))
+    ours.set_reshard_after_forward(True)
+    with GatherSizes() as sizes:
+        ours(inputs(rank, world, rows=24)).float().sum().backward()
+    assert set(sizes.of) == {shape[-1]}
+    return True
+
+
+class GatherSizes:
+    """The sizes of the groups that this thread's all-gathers ran in."""
+
+    here = threading.local()
+
+    def __enter__(self):
+        self.of = type(self).here.sizes = []
+        return self
+
+    def __exit__(self, *_):
+        type(self).here.sizes = None
+
+
+@pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}])
+@pytest.mark.parametrize(("shape", "size"), [((4,), 2), ((6,), 3), ((2, 4), 2)])
+def test_parameters_may_stay_with_neighbours_between_forward_and_backward(shape, size, options, monkeypatch):
+    def gather(out, shard, group, lane, *, pairwise):
+        if getattr(GatherSizes.here, "sizes", None) is not None:
+            GatherSizes.here.sizes.append(group.size())
+        return original(out, shard, group, lane, pairwise=pairwise)
+
+    original = comm.all_gather
+    monkeypatch.setattr(comm, "all_gather", gather)
+    assert all(run_threads(math.prod(shape), to_neighbours, shape, size, options))
+
+
+def test_parameters_may_stay_with_neighbours_on_gloo():
+    assert all(run_gloo(4, neighbours_on_gloo))
+
+
+def neighbours_on_gloo(rank, world):
+    ours, alone = shard_tower(seeded(Tower), reshard_after_forward=2), seeded(Tower)
+    for step in range(2):
+        for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+            model.zero_grad()
+            model(inputs(r, w, step)).square().mean().backward()
+        same(grads(ours), grads(alone))
+    return True
+
+
+class CustomGather(AllGather):
+    """Counts, allocates itself, and hands over work to wait for if ``later``."""
+
+    def __init__(self, later):
+        self.later, self.calls, self.given = later, 0, []
+
+    def allocate(self, size, *, dtype, device):
+        self.given.append(torch.full(size, torch.nan, dtype=dtype, device=device))
+        return self.given[-1]
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.calls += 1
+        assert any(output_tensor.data_ptr() == given.data_ptr() for given in self.given)
+        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=self.later and async_op)
+
+
+class CustomScatter(ReduceScatter):
+    def __init__(self, later):
+        self.later, self.ops, self.given = later, [], 0
+
+    def allocate(self, size, *, dtype, device):
+        self.given += 1
+        return torch.full(size, torch.nan, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self.ops.append(op)
+        return dist.reduce_scatter_single(output=output_tensor, input=input_tensor, group=group, op=op, async_op=self.later and async_op)
+
+
+def custom_collectives(rank, world):
+    for later in (False, True):
+        ours, alone = seeded(Branches), seeded(Branches)  # two groups: trainable and frozen
+        fully_shard(ours)
+        gather, scatter = CustomGather(later), CustomScatter(later)
+        ours.set_custom_all_gather(gather)
+        ours.set_custom_reduce_scatter(scatter)
+        for step in range(3):
+            if step == 2:
+                ours.set_gradient_divide_factor(1.0)
+            for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+                model.zero_grad()
+                model(inputs(r, w, step)).square().mean().backward()
+            expected = {name: None if g is None else g * (world if step == 2 else 1) for name, g in grads(alone).items()}
+            same(grads(ours), expected)
+        assert gather.calls == 2 * 3 and len(gather.given) == 2, "memory is asked for once"
+        assert scatter.ops == [dist.ReduceOp.AVG] * 2 + [dist.ReduceOp.SUM]
+        if dist.get_backend() == "gloo":  # threads have no back end that could be asked
+            ours.set_allocate_memory_from_process_group_for_comm(True)
+        ours.set_gradient_divide_factor(world)
+        for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+            model.zero_grad()
+            model(inputs(r, w, 7)).square().mean().backward()
+        same(grads(ours), grads(alone))
+        assert gather.calls == 2 * (3 if dist.get_backend() == "gloo" else 4)
+    gather.allocate = lambda size, **kwargs: torch.zeros(size[0] + 1, **kwargs)
+    ours.set_custom_all_gather(gather)
+    with pytest.raises(ValueError, match=r"CustomGather.allocate was asked for \d+ elements"):
+        ours(inputs(rank, world))
+    return True
+
+
+@pytest.mark.parametrize("run", [run_threads, run_gloo])
+def test_collectives_may_be_the_users_own(run):
+    assert all(run(2, custom_collectives))
+
+
 def prefetch_lists(rank, world):
     ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
     layers = list(ours.layers)
@@ -697,9 +835,8 @@ def misuses(rank, world):
         fully_shard(Tower(), dp_mesh_dims=object())
     with pytest.raises(NotImplementedError, match="block_policy"):
         fully_shard(Tower(), shard_placement_fn=lambda p: torch.distributed.tensor.Shard(0))
-    for method, args in (("set_custom_all_gather", (None,)), ("set_custom_reduce_scatter", (None,)), ("set_symm_mem_for_comm", ())):
-        with pytest.raises(NotImplementedError, match=method):
-            getattr(model, method)(*args)
+    with pytest.raises(ValueError, match="on cpu"):
+        model.set_symm_mem_for_comm()
     inner = shard_tower(seeded(Tower))
     inner.layers[0](x)
     with pytest.raises(RuntimeError, match="root module first"):

@@ -13,6 +13,7 @@ P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; 
 | master shard (flat); sharded ``nn.Parameter``s are views | S, orig | as long as the model | ``fully_shard`` |
 | cast shard, if compute is not orig | S, compute | as long as the model | one kernel per optimizer step |
 | gathered buffer; unsharded parameters are views | W*S, compute | addresses: as the model; memory: unshard to reshard | all-gather |
+| kept part, if `reshard_after_forward` is an int m | W*S/m, compute | from the end of forward to backward's all-gather | one copy |
 | a parameter's gradient from autograd | its own, compute | until its hook has run | autograd |
 | gradient buffer (scratch) | W*S, reduce | first gradient to the end of the reduce-scatter | hooks: write first, add later |
 | exchange buffer (scratch), gloo with W > 2 or a cast | W*S, reduce | during the reduce-scatter | memory just released, if sizes match |

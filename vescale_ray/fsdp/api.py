@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
-from vescale_ray.fsdp.parameters import Owner, Source
+from vescale_ray.fsdp.parameters import Owner, Source, Subgroup
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.schedule import Lanes, unit_of
 from vescale_ray.fsdp.unit import Unit
@@ -47,7 +47,8 @@ def fully_shard(
         module: a module, or a list of modules that form one unit.
         mesh: 1-D (shard), or 2-D with named dimensions (replicate, shard) for HSDP; default: all ranks, 1-D.
         reshard_after_forward: free the parameters after forward and gather them again in backward; None: yes, except for the
-            root. An int (a smaller group of ranks to reshard to) is supported only as 1 (False) and the shard size (True).
+            root. An int that divides the shard size: between forward and backward each rank keeps that fraction of the
+            parameters, and backward gathers them within groups of so many neighbours (the GPUs of one host).
         shard_placement_fn: must return None for every parameter; say with ``block_policy`` where parameters may be cut.
         mp_policy: compute, reduction and output dtypes.
         offload_policy: ``CPUOffloadPolicy`` keeps the shards, and so the optimizer, in host memory.
@@ -71,7 +72,7 @@ def fully_shard(
         raise ValueError(f"fully_shard needs a mesh of 1 or 2 dimensions, not {mesh.ndim}: {mesh}")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ValueError("a 2-D mesh needs mesh_dim_names, as ('replicate', 'shard')")
-    reshard = _reshard_after_forward(reshard_after_forward, mesh.size(mesh.ndim - 1))
+    reshard, neighbours = _reshard_after_forward(reshard_after_forward, mesh.size(mesh.ndim - 1))
     device = _device_of(mesh)
     ignored = ignored_params or set()
 
@@ -106,6 +107,10 @@ def fully_shard(
     for param in owners:
         # The original is out of the model now. Whoever still holds it (an optimizer, a module tied to it) can be told so.
         param.__dict__["_vescale_replaced"] = True
+
+    if neighbours is not None:
+        for group in groups:
+            group.subgroup = Subgroup(mesh, neighbours, device)
 
     unit = Unit(modules, groups, mp_policy, reshard, device)
     for one in modules:
@@ -208,16 +213,15 @@ def _check_parameter(fqn: str, param: nn.Parameter, shard_placement_fn: Callable
         )
 
 
-def _reshard_after_forward(value: bool | int | None, shard_size: int) -> bool | None:
+def _reshard_after_forward(value: bool | int | None, shard_size: int) -> tuple[bool | None, int | None]:
+    """Whether to reshard after forward, and to how many ranks if not to all."""
     if value is None or isinstance(value, bool):
-        return value
+        return value, None
     if not isinstance(value, int):
         raise ValueError(f"reshard_after_forward must be a bool, an int or None, not {value!r}")
     if value < 1 or value > shard_size or shard_size % value:
         raise ValueError(f"reshard_after_forward is {value}: as an int it must divide the shard size {shard_size}")
-    if value in (1, shard_size):
-        return value != 1
-    raise NotImplementedError(f"reshard_after_forward={value}, a smaller group of ranks, is not supported by vescale_ray: use a bool")
+    return value != 1, value if 1 < value < shard_size else None
 
 
 def _default_mesh() -> DeviceMesh:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 
 from vescale_ray import compat
 from vescale_ray.fsdp.memory import Pool
@@ -110,9 +111,31 @@ def is_pairwise(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type == "cpu" and group.size() > 1 and dist.get_backend(group) == "gloo"
 
 
-def all_gather(out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, lane: Lane, *, pairwise: bool) -> Pending:
-    """Gather every rank's ``shard`` into ``out``."""
+def allocate(custom: Comm, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A buffer of a user's collective, as bytes.
+
+    Raises:
+        ValueError: it gave memory of another size or dtype, or that is not contiguous.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        memory = custom.allocate((numel,), dtype=dtype, device=device)
+    if memory.numel() != numel or memory.dtype != dtype or not memory.is_contiguous():
+        raise ValueError(
+            f"{type(custom).__name__}.allocate was asked for {numel} elements of {dtype} and gave shape {tuple(memory.shape)} of "
+            f"{memory.dtype}: return a contiguous tensor of just that many elements"
+        )
+    return memory.view(-1).view(torch.uint8)
+
+
+def all_gather(
+    out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, lane: Lane, *, pairwise: bool, custom: AllGather | None = None
+) -> Pending:
+    """Gather every rank's ``shard`` into ``out``, with the user's ``custom`` collective if there is one."""
     lane.issued += 1
+    if custom is not None:
+        with lane.context():
+            work = custom(out, shard, group, async_op=lane.stream is None)
+            return Works(work) if work is not None else lane.mark()
     if pairwise:
         rank, world, size = group.rank(), group.size(), shard.numel()
         works = []
@@ -139,13 +162,26 @@ def reduce_scatter(
     *,
     pairwise: bool,
     sum_only: bool = False,
+    custom: ReduceScatter | None = None,
 ) -> Pending:
     """Sum every rank's ``full`` and keep this rank's part, times ``factor``, in ``out``, which may have another dtype.
 
-    ``full`` belongs to the operation until the result's ``wait`` has returned. ``sum_only``: never NCCL's AVG.
+    ``full`` belongs to the operation until the result's ``wait`` has returned. ``sum_only``: never NCCL's AVG. ``custom``: the
+    user's collective, which gets AVG where that is the factor, else SUM, and may return work to wait for.
     """
     lane.issued += 1
     world = group.size()
+    if custom is not None:
+        lane.after_current()
+        with lane.context():
+            average = not sum_only and full.dtype != torch.float16 and abs(factor * world - 1.0) < 1e-12
+            target = allocate(custom, out.numel(), full.dtype, out.device).view(full.dtype)
+            work = custom(target, full, group, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, async_op=lane.stream is None)
+            rest = _CastAndScale(work, out, target, 1.0 if average else factor)
+            if lane.stream is None:
+                return rest
+            rest.wait()
+            return lane.mark()
     if pairwise:
         return _ExchangeAndSum(out, full, group, pool, factor)
     if lane.stream is None:

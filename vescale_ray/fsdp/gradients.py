@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from vescale_ray.dbuffer import DBuffer
 from vescale_ray.dtensor import RaggedDTensor
@@ -68,6 +69,7 @@ class Gradients:
         # Set by the user through FSDPModule.
         self.divide_factor: float | None = None
         self.sum_only = False
+        self.custom_scatter: ReduceScatter | None = None
         self.all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         # Set by the unit. They must not hold it strongly.
@@ -152,8 +154,17 @@ class Gradients:
             self._reductions.append(Reduction(comm.Done(), flat, buffer, used))
             return
         out = torch.empty(self.layout.shard_numel, dtype=self.orig_dtype, device=self.place.device)
-        options = {"pairwise": self.place.pairwise, "sum_only": self.sum_only}
-        pending = comm.reduce_scatter(out, flat, self.group, lane, self.pool, factor, **options)
+        pending = comm.reduce_scatter(
+            out,
+            flat,
+            self.group,
+            lane,
+            self.pool,
+            factor,
+            pairwise=self.place.pairwise,
+            sum_only=self.sum_only,
+            custom=self.custom_scatter,
+        )
         self._reductions.append(Reduction(pending, out, buffer, used))
 
     def finish(self) -> None:
@@ -161,8 +172,7 @@ class Gradients:
         while self._reductions:
             reduction = self._reductions.pop(0)
             reduction.pending.wait()
-            if reduction.buffer is not None and self.pool is not None:
-                self.pool.give_back(reduction.buffer)
+            self._give_back(reduction.buffer)
             with torch.no_grad():
                 out = self._over_replicas(reduction)
                 if out is not None:
@@ -239,7 +249,12 @@ class Gradients:
             self._views = [whole.tensor(param.name) for param in self.params]
             return
         assert self.pool is not None
-        self._buffer = buffer = self.pool.take(self.buffer_bytes, self.place.device, self.layout.fingerprint)
+        if self.custom_scatter is not None:
+            memory = comm.allocate(self.custom_scatter, self.layout.numel, self.reduce_dtype, self.place.device)
+            buffer = Buffer(self.buffer_bytes, self.place.device, memory)
+        else:
+            buffer = self.pool.take(self.buffer_bytes, self.place.device, self.layout.fingerprint)
+        self._buffer = buffer
         self._flat = buffer.flat(self.reduce_dtype)
         whole = DBuffer(self.layout, self._flat, rank=None)
         if buffer.clean_for != self.layout.fingerprint:
@@ -276,7 +291,9 @@ class Gradients:
                 param.unsharded.grad = None
         for reduction in reductions:
             reduction.pending.wait()
-        if self.pool is not None:
-            for one in (buffer, *(r.buffer for r in reductions)):
-                if one is not None:
-                    self.pool.give_back(one)
+        for one in (buffer, *(r.buffer for r in reductions)):
+            self._give_back(one)
+
+    def _give_back(self, buffer: Buffer | None) -> None:
+        if buffer is not None and self.pool is not None and not buffer.fixed:
+            self.pool.give_back(buffer)

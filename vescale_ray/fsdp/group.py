@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_ray.dbuffer import DBuffer
@@ -21,7 +22,7 @@ from vescale_ray.dtensor_spec import make_spec
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.gradients import Gradients
 from vescale_ray.fsdp.memory import Buffer, Pool
-from vescale_ray.fsdp.parameters import GroupParam, Place, Source, local_of
+from vescale_ray.fsdp.parameters import GroupParam, Place, Source, Subgroup, local_of
 from vescale_ray.fsdp.phases import Residency
 from vescale_ray.placement import RaggedShard
 from vescale_ray.planner import Layout, TensorSpec, plan_layout
@@ -66,6 +67,11 @@ class Group:
         self.grads = Gradients(self.place, self.layout, self.params, in_place=False, offload=self.offload)
         self._tell_gradients()
 
+        self.custom_gather: AllGather | None = None
+        self.subgroup: Subgroup | None = None
+        """After forward this rank keeps a larger part of the parameters, and backward gathers them from fewer ranks."""
+        self._part: torch.Tensor | None = None
+        """That part, between forward and backward."""
         self._pool: Pool | None = None
         self._buffer: Buffer | None = None
         """Where the parameters are gathered: the same storage each time, since autograd keeps views of it."""
@@ -146,20 +152,37 @@ class Group:
         if self.residency is not Residency.SHARDED:
             return
         assert self._pool is not None
-        shard = self._shard_to_gather(lane)
+        group, pairwise = self.place.shard_group, self.place.pairwise
+        part, self._part = self._part, None
+        if part is not None and self.subgroup is not None and self._gathered_of == self._spmd_version():
+            shard, group, pairwise = part, self.subgroup.group, self.subgroup.pairwise
+            lane.after_current()
+        else:
+            shard = self._shard_to_gather(lane)
         if self.in_place:
             self._gather = lane.mark()
         else:
             if self._buffer is None or self._buffer.nbytes != self.unsharded_bytes:  # the parameters were cast
-                self._buffer = Buffer(self.unsharded_bytes, self.place.device)
+                self._buffer = self._new_buffer()
             lane.after(self._pool.released_event)
             with torch.no_grad(), lane.context():
                 self._pool.provide(self._buffer)
             out = self._buffer.flat(self.compute_dtype)
             with torch.no_grad():
-                self._gather = comm.all_gather(out, shard, self.place.shard_group, lane, pairwise=self.place.pairwise)
+                self._gather = comm.all_gather(out, shard, group, lane, pairwise=pairwise, custom=self.custom_gather)
         self._gathered_of = self._spmd_version()
         self.residency = Residency.GATHERING
+
+    def _new_buffer(self) -> Buffer:
+        memory = None
+        if self.custom_gather is not None:
+            memory = comm.allocate(self.custom_gather, self.layout.numel, self.compute_dtype, self.place.device)
+        return Buffer(self.unsharded_bytes, self.place.device, memory)
+
+    def set_custom_gather(self, custom: AllGather | None) -> None:
+        """Gather with the user's collective, into memory that it allocated, from the next unshard on."""
+        self.reshard()
+        self.custom_gather, self._buffer, self._bound_to = custom, None, None
 
     def wait(self) -> None:
         """Make the gathered parameters usable and give them to the modules."""
@@ -179,11 +202,15 @@ class Group:
         self.grads.trainable_count = trainable
         self.residency = Residency.UNSHARDED
 
-    def reshard(self) -> None:
-        """Give the sharded parameters back to the modules and the buffer back to the pool."""
+    def reshard(self, *, after_forward: bool = False) -> None:
+        """Give the sharded parameters back to the modules and the buffer back to the pool; ``after_forward``, keep this rank's
+        part of the subgroup's, if there is one."""
         if self.residency is Residency.SHARDED:
             return
         self._finish_gather()
+        if after_forward and self.subgroup is not None and not self.in_place and self._buffer is not None:
+            with torch.no_grad():
+                self._part = self._buffer.flat(self.compute_dtype).chunk(self.subgroup.size)[self.subgroup.rank].clone()
         for param in self.params:
             param.install(param.sharded)
         self.residency, self.requested = Residency.SHARDED, False
@@ -256,6 +283,7 @@ class Group:
         """Forget everything of an unfinished step: gradients, reductions, gathered parameters."""
         self.grads.discard()
         self.reshard()
+        self._part = None
 
     # -- the parameters changed under us: .to(), to_empty(), load_state_dict(assign=True) --------------------------------
 
@@ -299,7 +327,7 @@ class Group:
             param.install(param.sharded)
             if param.unsharded is not None and param.unsharded.dtype != self.compute_dtype:
                 param.unsharded = None
-        self._bound_to = None
+        self._bound_to = self._part = None
         self.refresh()
 
     def _part_of(self, param: GroupParam, new: torch.Tensor) -> torch.Tensor:

@@ -32,15 +32,21 @@ MAPPED_BYTES = 1 << 18
 
 
 class Buffer:
-    """One storage for life. Its memory may go (:meth:`free`) and come back (:meth:`allocate`), contents undefined."""
+    """One storage for life. Its memory may go (:meth:`free`) and come back (:meth:`allocate`), contents undefined.
 
-    __slots__ = ("__weakref__", "_flats", "_range", "_storage", "allocated", "clean_for", "device", "nbytes", "used", "views")
+    ``memory``: a 1-D uint8 tensor of someone else's to use instead, which stays as it is.
+    """
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    __slots__ = ("__weakref__", "_flats", "_range", "_storage", "allocated", "clean_for", "device", "fixed", "nbytes", "used", "views")
+
+    def __init__(self, nbytes: int, device: torch.device, memory: torch.Tensor | None = None) -> None:
         self.nbytes, self.device = nbytes, device
+        self.fixed = memory is not None
         self._range: _Range | None = None
         with torch.inference_mode(False):
-            if device.type == "cpu" and nbytes >= MAPPED_BYTES and _Range.supported:
+            if memory is not None:
+                self._storage = memory
+            elif device.type == "cpu" and nbytes >= MAPPED_BYTES and _Range.supported:
                 self._range = _Range(nbytes)
                 self._storage = torch.frombuffer(self._range.memory, dtype=torch.uint8, count=nbytes)
             else:
@@ -57,6 +63,9 @@ class Buffer:
 
     def allocate(self, donor: Buffer | None = None) -> None:
         """Make the memory usable: the pages of ``donor`` (same size, with memory, its contents no longer needed), else new memory."""
+        if self.fixed:
+            self.allocated = True
+            return
         moved = False
         if donor is not None:
             moved = self._range is not None and donor._range is not None and self._range.take_over(donor._range)
@@ -71,7 +80,7 @@ class Buffer:
 
     def free(self) -> None:
         """Give the memory back. Views stay what they are, and are valid again after :meth:`allocate`."""
-        if not self.allocated:
+        if not self.allocated or self.fixed:
             return
         if self._range is None:
             self._storage.untyped_storage().resize_(0)
@@ -85,10 +94,11 @@ class Buffer:
         if flat is None:
             with torch.inference_mode(False):
                 allocated, storage = self.allocated, self._storage.untyped_storage()
-                if not allocated and self._range is None:
+                bare = not (allocated or self.fixed) and self._range is None
+                if bare:
                     storage.resize_(self.nbytes)  # a view can't be made of a storage without memory
                 flat = self._flats[dtype] = self._storage.view(dtype)
-                if not allocated and self._range is None:
+                if bare:
                     storage.resize_(0)
         return flat
 
@@ -191,7 +201,7 @@ class Pool:
         if buffer in released:
             released.remove(buffer)
         if not buffer.allocated:
-            buffer.allocate(self._donor(buffer.nbytes))
+            buffer.allocate(None if buffer.fixed else self._donor(buffer.nbytes))
         self._gathered[buffer.nbytes] += 1
         self._note_peak()
 
@@ -199,7 +209,7 @@ class Pool:
         """The kernels up to ``event`` are the last that use what is in ``buffer``."""
         self._gathered[buffer.nbytes] -= 1
         self.released_event = event
-        if self.hands_on and self._users[buffer.nbytes] >= 2:
+        if self.hands_on and self._users[buffer.nbytes] >= 2 and not buffer.fixed:
             self._released[buffer.nbytes].append(buffer)
         else:
             buffer.free()

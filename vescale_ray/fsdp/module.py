@@ -11,6 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+    SymmMemAllGather,
+    SymmMemReduceScatter,
+)
 
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.schedule import Lanes, unit_of
@@ -173,6 +180,8 @@ class FSDPModule(TorchFSDPModule):
             raise ValueError(f"reshard_after_forward must be a bool here, not {reshard_after_forward!r}")
         for unit in _units(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
+            for group in unit.groups:
+                group.subgroup = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after backward. Without, micro-batches of one step need no further all-gather."""
@@ -207,24 +216,47 @@ class FSDPModule(TorchFSDPModule):
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Torch's switch to allocate all-gather buffers on the compute stream. Ours keep their addresses: nothing to switch."""
 
-    # -- not supported -----------------------------------------------------------------------------------------------
+    # -- custom collectives ------------------------------------------------------------------------------------------
 
-    def set_custom_all_gather(self, comm: Any) -> None:
-        """Not supported: raises."""
-        _unsupported("set_custom_all_gather", "parameters are views of the pool's buffers, which a custom allocation would replace")
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather with ``comm``, into memory that ``comm.allocate`` gave once and that stays allocated. Not recursive.
 
-    def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Not supported: raises."""
-        _unsupported("set_custom_reduce_scatter", "gradients are written into the pool's buffers, which a custom allocation would replace")
+        ``comm(output, input, group, async_op)`` gets this rank's shard as input, which is not a part of the output.
+
+        Raises:
+            PhaseError: in the middle of a step.
+        """
+        for group in _resting(self, "all-gather").groups:
+            group.set_custom_gather(comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce gradients with ``comm``, from memory that ``comm.allocate`` gave. Not recursive.
+
+        Raises:
+            PhaseError: in the middle of a step.
+        """
+        for group in _resting(self, "reduce-scatter").groups:
+            group.grads.custom_scatter = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not supported: raises if ``enable``."""
-        if enable:
-            _unsupported("set_allocate_memory_from_process_group_for_comm", "buffers come from torch's allocator")
+        """Let the process group's back end allocate the buffers (NCCL: registered memory), where it can. Not recursive."""
+        for group in _resting(self, "allocator").groups:
+            shard_group = group.place.shard_group
+            group.set_custom_gather(ProcessGroupAllocAllGather(shard_group) if enable else None)
+            group.grads.custom_scatter = ProcessGroupAllocReduceScatter(shard_group) if enable else None
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Not supported: raises."""
-        _unsupported("set_symm_mem_for_comm", "buffers come from torch's allocator")
+        """Buffers in symmetric memory, so that NCCL can use its copy engines or symmetric kernels. CUDA only; not recursive.
+
+        Raises:
+            ValueError: another back end than "NCCL", or a device without symmetric memory.
+        """
+        unit = _resting(self, "allocator")
+        if backend != "NCCL" or unit.device.type != "cuda":
+            raise ValueError(f"symmetric memory needs backend 'NCCL' and CUDA, not {backend!r} on {unit.device.type}: leave it out")
+        for group in unit.groups:
+            group.set_custom_gather(SymmMemAllGather(group.place.shard_group))
+            group.grads.custom_scatter = SymmMemReduceScatter(group.place.shard_group)
 
     # -- torch's internals that other code calls -----------------------------------------------------------------------
 
@@ -290,5 +322,8 @@ def _weak(module: Any) -> Any:
     return weakref.ref(unit)
 
 
-def _unsupported(method: str, why: str) -> NoReturn:
-    raise NotImplementedError(f"{method} is not supported by vescale_ray: {why}")
+def _resting(module: Any, what: str) -> Unit:
+    unit = _unit(module)
+    if unit.phase is not Phase.RESTING:
+        raise PhaseError(f"unit {unit.name!r} is in phase {unit.phase.value}: set its {what} between steps")
+    return unit

@@ -54,6 +54,8 @@ class UnitReport:
 
     name: str
     reshard_after_forward: bool | None
+    subgroup_size: int | None
+    """After forward the parameters are kept by so many neighbours together, if not by all ranks of the shard group."""
     groups: tuple[GroupReport, ...]
 
 
@@ -75,7 +77,8 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{len(self.units)} units, {self.parameter_count:,} parameters, {_size(self.shard_bytes)} of them on each rank"]
         for unit in self.units:
-            lines.append(f"unit {unit.name}: {_RESHARD[unit.reshard_after_forward]}")
+            kept = f", to groups of {unit.subgroup_size} ranks" if unit.subgroup_size else ""
+            lines.append(f"unit {unit.name}: {_RESHARD[unit.reshard_after_forward]}{kept}")
             for g in unit.groups:
                 dtypes = g.dtype
                 if not g.dtype == g.compute_dtype == g.reduce_dtype:
@@ -104,7 +107,8 @@ def explain(module: nn.Module) -> Report:
         unit = unit_of(one)
         if unit is not None and id(unit) not in seen:
             seen.add(id(unit))
-            units.append(UnitReport(name or "(root)", unit.reshard_after_forward, tuple(_group(g) for g in unit.groups)))
+            subgroup = next((g.subgroup.size for g in unit.groups if g.subgroup is not None), None)
+            units.append(UnitReport(name or "(root)", unit.reshard_after_forward, subgroup, tuple(_group(g) for g in unit.groups)))
     if not units:
         raise ValueError(f"{type(module).__name__} is not sharded: apply fully_shard first")
     return Report(tuple(units))

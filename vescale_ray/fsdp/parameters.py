@@ -43,6 +43,27 @@ class Place:
         self.pairwise = is_pairwise(self.shard_group, device)
 
 
+class Subgroup:
+    """``size`` neighbours of a shard group that hold all parameters between forward and backward, each ``1 / size`` of them.
+
+    Created by all ranks of the mesh together; cached, since every unit of a model asks for the same one.
+    """
+
+    __slots__ = ("group", "pairwise", "rank", "size")
+
+    def __init__(self, mesh: DeviceMesh, size: int, device: torch.device) -> None:
+        # By process group, not by mesh: meshes of the same ranks are equal, also when those ranks have new groups by now.
+        known = _SUBGROUPS.setdefault(mesh.get_group(mesh.ndim - 1), {})
+        if size not in known:
+            known[size] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("across", "neighbours"))
+        self.size, self.rank = size, known[size].get_local_rank(1)
+        self.group: dist.ProcessGroup = known[size].get_group(1)
+        self.pairwise = is_pairwise(self.group, device)
+
+
+_SUBGROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
 class GroupParam:
     """One parameter: sharded (an ``nn.Parameter`` of type RaggedDTensor) and unsharded (a plain leaf, once it was gathered)."""
 

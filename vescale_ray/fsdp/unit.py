@@ -170,7 +170,8 @@ class Unit:
         """The forward is over, or as much of it as the model's forward ran."""
         self._waiting.clear()
         if reshard and self.resharding_after_forward:
-            self.reshard()
+            for group in self.groups:
+                group.reshard(after_forward=torch.is_grad_enabled())
         self.set_phase(Phase.RESTING)
 
     @property
