@@ -560,10 +560,10 @@ class GatherSizes:
 @pytest.mark.parametrize("options", [{}, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}])
 @pytest.mark.parametrize(("shape", "size"), [((4,), 2), ((6,), 3), ((2, 4), 2)])
 def test_parameters_may_stay_with_neighbours_between_forward_and_backward(shape, size, options, monkeypatch):
-    def gather(out, shard, group, lane, *, pairwise):
+    def gather(out, shard, group, lane, **options):
         if getattr(GatherSizes.here, "sizes", None) is not None:
             GatherSizes.here.sizes.append(group.size())
-        return original(out, shard, group, lane, pairwise=pairwise)
+        return original(out, shard, group, lane, **options)
 
     original = comm.all_gather
     monkeypatch.setattr(comm, "all_gather", gather)
@@ -598,6 +598,11 @@ class CustomGather(AllGather):
         self.calls += 1
         assert any(output_tensor.data_ptr() == given.data_ptr() for given in self.given)
         return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=self.later and async_op)
+
+
+class TooMuch(CustomGather):
+    def allocate(self, size, *, dtype, device):
+        return torch.zeros(size[0] + 1, dtype=dtype, device=device)
 
 
 class CustomScatter(ReduceScatter):
@@ -638,9 +643,8 @@ def custom_collectives(rank, world):
             model(inputs(r, w, 7)).square().mean().backward()
         same(grads(ours), grads(alone))
         assert gather.calls == 2 * (3 if dist.get_backend() == "gloo" else 4)
-    gather.allocate = lambda size, **kwargs: torch.zeros(size[0] + 1, **kwargs)
-    ours.set_custom_all_gather(gather)
-    with pytest.raises(ValueError, match=r"CustomGather.allocate was asked for \d+ elements"):
+    ours.set_custom_all_gather(TooMuch(False))
+    with pytest.raises(ValueError, match=r"TooMuch.allocate was asked for \d+ elements"):
         ours(inputs(rank, world))
     return True
 
