@@ -18,6 +18,7 @@ from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
 from vescale_ray.fsdp.parameters import Owner, Source, Subgroup
 from vescale_ray.fsdp.phases import Phase, PhaseError
+from vescale_ray.fsdp.pipelining import leave_state
 from vescale_ray.fsdp.schedule import Lanes, unit_of
 from vescale_ray.fsdp.unit import Unit
 from vescale_ray.geometry import Block
@@ -115,6 +116,7 @@ def fully_shard(
     unit = Unit(modules, groups, mp_policy, reshard, device)
     for one in modules:
         one.__dict__["_vescale_unit"] = unit
+        leave_state(one, unit)
         one.__class__ = sharded_class(type(one))  # type: ignore[arg-type]
     for one in managed:
         one._is_fsdp_managed_module = True  # type: ignore[assignment]  # what torch.compile looks for

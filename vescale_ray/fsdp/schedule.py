@@ -194,7 +194,7 @@ class Schedule:
         """A unit starts its part of a backward; the first one arranges for the end."""
         if not self._in_backward:
             self._in_backward = True
-            Variable._execution_engine.queue_callback(self._end_backward)
+            Variable._execution_engine.queue_callback(self.end_backward)
 
     def prefetch_backward(self, unit: Unit, call: Call) -> None:
         """Gather ahead: what the user listed, else the unit whose forward ran before this call's."""
@@ -234,7 +234,7 @@ class Schedule:
         self._reducing.append(group)
 
     @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
         """Autograd calls this when the backward is over."""
         units = self.units
         for unit in reversed(units):

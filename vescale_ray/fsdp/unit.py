@@ -263,6 +263,13 @@ class Unit:
             group.grads.end_window()
         self.reduce()
 
+    def take_in_gradients(self) -> None:
+        """Gradients that were not accumulated by autograd, but assigned (zero-bubble pipelines compute those of weights apart)."""
+        for group in self.groups:
+            for index, param in enumerate(group.params):
+                if param.unsharded is not None and param.unsharded.grad is not None:
+                    group.grads.accumulate(index)
+
     def reduce(self) -> None:
         """Start to reduce the gradients that have come, unless they are only to be added up for now."""
         if not self.gradient_sync:
