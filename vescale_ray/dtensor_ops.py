@@ -12,6 +12,7 @@
 | norms and reductions (``dtensor_reduce.py``)                 | local, then pending (Partial)                                          |
 | any other that only reads                                    | gathered, one warning names it; ``VE_RAGGED_STRICT=1``: raises         |
 | any other that writes to a ragged tensor                     | raises, naming it and what to do                                       |
+| with a sum pending on another mesh dimension                  | linear ones on the local tensors, else reduced first                   |
 
 An operation is either right or raises. Views that can't be local (transpose, indexing) are gathered read-only copies.
 """
@@ -33,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vescale_ray.dtensor_operands import gathered, meta_like, operand, read_only, schema_facts, spread, wrap, written
+from vescale_ray.dtensor_pending import any_pending, on_pending
 from vescale_ray.dtensor_reduce import REDUCTIONS, allclose, amp_unscale, equal, foreach_max, foreach_norm, reduce_op, scalar
 from vescale_ray.dtensor_spec import Sharding, contiguous_stride, replicated, sharding_of
 from vescale_ray.redistribute import move, plain_spec, view_of
@@ -59,6 +61,9 @@ class Rule:
 def dispatch(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Carry out ``func``, at least one of whose arguments is a ``cls``."""
     rule = _rule(func)
+    # The two hot handlers look for themselves.
+    if rule.handler is not _pointwise and rule.handler is not _foreach and any_pending(cls, args, kwargs):
+        return on_pending(cls, func, rule.writes, rule.handler, args, kwargs)
     if rule.handler is not None:
         result = rule.handler(cls, func, args, kwargs)
         if result is not NotImplemented:
@@ -118,7 +123,7 @@ def _pointwise(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
             local.append(value)
         else:
             local.append(value)
-    if sharding is None or not sharding.shape or any(isinstance(v, Tensor) for v in kwargs.values()):
+    if sharding is None or not sharding.simple or any(isinstance(v, Tensor) for v in kwargs.values()):
         return _pointwise_mixed(cls, func, args, kwargs)
     result = func(*local, **kwargs)
     if _rule(func).writes:
@@ -129,6 +134,8 @@ def _pointwise(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _pointwise_mixed(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if any_pending(cls, args, kwargs):
+        return on_pending(cls, func, _rule(func).writes, _pointwise, args, kwargs)
     targets = written(func, _rule(func).writes, args, kwargs)
     name = str(func)
     outs = [kwargs[k] for k in kwargs if k in _rule(func).writes]
@@ -209,7 +216,7 @@ def _foreach(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
             value = _whole(cls, value)
         local.append(value)
     else:
-        if shardings is not None and () not in [s.shape for s in shardings]:
+        if shardings is not None and all(s.simple for s in shardings):
             result = func(*local, **{k: _foreach_keyword(cls, v) for k, v in kwargs.items()})
             return None if result is None else _wrap_results(cls, result, args, shardings)
     return _foreach_mixed(cls, func, args, kwargs)
@@ -223,6 +230,8 @@ def _foreach_keyword(cls: Cls, value: Any) -> Any:
 
 def _foreach_mixed(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Lists of several layouts, or of ragged tensors and others: two calls, results in the order of the list."""
+    if any_pending(cls, args, kwargs):
+        return on_pending(cls, func, _rule(func).writes, _foreach, args, kwargs)
     lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
     count = len(lists[0])
     if any(len(x) != count for x in lists):
@@ -404,7 +413,8 @@ def _keep_part(local: Tensor, full: Tensor, sharding: Sharding) -> None:
     local.copy_(view_of(full, sharding))
     if local.is_meta:
         return
-    _take_first_ranks(local, sharding.mesh, [dim for dim in range(sharding.mesh.ndim) if dim != sharding.mesh_dim])
+    cut = sharding.cut_dims()
+    _take_first_ranks(local, sharding.mesh, [dim for dim in range(sharding.mesh.ndim) if dim not in cut])
 
 
 def _take_first_ranks(local: Tensor, mesh: DeviceMesh, dims: Iterable[int]) -> None:
@@ -427,6 +437,8 @@ def _reshape(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
     if shape == tuple(sharding.shape):
         return wrap(cls, torch.ops.aten.alias.default(x._local_tensor), x._spec)
     target = sharding.reshaped(shape)
+    if target is None:
+        return NotImplemented
     return wrap(cls, torch.ops.aten.view.default(x._local_tensor, target.local_shape), target.spec(x.dtype))
 
 
