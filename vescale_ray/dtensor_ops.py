@@ -454,7 +454,18 @@ def _ask_local(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    for target in written(func, rule.writes, args, kwargs):
+    name = func._schema.name.removeprefix("aten::")
+    targets = written(func, rule.writes, args, kwargs)
+    if name in _BATCH_NORM:
+        given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        if not given.get("training", True):
+            targets = []
+        elif any(isinstance(t, Tensor) for t in targets):
+            raise RuntimeError(
+                f"{func} of {sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()} would write running statistics, which is lost "
+                "on DTensors: call it on full_tensor() and plain statistics"
+            )
+    for target in targets:
         for item in target if isinstance(target, list | tuple) else (target,):
             if isinstance(item, cls):
                 raise RuntimeError(
@@ -464,9 +475,9 @@ def _fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict
             if isinstance(item, Tensor) and not isinstance(item, DTensor):
                 raise _plain_target(func, item)
     if os.environ.get("VE_RAGGED_STRICT", "0") not in ("", "0"):
-        ragged = next(v for v in tree_leaves((args, kwargs)) if isinstance(v, cls))
+        described = sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()
         raise RuntimeError(
-            f"{func} has no ragged form and VE_RAGGED_STRICT is set: gathering {sharding_of(ragged._spec).describe()} is refused; "
+            f"{func} has no ragged form and VE_RAGGED_STRICT is set: gathering {described} is refused; "
             "call full_tensor() where that is meant, or work on to_local()"
         )
     # The text names the operation only, so that Python's own filter shows it once.
@@ -475,6 +486,10 @@ def _fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict
     if torch.Tag.nondeterministic_seeded in func.tags:
         _agree(result)
     return read_only(result) if rule.is_view else result
+
+
+def _first_ragged(cls: Cls, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:
+    return next(v for v in tree_leaves((args, kwargs)) if isinstance(v, cls))
 
 
 def _agree(result: Any) -> None:
@@ -488,6 +503,7 @@ def _agree(result: Any) -> None:
 _SCALAR_VALUE = frozenset({"aten::fill_", "aten::fill", "aten::masked_fill", "aten::masked_fill_"})
 # These write running statistics without saying so in their schema.
 _HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "_batch_norm_impl_index"})
+_BATCH_NORM = _HIDDEN_WRITES | {"_native_batch_norm_legit", "_batch_norm_with_update"}
 # Element-wise, but not tagged so in torch 2.11 to 2.13 (in-place, out= and backward forms mostly).
 _ELEMENTWISE = frozenset(
     "abs_ copysign_ eq_ ne_ gt_ ge_ lt_ le_ gcd_ lcm_ heaviside_ gelu_ mish_ threshold_ xlogy_ fill fill_ masked_fill masked_fill_ "

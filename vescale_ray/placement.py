@@ -82,8 +82,9 @@ class RaggedShard(Placement):
 
         Args:
             shape: of the tensor, or of its section where other mesh dimensions shard it (equal sections only).
-            shard_dims: tensor dimensions that those shard. For one above 0 a cut has to lie at a multiple of that dimension's stride, too,
-                or it would cut through a slice of it: cuts are at multiples of the least common multiple (the paper's rule for Shard(d > 0)).
+            shard_dims: tensor dimensions that those shard. For one above 0 a cut has to lie at a multiple of that dimension's
+                stride, too, or it would cut through a slice of it: cuts lie at multiples of the least common multiple (the paper's
+                rule for Shard(d > 0)).
 
         Raises:
             ValueError: a block or a number of ranks below 1.

@@ -21,7 +21,10 @@ from vescale_ray.placement import RaggedShard
 
 
 @given(
-    st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple), st.integers(1, 12), st.integers(1, 8), st.lists(st.integers(0, 2), max_size=2)
+    st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple),
+    st.integers(1, 12),
+    st.integers(1, 8),
+    st.lists(st.integers(0, 2), max_size=2),
 )
 def test_of_blocks_cuts_neither_a_block_nor_a_slice_of_a_dimension_that_others_shard(
     shape: tuple[int, ...], block: int, ranks: int, dims: list[int]
