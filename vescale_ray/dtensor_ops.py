@@ -99,7 +99,8 @@ def _rule(func: Any) -> Rule:
             handler = _foreach
         elif pointwise:
             handler = _pointwise
-    return Rule(handler, writes, is_view)
+    # _unsafe_view says it is none, but torch writes through it (kron's out=).
+    return Rule(handler, writes, is_view or name == "_unsafe_view")
 
 
 # -- element-wise ---------------------------------------------------------------------------------------------------------

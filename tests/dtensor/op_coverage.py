@@ -35,9 +35,9 @@ from vescale_ray.dtensor import RaggedFallbackWarning, distribute_tensor
 from vescale_ray.placement import RaggedShard
 
 LAYOUTS = {"elements": (3,), "rows": (3,), "with Shard(0)": (2, 2)}
-VARIANTS = ("function", "in place", "out=")
+VARIANTS = ("function", "in place", "out=", "gradient")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64, "bool": torch.bool, "complex64": torch.complex64}
-ORDER = ("exact", "close", "random", "raised", "WRONG", "HUNG", "CRASHED")
+ORDER = ("exact", "close", "random", "raised", "ignored", "WRONG", "HUNG", "CRASHED")
 UNINITIALIZED = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted", "resize_", "resize_as_"}
 SILENCE = 60.0
 """Seconds without a finished operation after which a chunk counts as hung."""
@@ -105,13 +105,26 @@ def difference(found: Any, expected: Any, values: bool = True) -> tuple[str, str
             return "WRONG", f"{getattr(a, 'shape', a)} {getattr(a, 'dtype', '')} instead of {b.shape} {b.dtype}"
         if not values:
             continue
-        if not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) or not torch.equal(torch.isnan(a), torch.isnan(b)):
-            try:
-                torch.testing.assert_close(a, b, equal_nan=True)
-            except AssertionError as error:
-                return "WRONG", " ".join(str(error).split())[:200]
+        if a.dtype in (torch.float16, torch.complex32):  # what comparing needs is not there for all of these
+            a, b = a.to(torch.complex64 if a.is_complex() else torch.float32), b.to(torch.complex64 if b.is_complex() else torch.float32)
+        if not torch.equal(a, b) and not _close(a, b, rtol=0.0, atol=0.0):
+            why = _apart(a, b)
+            if why:
+                return "WRONG", why
             level = "close"
     return level, ""
+
+
+def _close(a: Tensor, b: Tensor, **tolerance: float) -> bool:
+    return not _apart(a, b, **tolerance)
+
+
+def _apart(a: Tensor, b: Tensor, **tolerance: float) -> str:
+    try:
+        torch.testing.assert_close(a, b, equal_nan=True, **tolerance)
+    except AssertionError as error:
+        return " ".join(str(error).split())[:200]
+    return ""
 
 
 class Warned:
@@ -136,12 +149,28 @@ class Warned:
 
 def call(op: Any, variant: str, sample: Any, prepare: Callable[[Tensor, bool], Tensor], out: Any) -> tuple[Any, Any]:
     """(result, arguments afterwards) of one call with the sample's tensors prepared."""
+    leaves: list[Tensor] = []
+    if variant == "gradient":
+        inner = prepare
+
+        def prepare(v: Tensor, first: bool) -> Tensor:
+            leaf = inner(v, first)
+            if leaf.is_floating_point() or leaf.is_complex():
+                leaves.append(leaf.requires_grad_())
+            return leaf
+
     given = tree_map(lambda v: prepare(v, True) if isinstance(v, Tensor) else v, sample.input)
     args = tree_map(lambda v: prepare(v, False) if isinstance(v, Tensor) else v, list(sample.args))
     kwargs = tree_map(lambda v: prepare(v, False) if isinstance(v, Tensor) else v, dict(sample.kwargs))
     torch.manual_seed(2)
     if variant == "function":
         result = op(given, *args, **kwargs)
+    elif variant == "gradient":
+        results = [whole(r) for r in tree_leaves(op(given, *args, **kwargs)) if isinstance(r, Tensor) and r.requires_grad]
+        if not results:
+            raise LookupError("nothing to differentiate")
+        loss = sum((r * torch.linspace(0.5, 1.5, r.numel()).reshape(r.shape)).abs().sum() for r in results)
+        return torch.autograd.grad(loss, leaves, allow_unused=True), ()  # type: ignore[arg-type]
     elif variant == "in place":
         result = op.inplace_variant(given, *args, **kwargs)
     else:
@@ -176,6 +205,11 @@ def attempt(op: Any, variant: str, layout: str, sample: Any, mesh: DeviceMesh, w
     level = _outcome("exact", gathered, expected, seen, True)
     if level[0] == "WRONG" and draws(op, variant, sample, plain, out):
         return _outcome("random", gathered, expected, seen, False)
+    if level[0] == "WRONG" and variant == "out=":
+        # Some of torch's own composite functions ignore out= for every tensor subclass, before we are asked.
+        theirs = call(op, variant, sample, lambda v, first: DTensor.from_local(plain(v, first), mesh, [Replicate()] * mesh.ndim), out)
+        if _outcome("exact", (whole(theirs[0]), whole(theirs[1])), expected, seen, True)[0] == "WRONG":
+            return "ignored", seen, level[2]
     return level
 
 
@@ -211,6 +245,12 @@ def draws(op: Any, variant: str, sample: Any, plain: Callable[[Tensor, bool], Te
     return mode.drew
 
 
+def has(op: Any, variant: str, dtype: torch.dtype) -> bool:
+    if variant == "gradient":
+        return bool(op.supports_autograd) and dtype is torch.float32
+    return {"in place": op.inplace_variant is not None, "out=": bool(op.supports_out)}.get(variant, True)
+
+
 def sweep(op: Any, dtype: torch.dtype, limit: int, warned: Warned) -> dict[str, Counter[str]]:
     """variant -> how often each outcome ("warned " put before it where there was a warning), with one example of what was raised."""
     if dtype not in op.supported_dtypes("cpu"):
@@ -224,7 +264,7 @@ def sweep(op: Any, dtype: torch.dtype, limit: int, warned: Warned) -> dict[str, 
         def body(rank: int, world: int, layout: str = layout, sizes: tuple[int, ...] = sizes, ranks: Any = ranks) -> None:
             mesh = init_device_mesh("cpu", sizes)
             for variant in VARIANTS:
-                if (variant == "in place" and op.inplace_variant is None) or (variant == "out=" and not op.supports_out):
+                if not has(op, variant, dtype):
                     continue
                 for sample in samples:
                     got = attempt(op, variant, layout, sample, mesh, warned)
@@ -243,7 +283,7 @@ def sweep(op: Any, dtype: torch.dtype, limit: int, warned: Warned) -> dict[str, 
                 level, why = "WRONG", "raised on some ranks only: " + next(o[2] for _, o in row if o[0] == "raised")
             else:
                 level, why = max((o[0] for _, o in row), key=ORDER.index), next((o[2] for _, o in row if o[2]), "")
-            name = f"warned {level}" if level in ("exact", "close", "random") and any(o[1] for _, o in row) else level
+            name = f"warned {level}" if level in ("exact", "close", "random", "ignored") and any(o[1] for _, o in row) else level
             outcomes.setdefault(variant, Counter())[name] += 1
             if why:
                 examples.setdefault(f"{variant}: {level}", f"{layout}: {why}")
@@ -277,7 +317,10 @@ def child(names: Sequence[str], dtypes: Sequence[str], limit: int) -> None:
 
 def run(results: Path, dtypes: Sequence[str], limit: int, only: Sequence[str] = ()) -> None:
     """Sweep what ``results`` doesn't hold yet."""
-    done = {row["op"] for row in read(results)}
+    kept = [row for row in read(results) if not bad(row)]  # what was wrong is tried again
+    if results.exists():
+        results.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    done = {row["op"] for row in kept}
     todo = [name for name in database() if name not in done and (not only or name in only)]
     results.parent.mkdir(parents=True, exist_ok=True)
     while todo:
@@ -320,6 +363,12 @@ def read(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()] if results.exists() else []
 
 
+def bad(row: dict[str, Any]) -> bool:
+    """Whether an operation was silently wrong, hung, crashed, or could not be tried."""
+    names = {name for by_variant in row["found"].values() for variant in VARIANTS for name in by_variant.get(variant, {})}
+    return bool(names & {"WRONG", "HUNG", "CRASHED"}) or "skipped" in row
+
+
 # -- the page ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -331,11 +380,11 @@ def cell(row: dict[str, Any], variant: str) -> str:
     return ", ".join(sorted(found, key=lambda o: (ORDER.index(o.removeprefix("warned ")), o))) or "-"
 
 
-def rows(results: list[dict[str, Any]]) -> Iterator[tuple[str, str, str, str]]:
+def rows(results: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     for row in sorted(results, key=lambda r: r["op"]):
         cells = [cell(row, v) for v in VARIANTS]
         if any(c != "-" for c in cells):
-            yield (row["op"], cells[0], cells[1], cells[2])
+            yield (row["op"], *cells)
 
 
 def totals(results: list[dict[str, Any]]) -> Counter[str]:
@@ -352,14 +401,15 @@ def render(results: list[dict[str, Any]], dtypes: Sequence[str], limit: int) -> 
     count = totals(results)
     bad = sum(count[name] for name in ("WRONG", "HUNG", "CRASHED"))
     shown = "\n".join(f"| {name} | {count[name]} |" for name in sorted(count))
-    lines = "\n".join(f"| `{op}` | {a} | {b} | {c} |" for op, a, b, c in table)
+    lines = "\n".join(f"| `{op}` | {' | '.join(cells)} |" for op, *cells in table)
     return f"""# What each operation does with ragged tensors
 
 Generated by `python -m tests.dtensor.op_coverage` with torch {torch.__version__.split("+")[0]}: the sample inputs that
 torch tests its own operations with (OpInfo), up to {limit} of each, in {", ".join(dtypes)} as far as the operation takes them, in
 three layouts: cut between any two elements with an empty rank, on 3 ranks; cut at rows with the other operands replicated, on 3
 ranks; on 2 x 2 ranks with `Shard(0)` on the second mesh dimension. Each result, and what the call left of its arguments, is compared
-with the same call on plain tensors. `tests/dtensor/test_op_coverage.py` runs a part of it again and fails if this page is not true.
+with the same call on plain tensors; gradients, in float32, with those of the same loss.
+`tests/dtensor/test_op_coverage.py` runs a part of it again and fails if this page is not true.
 
 | outcome | what it means |
 |---|---|
@@ -367,6 +417,7 @@ with the same call on plain tensors. `tests/dtensor/test_op_coverage.py` runs a 
 | close | to within `torch.testing.assert_close`: sums in another order |
 | random | random numbers, of which shape and dtype are compared only (the ranks are threads with one generator) |
 | warned .. | the same, and a `RaggedFallbackWarning` says that the whole tensor was gathered for it (`VE_RAGGED_STRICT=1`: raises) |
+| ignored | torch itself ignores `out=` for tensor subclasses, its own DTensor included; the returned tensor is right |
 | raised | an exception, on every rank alike; nothing was written |
 | - | the operation has no such form, or its samples hold no dense tensor |
 
@@ -379,8 +430,8 @@ with the same call on plain tensors. `tests/dtensor/test_op_coverage.py` runs a 
 Several outcomes in one cell: it depends on the layout, the dtype or the arguments (a reduction over inner dimensions stays local,
 one over the first dimension gathers).
 
-| operation | function | in place | out= |
-|---|---|---|---|
+| operation | function | in place | out= | gradient |
+|---|---|---|---|---|
 {lines}
 """
 
@@ -388,7 +439,7 @@ one over the first dimension gathers).
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("build/op-coverage.jsonl"))
-    parser.add_argument("--dtypes", default="float32,int64,bool")
+    parser.add_argument("--dtypes", default="float32,bfloat16,int64,bool,complex64")
     parser.add_argument("--samples", type=int, default=6)
     parser.add_argument("--ops", default="", help="names, one a line; default: all")
     parser.add_argument("--render", type=Path)
