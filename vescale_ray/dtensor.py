@@ -2,7 +2,8 @@
 
 A real ``torch.distributed.tensor.DTensor`` subclass with its own dispatch (``dtensor_ops.py``) and its own collectives
 (``redistribute.py``): torch is not patched, only the lists that DTensor registers itself in get one more entry, at the end of
-this file. Meshes: one dimension, or more with Replicate on the others (HSDP: ``[Replicate(), RaggedShard(..)]``).
+this file. Meshes: one dimension, or more with Replicate (HSDP: ``[Replicate(), RaggedShard(..)]``), Shard (TP, EP:
+``[RaggedShard(..), Shard(0)]``) or Partial on the others; the ragged cut is applied last (``dtensor_spec.py``).
 
 The local tensor is contiguous, of shape ``(units_here, *shape[len(dims):])``; it may be a view of a larger buffer.
 """
@@ -26,10 +27,10 @@ from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_typ
 from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types
 
 from vescale_ray.dtensor_ops import RaggedFallbackWarning, dispatch, wrap
-from vescale_ray.dtensor_spec import make_spec, ragged_mesh_dim, replicated, sharding_of
-from vescale_ray.geometry import Shape, boxes
+from vescale_ray.dtensor_spec import make_spec, ragged_mesh_dim, replicated, settled_placements, sharding_of
+from vescale_ray.geometry import Box, Shape
 from vescale_ray.placement import RaggedShard
-from vescale_ray.redistribute import move, plain_spec, take
+from vescale_ray.redistribute import ArrivingTensor, arrived, plain_spec, start, take
 
 __all__ = ["RaggedDTensor", "RaggedFallbackWarning", "RaggedShard", "distribute_tensor", "local_interval"]
 
@@ -59,7 +60,7 @@ class RaggedDTensor(DTensor):
 
         Args:
             local_tensor: contiguous, shape ``(units_here, *shape[len(dims):])``.
-            placements: exactly one RaggedShard, Replicate elsewhere.
+            placements: exactly one RaggedShard; Replicate, Shard or Partial elsewhere.
             stride: of the global tensor; only row-major is possible.
             run_check: compare shape, dtype and placements with the other ranks' (one small object gather on the ragged dimension).
 
@@ -106,6 +107,7 @@ class RaggedDTensor(DTensor):
         Args:
             grad_placements: what the gradient of the result means, if not "the same layout" (as for DTensor.to_local).
         """
+        self._local_tensor = arrived(self._local_tensor)
         if not torch.is_grad_enabled():
             return self._local_tensor
         return cast(Tensor, _ToLocal.apply(self, None if grad_placements is None else tuple(grad_placements)))
@@ -126,7 +128,9 @@ class RaggedDTensor(DTensor):
     ) -> DTensor:
         """The same tensor under other placements on the same mesh: a RaggedDTensor or torch's DTensor; differentiable.
 
-        ``async_op`` is a hint; the result is complete on return. ``forward_dtype`` and ``backward_dtype`` as for DTensor.redistribute.
+        Args:
+            async_op: return while the last collective is under way; the first use of the result waits for it (as for DTensor).
+            forward_dtype, backward_dtype: as for DTensor.redistribute.
 
         Raises:
             ValueError: another mesh, or placements that don't fit.
@@ -135,12 +139,21 @@ class RaggedDTensor(DTensor):
             raise ValueError(f"can't redistribute from {self.device_mesh} to {device_mesh}: only placements on the same mesh can change")
         if placements is None:
             raise ValueError("redistribute needs placements")
-        return cast(DTensor, _Redistribute.apply(self, tuple(placements), forward_dtype, backward_dtype))
+        return cast(DTensor, _Redistribute.apply(self, tuple(placements), async_op, forward_dtype, backward_dtype))
 
     def local_interval(self) -> tuple[int, int]:
-        """Flat elements ``[start, end)`` of the full tensor that this rank holds; ``start == end`` if none."""
+        """Flat elements ``[start, end)`` of the full tensor that this rank holds; ``start == end`` if none.
+
+        Raises:
+            ValueError: a Shard of an inner dimension on another mesh dimension: the part is no interval of the whole.
+        """
         sharding = sharding_of(self._spec)
-        return sharding.start, sharding.end
+        offsets, section, shape = sharding.offsets, sharding.section, sharding.shape
+        cut = next((d for d in reversed(range(len(shape))) if section[d] != shape[d]), 0)
+        if math.prod(section[:cut]) > 1:
+            raise ValueError(f"this rank's part of {sharding.describe()} is not one interval of its elements")
+        base = sum(o * s for o, s in zip(offsets, sharding.stride, strict=True)) if sharding.section_numel else 0
+        return base + sharding.start, base + sharding.end
 
     # -- dispatch and the tensor's own machinery -----------------------------------------------------------------------
 
@@ -149,9 +162,10 @@ class RaggedDTensor(DTensor):
         return dispatch(RaggedDTensor, func, args, kwargs or {})
 
     def __repr__(self) -> str:  # type: ignore[override]
-        start, end = self.local_interval()
+        sharding = sharding_of(self._spec)
         shown = ", ".join(map(repr, self.placements))
-        held = f"local elements [{start}, {end}): {self._local_tensor}"
+        of = f" of section {sharding.offsets}+{tuple(sharding.section)}" if sharding.section != tuple(sharding.shape) else ""
+        held = f"local elements [{sharding.start}, {sharding.end}){of}: {arrived(self._local_tensor)}"
         return f"RaggedDTensor(shape={tuple(self.shape)}, {held}, mesh={self.device_mesh}, placements=({shown}))"
 
     @property
@@ -199,12 +213,15 @@ class RaggedDTensor(DTensor):
 
     # -- torch.distributed.checkpoint: the part as boxes ---------------------------------------------------------------
 
-    def _boxes(self) -> tuple[tuple[Shape, Shape], ...]:
+    def _boxes(self) -> tuple[Box, ...]:
         sharding = sharding_of(self._spec)
-        shape = tuple(int(n) for n in sharding.shape)
+        if sharding.pending:
+            raise ValueError(f"{sharding.describe()} has a reduction pending, which no checkpoint can hold: redistribute it first")
         if sharding.numel == 0:  # one writer names it, or no one would: a checkpoint without its key can't be loaded strictly
-            return (((0,) * len(shape), shape),) if sharding.rank == 0 else ()
-        return boxes(shape, sharding.start, sharding.end)
+            shape = tuple(int(n) for n in sharding.shape)
+            first = all(sharding.mesh.get_local_rank(dim) == 0 for dim in sharding.cut_dims())
+            return (((0,) * len(shape), shape),) if first else ()
+        return sharding.boxes()
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """The boxes of the tensor that this rank holds: at most ``2 * ndim - 1``, none empty, none on a rank without elements."""
@@ -262,6 +279,8 @@ def distribute_tensor(
     if not tensor.is_leaf:
         raise ValueError("distribute_tensor is for leaf tensors; inside a computation use RaggedDTensor.from_local")
     spec = make_spec(device_mesh, placements, tensor.shape, tensor.dtype)
+    if sharding_of(spec).pending:
+        raise ValueError(f"can't distribute a tensor with placements {spec.placements}: a pending reduction comes from an operation")
     full = tensor.detach()
     if not full.is_meta:
         full = full.to(device_mesh.device_type).contiguous()
@@ -311,7 +330,8 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _moved(grad, ctx.spec.placements)._local_tensor, None
+        # The gradient of a contribution to a pending sum is the whole gradient, on every rank.
+        return arrived(_moved(grad, settled_placements(ctx.spec.placements))._local_tensor), None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -323,7 +343,8 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         spec, placements = ctx.spec, ctx.grad_placements
-        if placements is None or placements == spec.placements:
+        placements = settled_placements(spec.placements) if placements is None else placements
+        if placements == spec.placements:
             return wrap(RaggedDTensor, grad.contiguous(), spec), None
         shape = spec.tensor_meta.shape
         if ragged_mesh_dim(placements) is not None:
@@ -337,28 +358,31 @@ class _Redistribute(torch.autograd.Function):
         ctx: Any,
         tensor: RaggedDTensor,
         placements: tuple[Placement, ...],
+        async_op: bool,
         forward_dtype: torch.dtype | None,
         backward_dtype: torch.dtype | None,
     ) -> Tensor:
-        ctx.placements, ctx.dtype, ctx.backward_dtype = tensor.placements, tensor.dtype, backward_dtype
+        ctx.placements, ctx.dtype, ctx.backward_dtype = settled_placements(tensor.placements), tensor.dtype, backward_dtype
         source = tensor if forward_dtype is None else tensor.to(forward_dtype)
-        return _moved(source, placements, alias=True)
+        return _moved(source, placements, alias=True, async_op=async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         grad = grad if ctx.backward_dtype is None else grad.to(ctx.backward_dtype)
-        return _moved(grad, ctx.placements).to(ctx.dtype), None, None, None
+        return _moved(grad, ctx.placements).to(ctx.dtype), None, None, None, None
 
 
-def _moved(tensor: Tensor, placements: tuple[Placement, ...], alias: bool = False) -> DTensor:
+def _moved(tensor: Tensor, placements: tuple[Placement, ...], alias: bool = False, async_op: bool = False) -> DTensor:
     """``tensor`` (ours or torch's) under ``placements``; a new object if ``alias`` (autograd asks for one)."""
     assert isinstance(tensor, DTensor)
     if tensor.placements == placements and not alias:
         return tensor
-    local, spec = move(tensor._local_tensor, tensor._spec, placements)
+    transfer, spec = start(tensor._local_tensor, tensor._spec, placements)
+    local = ArrivingTensor.of(transfer) if async_op else transfer.wait()
+    local = local if isinstance(local, ArrivingTensor) else local.detach()
     if ragged_mesh_dim(spec.placements) is not None:
-        return wrap(RaggedDTensor, local.detach(), spec)
-    return DTensor(local.detach(), spec, requires_grad=False)
+        return wrap(RaggedDTensor, local, spec)
+    return DTensor(local, spec, requires_grad=False)
 
 
 # -- small helpers -------------------------------------------------------------------------------------------------------

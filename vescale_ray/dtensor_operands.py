@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_map
 
 from vescale_ray.dtensor_spec import Sharding, replicated, sharding_of
-from vescale_ray.redistribute import gather, move, plain_spec
+from vescale_ray.redistribute import move
 
 T = TypeVar("T", bound=DTensor)
 
@@ -61,12 +61,16 @@ def spread(full: Tensor, sharding: Sharding) -> Tensor:
     if full.ndim == 0:
         return full if sharding.shape else full.view(1)
     merged = len(sharding.placement.dims)
-    inner = len(sharding.shape) - merged
+    inner, section = len(sharding.shape) - merged, tuple(sharding.section)
+    for dim in range(full.ndim):  # the part that meets this rank's section
+        at = dim + len(section) - full.ndim
+        if full.shape[dim] != 1 and section[at] != full.shape[dim]:
+            full = full.narrow(dim, sharding.offsets[at], section[at])
     lead, trail = full.shape[: max(full.ndim - inner, 0)], full.shape[max(full.ndim - inner, 0) :]
     if all(n == 1 for n in lead):
         # Dimensions are kept where there are any: a tensor with dimensions takes part in type promotion, one without does not.
         return full.reshape(trail or (1,))
-    rows = full.expand(*sharding.shape[:merged], *trail).reshape(sharding.placement.units_of(sharding.shape), *trail)
+    rows = full.expand(*section[:merged], *trail).reshape(sharding.placement.units_of(section), *trail)
     return rows[sharding.first_unit : sharding.first_unit + sharding.local_shape[0]]
 
 
@@ -74,9 +78,8 @@ def gathered(cls: type[DTensor], value: Any) -> Any:
     """A ragged tensor as torch's DTensor with Replicate everywhere (one collective); anything else as it is."""
     if not isinstance(value, cls):
         return value
-    sharding = sharding_of(value._spec)
-    full = gather(value._local_tensor, sharding)
-    return DTensor(full, plain_spec(sharding.mesh, replicated(sharding.mesh), sharding.shape, full.dtype), requires_grad=False)
+    full, spec = move(value._local_tensor, value._spec, replicated(value.device_mesh))
+    return DTensor(full, spec, requires_grad=False)
 
 
 class GatheredView(DTensor):

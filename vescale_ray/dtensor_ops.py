@@ -12,6 +12,7 @@
 | norms and reductions (``dtensor_reduce.py``)                 | local, then pending (Partial)                                          |
 | any other that only reads                                    | gathered, one warning names it; ``VE_RAGGED_STRICT=1``: raises         |
 | any other that writes to a ragged tensor                     | raises, naming it and what to do                                       |
+| with a sum pending on another mesh dimension                  | linear ones on the local tensors, else reduced first                   |
 
 An operation is either right or raises. Views that can't be local (transpose, indexing) are gathered read-only copies.
 """
@@ -33,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vescale_ray.dtensor_operands import gathered, meta_like, operand, read_only, schema_facts, spread, wrap, written
+from vescale_ray.dtensor_pending import any_pending, on_pending
 from vescale_ray.dtensor_reduce import REDUCTIONS, allclose, amp_unscale, equal, foreach_max, foreach_norm, reduce_op, scalar
 from vescale_ray.dtensor_spec import Sharding, contiguous_stride, replicated, sharding_of
 from vescale_ray.redistribute import move, plain_spec, view_of
@@ -59,6 +61,9 @@ class Rule:
 def dispatch(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Carry out ``func``, at least one of whose arguments is a ``cls``."""
     rule = _rule(func)
+    # The two hot handlers look for themselves.
+    if rule.handler is not _pointwise and rule.handler is not _foreach and any_pending(cls, args, kwargs):
+        return on_pending(cls, func, rule.writes, rule.handler, args, kwargs)
     if rule.handler is not None:
         result = rule.handler(cls, func, args, kwargs)
         if result is not NotImplemented:
@@ -94,7 +99,8 @@ def _rule(func: Any) -> Rule:
             handler = _foreach
         elif pointwise:
             handler = _pointwise
-    return Rule(handler, writes, is_view)
+    # _unsafe_view says it is none, but torch writes through it (kron's out=).
+    return Rule(handler, writes, is_view or name == "_unsafe_view")
 
 
 # -- element-wise ---------------------------------------------------------------------------------------------------------
@@ -118,7 +124,7 @@ def _pointwise(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
             local.append(value)
         else:
             local.append(value)
-    if sharding is None or not sharding.shape or any(isinstance(v, Tensor) for v in kwargs.values()):
+    if sharding is None or not sharding.simple or any(isinstance(v, Tensor) for v in kwargs.values()):
         return _pointwise_mixed(cls, func, args, kwargs)
     result = func(*local, **kwargs)
     if _rule(func).writes:
@@ -129,6 +135,8 @@ def _pointwise(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _pointwise_mixed(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if any_pending(cls, args, kwargs):
+        return on_pending(cls, func, _rule(func).writes, _pointwise, args, kwargs)
     targets = written(func, _rule(func).writes, args, kwargs)
     name = str(func)
     outs = [kwargs[k] for k in kwargs if k in _rule(func).writes]
@@ -209,7 +217,7 @@ def _foreach(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
             value = _whole(cls, value)
         local.append(value)
     else:
-        if shardings is not None and () not in [s.shape for s in shardings]:
+        if shardings is not None and all(s.simple for s in shardings):
             result = func(*local, **{k: _foreach_keyword(cls, v) for k, v in kwargs.items()})
             return None if result is None else _wrap_results(cls, result, args, shardings)
     return _foreach_mixed(cls, func, args, kwargs)
@@ -223,6 +231,8 @@ def _foreach_keyword(cls: Cls, value: Any) -> Any:
 
 def _foreach_mixed(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Lists of several layouts, or of ragged tensors and others: two calls, results in the order of the list."""
+    if any_pending(cls, args, kwargs):
+        return on_pending(cls, func, _rule(func).writes, _foreach, args, kwargs)
     lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
     count = len(lists[0])
     if any(len(x) != count for x in lists):
@@ -404,7 +414,8 @@ def _keep_part(local: Tensor, full: Tensor, sharding: Sharding) -> None:
     local.copy_(view_of(full, sharding))
     if local.is_meta:
         return
-    _take_first_ranks(local, sharding.mesh, [dim for dim in range(sharding.mesh.ndim) if dim != sharding.mesh_dim])
+    cut = sharding.cut_dims()
+    _take_first_ranks(local, sharding.mesh, [dim for dim in range(sharding.mesh.ndim) if dim not in cut])
 
 
 def _take_first_ranks(local: Tensor, mesh: DeviceMesh, dims: Iterable[int]) -> None:
@@ -427,6 +438,8 @@ def _reshape(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
     if shape == tuple(sharding.shape):
         return wrap(cls, torch.ops.aten.alias.default(x._local_tensor), x._spec)
     target = sharding.reshaped(shape)
+    if target is None:
+        return NotImplemented
     return wrap(cls, torch.ops.aten.view.default(x._local_tensor, target.local_shape), target.spec(x.dtype))
 
 
@@ -442,7 +455,18 @@ def _ask_local(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    for target in written(func, rule.writes, args, kwargs):
+    name = func._schema.name.removeprefix("aten::")
+    targets = written(func, rule.writes, args, kwargs)
+    if name in _BATCH_NORM:
+        given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        if not given.get("training", True):
+            targets = []
+        elif any(isinstance(t, Tensor) for t in targets):
+            raise RuntimeError(
+                f"{func} of {sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()} would write running statistics, which is lost "
+                "on DTensors: call it on full_tensor() and plain statistics"
+            )
+    for target in targets:
         for item in target if isinstance(target, list | tuple) else (target,):
             if isinstance(item, cls):
                 raise RuntimeError(
@@ -452,9 +476,9 @@ def _fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict
             if isinstance(item, Tensor) and not isinstance(item, DTensor):
                 raise _plain_target(func, item)
     if os.environ.get("VE_RAGGED_STRICT", "0") not in ("", "0"):
-        ragged = next(v for v in tree_leaves((args, kwargs)) if isinstance(v, cls))
+        described = sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()
         raise RuntimeError(
-            f"{func} has no ragged form and VE_RAGGED_STRICT is set: gathering {sharding_of(ragged._spec).describe()} is refused; "
+            f"{func} has no ragged form and VE_RAGGED_STRICT is set: gathering {described} is refused; "
             "call full_tensor() where that is meant, or work on to_local()"
         )
     # The text names the operation only, so that Python's own filter shows it once.
@@ -463,6 +487,10 @@ def _fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict
     if torch.Tag.nondeterministic_seeded in func.tags:
         _agree(result)
     return read_only(result) if rule.is_view else result
+
+
+def _first_ragged(cls: Cls, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:
+    return next(v for v in tree_leaves((args, kwargs)) if isinstance(v, cls))
 
 
 def _agree(result: Any) -> None:
@@ -476,6 +504,7 @@ def _agree(result: Any) -> None:
 _SCALAR_VALUE = frozenset({"aten::fill_", "aten::fill", "aten::masked_fill", "aten::masked_fill_"})
 # These write running statistics without saying so in their schema.
 _HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "_batch_norm_impl_index"})
+_BATCH_NORM = _HIDDEN_WRITES | {"_native_batch_norm_legit", "_batch_norm_with_update"}
 # Element-wise, but not tagged so in torch 2.11 to 2.13 (in-place, out= and backward forms mostly).
 _ELEMENTWISE = frozenset(
     "abs_ copysign_ eq_ ne_ gt_ ge_ lt_ le_ gcd_ lcm_ heaviside_ gelu_ mish_ threshold_ xlogy_ fill fill_ masked_fill masked_fill_ "

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from vescale_ray.dtensor_operands import gathered, operand, pending, wrap
 from vescale_ray.dtensor_spec import Sharding, norm_partial, sharding_of
@@ -35,11 +35,11 @@ def reduce_op(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[s
         return NotImplemented  # these give indices, too
     merged = len(sharding.placement.dims)
     if dims is not None and len(dims) < ndim:
-        if min(dims) < merged:
+        if min(dims) < merged or any(type(p) is Shard and p.dim in dims for p in sharding.placements):
             return NotImplemented
         shape = [1 if i in dims else n for i, n in enumerate(sharding.shape) if keepdim or i not in dims]
         value = _KERNELS[name](local, [d - merged + 1 for d in dims], keepdim, dtype, order)
-        return wrap(cls, value, sharding.resized(shape).spec(value.dtype))
+        return wrap(cls, value, sharding.resized(shape, () if keepdim else dims).spec(value.dtype))
     if sharding.numel == 0 and _needs_elements(name, order):
         return NotImplemented  # torch knows the error
     value = _local_value(name, local, sharding, dtype, order)
@@ -110,12 +110,13 @@ def scalar(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str,
 def amp_unscale(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """GradScaler: unscale the local gradients; an inf or nan found on one rank is found on all."""
     grads, found_inf, scale = args
-    sharding = next(sharding_of(g._spec) for g in grads if isinstance(g, cls))
+    cut = {(id(s.mesh), *s.cut_dims()): s for s in (sharding_of(g._spec) for g in grads if isinstance(g, cls))}
     others = [g for g in grads if not isinstance(g, cls)]
     if others:
         func(others, found_inf, scale, **kwargs)
     func([g._local_tensor for g in grads if isinstance(g, cls)], found_inf, scale, **kwargs)
-    found_inf.copy_(_join(found_inf, dist.ReduceOp.MAX, sharding))
+    for sharding in cut.values():
+        found_inf.copy_(_join(found_inf, dist.ReduceOp.MAX, sharding))
 
 
 def _result(value: Tensor, partial: Placement, sharding: Sharding) -> DTensor:
@@ -124,10 +125,12 @@ def _result(value: Tensor, partial: Placement, sharding: Sharding) -> DTensor:
 
 def _join(value: Tensor, op: Any, sharding: Sharding) -> Tensor:
     """All-reduce one number (bool travels as int32) over the ranks that share the tensor."""
-    if sharding.world == 1 or value.is_meta:
+    dims = [] if value.is_meta else [dim for dim in sharding.cut_dims() if sharding.mesh.size(dim) > 1]
+    if not dims:
         return value
     moved = value.to(torch.int32) if value.dtype is torch.bool else value.clone()
-    dist.all_reduce(moved, op=op, group=sharding.mesh.get_group(sharding.mesh_dim))
+    for dim in dims:
+        dist.all_reduce(moved, op=op, group=sharding.mesh.get_group(dim))
     return moved.to(value.dtype)
 
 

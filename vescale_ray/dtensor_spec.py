@@ -3,21 +3,30 @@
 torch builds a DTensorSpec per tensor; building one costs about 10 us, which a step over hundreds of parameters can't pay
 for every result. So each spec carries a :class:`Sharding`, and a result's spec is looked up there by dtype. The cache hangs
 on the specs (not on the module): it dies with the tensors, and with it the last reference to their mesh and process groups.
+
+On a mesh of several dimensions the ragged cut comes last, wherever it stands among the placements: the ``Shard`` of the other
+dimensions (TP, EP) cut first, in mesh order as torch does, and leave each coordinate a *section*, a box of the tensor; the
+RaggedShard shares out the section's row-major elements. So ``[RaggedShard((0,), (1, 3)), Shard(0)]`` of a tensor [8, 5] on a 2 x 2
+mesh gives rank (0, 1) row 4, and rank (1, 1) rows 5..7: what veScale calls a StridedRaggedShard.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 
-from vescale_ray.geometry import Shape
+from vescale_ray.geometry import Box, Shape, boxes
 from vescale_ray.placement import RaggedShard
+
+Placements = tuple[Placement, ...]
 
 
 class Sharding:
@@ -33,34 +42,46 @@ class Sharding:
         "mesh",
         "mesh_dim",
         "numel",
+        "offsets",
+        "pending",
         "placement",
         "placements",
         "rank",
+        "section",
+        "section_numel",
         "shape",
+        "simple",
         "start",
         "stride",
     )
 
     def __init__(self, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> None:
-        placements = tuple(placements)
         self.mesh = mesh
-        self.placements: tuple[Placement, ...] = placements
         self.shape = torch.Size(shape)
+        self.placements: Placements = check_placements(mesh, placements, self.shape)
         self.stride: Shape = contiguous_stride(self.shape)
         self.numel = math.prod(self.shape)
-        self.mesh_dim = check_placements(mesh, placements)
-        ragged = placements[self.mesh_dim]
+        self.mesh_dim = next(i for i, p in enumerate(self.placements) if isinstance(p, RaggedShard))
+        ragged = self.placements[self.mesh_dim]
         assert isinstance(ragged, RaggedShard)
         self.placement: RaggedShard = ragged
-        ragged.validate(self.shape, mesh.size(self.mesh_dim))
+        for whole in _section_shapes(tuple(mesh.shape), self.placements, tuple(self.shape)):
+            ragged.validate(whole, mesh.size(self.mesh_dim))  # for every coordinate, so that all ranks refuse together
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise ValueError(f"this process is not part of {mesh}: create its tensors on the ranks of the mesh only")
         self.rank = int(coordinate[self.mesh_dim])
-        self.start, self.end = ragged.interval(self.shape, self.rank)
-        self.local_shape: Shape = ragged.local_shape(self.shape, self.rank)
-        self.first_unit = ragged.units_of(self.shape) * sum(ragged.local_units[: self.rank]) // sum(ragged.local_units)
-        self._views: dict[tuple[Shape, bool], Sharding] = {}
+        self.offsets, self.section = section(tuple(mesh.shape), self.placements, tuple(self.shape), tuple(coordinate))
+        """The box that the Shard of the other mesh dimensions leave to this coordinate; the whole tensor if there are none."""
+        self.section_numel = math.prod(self.section)
+        self.start, self.end = ragged.interval(self.section, self.rank)
+        """Flat elements of the section that this rank holds."""
+        self.local_shape: Shape = ragged.local_shape(self.section, self.rank)
+        self.first_unit = ragged.units_of(self.section) * sum(ragged.local_units[: self.rank]) // sum(ragged.local_units)
+        self.pending = any(p.is_partial() for p in self.placements)
+        self.simple = bool(self.shape) and not self.pending
+        """Whether element-wise operations may run on local tensors without a second look."""
+        self._views: dict[object, Sharding | None] = {}
         self._specs: dict[torch.dtype, DTensorSpec] = {}
         self._reduced: dict[object, DTensorSpec] = {}
 
@@ -87,31 +108,61 @@ class Sharding:
         assert spec.tensor_meta is not None
         self._specs.setdefault(spec.tensor_meta.dtype, spec)
 
+    def boxes(self) -> tuple[Box, ...]:
+        """The boxes of the tensor that this rank holds, in the order of the local tensor's elements; none empty."""
+        return _shifted(boxes(self.section, self.start, self.end), self.offsets)
+
+    def cut_dims(self) -> list[int]:
+        """Mesh dimensions over which the elements are shared out: the ragged one and those with Shard."""
+        return [i for i, p in enumerate(self.placements) if i == self.mesh_dim or p.is_shard()]
+
     def reduced_spec(self, partial: Placement, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
-        """The spec of a reduction over all elements: ``partial`` on the ragged mesh dimension, the other dimensions as here."""
+        """The spec of a reduction over all elements: ``partial`` on the mesh dimensions that cut, the others as here."""
         key = (partial, tuple(shape), dtype)
         found = self._reduced.get(key)
         if found is None:
-            placements = tuple(partial if i == self.mesh_dim else p for i, p in enumerate(self.placements))
+            placements = tuple(partial if i == self.mesh_dim or p.is_shard() else p for i, p in enumerate(self.placements))
             meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
             found = self._reduced[key] = DTensorSpec(self.mesh, placements, tensor_meta=meta)
         return found
 
-    def reshaped(self, shape: Sequence[int]) -> Sharding:
-        """The layout of the same flat elements on the same ranks seen in another ``shape`` of as many elements."""
+    def reshaped(self, shape: Sequence[int]) -> Sharding | None:
+        """The layout of the same elements on the same ranks, in the same order, seen in another ``shape``; None if there is none.
+
+        With Shard(d) on another mesh dimension the dimensions up to d must stay as they are.
+        """
         shape = tuple(int(n) for n in shape)
-        found = self._views.get((shape, True))
+        key = ("reshaped", shape)
+        if key not in self._views:
+            kept = 1 + max((p.dim for p in self.placements if type(p) is Shard), default=-1)
+            self._views[key] = None
+            merges = range(len(shape) + 1) if tuple(self.shape[:kept]) == shape[:kept] else ()
+            for merged in merges:  # the fewest that fit; the same on every rank, however its section differs from others'
+                try:
+                    self._views[key] = self._with(RaggedShard(tuple(range(merged)), self.placement.local_units), shape)
+                    break
+                except ValueError:
+                    pass
+        return self._views[key]
+
+    def resized(self, shape: Sequence[int], gone: Sequence[int] = ()) -> Sharding:
+        """The layout with the same merged dimensions and other inner ones: the same units, of another size.
+
+        ``gone``: dimensions of this shape that the other one doesn't have; none of them cut.
+        """
+        shape = tuple(int(n) for n in shape)
+        key = ("resized", shape, tuple(gone))
+        found = self._views.get(key)
         if found is None:
-            counts = [end - start for start, end in self.placement.intervals(self.shape)]
-            found = self._views[shape, True] = self._with(RaggedShard.of_intervals(shape, counts), shape)
+            moved = tuple(Shard(p.dim - sum(d < p.dim for d in gone)) if type(p) is Shard else p for p in self.placements)
+            found = self._views[key] = Sharding(self.mesh, moved, shape)
         return found
 
-    def resized(self, shape: Sequence[int]) -> Sharding:
-        """The layout of a tensor with the same merged dimensions and other inner ones: the same units, of another size."""
-        shape = tuple(int(n) for n in shape)
-        found = self._views.get((shape, False))
+    def settled(self) -> Sharding:
+        """This layout with nothing pending."""
+        found = self._views.get("settled")
         if found is None:
-            found = self._views[shape, False] = self._with(self.placement, shape)
+            found = self._views["settled"] = Sharding(self.mesh, settled_placements(self.placements), self.shape)
         return found
 
     def _with(self, placement: RaggedShard, shape: Shape) -> Sharding:
@@ -140,22 +191,85 @@ def ragged_mesh_dim(placements: Sequence[Placement]) -> int | None:
     return None
 
 
-def check_placements(mesh: DeviceMesh, placements: Sequence[Placement]) -> int:
-    """The ragged mesh dimension of a layout that we support.
+def check_placements(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Placements:
+    """The placements of a layout that we support, negative dimensions made positive.
 
     Raises:
-        ValueError: anything but exactly one RaggedShard with Replicate on every other mesh dimension.
+        ValueError: not one per mesh dimension; not exactly one RaggedShard; another kind than Replicate, Partial, Shard beside it.
     """
     shown = f"[{', '.join(map(str, placements))}]"
     if len(placements) != mesh.ndim:
         raise ValueError(f"placements {shown} are {len(placements)}, but the mesh has {mesh.ndim} dimensions")
-    ragged = [i for i, p in enumerate(placements) if isinstance(p, RaggedShard)]
-    if len(ragged) != 1:
-        raise ValueError(f"placements {shown} hold {len(ragged)} RaggedShard: a RaggedDTensor needs exactly one")
+    ragged = sum(isinstance(p, RaggedShard) for p in placements)
+    if ragged != 1:
+        raise ValueError(f"placements {shown} hold {ragged} RaggedShard: a RaggedDTensor needs exactly one")
     for i, placement in enumerate(placements):
-        if i != ragged[0] and not placement.is_replicate():
-            raise ValueError(f"placements {shown}: beside a RaggedShard only Replicate is supported, not {placement} on mesh dimension {i}")
-    return ragged[0]
+        if not isinstance(placement, RaggedShard | Replicate | Partial) and type(placement) is not Shard:
+            raise ValueError(
+                f"placements {shown}: beside a RaggedShard only Replicate, Partial and Shard(dim) are supported, "
+                f"not {placement} on mesh dimension {i}"
+            )
+    return positive_dims(placements, shape)
+
+
+def positive_dims(placements: Sequence[Placement], shape: Sequence[int]) -> Placements:
+    """``Shard(-1)`` as ``Shard(ndim - 1)``; raises ValueError for a dimension that the tensor doesn't have."""
+    found = []
+    for placement in placements:
+        if type(placement) is Shard:
+            if not -len(shape) <= placement.dim < len(shape):
+                raise ValueError(f"{placement} of a tensor of shape {tuple(shape)}: there is no dimension {placement.dim}")
+            placement = placement if placement.dim >= 0 else Shard(placement.dim + len(shape))
+        found.append(placement)
+    return tuple(found)
+
+
+def settled_placements(placements: Sequence[Placement]) -> Placements:
+    """The placements with Replicate for what is pending."""
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """torch.chunk's part of a dimension: equal parts of ceil(size / parts), the last ones short or empty."""
+    step = -(-size // parts)
+    return min(index * step, size), min((index + 1) * step, size)
+
+
+@lru_cache(maxsize=65536)
+def section(mesh_shape: Shape, placements: Placements, shape: Shape, coordinate: Shape) -> Box:
+    """Offsets and sizes of the box that the Shard placements leave to a coordinate; they cut in mesh order, each what is left."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for parts, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
+        if type(placement) is Shard:
+            start, end = chunk(sizes[placement.dim], parts, index)
+            offsets[placement.dim] += start
+            sizes[placement.dim] = end - start
+    return tuple(offsets), tuple(sizes)
+
+
+@lru_cache(maxsize=65536)
+def holding(mesh_shape: Shape, placements: Placements, shape: Shape, coordinate: Shape) -> tuple[Box, ...]:
+    """The boxes of the tensor that a coordinate holds, in the order of its local tensor's elements; none empty."""
+    offsets, sizes = section(mesh_shape, placements, shape, coordinate)
+    dim = ragged_mesh_dim(placements)
+    if dim is None:
+        return () if 0 in sizes else ((offsets, sizes),)
+    ragged = placements[dim]
+    assert isinstance(ragged, RaggedShard)
+    return _shifted(boxes(sizes, *ragged.interval(sizes, coordinate[dim])), offsets)
+
+
+def _shifted(found: tuple[Box, ...], by: Shape) -> tuple[Box, ...]:
+    if not any(by):
+        return found
+    return tuple((tuple(o + b for o, b in zip(offsets, by, strict=True)), sizes) for offsets, sizes in found)
+
+
+@lru_cache(maxsize=65536)
+def _section_shapes(mesh_shape: Shape, placements: Placements, shape: Shape) -> tuple[Shape, ...]:
+    """The different section shapes of all coordinates."""
+    spans = [range(n if type(p) is Shard else 1) for n, p in zip(mesh_shape, placements, strict=True)]
+    return tuple({section(mesh_shape, placements, shape, coordinate)[1]: None for coordinate in product(*spans)})
 
 
 def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:

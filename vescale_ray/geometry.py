@@ -15,6 +15,8 @@ from functools import lru_cache
 from typing import Literal
 
 Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+"""Offsets and sizes."""
 
 
 def row_numel(shape: Sequence[int]) -> int:
@@ -220,7 +222,7 @@ def routes(sources: Sequence[Sequence[Extent]], destinations: Sequence[Sequence[
 
 
 @lru_cache(maxsize=65536)
-def boxes(shape: Shape, start: int, end: int) -> tuple[tuple[Shape, Shape], ...]:
+def boxes(shape: Shape, start: int, end: int) -> tuple[Box, ...]:
     """Cut the flat range ``[start, end)`` of a row-major tensor into ``(offsets, sizes)`` boxes, in memory order.
 
     At most ``2 * ndim - 1`` boxes, none empty; one box exactly where the range is a full sub-box.
@@ -231,7 +233,7 @@ def boxes(shape: Shape, start: int, end: int) -> tuple[tuple[Shape, Shape], ...]
     return tuple(_boxes(shape, start, end))
 
 
-def _boxes(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
+def _boxes(shape: Shape, start: int, end: int) -> Iterator[Box]:
     if start == end:
         return
     if not shape:

@@ -76,6 +76,27 @@ class RaggedShard(Placement):
                 return cls(tuple(range(k)), counts)
         raise AssertionError("unreachable: with all dims merged a unit is one element")
 
+    @classmethod
+    def of_blocks(cls, shape: Sequence[int], block: int, ranks: int, shard_dims: Sequence[int] = ()) -> RaggedShard:
+        """The most even placement over ``ranks`` that cuts no block of ``block`` consecutive elements.
+
+        Args:
+            shape: of the tensor, or of its section where other mesh dimensions shard it (equal sections only).
+            shard_dims: tensor dimensions that those shard. For one above 0 a cut has to lie at a multiple of that dimension's
+                stride, too, or it would cut through a slice of it: cuts lie at multiples of the least common multiple (the paper's
+                rule for Shard(d > 0)).
+
+        Raises:
+            ValueError: a block or a number of ranks below 1.
+        """
+        shape, total = tuple(shape), math.prod(shape)
+        if block < 1 or ranks < 1:
+            raise ValueError(f"blocks of {block} elements over {ranks} ranks: both must be at least 1")
+        step = math.lcm(block, *(max(1, math.prod(shape[d + 1 :])) for d in shard_dims if d > 0))
+        blocks = -(-total // step)
+        ends = [min(blocks * (r + 1) // ranks * step, total) for r in range(ranks)]
+        return cls.of_intervals(shape, [end - start for start, end in zip([0, *ends], ends, strict=False)])
+
     # -- geometry: pure functions of the placement and a shape (the part of the tensor that this mesh dimension shares out) --
 
     def unit_numel(self, shape: Sequence[int]) -> int:

@@ -1,22 +1,30 @@
-"""Moving a ragged tensor between placements: one collective each, carrying no more elements than must move.
+"""Moving a ragged tensor between placements: one collective each, carrying exactly the elements that must move.
 
-| from -> to                    | collective                                               | elements a rank receives           |
-|-------------------------------|----------------------------------------------------------|------------------------------------|
-| Ragged -> Replicate           | all-gather (padded to the largest part; see ``gather``)   | numel - own (+ padding)            |
-| Replicate -> Ragged           | none: a slice                                            | 0                                  |
-| Partial(sum, avg) -> Ragged   | reduce-scatter (padded likewise)                         | own                                |
-| Ragged -> other Ragged        | one uneven all-to-all, planned by ``geometry.routes``    | new part minus what it had already |
-| Ragged <-> Shard(d)           | one uneven all-to-all, planned by ``geometry.boxes``     | the same                           |
+| from -> to                        | collective                                              | elements a rank receives           |
+|-----------------------------------|---------------------------------------------------------|------------------------------------|
+| Ragged -> Replicate               | all-gather; uneven parts: one uneven all-to-all         | numel - own                        |
+| Ragged, one owner -> Replicate    | broadcast                                               | numel                              |
+| Replicate -> Ragged               | none: a slice                                           | 0                                  |
+| Partial -> Ragged                 | reduce-scatter; uneven parts: an all-to-all and a sum   | own, from each other rank          |
+| Ragged -> other Ragged            | one uneven all-to-all, straight between the two parts   | new part minus what it had already |
+| Ragged <-> Shard(d)               | one uneven all-to-all of boxes                          | the same                           |
+| Ragged, Replicate -> Partial      | none: one rank keeps a value, the others the neutral    | 0                                  |
+| several mesh dimensions at once   | one uneven all-to-all of boxes over all ranks           | new part minus what it had already |
 
-Everything else (another mesh dimension changes too, Partial with another reduction) goes through Replicate and torch's own
-redistribution. gloo has no collectives over uneven lists, hence the padding. Nothing here knows autograd: see ``dtensor.py``.
+gloo has no collectives over uneven lists, hence the all-to-all. What is left goes step by step through Replicate: several mesh
+dimensions at once on a mesh that is not the whole world (there is no process group for it), and placements that are neither ours
+nor ``Shard``. Nothing here knows autograd: see ``dtensor.py``. Every step can be asynchronous: a :class:`Transfer` is complete when
+it was waited for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,63 +33,120 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.utils._pytree import tree_map_only
 
 from vescale_ray.compat import all_gather_single, reduce_scatter_single
-from vescale_ray.dtensor_spec import Sharding, contiguous_stride, ragged_mesh_dim, replicated, sharding_of
-from vescale_ray.geometry import Extent, Route, Shape, boxes, routes
+from vescale_ray.dtensor_spec import (
+    Placements,
+    Sharding,
+    contiguous_stride,
+    holding,
+    positive_dims,
+    ragged_mesh_dim,
+    section,
+)
+from vescale_ray.geometry import Box, Shape
 from vescale_ray.placement import RaggedShard
 
-Interval = tuple[int, int]
+Slices = tuple[slice, ...]
 
 # What every backend moves as it is. The rest (bool, float8, int16, complex, ..) travels as bytes: gloo rejects them.
 _MOVABLE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8})
 
-_PADDING_LIMIT = 2
-"""Gather and reduce-scatter pad to the largest part as long as that at most doubles the traffic."""
+_COMBINE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
+    "avg": lambda parts: parts.sum(0, dtype=parts.dtype) / parts.shape[0],
+    "product": lambda parts: parts.prod(0, dtype=parts.dtype),
+    "max": lambda parts: parts.amax(0),
+    "min": lambda parts: parts.amin(0),
+}
 
 
-def gather(local: torch.Tensor, sharding: Sharding) -> torch.Tensor:
-    """The whole tensor, ``sharding.shape``, fresh memory. Collective over the ragged mesh dimension.
+class Transfer:
+    """A local tensor that is on its way: ``out`` is complete after :meth:`wait`, which may be called again."""
 
-    Even parts: one all-gather without copies. A single owner: one broadcast. Uneven parts: an all-gather padded to the
-    largest, or, where that would more than double the traffic, one uneven all-to-all.
+    __slots__ = ("_finish", "_work", "out")
+
+    def __init__(self, out: torch.Tensor, work: Any = None, finish: Callable[[], object] | None = None) -> None:
+        self.out, self._work, self._finish = out, work, finish
+
+    @property
+    def done(self) -> bool:
+        return self._work is None and self._finish is None
+
+    def wait(self) -> torch.Tensor:
+        work, finish, self._work, self._finish = self._work, self._finish, None, None
+        if work is not None:
+            work.wait()
+        if finish is not None:
+            finish()  # writes into out
+        return self.out
+
+
+class ArrivingTensor(AsyncCollectiveTensor):
+    """The local tensor of a redistribution with ``async_op=True``: its first use waits for the transfer.
+
+    torch's AsyncCollectiveTensor waits for a collective only; what arrives here may still have to be put in its place.
     """
-    shape, numel, world = sharding.shape, sharding.numel, sharding.world
-    if local.is_meta:
-        return local.new_empty(shape)
+
+    __slots__ = ["transfer"]
+    transfer: Transfer
+
+    @staticmethod
+    def of(transfer: Transfer) -> torch.Tensor:
+        """``transfer``'s result, not waited for; the plain tensor if it is there already."""
+        if transfer.done:
+            return transfer.out
+        result = AsyncCollectiveTensor.__new__(ArrivingTensor, transfer.out)
+        result.transfer = transfer
+        return result
+
+    def trigger_wait(self) -> torch.Tensor:
+        self.completed = True
+        return self.transfer.wait()
+
+    def wait(self) -> torch.Tensor:
+        return self.trigger_wait()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def arrived(value: AsyncCollectiveTensor) -> torch.Tensor:
+            return value.trigger_wait()
+
+        args, kwargs = tree_map_only(AsyncCollectiveTensor, arrived, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor, waited for if it was still on its way."""
+    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+# -- one mesh dimension, the ragged one: the others stay as they are, so all happens inside one section -----------------------
+
+
+def gather(local: torch.Tensor, sharding: Sharding) -> Transfer:
+    """The whole section, fresh memory. Collective over the ragged mesh dimension.
+
+    Even parts: one all-gather without copies. A single owner: one broadcast. Uneven parts: one uneven all-to-all.
+    """
+    shape, numel, world = sharding.section, sharding.section_numel, sharding.world
     flat = _flat(local)
-    if world == 1:
-        return flat.clone().view(shape)
-    counts = _counts(sharding)
-    largest, group = max(counts), sharding.mesh.get_group(sharding.mesh_dim)
-    if numel == 0:
-        return local.new_empty(shape)
-    if flat.dtype not in _MOVABLE:
-        size = flat.dtype.itemsize
-        out = _gather_flat(flat.view(torch.uint8), [c * size for c in counts], largest * size, group)
-        return out.view(local.dtype).view(shape)
-    return _gather_flat(flat, counts, largest, group).view(shape)
-
-
-def _gather_flat(flat: torch.Tensor, counts: list[int], largest: int, group: dist.ProcessGroup) -> torch.Tensor:
-    world, numel = len(counts), sum(counts)
+    if world == 1 or numel == 0:
+        return Transfer(flat.clone().view(shape) if numel else local.new_empty(shape))
+    counts, group = _counts(sharding), _group(sharding)
     out = flat.new_empty(numel)
-    if largest == numel:
-        owner = counts.index(numel)
+    raw_out, raw, size = _movable(out), _movable(flat), flat.dtype.itemsize if flat.dtype not in _MOVABLE else 1
+    if max(counts) == numel:
         if flat.numel():
             out.copy_(flat)
-        dist.broadcast(out, src=dist.get_global_rank(group, owner), group=group)
-    elif largest * world == numel:
-        all_gather_single(out, flat, group=group)
-    elif largest * world <= _PADDING_LIMIT * numel:
-        mine = flat.new_zeros(largest)
-        mine[: flat.numel()] = flat
-        padded = flat.new_empty(world * largest)
-        all_gather_single(padded, mine, group=group)
-        torch.cat([padded[r * largest : r * largest + n] for r, n in enumerate(counts)], out=out)
+        work = dist.broadcast(raw_out, src=dist.get_global_rank(group, counts.index(numel)), group=group, async_op=True)
+    elif max(counts) * world == numel:
+        work = all_gather_single(raw_out, raw, group=group, async_op=True)
     else:
-        dist.all_to_all_single(out, flat.repeat(world), counts, [flat.numel()] * world, group=group)
-    return out
+        given, wanted = [flat.numel() * size] * world, [n * size for n in counts]
+        work = dist.all_to_all_single(raw_out, raw.repeat(world), wanted, given, group=group, async_op=True)
+    return Transfer(out.view(shape), work)
 
 
 def take(full: torch.Tensor, sharding: Sharding) -> torch.Tensor:
@@ -90,191 +155,152 @@ def take(full: torch.Tensor, sharding: Sharding) -> torch.Tensor:
 
 
 def view_of(full: torch.Tensor, sharding: Sharding) -> torch.Tensor:
-    """This rank's part of the whole tensor as a view (of a copy, if ``full`` is not contiguous)."""
+    """This rank's part of the whole tensor as a view (of a copy, if its section of ``full`` is not contiguous)."""
     if full.shape != sharding.shape:
         raise ValueError(f"{sharding.describe()} can't take its part of a tensor of shape {tuple(full.shape)}")
+    if tuple(sharding.section) != tuple(sharding.shape):
+        full = full[_slices(sharding.offsets, sharding.section)]
     return _flat(full)[sharding.start : sharding.end].view(sharding.local_shape)
 
 
-def reduce_scatter(full: torch.Tensor, sharding: Sharding, op: str) -> torch.Tensor:
-    """This rank's part of the sum (``"sum"``) or mean (``"avg"``) over the ranks' ``full`` tensors. One reduce-scatter.
+def reduce_scatter(full: torch.Tensor, sharding: Sharding, op: str) -> Transfer:
+    """This rank's part of the ranks' ``full`` sections reduced by ``op``: a key of ``_COMBINE``. One collective.
 
-    The mean is a sum divided by the ranks: gloo has no AVG. Very uneven parts go through one all-to-all and are summed here.
+    Even parts, sum or mean: a reduce-scatter (the mean is a sum divided by the ranks: gloo has no AVG). Everything else: each part
+    goes to its owner, who reduces in rank order.
     """
-    world, numel = sharding.world, sharding.numel
-    flat = _flat(full)
-    if full.is_meta or numel == 0 or world == 1:
-        return flat[sharding.start : sharding.end].clone().view(sharding.local_shape)
-    counts, group = _counts(sharding), sharding.mesh.get_group(sharding.mesh_dim)
-    largest, mine = max(counts), counts[sharding.rank]
-    if largest * world <= _PADDING_LIMIT * numel:
-        out = flat.new_empty(largest)
-        if largest * world != numel:
-            padded = flat.new_zeros(world * largest)
-            for r, (start, end) in enumerate(sharding.placement.intervals(sharding.shape)):
-                padded[r * largest : r * largest + end - start] = flat[start:end]
-            flat = padded
-        reduce_scatter_single(out, flat, op=dist.ReduceOp.SUM, group=group)
-        out = out[:mine] if largest != mine else out
-    else:
-        parts = flat.new_empty(world * mine)
-        dist.all_to_all_single(parts, flat, [mine] * world, counts, group=group)
-        out = parts.view(world, mine).sum(0)
-    if op == "avg":
-        out = out.div_(world)
-    return out.view(sharding.local_shape)
+    world, flat = sharding.world, _flat(full)
+    if sharding.section_numel == 0 or world == 1:
+        return Transfer(flat[sharding.start : sharding.end].clone().view(sharding.local_shape))
+    counts, group = _counts(sharding), _group(sharding)
+    mine = counts[sharding.rank]
+    out = flat.new_empty(mine)
+    if op in ("sum", "avg") and max(counts) * world == sharding.section_numel and flat.dtype in _MOVABLE:
+        work = reduce_scatter_single(out, flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
+        finish = (lambda: out.copy_(out / world)) if op == "avg" else None
+        return Transfer(out.view(sharding.local_shape), work, finish)
+    parts, size = flat.new_empty(world * mine), flat.dtype.itemsize if flat.dtype not in _MOVABLE else 1
+    given, wanted = [n * size for n in counts], [mine * size] * world
+    work = dist.all_to_all_single(_movable(parts), _movable(flat), wanted, given, group=group, async_op=True)
+    return Transfer(out.view(sharding.local_shape), work, lambda: out.copy_(_COMBINE[op](parts.view(world, mine))))
 
 
-def exchange(local: torch.Tensor, source: Sharding, target: Sharding) -> torch.Tensor:
+def exchange(local: torch.Tensor, source: Sharding, target: Sharding) -> Transfer:
     """From one ragged layout of a tensor to another on the same mesh dimension: only elements whose owner changes travel.
 
-    If no rank's elements change owner (the layouts differ in dims only) there is no collective at all.
+    Both are intervals of the same elements in rank order, so the collective reads and writes the parts themselves. If no
+    element changes owner (the layouts differ in dims only) there is none.
     """
-    if local.is_meta:
-        return local.new_empty(target.local_shape)
-    plan = _plan(source.placement.intervals(source.shape), target.placement.intervals(target.shape))
-    me, flat = source.rank, _flat(local)
-    out = flat.new_empty(target.end - target.start)
-    sends = sorted((r for r in plan if r.src == me and r.dst != me), key=lambda r: r.dst)
-    receives = sorted((r for r in plan if r.dst == me and r.src != me), key=lambda r: r.src)
-    for route in plan:
-        if route.src == route.dst == me:
-            out[route.dst_offset : route.dst_offset + route.length] = flat[route.src_offset : route.src_offset + route.length]
-    if any(r.src != r.dst for r in plan):
-        given, wanted = [0] * source.world, [0] * source.world
-        for route in sends:
-            given[route.dst] += route.length
-        for route in receives:
-            wanted[route.src] += route.length
-        got = _all_to_all([flat[r.src_offset : r.src_offset + r.length] for r in sends], given, wanted, flat, source)
-        for route, piece in zip(receives, got.split([r.length for r in receives]), strict=True):
-            out[route.dst_offset : route.dst_offset + route.length] = piece
-    return out.view(target.local_shape)
-
-
-@lru_cache(maxsize=4096)
-def _plan(source: tuple[Interval, ...], target: tuple[Interval, ...]) -> tuple[Route, ...]:
-    return tuple(routes([[Extent(s, e, 0)] for s, e in source], [[Extent(s, e, 0)] for s, e in target]))
-
-
-def to_shard(local: torch.Tensor, source: Sharding, dim: int) -> torch.Tensor:
-    """From ragged to ``Shard(dim)`` (torch.chunk's parts) on the same mesh dimension; one all-to-all."""
-    shape, world, me = source.shape, source.world, source.rank
-    low, high = _chunk(shape[dim], world, me)
-    out = local.new_empty((*shape[:dim], high - low, *shape[dim + 1 :]))
-    if local.is_meta:
-        return out
+    before, after = source.placement.intervals(source.section), target.placement.intervals(target.section)
     flat = _flat(local)
-    intervals = source.placement.intervals(shape)
-    pieces, given, wanted = [], [0] * world, [0] * world
-    for rank in range(world):
-        for piece in _pieces(shape, intervals[me], dim, *_chunk(shape[dim], world, rank)):
-            view = piece.in_flat(flat)
-            if rank == me:
-                piece.in_slab(out, dim, low).copy_(view)
-            else:
-                pieces.append(view.reshape(-1))
-                given[rank] += piece.numel
-    landing = [(rank, p) for rank in range(world) if rank != me for p in _pieces(shape, intervals[rank], dim, low, high)]
-    for rank, piece in landing:
-        wanted[rank] += piece.numel
-    got = _all_to_all(pieces, given, wanted, flat, source)
-    for (_, piece), segment in zip(landing, got.split([p.numel for _, p in landing]), strict=True):
-        piece.in_slab(out, dim, low).copy_(segment.view(piece.sizes))
-    return out
+    if before == after:
+        return Transfer(flat.clone().view(target.local_shape))
+    out = flat.new_empty(target.end - target.start)
+    size = flat.dtype.itemsize if flat.dtype not in _MOVABLE else 1
+    given = [max(0, min(source.end, end) - max(source.start, start)) * size for start, end in after]
+    wanted = [max(0, min(target.end, end) - max(target.start, start)) * size for start, end in before]
+    work = dist.all_to_all_single(_movable(out), _movable(flat), wanted, given, group=_group(source), async_op=True)
+    return Transfer(out.view(target.local_shape), work)
 
 
-def from_shard(local: torch.Tensor, target: Sharding, dim: int) -> torch.Tensor:
-    """From ``Shard(dim)`` to ragged on the same mesh dimension; one all-to-all: :func:`to_shard` backwards."""
-    shape, world, me = target.shape, target.world, target.rank
-    low, high = _chunk(shape[dim], world, me)
-    out = local.new_empty(target.local_shape)
-    if local.is_meta:
-        return out
-    local, flat_out = local.detach(), out.view(-1)
-    intervals = target.placement.intervals(shape)
-    pieces, given, wanted = [], [0] * world, [0] * world
-    for rank in range(world):
-        for piece in _pieces(shape, intervals[rank], dim, low, high):
-            view = piece.in_slab(local, dim, low)
-            if rank == me:
-                piece.in_flat(flat_out).copy_(view)
-            else:
-                pieces.append(view.reshape(-1))
-                given[rank] += piece.numel
-    landing = [
-        (rank, p) for rank in range(world) if rank != me for p in _pieces(shape, intervals[me], dim, *_chunk(shape[dim], world, rank))
-    ]
-    for rank, piece in landing:
-        wanted[rank] += piece.numel
-    got = _all_to_all(pieces, given, wanted, local, target)
-    for (_, piece), segment in zip(landing, got.split([p.numel for _, p in landing]), strict=True):
-        piece.in_flat(flat_out).copy_(segment.view(piece.sizes))
-    return out
+# -- boxes: any placements on any mesh dimensions ------------------------------------------------------------------------------
 
 
-class _Piece:
-    """A box of the tensor that one ragged part and one Shard(dim) part have in common."""
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What one rank sends and receives: (its box's index, the part of that box), by rank of the group, in the same order on both sides."""
 
-    __slots__ = ("box_offset", "box_sizes", "dim", "numel", "offsets", "sizes", "skip")
-
-    def __init__(self, box_offset: int, box_sizes: Shape, offsets: Shape, dim: int, skip: int, length: int) -> None:
-        self.box_offset, self.box_sizes, self.dim, self.skip = box_offset, box_sizes, dim, skip
-        self.offsets = tuple(o + skip if i == dim else o for i, o in enumerate(offsets))
-        self.sizes = tuple(length if i == dim else s for i, s in enumerate(box_sizes))
-        self.numel = math.prod(self.sizes)
-
-    def in_flat(self, flat: torch.Tensor) -> torch.Tensor:
-        """This piece of a ragged part given as its flat elements."""
-        box = flat[self.box_offset : self.box_offset + math.prod(self.box_sizes)].view(self.box_sizes)
-        return box.narrow(self.dim, self.skip, self.sizes[self.dim])
-
-    def in_slab(self, slab: torch.Tensor, dim: int, low: int) -> torch.Tensor:
-        """This piece of a Shard(dim) part that starts at index ``low`` of the dimension."""
-        index = tuple(
-            slice(o - low, o - low + s) if i == dim else slice(o, o + s)
-            for i, (o, s) in enumerate(zip(self.offsets, self.sizes, strict=True))
-        )
-        return slab[index]
+    sends: tuple[tuple[tuple[int, Slices], ...], ...]
+    receives: tuple[tuple[tuple[int, Slices], ...], ...]
+    stays: tuple[tuple[int, Slices, int, Slices], ...]
 
 
-def _pieces(shape: Sequence[int], interval: Interval, dim: int, low: int, high: int) -> Iterator[_Piece]:
-    position = 0
-    for offsets, sizes in boxes(tuple(shape), *interval):
-        start, end = max(low, offsets[dim]), min(high, offsets[dim] + sizes[dim])
-        if start < end:
-            yield _Piece(position, sizes, offsets, dim, start - offsets[dim], end - start)
-        position += math.prod(sizes)
+def exchange_boxes(
+    local: torch.Tensor, mesh: DeviceMesh, source: Placements, target: Placements, shape: Shape, dim: int | None
+) -> Transfer:
+    """From any layout to any other, with one all-to-all over mesh dimension ``dim``, or over all ranks (None).
+
+    Where several ranks hold an element, it comes from the one that shares the receiver's coordinates on the replicated dimensions: itself,
+    if it has it.
+    """
+    sizes, me = tuple(mesh.shape), _coordinate(mesh)
+    before, after = holding(sizes, source, shape, me), holding(sizes, target, shape, me)
+    out = local.new_empty(local_shape(mesh, target, shape))
+    group = None if dim is None else mesh.get_group(dim)
+    plan = _plan(sizes, source, target, shape, me, _members(mesh, me, dim, group))
+    have, put = _views(arrived(local).detach(), source, before), _views(out, target, after)
+    for i, from_, k, to in plan.stays:
+        put[k][to] = have[i][from_]
+    outgoing = [have[i][part].reshape(-1) for pieces in plan.sends for i, part in pieces]
+    landing = [put[k][part] for pieces in plan.receives for k, part in pieces]
+    size = local.dtype.itemsize if local.dtype not in _MOVABLE else 1
+    given = [sum(have[i][part].numel() for i, part in pieces) * size for pieces in plan.sends]
+    wanted = [sum(put[k][part].numel() for k, part in pieces) * size for pieces in plan.receives]
+    sent = torch.cat(outgoing) if outgoing else local.new_empty(0)
+    got = local.new_empty(sum(wanted) // size)
+    work = dist.all_to_all_single(_movable(got), _movable(sent), wanted, given, group=group, async_op=True)
+
+    def finish() -> None:
+        for view, segment in zip(landing, got.split([v.numel() for v in landing]), strict=True):
+            view.copy_(segment.view(view.shape))
+
+    return Transfer(out, work, finish)
 
 
-def _chunk(size: int, world: int, rank: int) -> Interval:
-    """torch.chunk's part of a dimension: equal parts of ceil(size / world), the last ones short or empty."""
-    step = -(-size // world)
-    return min(rank * step, size), min((rank + 1) * step, size)
+@lru_cache(maxsize=1024)
+def _plan(sizes: Shape, source: Placements, target: Placements, shape: Shape, me: Shape, members: tuple[Shape, ...]) -> _Plan:
+    same = [i for i, p in enumerate(source) if p.is_replicate() or p.is_partial()]
+    before, after = holding(sizes, source, shape, me), holding(sizes, target, shape, me)
+    sends: list[tuple[tuple[int, Slices], ...]] = []
+    receives: list[tuple[tuple[int, Slices], ...]] = []
+    stays: list[tuple[int, Slices, int, Slices]] = []
+    for other in members:
+        out: list[tuple[int, Slices]] = []
+        into: list[tuple[int, Slices]] = []
+        if other == me:
+            stays.extend((i, from_, k, to) for i, k, from_, to in _common(before, after))
+        elif all(other[i] == me[i] for i in same):
+            out.extend((i, from_) for i, _, from_, _ in _common(before, holding(sizes, target, shape, other)))
+            into.extend((k, to) for _, k, _, to in _common(holding(sizes, source, shape, other), after))
+        sends.append(tuple(out))
+        receives.append(tuple(into))
+    return _Plan(tuple(sends), tuple(receives), tuple(stays))
 
 
-def _all_to_all(pieces: list[torch.Tensor], given: list[int], wanted: list[int], like: torch.Tensor, sharding: Sharding) -> torch.Tensor:
-    """Send the concatenated pieces, ``given[r]`` elements to rank r; receive ``wanted[r]`` from rank r, in rank order."""
-    group = sharding.mesh.get_group(sharding.mesh_dim)
-    # One piece may be a strided view (a column), which backends refuse.
-    outgoing = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous() if pieces else like.new_empty(0)
-    incoming = like.new_empty(sum(wanted))
-    if like.dtype in _MOVABLE:
-        dist.all_to_all_single(incoming, outgoing, wanted, given, group=group)
-    else:
-        size = like.dtype.itemsize
-        raw_out, raw_in = outgoing.view(torch.uint8), incoming.view(torch.uint8)
-        dist.all_to_all_single(raw_in, raw_out, [n * size for n in wanted], [n * size for n in given], group=group)
-    return incoming
+def _common(source: Sequence[Box], target: Sequence[Box]) -> Iterable[tuple[int, int, Slices, Slices]]:
+    """The boxes that two holdings share, as (source box, target box, where in the one, where in the other)."""
+    for i, (a, m) in enumerate(source):
+        for k, (b, n) in enumerate(target):
+            low = tuple(map(max, a, b))
+            high = tuple(min(x + s, y + t) for x, s, y, t in zip(a, m, b, n, strict=True))
+            if all(x < y for x, y in zip(low, high, strict=True)):
+                yield (
+                    i,
+                    k,
+                    tuple(slice(x - o, y - o) for x, y, o in zip(low, high, a, strict=True)),
+                    tuple(slice(x - o, y - o) for x, y, o in zip(low, high, b, strict=True)),
+                )
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in row-major order, contiguous (``reshape(-1)`` of one column would be a strided view)."""
-    return tensor.detach().contiguous().view(-1)
+def _views(local: torch.Tensor, placements: Placements, held: Sequence[Box]) -> list[torch.Tensor]:
+    """Each box of a holding as a view of the local tensor."""
+    if ragged_mesh_dim(placements) is None:
+        return [local] if held else []
+    flat, views, position = local.contiguous().view(-1), [], 0
+    for _, sizes in held:
+        numel = math.prod(sizes)
+        views.append(flat[position : position + numel].view(sizes))
+        position += numel
+    return views
 
 
-def _counts(sharding: Sharding) -> list[int]:
-    return [end - start for start, end in sharding.placement.intervals(sharding.shape)]
+def _members(mesh: DeviceMesh, me: Shape, dim: int | None, group: dist.ProcessGroup | None) -> tuple[Shape, ...]:
+    """The coordinates of the ranks of a group, in its order."""
+    if dim is not None:
+        return tuple((*me[:dim], i, *me[dim + 1 :]) for i in range(mesh.size(dim)))
+    ranks = mesh.mesh.flatten().tolist()
+    where = dict(zip(ranks, product(*(range(n) for n in mesh.shape)), strict=True))
+    return tuple(where[r] for r in range(len(ranks)))
 
 
 # -- any placements to any placements ------------------------------------------------------------------------------------
@@ -289,79 +315,208 @@ def move(local: torch.Tensor, source: DTensorSpec, placements: Sequence[Placemen
     """The local tensor and spec under ``placements`` of the tensor that is ``local`` under ``source`` (either may be ragged).
 
     Raises:
-        ValueError: placements that no tensor of ours or torch's can have, or a Partial target.
+        ValueError: placements that no tensor of ours or torch's can have.
     """
-    placements = tuple(placements)
-    if placements == source.placements:
-        return local, source
-    assert source.tensor_meta is not None
-    shape, dtype, mesh = source.tensor_meta.shape, source.tensor_meta.dtype, source.mesh
-    pending = next((p for p, q in zip(placements, source.placements, strict=False) if p.is_partial() and p != q), None)
-    if pending is not None:
-        raise ValueError(f"can't redistribute to {pending}: a pending reduction is the result of an operation, not a target")
-    if ragged_mesh_dim(source.placements) is not None:
-        return _from_ragged(local, sharding_of(source), placements, dtype)
-    if ragged_mesh_dim(placements) is None:
-        target = plain_spec(mesh, placements, shape, dtype)
-        if all(p.is_replicate() for p in placements) and all(p.is_replicate() or p.is_partial() for p in source.placements):
-            return _reduce(local, source), target
-        return redistribute_local_tensor(local, source, target), target
-    return _to_ragged(local, source, Sharding(mesh, placements, shape))
-
-
-def _reduce(local: torch.Tensor, source: DTensorSpec) -> torch.Tensor:
-    """Partial to Replicate, without torch's planner: its caches keep the mesh, and so its process groups, for good."""
-    for dim, placement in enumerate(source.placements):
-        if isinstance(placement, Partial) and source.mesh.size(dim) > 1:
-            local = placement._reduce_value(local, source.mesh, dim)
-    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-
-
-def _from_ragged(
-    local: torch.Tensor, source: Sharding, placements: tuple[Placement, ...], dtype: torch.dtype
-) -> tuple[torch.Tensor, DTensorSpec]:
-    mesh, shape, dim = source.mesh, source.shape, source.mesh_dim
-    if len(placements) != mesh.ndim:
-        raise ValueError(f"{len(placements)} placements for a mesh of {mesh.ndim} dimensions")
-    goal = placements[dim]
-    ragged = ragged_mesh_dim(placements) is not None
-    if ragged:
-        destination = Sharding(mesh, placements, shape)  # also: check before anything is sent
-    if all(p == q for i, (p, q) in enumerate(zip(placements, source.placements, strict=True)) if i != dim):
-        if isinstance(goal, RaggedShard):
-            return exchange(local, source, destination), destination.spec(dtype)
-        if type(goal) is Shard:
-            d = goal.dim + len(shape) if goal.dim < 0 else goal.dim
-            if not 0 <= d < len(shape):
-                raise ValueError(f"{goal} of a tensor of shape {tuple(shape)}: there is no dimension {goal.dim}")
-            target = plain_spec(mesh, [Shard(d) if i == dim else p for i, p in enumerate(placements)], shape, dtype)
-            return to_shard(local, source, d), target
-    full, spec = gather(local, source), plain_spec(mesh, replicated(mesh), shape, dtype)
-    if ragged:
-        return take(full, destination), destination.spec(dtype)
-    if placements == spec.placements:
-        return full, spec
-    target = plain_spec(mesh, placements, shape, dtype)
-    return redistribute_local_tensor(full, spec, target), target
-
-
-def _to_ragged(local: torch.Tensor, source: DTensorSpec, target: Sharding) -> tuple[torch.Tensor, DTensorSpec]:
-    assert source.tensor_meta is not None
-    mesh, shape, dim, dtype = source.mesh, target.shape, target.mesh_dim, source.tensor_meta.dtype
-    here = source.placements[dim]
-    direct = here.is_replicate() or type(here) is Shard or (type(here) is Partial and here.reduce_op in ("sum", "avg"))
-    # First bring the other mesh dimensions to where they must be (and this one to Replicate if there is no direct way).
-    between = [p if i != dim else here if direct else Replicate() for i, p in enumerate(target.placements)]
-    if tuple(between) != source.placements:
-        spec = plain_spec(mesh, between, shape, dtype)
-        local, source, here = redistribute_local_tensor(local, source, spec), spec, between[dim]
-    if isinstance(here, Shard):
-        return from_shard(local, target, here.dim), target.spec(dtype)
-    if isinstance(here, Partial):
-        return reduce_scatter(local, target, here.reduce_op), target.spec(dtype)
-    return take(local, target), target.spec(dtype)
+    transfer, spec = start(local, source, placements)
+    return transfer.wait(), spec
 
 
 def move_tensor(tensor: DTensor, placements: Sequence[Placement]) -> tuple[torch.Tensor, DTensorSpec]:
     """:func:`move` of a DTensor, ours or torch's."""
     return move(tensor._local_tensor, tensor._spec, placements)
+
+
+def start(local: torch.Tensor, source: DTensorSpec, placements: Sequence[Placement]) -> tuple[Transfer, DTensorSpec]:
+    """:func:`move`, whose last collective may still be under way."""
+    assert source.tensor_meta is not None
+    mesh, shape, dtype = source.mesh, tuple(source.tensor_meta.shape), source.tensor_meta.dtype
+    if len(placements) != mesh.ndim:
+        raise ValueError(f"{len(placements)} placements for a mesh of {mesh.ndim} dimensions")
+    want = positive_dims(placements, shape)
+    if want == source.placements:
+        return Transfer(local), source
+    ragged = ragged_mesh_dim(want) is not None
+    if not ragged and ragged_mesh_dim(source.placements) is None:
+        target = plain_spec(mesh, want, shape, dtype)
+        if all(p.is_replicate() for p in want) and all(p.is_replicate() or p.is_partial() for p in source.placements):
+            for dim, placement in enumerate(source.placements):
+                local = _reduced(local, mesh, dim, placement)
+            return Transfer(local), target
+        return Transfer(arrived(redistribute_local_tensor(local, source, target))), target
+    # Also: check the target before anything is sent.
+    target = Sharding(mesh, want, shape).spec(dtype) if ragged else plain_spec(mesh, want, shape, dtype)
+    if local.is_meta:
+        return Transfer(local.new_empty(local_shape(mesh, want, shape))), target
+    return _steps(local, mesh, tuple(source.placements), target.placements, shape, dtype), target
+
+
+def local_shape(mesh: DeviceMesh, placements: Placements, shape: Shape) -> Shape:
+    """Shape of this rank's local tensor."""
+    sizes = section(tuple(mesh.shape), placements, shape, _coordinate(mesh))[1]
+    dim = ragged_mesh_dim(placements)
+    if dim is None:
+        return sizes
+    ragged = placements[dim]
+    assert isinstance(ragged, RaggedShard)
+    return ragged.local_shape(sizes, _coordinate(mesh)[dim])
+
+
+def _steps(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placements, shape: Shape, dtype: torch.dtype) -> Transfer:
+    """Reduce what is pending, move the elements, leave pending what is wanted so. Nearly always it is one of the three."""
+    transfer = Transfer(local)
+    goal = ragged_mesh_dim(want)
+    direct = goal is not None and ragged_mesh_dim(have) is None and type(have[goal]) is Partial
+    if goal is not None and direct and have[goal].reduce_op in _COMBINE:  # type: ignore[attr-defined]
+        # The reduce-scatter first: other pending dimensions then reduce the part only.
+        others = tuple(p if i == goal or p.is_partial() or want[i].is_partial() else want[i] for i, p in enumerate(have))
+        if others != have:
+            local = _plain_move(local, mesh, have, others, shape, dtype)
+        have = tuple(want[goal] if i == goal else p for i, p in enumerate(others))
+        op = others[goal].reduce_op  # type: ignore[attr-defined]
+        transfer = reduce_scatter(local, Sharding(mesh, have, shape), op)
+    for dim, placement in enumerate(have):
+        if placement.is_partial() and placement != want[dim]:
+            transfer = Transfer(_reduced(transfer.wait(), mesh, dim, placement))
+            have = tuple(Replicate() if i == dim else p for i, p in enumerate(have))
+    pending = [i for i, p in enumerate(want) if p.is_partial() and p != have[i]]
+    if have == want:
+        return transfer
+    if len(pending) == 1 and all(p == q for i, (p, q) in enumerate(zip(have, want, strict=True)) if i not in pending):
+        if isinstance(have[pending[0]], RaggedShard):
+            return Transfer(_embedded(transfer.wait(), Sharding(mesh, have, shape), want[pending[0]]))
+    moved = tuple(Replicate() if i in pending else p for i, p in enumerate(want))
+    if moved != have:
+        transfer = _move_elements(transfer.wait(), mesh, have, moved, shape, dtype)
+    for dim in pending:
+        result = transfer.wait()
+        if mesh.get_local_rank(dim) != 0 or want[dim].reduce_op == "avg":  # type: ignore[attr-defined]
+            result = _neutral(result, want[dim], result)
+        transfer = Transfer(result)
+    return transfer
+
+
+def _move_elements(
+    local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placements, shape: Shape, dtype: torch.dtype
+) -> Transfer:
+    """Between layouts that differ in nothing pending; at least one of them ragged."""
+    changed = [i for i, (p, q) in enumerate(zip(have, want, strict=True)) if p != q]
+    from_, to = ragged_mesh_dim(have), ragged_mesh_dim(want)
+    if all(type(p) is Shard or isinstance(p, RaggedShard | Replicate | Partial) for p in (*have, *want)):
+        if from_ is None and all(have[i].is_replicate() and _inside_section(want, i) for i in changed):
+            rest = tuple(p if p == q else Replicate() for p, q in zip(have, want, strict=True))
+            return Transfer(_own(local, mesh, rest, want, shape))
+        if changed == [from_] and changed == [to]:
+            return exchange(local, Sharding(mesh, have, shape), Sharding(mesh, want, shape))
+        if changed == [from_] and want[changed[0]].is_replicate():
+            return gather(local, Sharding(mesh, have, shape))
+        if len(changed) == 1 and changed[0] in (from_, to) and _inside_section(have, changed[0]) and _inside_section(want, changed[0]):
+            return exchange_boxes(local, mesh, have, want, shape, changed[0])
+        if mesh.size() == dist.get_world_size():
+            return exchange_boxes(local, mesh, have, want, shape, None)
+    # Step by step: the whole tensor (at least of what changes) on every rank, then what is wanted of it.
+    if from_ is not None:
+        local = gather(local, Sharding(mesh, have, shape)).wait()
+        have = tuple(Replicate() if i == from_ else p for i, p in enumerate(have))
+    whole = tuple(Replicate() if not p.is_partial() else p for p in want)
+    local = _plain_move(local, mesh, have, whole, shape, dtype)
+    if to is None:
+        return Transfer(_plain_move(local, mesh, whole, want, shape, dtype))
+    return Transfer(_own(local, mesh, whole, want, shape))
+
+
+def _inside_section(placements: Placements, dim: int) -> bool:
+    """Whether what mesh dimension ``dim`` does, it does inside the sections that the others leave: a Shard that cuts before another of the
+    same tensor dimension does not."""
+    placement = placements[dim]
+    if type(placement) is not Shard:
+        return True
+    return not any(type(p) is Shard and p.dim == placement.dim for p in placements[dim + 1 :])
+
+
+def _own(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placements, shape: Shape) -> torch.Tensor:
+    """This rank's part under ``want`` of what it holds under ``have``, which is all of it; no communication."""
+    sizes, me = tuple(mesh.shape), _coordinate(mesh)
+    offsets = section(sizes, have, shape, me)[0]
+    inner, part = section(sizes, want, shape, me)
+    relative = tuple(a - b for a, b in zip(inner, offsets, strict=True))
+    cut = local.detach()[_slices(relative, part)] if part else local.detach()
+    dim = ragged_mesh_dim(want)
+    if dim is None:
+        return cut.clone()
+    sharding = Sharding(mesh, want, shape)
+    return _flat(cut)[sharding.start : sharding.end].clone().view(sharding.local_shape)
+
+
+def _embedded(local: torch.Tensor, sharding: Sharding, pending: Placement) -> torch.Tensor:
+    """The section with this rank's part in its place and the neutral element elsewhere: their reduction is the tensor."""
+    out = _neutral(local.new_empty(sharding.section), pending, None)
+    factor = sharding.world if pending.reduce_op == "avg" else 1  # type: ignore[attr-defined]
+    flat = _flat(local)
+    out.view(-1)[sharding.start : sharding.end] = flat * factor if factor != 1 else flat
+    return out
+
+
+def _neutral(like: torch.Tensor, pending: Placement, value: torch.Tensor | None) -> torch.Tensor:
+    """What a rank contributes that must not change the reduction: ``value`` itself where repeating it doesn't, else the neutral element."""
+    op = getattr(pending, "reduce_op", None)
+    if type(pending) is not Partial or op not in _COMBINE:
+        raise ValueError(f"can't redistribute to {pending}: known pending reductions are {', '.join(sorted(_COMBINE))}")
+    if value is not None and op in ("avg", "max", "min"):
+        return value
+    if op in ("sum", "avg"):
+        return torch.zeros_like(like)
+    if op == "product":
+        return torch.ones_like(like)
+    if like.dtype is torch.bool:
+        return torch.full_like(like, op == "min")
+    if like.dtype.is_floating_point:
+        return torch.full_like(like, math.inf if op == "min" else -math.inf)
+    return torch.full_like(like, torch.iinfo(like.dtype).max if op == "min" else torch.iinfo(like.dtype).min)
+
+
+def _plain_move(
+    local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placements, shape: Shape, dtype: torch.dtype
+) -> torch.Tensor:
+    """torch's own redistribution."""
+    if have == want:
+        return local
+    return arrived(redistribute_local_tensor(local, plain_spec(mesh, have, shape, dtype), plain_spec(mesh, want, shape, dtype)))
+
+
+def _reduced(local: torch.Tensor, mesh: DeviceMesh, dim: int, placement: Placement) -> torch.Tensor:
+    """Partial to Replicate on one dimension, without torch's planner: its caches keep the mesh, and so its process groups, for good."""
+    if not isinstance(placement, Partial) or mesh.size(dim) == 1:
+        return local
+    return arrived(placement._reduce_value(arrived(local), mesh, dim))
+
+
+# -- small helpers -------------------------------------------------------------------------------------------------------------
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements in row-major order, contiguous (``reshape(-1)`` of one column would be a strided view)."""
+    return arrived(tensor).detach().contiguous().view(-1)
+
+
+def _movable(flat: torch.Tensor) -> torch.Tensor:
+    """What the backend is given: the elements, or their bytes where it doesn't know the dtype."""
+    return flat if flat.dtype in _MOVABLE else flat.view(torch.uint8)
+
+
+def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> Slices:
+    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+
+
+def _counts(sharding: Sharding) -> list[int]:
+    return [end - start for start, end in sharding.placement.intervals(sharding.section)]
+
+
+def _group(sharding: Sharding) -> dist.ProcessGroup:
+    return sharding.mesh.get_group(sharding.mesh_dim)
+
+
+def _coordinate(mesh: DeviceMesh) -> Shape:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this process is not part of {mesh}")
+    return tuple(coordinate)

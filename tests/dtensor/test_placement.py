@@ -20,6 +20,27 @@ from tests.ranks import run_threads
 from vescale_ray.placement import RaggedShard
 
 
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple),
+    st.integers(1, 12),
+    st.integers(1, 8),
+    st.lists(st.integers(0, 2), max_size=2),
+)
+def test_of_blocks_cuts_neither_a_block_nor_a_slice_of_a_dimension_that_others_shard(
+    shape: tuple[int, ...], block: int, ranks: int, dims: list[int]
+) -> None:
+    dims = [d for d in dims if d < len(shape)]
+    placement, total = RaggedShard.of_blocks(shape, block, ranks, dims), math.prod(shape)
+    placement.validate(shape, ranks)
+    intervals = placement.intervals(shape)
+    strides = [math.prod(shape[d + 1 :]) for d in dims if d > 0]
+    for cut in {end for _, end in intervals} - {total}:
+        assert cut % block == 0 and all(cut % stride == 0 for stride in strides)
+    step = math.lcm(block, *strides)
+    sizes = [end - start for start, end in intervals]
+    assert max(sizes) - min(sizes) <= 2 * step - 1, "even to within a block and the short one at the end"
+
+
 def test_it_is_a_placement_and_a_value_compared_by_reduced_units() -> None:
     a, b = RaggedShard((0,), (2, 0, 4)), RaggedShard([0], [1, 0, 2])
     assert isinstance(a, Placement) and a == b and hash(a) == hash(b) and a.local_units == (1, 0, 2)

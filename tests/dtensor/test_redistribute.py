@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
+from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.dtensor.layouts import Case, cases, hsdp, one_dim_mesh, pairs, ragged, values
 from tests.ranks import run_gloo, run_threads
@@ -284,13 +286,14 @@ def test_meta_tensors_have_every_shape_and_send_nothing() -> None:
 def _errors(rank: int, world: int) -> None:
     mesh = one_dim_mesh(world)
     other = init_device_mesh("cpu", (world, 1))
-    placement = RaggedShard((0,), (1, 2, 3))
+    placement, strided = RaggedShard((0,), (1, 2, 3)), _StridedShard(0, split_factor=2)
     a = ragged(Case((6, 2), 1, (1, 2, 3)), values((6, 2)), mesh, rank)
     mine = torch.ones(rank + 1, 2)
     for says, bad in (
         ("units for 2 ranks", lambda: a.redistribute(placements=[RaggedShard((0,), (1, 2))])),
         ("no multiple of 5", lambda: a.redistribute(placements=[RaggedShard((0,), (1, 2, 2))])),
-        ("pending reduction", lambda: a.redistribute(placements=[Partial()])),
+        ("can't redistribute to _NormP", lambda: a.redistribute(placements=[_NormPartial(2)])),
+        ("pending reduction", lambda: distribute_tensor(torch.ones(6, 2), other, [placement, Partial()])),
         ("no dimension 2", lambda: a.redistribute(placements=[Shard(2)])),
         ("only placements on the same mesh", lambda: a.redistribute(other, [Replicate(), Replicate()])),
         ("needs placements", lambda: a.redistribute()),
@@ -301,7 +304,8 @@ def _errors(rank: int, world: int) -> None:
         ("plain local part", lambda: RaggedDTensor.from_local(a, mesh, [placement], shape=(6, 2))),
         ("hold 0 RaggedShard", lambda: RaggedDTensor.from_local(torch.ones(6, 2), mesh, [Replicate()], shape=(6, 2))),
         ("hold 2 RaggedShard", lambda: distribute_tensor(torch.ones(6, 2), other, [placement, RaggedShard((0,), (1,))])),
-        ("only Replicate is supported, not S", lambda: distribute_tensor(torch.ones(6, 2), other, [placement, Shard(1)])),
+        ("only Replicate, Partial and Shard", lambda: distribute_tensor(torch.ones(6, 2), other, [placement, strided])),
+        ("no dimension -3", lambda: distribute_tensor(torch.ones(6, 2), other, [placement, Shard(-3)])),
         ("use redistribute", lambda: distribute_tensor(a, mesh, [RaggedShard((0,), (2, 2, 2))])),
         ("use its redistribute", lambda: distribute_tensor(a, mesh, [Replicate()])),
         ("leaf tensors", lambda: distribute_tensor(torch.ones(6, 2, requires_grad=True) * 1, mesh, [placement])),

@@ -15,7 +15,7 @@ LAYERS: list[set[str]] = [
     {"errors", "geometry", "compat"},
     {"planner", "placement"},
     {"dtensor", "redistribute", "dbuffer", "runfolder", "schedule"},
-    {"fsdp", "models", "data", "config", "checkpoint", "client"},
+    {"fsdp", "models", "data", "config", "checkpoint", "client", "state_dict"},
     {"optim"},
     {"report"},
     {"workers", "progress"},

@@ -1,0 +1,253 @@
+"""Full state dicts into and out of ragged models and optimizers; checkpoints to and from FSDP2; asynchronous saves."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from tests.dtensor.layouts import values, whole
+from tests.ranks import run_gloo
+from vescale_ray.dtensor import distribute_tensor
+from vescale_ray.fsdp import MixedPrecisionPolicy, fully_shard
+from vescale_ray.geometry import Block
+from vescale_ray.placement import RaggedShard
+from vescale_ray.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+FULL = StateDictOptions(full_state_dict=True)
+OFFLOADED = StateDictOptions(full_state_dict=True, cpu_offload=True)
+SENT = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+class Net(nn.Module):
+    """A matrix, a vector, a replicated parameter, and buffers: float, bool, an integer without dimensions."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 6)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("seen", torch.zeros(5, dtype=torch.bool))
+        self.register_buffer("count", torch.tensor(seed))
+        with torch.no_grad():
+            for i, p in enumerate(self.parameters()):
+                p.copy_(values(tuple(p.shape), seed=seed * 10 + i) + 0.25)
+            self.mean.fill_(float(seed))
+            self.seen[seed % 5] = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        return y * self.scale.sum()
+
+
+def shard(net: nn.Module, mesh: DeviceMesh, placements: list[Placement]) -> nn.Module:
+    net.inner.weight = nn.Parameter(distribute_tensor(net.inner.weight.detach(), mesh, placements))  # type: ignore[union-attr]
+    net.inner.bias = nn.Parameter(distribute_tensor(net.inner.bias.detach(), mesh, placements))  # type: ignore[union-attr]
+    net.scale = nn.Parameter(distribute_tensor(net.scale.detach(), mesh, [Replicate()] * mesh.ndim))
+    return net
+
+
+def give_gradients(net: nn.Module, seed: int) -> None:
+    for i, p in enumerate(net.parameters()):
+        full = values(tuple(p.shape), seed=seed + i)
+        p.grad = distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) else full
+
+
+def trained(net: nn.Module, steps: int = 2, kind: Any = torch.optim.AdamW) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = kind(net.parameters(), lr=0.05)
+    for step in range(steps):
+        give_gradients(net, 50 + step)
+        optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def same(net: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(whole(a), whole(b)) for a, b in zip(net.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def _round_trip(rank: int, world: int, mesh_shape: tuple[int, ...], placements: list[Placement]) -> None:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    plain = Net(3)
+    reference = trained(plain)
+    source = shard(Net(3), mesh, placements)
+    optimizer = trained(source)
+    assert same(source, plain)
+    full, state = get_model_state_dict(source, options=FULL), get_optimizer_state_dict(source, optimizer, options=FULL)
+    assert not any(isinstance(v, DTensor) for v in full.values()) and set(full) == set(plain.state_dict())
+    offloaded = get_model_state_dict(source, options=OFFLOADED)
+    offloaded_state = get_optimizer_state_dict(source, optimizer, options=OFFLOADED)
+    assert bool(offloaded) == bool(offloaded_state) == (rank == 0)
+    for given, given_state, options in ((full, state, FULL), (offloaded, offloaded_state, SENT)):
+        target = shard(Net(5), mesh, placements)
+        result = set_model_state_dict(target, given, options=options)
+        assert not result.missing_keys and not result.unexpected_keys
+        assert same(target, plain)
+        new = torch.optim.AdamW(target.parameters(), lr=0.9)
+        set_optimizer_state_dict(target, new, given_state, options=options)
+        assert new.param_groups[0]["lr"] == 0.05
+        ours = get_optimizer_state_dict(target, new, options=FULL)["state"]
+        theirs = get_optimizer_state_dict(plain, reference)["state"]
+        for name, entries in theirs.items():
+            assert all(torch.equal(ours[name][key], value) for key, value in entries.items()), name
+        again = copy.deepcopy(plain)
+        after = torch.optim.AdamW(again.parameters(), lr=0.05)
+        after.load_state_dict(copy.deepcopy(reference.state_dict()))
+        for n, o in ((target, new), (again, after)):
+            give_gradients(n, 70)
+            o.step()
+        assert same(target, again), "the next step is that of the undisturbed run"
+
+
+def _round_trips(rank: int, world: int) -> None:
+    torch.set_num_threads(1)
+    _round_trip(rank, world, (4,), [RaggedShard((0,), (1, 0, 2, 3))])
+    _round_trip(rank, world, (2, 2), [RaggedShard((0,), (1, 2)), Shard(0)])
+    _round_trip(rank, world, (2, 2), [Replicate(), RaggedShard((), (0, 1))])
+
+
+def test_full_state_dicts_go_in_and_out_of_every_layout_and_rank_0_can_send_them() -> None:
+    run_gloo(4, _round_trips, timeout=100)
+
+
+def _broadcasts(rank: int, world: int) -> list[int]:
+    """Elements of each full tensor that is alive when the next one is sent, on a rank that gets them."""
+    mesh = init_device_mesh("cpu", (world,))
+    target = shard(Net(5), mesh, [RaggedShard((0,), (1, 2))])
+    full = Net(3).state_dict() if rank == 0 else {}
+    received: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    real = dist.broadcast
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        alive.append(sum(ref() is not None for ref in received))
+        received.append(weakref.ref(tensor))
+        return real(tensor, *args, **kwargs)
+
+    with patch.object(dist, "broadcast", counted):
+        set_model_state_dict(target, full, options=SENT)
+    assert same(target, Net(3))
+    return alive
+
+
+def test_one_full_tensor_at_a_time_is_held() -> None:
+    alive = run_gloo(2, _broadcasts)[1]
+    assert len(alive) >= 6 and max(alive) <= 1
+
+
+def _refused(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    net = shard(Net(5), mesh, [RaggedShard((0,), (1, 2))])
+    before = {k: whole(v).clone() for k, v in net.state_dict().items()}
+    good = Net(3).state_dict()
+    wrong = {**good, "inner.weight": torch.ones(4, 6)}
+    lacking = {k: v for k, v in good.items() if k != "scale"}
+    for options in (FULL, SENT):
+        bad = {r"inner.weight has shape \(4, 6\)": wrong, r"lacks \['scale'\]": lacking, r"\['more'\]": {**good, "more": 1}}
+        for says, state in bad.items():
+            with pytest.raises(ValueError, match=says):
+                set_model_state_dict(net, state if rank == 0 or options is FULL else {}, options=options)
+        with pytest.raises(ValueError, match="full_state_dict=True"):
+            set_model_state_dict(net, good, options=StateDictOptions(broadcast_from_rank0=True))
+    assert all(torch.equal(whole(v), before[k]) for k, v in net.state_dict().items()), "what raised changed nothing"
+    result = set_model_state_dict(net, {**lacking, "more": 1}, options=StateDictOptions(full_state_dict=True, strict=False))
+    assert result.missing_keys == ["scale"] and result.unexpected_keys == ["more"]
+    assert torch.equal(whole(net.inner.weight), good["inner.weight"])  # type: ignore[union-attr]
+
+
+def test_what_does_not_fit_is_refused_on_every_rank_before_anything_is_written() -> None:
+    run_gloo(2, _refused)
+
+
+def _with_fsdp2(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    one, two = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+
+    def fsdp2() -> nn.Module:
+        net = Net(5)
+        torch_fully_shard(net, mesh=one)
+        return net
+
+    def ragged() -> nn.Module:
+        return shard(Net(5), one, [RaggedShard((0,), (0, 1, 2, 3))])
+
+    def strided() -> nn.Module:
+        return shard(Net(5), two, [RaggedShard((0,), (1, 2)), Shard(0)])
+
+    def columns() -> nn.Module:
+        net = Net(5)
+        net.inner.weight = nn.Parameter(distribute_tensor(net.inner.weight.detach(), two, [RaggedShard((0, 1), (5, 7)), Shard(1)]))
+        net.inner.bias = nn.Parameter(distribute_tensor(net.inner.bias.detach(), two, [Replicate(), RaggedShard((0,), (1, 2))]))
+        return net
+
+    plain = Net(5)
+    reference = trained(plain)
+    makers = {"fsdp2": fsdp2, "ragged": ragged, "strided": strided, "columns": columns}
+    for name, make in makers.items():
+        net = make()
+        optimizer = trained(net)
+        state = {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)}
+        saving: Any = dcp.async_save(state, checkpoint_id=str(Path(folder) / name), process_group=dist.new_group(backend="gloo"))
+        with torch.no_grad():
+            for p in net.parameters():
+                p.zero_()  # what is being saved is a copy
+        saving.result()
+    for source in makers:
+        for name, make in makers.items():
+            if "fsdp2" in (source, name) or source != name:
+                net = make()
+                new = torch.optim.AdamW(net.parameters(), lr=0.9)
+                state = {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, new)}
+                dcp.load(state, checkpoint_id=str(Path(folder) / source))
+                set_model_state_dict(net, state["model"])
+                set_optimizer_state_dict(net, new, state["optimizer"])
+                assert same(net, plain), (source, name)
+                ours = get_optimizer_state_dict(net, new)["state"]
+                for key, entries in get_optimizer_state_dict(plain, reference)["state"].items():
+                    assert all(torch.equal(whole(ours[key][k]), v) for k, v in entries.items()), (source, name, key)
+
+
+def test_asynchronous_checkpoints_of_models_and_optimizers_load_across_layouts_and_to_and_from_fsdp2() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_gloo(4, _with_fsdp2, folder, timeout=120)
+        for name in ("strided", "columns"):
+            metadata: Any = dcp.FileSystemReader(str(Path(folder) / name)).read_metadata().state_dict_metadata["model.inner.weight"]
+            assert sum(c.sizes.numel() for c in metadata.chunks) == 24, "each element once, however many replicas hold it"
+
+
+def _fully_sharded(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    net, x = Net(5), values((2, 4)) * 0.1
+    fully_shard(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), block_policy=lambda name, p: Block.rows(1))
+    trained_optimizer = torch.optim.AdamW(net.parameters(), lr=0.9)
+    net(x)  # the low-precision copy of the old values exists
+    plain = Net(3)
+    state = get_optimizer_state_dict(plain, trained(plain))
+    set_model_state_dict(net, plain.state_dict() if rank == 0 else {}, options=SENT)
+    set_optimizer_state_dict(net, trained_optimizer, state if rank == 0 else {}, options=SENT)
+    assert same(net, plain)
+    assert torch.equal(net(x), plain.to(torch.bfloat16)(x.bfloat16())), "the forward pass sees what was loaded"
+    found = get_optimizer_state_dict(net, trained_optimizer, options=FULL)["state"]
+    assert all(torch.equal(found[n][k], v) for n, entries in state["state"].items() for k, v in entries.items())
+
+
+def test_full_state_dicts_into_a_fully_sharded_module() -> None:
+    run_gloo(2, _fully_sharded)

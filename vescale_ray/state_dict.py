@@ -1,0 +1,201 @@
+"""State dicts of models and optimizers with ragged parameters: torch's ``get/set_*_state_dict``, that also load full state dicts.
+
+torch's own setters can't: with ``full_state_dict`` they cut full tensors for Shard only. Getting, and setting from sharded state dicts,
+is torch's own code. The options are torch's :class:`StateDictOptions`:
+
+| option                 | here                                                                                                    |
+|------------------------|---------------------------------------------------------------------------------------------------------|
+| full_state_dict        | plain whole tensors; with cpu_offload on rank 0 only, the other ranks get an empty dict                   |
+| broadcast_from_rank0   | rank 0 has the full state dict (the others give anything), and sends one tensor at a time                 |
+| strict                 | every name must be known on both sides; checked on all ranks before anything is written                   |
+
+Memory: a rank holds, beside its shards, one full tensor at a time; rank 0 also the state dict that it was given, which is not copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as torchs
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.tensor import DTensor
+
+from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
+
+__all__ = [
+    "StateDictOptions",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+]
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+
+def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> dict[str, Any]:
+    """The model's parameters and buffers by name, sharded, or whole (``full_state_dict``)."""
+    return torchs.get_model_state_dict(model, options=options)
+
+
+def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizers, *, options: StateDictOptions | None = None) -> dict[str, Any]:
+    """The optimizers' state by parameter name: ``{"state": {name: {..}}, "param_groups": [..]}``, sharded or whole.
+
+    An optimizer that has no state yet gets one, by a step with zero gradients and learning rate (torch's way).
+    """
+    _rest(model)
+    return torchs.get_optimizer_state_dict(model, optimizers, options=options)
+
+
+def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None) -> Any:
+    """Load a state dict into the model: sharded in any layout, or whole; the ``missing_keys`` and ``unexpected_keys`` as torch's.
+
+    Raises:
+        ValueError: ``broadcast_from_rank0`` without ``full_state_dict``; a tensor of another shape; a parameter on the meta device;
+            names that are missing or too many (``strict``). On every rank, before anything is written.
+    """
+    options = _checked(options)
+    if not options.full_state_dict:
+        return torchs.set_model_state_dict(model, dict(model_state_dict), options=options)
+    mine = torchs.get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=options.ignore_frozen_params))
+    source = _Source(model_state_dict, options, _device(mine))
+    missing = [name for name in mine if name not in source.items]
+    unexpected = [name for name in source.items if name not in mine]
+    _refuse(options, "model", missing, unexpected)
+    _check({name: (mine[name], entry) for name, entry in source.items.items() if name in mine})
+    for name in mine:
+        if name in source.items:
+            mine[name] = source.into(name, mine[name])
+    # What is written already is loaded once more, from itself: the modules' hooks run, and values that are no tensors get set.
+    result = torchs.set_model_state_dict(model, {n: v for n, v in mine.items() if n not in missing}, options=StateDictOptions(strict=False))
+    result.unexpected_keys.extend(unexpected)
+    return result
+
+
+def set_optimizer_state_dict(
+    model: nn.Module, optimizers: Optimizers, optim_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
+) -> None:
+    """Load a state dict, by parameter names as :func:`get_optimizer_state_dict` gives it, into the optimizers.
+
+    Raises:
+        ValueError: as :func:`set_model_state_dict`.
+    """
+    options = _checked(options)
+    _rest(model)
+    optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+    if not options.full_state_dict:
+        torchs.set_optimizer_state_dict(model, optimizers, dict(optim_state_dict), options=options)
+        return
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    mine = torchs.get_optimizer_state_dict(model, optimizers, options=flat)
+    source = _Source(_flattened(optim_state_dict), options, _device(mine))
+    missing = [name for name in mine if name not in source.items]
+    unexpected = [name for name in source.items if name not in mine]
+    _refuse(options, "optimizer", missing, unexpected)
+    _check({name: (mine[name], entry) for name, entry in source.items.items() if name in mine})
+    for name in mine:
+        if name in source.items:
+            mine[name] = source.into(name, mine[name])
+    torchs.set_optimizer_state_dict(model, optimizers, mine, options=replace(flat, strict=options.strict))
+
+
+def _rest(model: nn.Module) -> None:
+    """Units that a forward pass left gathered show the wrong parameters: taking a state dict reshards them (theirs and ours)."""
+    model.state_dict(keep_vars=True)
+
+
+class _Source:
+    """A full state dict: names, and for tensors shape and dtype, on every rank; the values there, too, or on rank 0 only."""
+
+    def __init__(self, given: Mapping[str, Any], options: StateDictOptions, device: torch.device) -> None:
+        self.given, self.device = given, device
+        self.sends = options.broadcast_from_rank0 and dist.is_initialized() and dist.get_world_size() > 1
+        self.first = not self.sends or dist.get_rank() == 0
+        described: list[Any] = [{n: _described(v) for n, v in given.items()} if self.first else None]
+        if self.sends:
+            dist.broadcast_object_list(described, src=0, device=device)
+        self.items: dict[str, Any] = described[0]
+
+    def into(self, name: str, target: Any) -> Any:
+        """``target`` with the value of ``name`` written into it; the value itself where ``target`` is no tensor."""
+        entry = self.items[name]
+        if not isinstance(entry, _TensorEntry):
+            return entry
+        if not isinstance(target, Tensor):
+            return self._whole(name, entry)
+        with torch.no_grad():
+            if not self.sends and isinstance(target, RaggedDTensor):
+                target.copy_(self.given[name])  # only its part goes to the device
+                return target
+            full = self._whole(name, entry)
+            if isinstance(target, DTensor) and not isinstance(target, RaggedDTensor):
+                full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+            target.copy_(full)
+        return target
+
+    def _whole(self, name: str, entry: _TensorEntry) -> Tensor:
+        if not self.first:
+            full = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+        else:
+            full = self.given[name].detach().to(self.device).contiguous()
+        if self.sends:
+            raw = full if full.dtype not in (torch.bool, torch.int16) and full.dtype.itemsize > 1 else full.view(torch.uint8)
+            dist.broadcast(raw, src=0)
+        return full
+
+
+class _TensorEntry:
+    """Shape and dtype of a tensor that is elsewhere."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.shape, self.dtype = tuple(value.shape), value.dtype
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        raise ValueError(f"a full state dict holds plain tensors, but one is a {type(value).__name__}: set full_state_dict=False")
+    return _TensorEntry(value) if isinstance(value, Tensor) else value
+
+
+def _checked(options: StateDictOptions | None) -> StateDictOptions:
+    options = options or StateDictOptions()
+    if options.broadcast_from_rank0 and not options.full_state_dict:
+        raise ValueError("broadcast_from_rank0 sends full tensors: set full_state_dict=True as well")
+    return options
+
+
+def _refuse(options: StateDictOptions, what: str, missing: list[str], unexpected: list[str]) -> None:
+    if options.strict and (missing or unexpected):
+        raise ValueError(
+            f"the {what} state dict lacks {missing[:5]}{'..' if len(missing) > 5 else ''} and has {unexpected[:5]}"
+            f"{'..' if len(unexpected) > 5 else ''} that the {what} doesn't know; load what fits with StateDictOptions(strict=False)"
+        )
+
+
+def _check(pairs: dict[str, tuple[Any, Any]]) -> None:
+    for name, (target, entry) in pairs.items():
+        if isinstance(target, Tensor) and target.is_meta:
+            raise ValueError(f"{name} is on the meta device, it has no storage: call to_empty(device=..) on the module first")
+        if isinstance(entry, _TensorEntry) and isinstance(target, Tensor) and tuple(target.shape) != entry.shape:
+            raise ValueError(f"{name} has shape {entry.shape} in the state dict, but {tuple(target.shape)} here")
+
+
+def _device(state: Mapping[str, Any]) -> torch.device:
+    """The device that the tensors are on, CPU if there are none."""
+    return next((v.device for v in state.values() if isinstance(v, Tensor) and v.ndim and not v.is_meta), torch.device("cpu"))
+
+
+def _flattened(given: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer state dict as ``{"state.NAME.KEY": .., "param_groups.NAME.KEY": ..}``, torch's flat form; one that is flat stays."""
+    if "state" not in given:
+        return dict(given)
+    flat = {f"state.{name}.{key}": value for name, states in given["state"].items() for key, value in states.items()}
+    for group in given["param_groups"]:
+        for name in group["params"]:
+            flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
+    return flat
