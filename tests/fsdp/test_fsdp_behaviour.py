@@ -835,8 +835,6 @@ def misuses(rank, world):
         copy.deepcopy(model)
     with pytest.raises(ValueError, match="must divide"):
         fully_shard(Tower(), reshard_after_forward=5)
-    with pytest.raises(NotImplementedError, match="dp_mesh_dims"):
-        fully_shard(Tower(), dp_mesh_dims=object())
     with pytest.raises(NotImplementedError, match="block_policy"):
         fully_shard(Tower(), shard_placement_fn=lambda p: torch.distributed.tensor.Shard(0))
     with pytest.raises(ValueError, match="on cpu"):

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
+from torch.distributed.tensor import DTensor, Shard
 
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
-from vescale_ray.fsdp.parameters import Owner, Source, Subgroup
+from vescale_ray.fsdp.parameters import Owner, Parallel, Source, Subgroup
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.pipelining import leave_state
 from vescale_ray.fsdp.schedule import Lanes, unit_of
@@ -35,7 +36,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen; torch's own default)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     block_policy: BlockPolicy | None = None,
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer states over the data-parallel ranks, in place.
@@ -43,6 +44,9 @@ def fully_shard(
     Every argument of ``torch.distributed.fsdp.fully_shard`` with the same meaning. Apply it bottom-up: each call makes one
     *unit* of the parameters that no earlier call took; a unit's parameters of one dtype and one ``requires_grad`` are one
     *group*: one buffer, one all-gather, one reduce-scatter. Build the optimizer afterwards.
+
+    Parameters that are DTensors already (tensor or expert parallelism on another dimension of the same mesh) stay so for the
+    module's forward; data parallelism shares out what each rank has of them.
 
     Args:
         module: a module, or a list of modules that form one unit.
@@ -54,7 +58,8 @@ def fully_shard(
         mp_policy: compute, reduction and output dtypes.
         offload_policy: ``CPUOffloadPolicy`` keeps the shards, and so the optimizer, in host memory.
         ignored_params: neither sharded, moved nor reduced.
-        dp_mesh_dims: not supported.
+        dp_mesh_dims: names of the data-parallel dimensions of ``mesh``, which then is the whole mesh; every parameter must be a
+            DTensor on it, with Replicate on these dimensions.
         block_policy: ``(name, parameter) -> Block | None``: the piece of the parameter that no shard boundary cuts; None: no
             requirement. ``name`` is the parameter's name inside the module.
 
@@ -66,8 +71,9 @@ def fully_shard(
         NotImplementedError: for an argument that vescale_ray does not support.
     """
     modules = _modules(module)
+    whole_mesh = None
     if dp_mesh_dims is not None:
-        raise NotImplementedError("dp_mesh_dims is not supported by vescale_ray: pass the data-parallel mesh itself as mesh")
+        whole_mesh, mesh = mesh, _data_mesh(mesh, dp_mesh_dims)
     mesh = mesh if mesh is not None else _default_mesh()
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard needs a mesh of 1 or 2 dimensions, not {mesh.ndim}: {mesh}")
@@ -93,6 +99,7 @@ def fully_shard(
                     entry.append((weakref.ref(one), attribute))
     for param, (fqn, _) in owners.items():
         _check_parameter(fqn, param, shard_placement_fn)
+    parallel = {param: _parallel(fqn, param, mesh, whole_mesh, dp_mesh_dims) for param, (fqn, _) in owners.items()}
     on_meta = [fqn for param, (fqn, _) in owners.items() if param.is_meta]
     if on_meta and len(on_meta) < len(owners):
         real = next(fqn for param, (fqn, _) in owners.items() if not param.is_meta)
@@ -102,7 +109,7 @@ def fully_shard(
     by_kind: dict[tuple[torch.dtype, bool], list[Source]] = {}
     for param, (fqn, where) in owners.items():
         block = block_policy(fqn, param) if block_policy is not None else None
-        by_kind.setdefault((param.dtype, param.requires_grad), []).append(Source(fqn, param, tuple(where), block))
+        by_kind.setdefault((param.dtype, param.requires_grad), []).append(Source(fqn, param, tuple(where), block, parallel[param]))
     name = type(modules[0]).__name__
     groups = [Group(name, sources, mesh, mp_policy, offload_policy, device) for sources in by_kind.values()]
     for param in owners:
@@ -206,13 +213,75 @@ def _check_parameter(fqn: str, param: nn.Parameter, shard_placement_fn: Callable
             f"parameter {fqn!r} is tied to one that an earlier fully_shard call took: put both modules into one unit, "
             f"as fully_shard([module_a, module_b]), or leave both to the root"
         )
-    if isinstance(param, DTensor):
-        raise NotImplementedError(f"parameter {fqn!r} is a DTensor already: tensor or expert parallelism below it is not supported")
     if shard_placement_fn is not None and (placement := shard_placement_fn(param)) is not None:
         raise NotImplementedError(
             f"shard_placement_fn gave {placement} for {fqn!r}: vescale_ray places parameters itself; say with block_policy where "
             f"it may cut them"
         )
+
+
+def _data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> DeviceMesh:
+    """The data-parallel part of a whole mesh: (shard,) or (replicate, shard)."""
+    if mesh is None or mesh.mesh_dim_names is None:
+        raise ValueError("dp_mesh_dims needs the whole mesh, with named dimensions, as mesh")
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in mesh.mesh_dim_names:
+            raise ValueError(f"dp_mesh_dims names {name!r}, but the mesh has only {', '.join(mesh.mesh_dim_names)}")
+    if not dims.shard_names:
+        raise NotImplementedError("dp_mesh_dims without a dimension to shard over is plain data parallelism: use DDP or torch's replicate")
+
+    def part(names: tuple[str, ...]) -> DeviceMesh:
+        return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+    shard = part(dims.shard_names)
+    return DeviceMesh._concatenate([part(dims.replicate_names), shard]) if dims.replicate_names else shard
+
+
+def _parallel(
+    fqn: str, param: nn.Parameter, data_mesh: DeviceMesh, whole: DeviceMesh | None, dims: DataParallelMeshDims | None
+) -> Parallel | None:
+    """What is known of a parameter that is a DTensor already.
+
+    Raises:
+        ValueError: it is on a mesh that does not fit, or cut so that ranks have parts of different shapes.
+    """
+    if not isinstance(param, DTensor):
+        if dims is not None:
+            raise ValueError(f"with dp_mesh_dims every parameter must be a DTensor on the whole mesh, but {fqn!r} is a plain tensor")
+        return None
+    mesh, placements = param.device_mesh, param.placements
+    data_dims: frozenset[int] = frozenset()
+    model_mesh: DeviceMesh | None = mesh
+    if dims is not None:
+        if mesh != whole:
+            raise ValueError(f"parameter {fqn!r} is on another mesh than the one given with dp_mesh_dims: {mesh}")
+        names = mesh.mesh_dim_names or ()
+        data_dims = frozenset(names.index(name) for name in (*dims.shard_names, *dims.replicate_names))
+        left = tuple(name for i, name in enumerate(names) if i not in data_dims)
+        model_mesh = mesh[left] if left else None
+    else:
+        try:
+            DeviceMesh._concatenate([data_mesh, mesh])
+        except (RuntimeError, AssertionError, TypeError) as error:
+            raise ValueError(
+                f"parameter {fqn!r} is a DTensor on {mesh}, which does not go with the data-parallel mesh {data_mesh}: take both from "
+                f"one mesh, as init_device_mesh(.., mesh_dim_names=('dp', 'tp'))['dp'] and ['tp']"
+            ) from error
+    shape = list(param.shape)
+    for i, placement in enumerate(placements):
+        if i in data_dims and not placement.is_replicate():
+            raise ValueError(f"parameter {fqn!r} has {placement} on a data-parallel dimension of its mesh: Replicate is needed there")
+        if type(placement) is Shard:
+            dim = placement.dim % len(shape)
+            if shape[dim] % mesh.size(i):
+                raise ValueError(
+                    f"parameter {fqn!r} of shape {tuple(param.shape)} can't be cut evenly by {placement} over {mesh.size(i)} ranks: "
+                    f"choose a size of dimension {dim} that they divide"
+                )
+            shape[dim] //= mesh.size(i)
+        elif not placement.is_replicate():
+            raise ValueError(f"parameter {fqn!r} has placement {placement}: only Shard and Replicate go with fully_shard")
+    return Parallel(param._spec, data_dims, model_mesh)
 
 
 def _reshard_after_forward(value: bool | int | None, shard_size: int) -> tuple[bool | None, int | None]:

@@ -106,6 +106,9 @@ class Gradients:
             raise RuntimeError(f"backward with create_graph=True through the sharded parameter {self.params[index].fqn!r} is not supported")
         if grad.is_sparse:
             raise RuntimeError(f"{self.params[index].fqn!r} has a sparse gradient: build the embedding with sparse=False")
+        parallel = self.params[index].parallel
+        if parallel is not None:
+            grad = parallel.local_gradient(grad)
         if not self.arrived_count:
             if self.on_first is not None:
                 self.on_first()

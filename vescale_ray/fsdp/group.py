@@ -14,11 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from vescale_ray.dbuffer import DBuffer
-from vescale_ray.dtensor import RaggedDTensor
-from vescale_ray.dtensor_spec import make_spec
+from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.gradients import Gradients
 from vescale_ray.fsdp.memory import Buffer, Pool
@@ -53,7 +52,7 @@ class Group:
         self.orig_dtype = sources[0].param.dtype
         self.compute_dtype, self.reduce_dtype = self._dtypes()
         narrowest = min((self.orig_dtype, self.compute_dtype, self.reduce_dtype), key=lambda d: d.itemsize)
-        specs = [TensorSpec(s.name, tuple(s.param.shape), s.block, narrowest) for s in sources]
+        specs = [TensorSpec(s.name, s.shape, s.block, narrowest) for s in sources]
         self.layout: Layout = plan_layout(specs, self.place.world)
         self.in_place = not self.offload and (self.place.world == 1 or not self.layout.shard_numel)
         """With one rank (or no elements) the shard is the whole: parameters are views of it, nothing is gathered."""
@@ -102,16 +101,16 @@ class Group:
         self.master = self._new_master(torch.device("meta") if meta else home)
         for source in sources:
             if not meta:
-                self.master.load(source.name, source.param.detach())
-            placement = RaggedShard(self.layout.dims(source.name), self.layout.units(source.name))
-            placements = (placement,) if self.place.mesh.ndim == 1 else (Replicate(), placement)
-            spec = make_spec(self.place.mesh, placements, tuple(source.param.shape), self.orig_dtype)
-            local = self._local_view(source.name, tuple(source.param.shape), placement)
+                self.master.load(source.name, source.value)
+            ragged = RaggedShard(self.layout.dims(source.name), self.layout.units(source.name))
+            spec = self.place.spec(ragged, source.shape, self.orig_dtype, source.parallel)
+            local = self._local_view(source.name, source.shape, ragged)
             sharded = nn.Parameter(RaggedDTensor.from_spec(local, spec), requires_grad=source.param.requires_grad)
             sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter detached it, and with it the version counter
             for key, value in source.param.__dict__.items():  # marks that users and optimizers put on parameters
-                sharded.__dict__.setdefault(key, value)
-            param = GroupParam(source.name, source.owners, sharded, spec)
+                if key not in ("_local_tensor", "_spec"):  # of a DTensor
+                    sharded.__dict__.setdefault(key, value)
+            param = GroupParam(source, sharded, ragged, spec)
             param.install(sharded)
             self.params.append(param)
 
@@ -267,13 +266,9 @@ class Group:
                 start = self.layout.offsets[param.name]
                 view = flat[start : start + spec.numel].view(param.shape)
                 if param.unsharded is not None:
-                    param.unsharded.data = view
+                    param.point_to(view)
                     continue
-                # Assigned through .data, the view keeps no tie to the version counter of the buffer: refilling it is no
-                # "modified by an inplace operation" to autograd. The expanded scalar only lends its shape.
-                shape_only = torch.empty((), dtype=self.compute_dtype, device=self.place.device).expand(param.shape)
-                leaf = param.unsharded = nn.Parameter(shape_only, requires_grad=differentiable)
-                leaf.data = view
+                leaf = param.new_unsharded(view)
                 if differentiable:
                     self.grads.hook(leaf, index)
                     leaf.requires_grad_(param.sharded.requires_grad)
@@ -312,12 +307,11 @@ class Group:
             self._tell_gradients()
         self.master = self._new_master(self.place.device if device_type == self.place.device.type else torch.device(device_type))
         for param, new in zip(self.params, current, strict=True):
-            placements = param.spec.placements
-            view = self._local_view(param.name, param.shape, placements[-1])
+            view = self._local_view(param.name, param.shape, param.ragged)
             if device_type != "meta":
                 with torch.no_grad():
                     view.copy_(self._part_of(param, new))
-            param.spec = make_spec(self.place.mesh, placements, param.shape, dtype)
+            param.spec = self.place.spec(param.ragged, param.shape, dtype, param.parallel)
             if isinstance(new, RaggedDTensor):
                 param.sharded = new
                 new._local_tensor, new._spec = view, param.spec
@@ -332,15 +326,12 @@ class Group:
 
     def _part_of(self, param: GroupParam, new: torch.Tensor) -> torch.Tensor:
         """This rank's part of a value that was put in place of a parameter: sharded as ours, otherwise, or not at all."""
-        if tuple(new.shape) != param.shape:
-            raise ValueError(f"parameter {param.fqn!r} of shape {param.shape} was replaced by one of shape {tuple(new.shape)}")
-        local = param.spec.placements[-1].local_shape(param.shape, self.place.rank)
+        if new.shape != param.spec.shape:
+            raise ValueError(f"parameter {param.fqn!r} of shape {tuple(param.spec.shape)} was replaced by one of shape {tuple(new.shape)}")
         if isinstance(new, RaggedDTensor) and new.placements == param.spec.placements:
-            return local_of(new).view(local)
-        if isinstance(new, DTensor):
-            new = new.full_tensor()
-        start, end = self.layout.local_range(param.name, self.place.rank)
-        return new.detach().reshape(-1)[start:end].view(local)
+            return local_of(new).view(param.ragged.local_shape(param.shape, self.place.rank))
+        whole = new.full_tensor() if isinstance(new, DTensor) else new.detach()
+        return local_of(distribute_tensor(whole.detach(), param.spec.mesh, param.spec.placements, src_data_rank=None))
 
 
 def _is_view_of(param: nn.Parameter, flat: torch.Tensor) -> bool:

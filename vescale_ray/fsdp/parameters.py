@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from vescale_ray.dtensor_spec import contiguous_stride, make_spec
 from vescale_ray.fsdp.comm import is_pairwise
 from vescale_ray.geometry import Block
+from vescale_ray.placement import RaggedShard
 
 Owner = tuple["weakref.ref[nn.Module]", str]
 """A module and the attribute under which it holds the parameter; weak, so that units do not keep their model alive."""
@@ -26,12 +30,49 @@ class Source:
     param: nn.Parameter
     owners: tuple[Owner, ...]
     block: Block | None
+    parallel: Parallel | None = None
+
+    @property
+    def value(self) -> torch.Tensor:
+        """What this rank has to share out: the parameter, or the part of it that tensor or expert parallelism left here."""
+        return self.param.detach() if self.parallel is None else local_of(self.param)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Tensor or expert parallelism of a parameter that came as a DTensor. Data parallelism shares out what that leaves to a rank.
+
+    Args:
+        spec: of the DTensor: what the module's forward expects.
+        data_dims: dimensions of its mesh that are data-parallel (``dp_mesh_dims``): Replicate there, gradients may be pending.
+        model_mesh: its mesh without those; None if nothing is left.
+    """
+
+    spec: DTensorSpec
+    data_dims: frozenset[int]
+    model_mesh: DeviceMesh | None
+
+    @property
+    def model_placements(self) -> tuple[Placement, ...]:
+        return tuple(p for i, p in enumerate(self.spec.placements) if i not in self.data_dims)
+
+    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a gradient, as the parameter is placed; sums over data-parallel dimensions stay pending."""
+        if not isinstance(grad, DTensor):
+            raise TypeError(f"the gradient of a DTensor parameter is a {type(grad).__name__}, not a DTensor")
+        wanted = tuple(g if i in self.data_dims else p for i, (g, p) in enumerate(zip(grad.placements, self.spec.placements, strict=True)))
+        local = local_of(grad if grad.placements == wanted else grad.redistribute(placements=wanted))
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 class Place:
     """The ranks of a group, seen from this one."""
 
-    __slots__ = ("device", "mesh", "pairwise", "rank", "replicas", "replicate_group", "shard_group", "world")
+    __slots__ = ("_joint", "device", "mesh", "pairwise", "rank", "replicas", "replicate_group", "shard_group", "world")
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         shard_dim = mesh.ndim - 1
@@ -41,6 +82,20 @@ class Place:
         self.world, self.rank = mesh.size(shard_dim), mesh.get_local_rank(shard_dim)
         self.replicas = mesh.size(0) if mesh.ndim == 2 else 1
         self.pairwise = is_pairwise(self.shard_group, device)
+        self._joint: dict[int, DeviceMesh] = {}
+
+    def spec(self, ragged: RaggedShard, shape: tuple[int, ...], dtype: torch.dtype, parallel: Parallel | None) -> DTensorSpec:
+        """The layout of a sharded parameter: ours on the data-parallel mesh, and beside it what tensor or expert parallelism did."""
+        placements: tuple[Placement, ...] = (ragged,) if self.replicate_group is None else (Replicate(), ragged)
+        if parallel is None:
+            return make_spec(self.mesh, placements, shape, dtype)
+        mesh = self.mesh
+        if parallel.model_mesh is not None:
+            key = id(parallel.model_mesh)
+            if key not in self._joint:
+                self._joint[key] = DeviceMesh._concatenate([self.mesh, parallel.model_mesh])
+            mesh = self._joint[key]
+        return make_spec(mesh, (*placements, *parallel.model_placements), tuple(parallel.spec.shape), dtype)
 
 
 class Subgroup:
@@ -67,13 +122,35 @@ _SUBGROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] 
 class GroupParam:
     """One parameter: sharded (an ``nn.Parameter`` of type RaggedDTensor) and unsharded (a plain leaf, once it was gathered)."""
 
-    __slots__ = ("fqn", "name", "owners", "shape", "sharded", "spec", "unsharded")
+    __slots__ = ("fqn", "name", "owners", "parallel", "ragged", "shape", "sharded", "spec", "unsharded")
 
-    def __init__(self, name: str, owners: tuple[Owner, ...], sharded: nn.Parameter, spec: Any) -> None:
-        self.name, self.fqn, self.owners = name, name, owners
-        self.sharded, self.spec = sharded, spec
-        self.shape = tuple(sharded.shape)
+    def __init__(self, source: Source, sharded: nn.Parameter, ragged: RaggedShard, spec: DTensorSpec) -> None:
+        self.name, self.fqn, self.owners, self.parallel = source.name, source.name, source.owners, source.parallel
+        self.sharded, self.ragged, self.spec = sharded, ragged, spec
+        self.shape = source.shape
+        """Of what is shared out: the parameter's own, or that of the part which tensor or expert parallelism left here."""
         self.unsharded: nn.Parameter | None = None
+
+    def new_unsharded(self, view: torch.Tensor) -> nn.Parameter:
+        """A leaf that looks at ``view`` of the gathered buffer."""
+        differentiable = view.is_floating_point() or view.is_complex()
+        # Assigned through .data, a tensor keeps no tie to the version counter of the buffer: refilling that is no "modified by an
+        # inplace operation" to autograd. The expanded scalar only lends its shape.
+        local = torch.empty((), dtype=view.dtype, device=view.device).expand(view.shape)
+        if self.parallel is None:
+            self.unsharded = nn.Parameter(local, requires_grad=differentiable)
+        else:
+            given = self.parallel.spec
+            meta = TensorMeta(given.shape, contiguous_stride(given.shape), view.dtype)
+            whole = DTensor(local, DTensorSpec(given.mesh, given.placements, tensor_meta=meta), requires_grad=False)
+            self.unsharded = nn.Parameter(whole, requires_grad=differentiable)
+        self.point_to(view)
+        return self.unsharded
+
+    def point_to(self, view: torch.Tensor) -> None:
+        """Let the unsharded parameter look at ``view``."""
+        assert self.unsharded is not None
+        (self.unsharded if self.parallel is None else local_of(self.unsharded)).data = view
 
     @property
     def local(self) -> torch.Tensor:

@@ -1,0 +1,242 @@
+"""fully_shard above tensor parallelism, on other dimensions of one mesh: against a single process and torch's fully_shard."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from tests.fsdp.test_fsdp_behaviour import seeded
+from tests.fsdp.transformer import apart, full
+from tests.ranks import run_gloo, run_threads
+from vescale_ray.dtensor import RaggedDTensor
+from vescale_ray.fsdp import explain, fully_shard
+from vescale_ray.geometry import Block
+from vescale_ray.optim import clip_grad_norm_
+
+WIDTH, HIDDEN, LAYERS = 12, 24, 3
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x)))) * self.scale
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+SEQUENCE_PLAN = {
+    "norm": SequenceParallel(sequence_dim=0),
+    "up": ColwiseParallel(input_layouts=Shard(0)),
+    "down": RowwiseParallel(output_layouts=Shard(0)),
+}
+
+
+def with_tp(how, mesh, dp, plan=PLAN, **options):
+    model = seeded(Net)
+    for layer in model.layers:
+        if plan is SEQUENCE_PLAN:
+            layer.scale.requires_grad_(False)  # tensor parallelism would have to sum its gradient
+        parallelize_module(layer, mesh["tp"], dict(plan))
+        how(layer, mesh=mesh[dp], **options)
+    return how(model, mesh=mesh[dp], **options)
+
+
+def batch(step, rank, world):
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
+    return x.chunk(world)[rank]
+
+
+def tensor_parallel(rank, world, shape, names, options):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    dp = names[:-1] if len(names) > 2 else names[0]
+    place, ways = rank // shape[-1], world // shape[-1]
+    ours, alone = with_tp(fully_shard, mesh, dp, **options), seeded(Net)
+    others = {"ours": ours, "alone": alone}
+    if len(names) == 2 and "block_policy" not in options:
+        others["torch"] = with_tp(torch_fully_shard, mesh, dp, **options)
+    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-2) for name, model in others.items()}
+    losses = {}
+    for step in range(4):
+        for name, model in others.items():
+            x = batch(step, 0, 1) if name == "alone" else batch(step, place, ways)
+            losses[name] = model(x).float().square().mean()
+            losses[name].backward()
+        norms = {name: float(clip_grad_norm_(model.parameters(), 0.5)) for name, model in others.items()}
+        for name in others:
+            assert norms[name] == pytest.approx(norms["alone"], rel=1e-5 if not options.get("mp_policy") else 2e-2), name
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+    bound = 5e-2 if "mp_policy" in options else 1e-5
+    expected = dict(alone.named_parameters())
+    for name, param in ours.named_parameters():
+        assert isinstance(param, RaggedDTensor) and param.shape == expected[name].shape
+        assert apart(full(param), expected[name]) <= bound, name
+        if "torch" in others:
+            assert apart(full(param), full(others["torch"].get_parameter(name))) <= bound, name
+    up = ours.layers[0].up.weight
+    assert up.placements[-1] == Shard(0) and up.device_mesh.ndim == len(shape)
+    assert up.to_local().numel() <= HIDDEN * WIDTH // shape[-1]
+    assert "up.weight" in str(explain(ours))
+    return True
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+WAYS = {
+    "plain": {},
+    "bf16": {"mp_policy": BF16},
+    "kept": {"reshard_after_forward": False},
+    "blocks": {"block_policy": lambda name, p: Block.rows(3) if p.dim() == 2 else None},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_data_parallelism_above_tensor_parallelism_equals_a_single_process_and_torch(way):
+    assert all(run_threads(4, tensor_parallel, (2, 2), ("dp", "tp"), WAYS[way]))
+
+
+@pytest.mark.parametrize(("shape", "names"), [((3, 2), ("dp", "tp")), ((2, 2, 2), ("replicate", "shard", "tp"))])
+def test_more_ranks_and_replicas_above_tensor_parallelism(shape, names):
+    world = shape[0] * shape[1] * (shape[2] if len(shape) > 2 else 1)
+    if shape == (3, 2):  # 16 rows are not 3 equal parts: the means of the parts would not be the mean of all
+        assert all(run_threads(world, uneven_ranks, shape, names))
+    else:
+        assert all(run_threads(world, tensor_parallel, shape, names, {}))
+
+
+def uneven_ranks(rank, world, shape, names):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    ours, alone = with_tp(fully_shard, mesh, "dp"), seeded(Net)
+    x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1))
+    ours(x.chunk(3)[rank // 2]).square().mean().backward()
+    alone(x).square().mean().backward()
+    expected = {name: p.grad for name, p in alone.named_parameters()}
+    for name, p in ours.named_parameters():
+        assert apart(full(p.grad), expected[name]) <= 1e-5, name
+    return True
+
+
+def on_gloo(rank, world, folder):
+    """The same with processes, and rows shared out, too: gradients of norms come as partial sums. Then checkpoints across meshes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ours, alone = with_tp(fully_shard, mesh, "dp", SEQUENCE_PLAN), seeded(Net)
+    (ours(batch(0, rank, 4)).square().mean() / 2).backward()  # the two tensor-parallel ranks' losses add up
+    alone(batch(0, 0, 1)).square().mean().backward()
+    for name, p in ours.named_parameters():
+        if p.requires_grad:
+            assert apart(full(p.grad), alone.get_parameter(name).grad) <= 1e-5, name
+    dcp.save({"model": ours.state_dict()}, checkpoint_id=folder)
+    wide = fully_shard(Net())
+    state = {"model": wide.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    wide.load_state_dict(state["model"])
+    back = with_tp(fully_shard, mesh, "dp")
+    with torch.no_grad():
+        for p in back.parameters():
+            p.zero_()
+    state = {"model": back.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    for name, p in alone.named_parameters():
+        assert torch.equal(full(wide.get_parameter(name)), p), name
+        assert torch.equal(full(back.get_parameter(name)), p), name
+    return True
+
+
+def test_it_runs_on_gloo_and_its_checkpoints_load_into_other_meshes(tmp_path):
+    assert all(run_gloo(4, on_gloo, str(tmp_path)))
+
+
+class Global(nn.Module):
+    """Parameters and activations are DTensors on the whole mesh."""
+
+    def __init__(self, mesh, placements):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.up = nn.Parameter(distribute_tensor(torch.randn(HIDDEN, WIDTH, generator=generator), mesh, placements))
+        self.down = nn.Parameter(distribute_tensor(torch.randn(WIDTH, HIDDEN, generator=generator), mesh, placements[:-1] + [Shard(1)]))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.up.t()) @ self.down.t()
+
+
+def global_mesh(rank, world, shape, names, dims):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    placements = [Replicate()] * (len(names) - 1) + [Shard(0)]
+    ours, theirs = (how(Global(mesh, placements), mesh=mesh, dp_mesh_dims=dims) for how in (fully_shard, torch_fully_shard))
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
+    spread = [Shard(0)] * (len(names) - 1) + [Replicate()]
+    for model in (ours, theirs):
+        for _ in range(2):
+            model(distribute_tensor(x, mesh, spread)).square().mean().backward()
+    for name, p in theirs.named_parameters():
+        mine = ours.get_parameter(name)
+        assert apart(full(mine.grad), full(p.grad)) <= 1e-5, name
+        assert torch.equal(full(mine), full(p))
+    torch.optim.AdamW(ours.parameters()).step()
+    return True
+
+
+CASES = [
+    ((2, 2), ("dp", "tp"), DataParallelMeshDims(shard="dp")),
+    ((2, 2, 2), ("replicate", "dp", "tp"), DataParallelMeshDims(shard="dp", replicate="replicate")),
+    ((2, 2, 2), ("dp", "cp", "tp"), DataParallelMeshDims(shard=("dp", "cp"))),
+]
+
+
+@pytest.mark.parametrize(("shape", "names", "dims"), CASES)
+def test_a_whole_mesh_with_named_data_parallel_dimensions_equals_torch(shape, names, dims):
+    world = shape[0] * shape[1] * (shape[2] if len(shape) > 2 else 1)
+    assert all(run_threads(world, global_mesh, shape, names, dims))
+
+
+def misuse(rank, world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole, dims = [Replicate(), Shard(0)], DataParallelMeshDims(shard="dp")
+    with pytest.raises(ValueError, match="does not go with the data-parallel mesh"):
+        fully_shard(parallelize_module(seeded(Layer), mesh["tp"], dict(PLAN)))
+    odd = nn.Module()
+    odd.weight = nn.Parameter(distribute_tensor(torch.zeros(5, 3), mesh["tp"], [Shard(0)]))
+    with pytest.raises(ValueError, match=r"'weight' of shape \(5, 3\) can't be cut evenly .* over 2 ranks"):
+        fully_shard(odd, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match="names 'nope', but the mesh has only dp, tp"):
+        fully_shard(Global(mesh, whole), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="nope"))
+    with pytest.raises(ValueError, match="'scale' is a plain tensor"):
+        fully_shard(Layer(), mesh=mesh, dp_mesh_dims=dims)
+    with pytest.raises(ValueError, match="Replicate is needed there"):
+        fully_shard(Global(mesh, [Shard(0), Replicate()]), mesh=mesh, dp_mesh_dims=dims)
+    with pytest.raises(ValueError, match="on another mesh"):
+        fully_shard(Global(mesh["tp"], [Shard(0)]), mesh=mesh, dp_mesh_dims=dims)
+    with pytest.raises(ValueError, match="needs the whole mesh"):
+        fully_shard(Layer(), dp_mesh_dims=dims)
+    with pytest.raises(NotImplementedError, match="plain data parallelism"):
+        fully_shard(Global(mesh, whole), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp"))
+    return True
+
+
+def test_what_does_not_fit_is_refused_in_one_sentence():
+    assert all(run_threads(4, misuse))
