@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -187,7 +189,8 @@ class Global(nn.Module):
 def global_mesh(rank, world, shape, names, dims):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     placements = [Replicate()] * (len(names) - 1) + [Shard(0)]
-    ours, theirs = (how(Global(mesh, placements), mesh=mesh, dp_mesh_dims=dims) for how in (fully_shard, torch_fully_shard))
+    built = [how(Global(mesh, placements), mesh=mesh, dp_mesh_dims=dims) for how in (fully_shard, torch_fully_shard)]
+    ours, theirs = cast(list[nn.Module], built)
     x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
     spread = [Shard(0)] * (len(names) - 1) + [Replicate()]
     for model in (ours, theirs):
