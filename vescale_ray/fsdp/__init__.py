@@ -2,7 +2,7 @@
 
 Imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor``; never Ray. One file, one idea: ``api`` (fully_shard),
 ``module`` (the methods it adds), ``unit`` (hooks: when), ``group`` (buffers: what), ``schedule`` (order and streams),
-``memory`` (the pool), ``comm`` (the two collectives), ``phases`` (what is allowed when), ``explain`` (what came of it).
+``memory`` (the pool), ``comm`` (the two collectives), ``debug``, ``phases`` (what is allowed when), ``overview`` (what came of it).
 
 [Note: the tensors of a group]
 P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; W * S >= P, the difference is padding.
@@ -33,6 +33,7 @@ an exchange between ranks, this rank's own part (S) into the gathered buffer. No
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
 from vescale_ray.fsdp.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from vescale_ray.fsdp.debug import OrderError, set_debug
 from vescale_ray.fsdp.module import FSDPModule
 from vescale_ray.fsdp.overview import explain
 from vescale_ray.fsdp.phases import PhaseError
@@ -42,10 +43,12 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OrderError",
     "PhaseError",
     "UnshardHandle",
     "explain",
     "fully_shard",
     "register_fsdp_forward_method",
+    "set_debug",
     "share_comm_ctx",
 ]

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from vescale_ray.dbuffer import DBuffer
 from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
 from vescale_ray.fsdp import comm
+from vescale_ray.fsdp.debug import agree
 from vescale_ray.fsdp.gradients import Gradients
 from vescale_ray.fsdp.memory import Buffer, Pool
 from vescale_ray.fsdp.parameters import GroupParam, Place, Source, Subgroup, local_of
@@ -163,6 +164,7 @@ class Group:
         else:
             if self._buffer is None or self._buffer.nbytes != self.unsharded_bytes:  # the parameters were cast
                 self._buffer = self._new_buffer()
+            agree(f"all-gather of {self.name!r}", group, self.place.device)
             lane.after(self._pool.released_event)
             with torch.no_grad(), lane.context():
                 self._pool.provide(self._buffer)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vescale_ray import compat
 from vescale_ray.fsdp.comm import Lane
+from vescale_ray.fsdp.debug import agree
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.memory import Pool
 from vescale_ray.fsdp.phases import Phase, PhaseError
@@ -230,6 +231,7 @@ class Schedule:
     def reduce(self, group: Group) -> None:
         """Start a group's reduce-scatter; at most ``max_reductions`` are under way at a time."""
         self.finish_reductions()
+        agree(f"reduce-scatter of {group.name!r}", group.grads.group, group.place.device)
         group.grads.reduce(self.lanes.reduce)
         self._reducing.append(group)
 

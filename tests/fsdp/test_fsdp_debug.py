@@ -1,0 +1,103 @@
+"""Debug mode: a rank that strays is named before anything is exchanged, freed parameters are NaN, and results stay the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, shard_tower
+from tests.ranks import run_gloo, run_threads
+from vescale_ray.fsdp import OrderError, set_debug
+
+
+@pytest.fixture
+def debug():
+    set_debug(True)
+    yield
+    set_debug(False)
+
+
+class Forking(Tower):
+    """Rank 1 leaves out a layer."""
+
+    skip = False
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            if not (self.skip and i == 2):
+                x = layer(x)
+        return self.head(x)
+
+
+def strays(rank, world):
+    set_debug(True)
+    model = shard_tower(seeded(Forking))
+    model(inputs(rank, world)).sum().backward()
+    model.skip = rank == 1
+    model.reshard()
+    with pytest.raises(OrderError) as error:
+        model(inputs(rank, world)).sum().backward()
+    found = re.search(r"rank 0 of the group the all-gather of '(layers.\d).*', rank 1 the all-gather of '(layers.\d).*'", str(error.value))
+    assert found and found[1] == "layers.2" != found[2], str(error.value)
+    assert f"this is rank {rank}" in str(error.value)
+    model.skip = False
+    model.reset_iter_state()
+    model.zero_grad()
+    alone = seeded(Forking)
+    model(inputs(rank, world)).square().mean().backward()
+    alone(inputs(0, 1)).square().mean().backward()
+    same(grads(model), grads(alone))
+    return True
+
+
+def strays_in_backward(rank, world):
+    set_debug(True)
+    model = shard_tower(seeded(Tower), reshard_after_forward=False)
+    out = model(inputs(rank, world))
+    if rank == 1:
+        model.layers[3].set_requires_gradient_sync(False)
+    with pytest.raises(OrderError, match=r"reduce-scatter of 'layers.3.*reduce-scatter of 'layers.2"):
+        out.sum().backward()
+    return True
+
+
+@pytest.mark.parametrize("function", [strays, strays_in_backward])
+def test_a_rank_that_strays_is_named_on_every_rank(function):
+    assert all(run_gloo(2, function))
+
+
+def freed(rank, world):
+    model, alone = shard_tower(seeded(Tower)), seeded(Tower)
+    held = []
+    model.layers[1][0].register_forward_hook(lambda module, *_: held.append(module.weight))
+    for step in range(3):
+        for one, r, w in ((model, rank, world), (alone, 0, 1)):
+            one.zero_grad()
+            one(inputs(r, w, step)).square().mean().backward()
+        same(grads(model), grads(alone))
+    assert held[0].isnan().all(), "gathered parameters are not to be read after their module's forward"
+    return True
+
+
+def test_freed_parameters_read_as_nan_and_results_stay_the_same(debug):
+    assert all(run_threads(2, freed))
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", "True"), ("0", "False"), ("", "False")])
+def test_the_environment_switches_it_on(value, expected):
+    code = "from vescale_ray.fsdp.debug import debugging; print(debugging())"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "VESCALE_RAY_FSDP_DEBUG": value}, capture_output=True, text=True)
+    assert done.stdout.strip() == expected
+
+
+def test_nothing_is_exchanged_without_it(monkeypatch):
+    from vescale_ray import compat
+    from vescale_ray.fsdp.debug import agree
+
+    monkeypatch.setattr(compat, "all_gather_single", None)
+    agree("all-gather of nothing", None, torch.device("cpu"))  # type: ignore[arg-type]
