@@ -269,6 +269,7 @@ class Schedule:
         """After an exception in a step: everything at rest, parameters sharded, the step's gradients lost."""
         self.forward_root, self._in_backward = None, False
         self.last_call = None
+        self._orders.clear()  # the ranks may have seen different ones
         self._reducing.clear()
         self._running = []
         for unit in self.units:
