@@ -5,7 +5,8 @@
 Protocol (``docs/benchmarks.md``): an equality gate first (the losses of the first steps agree); all systems live in the same
 processes, and each round runs every system once in rotated order; ratios to FSDP2 are formed inside a round, figures are
 their medians; FSDP2 runs twice (``fsdp2_again``): what that row deviates from 1 is noise. CPU seconds are summed over the ranks and
-include gloo's threads. ``fsdp2_a2a`` is FSDP2 with the all-to-all reduce-scatter that ours uses, for a like-for-like comparison.
+include gloo's threads. ``fsdp2_a2a`` and ``fsdp1_a2a`` are FSDP2 and FSDP1 with an all-to-all reduce-scatter like that of ours, for a
+like-for-like comparison. "Ideal" is compute and optimizer alone plus the fastest raw collectives on flat buffers, nothing overlapped.
 Memory: one system per set of processes, peak resident size over the size before the model is built. Exit code 0 whatever the figures;
 1 if the equality gate fails.
 """
@@ -35,7 +36,10 @@ MODELS = {
 }
 TIME_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}  # keep freed memory, as a caching allocator
 MEMORY_MALLOC = {"MALLOC_MMAP_MAX_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}  # give freed memory back, so that RSS says something
-SYSTEMS = ("fsdp2", "fsdp2_again", "fsdp2_a2a", "ours")
+SYSTEMS = ("fsdp2", "fsdp2_again", "fsdp2_a2a", "fsdp1_a2a", "ours")
+REFERENCES = ("local", "raw_gloo", "raw_pairs", "copies")
+"""What a step can't do without: compute and a sharded optimizer step without communication; the collectives alone, on flat buffers
+that stay, gloo's or as exchanges of pairs; the copies that ours makes, on their own."""
 
 
 def build(name: str) -> Any:
@@ -82,8 +86,10 @@ def build(name: str) -> Any:
 def shard(name: str, system: str) -> Any:
     import torch
     import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     from vescale_ray.fsdp import fully_shard
 
@@ -100,8 +106,22 @@ def shard(name: str, system: str) -> Any:
             if op == dist.ReduceOp.AVG:
                 output_tensor.div_(group.size())
 
-    how = fully_shard if system == "ours" else torch_fully_shard
+    def exchange(_state: None, full: torch.Tensor, shard: torch.Tensor) -> None:
+        """The same for FSDP1, as its communication hook; FSDP1 leaves the mean to the hook."""
+        received = torch.empty_like(full)
+        dist.all_to_all_single(received, full)
+        torch.sum(received.view(dist.get_world_size(), -1), 0, out=shard)
+        shard.div_(dist.get_world_size())
+
     model = build(name)
+    if system == "local":
+        return model
+    if system == "fsdp1_a2a":
+        wrap = ModuleWrapPolicy({type(model.layers[0])})
+        wrapped = FullyShardedDataParallel(model, auto_wrap_policy=wrap, use_orig_params=True, device_id=torch.device("cpu"))
+        wrapped.register_comm_hook(None, exchange)
+        return wrapped
+    how = fully_shard if system == "ours" else torch_fully_shard
     for layer in model.layers:
         how(layer)
     how(model)
@@ -130,6 +150,74 @@ def stepper(name: str, model: Any, rank: int) -> Callable[[int], float]:
     return step
 
 
+def references(name: str, rank: int, world: int) -> dict[str, Callable[[int], float]]:
+    """Steps of :data:`REFERENCES`."""
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+
+    _, _, _, vocab, _, batch, sequence = MODELS[name]
+    model = shard(name, "local")
+    parameters = sum(p.numel() for p in model.parameters())
+    flat = torch.nn.Parameter(torch.zeros(-(-parameters // world)))
+    flat.grad = torch.ones_like(flat)
+    optimizer = torch.optim.AdamW([flat], lr=1e-3)
+
+    def local(index: int) -> float:
+        generator = torch.Generator().manual_seed(1000 * index + rank)
+        tokens = torch.randint(vocab, (batch, sequence + 1), generator=generator)
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        for p in model.parameters():
+            p.grad = None
+        optimizer.step()
+        return loss.item()
+
+    blocks = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
+    units = [(-(-numel // world), 2) for numel in blocks] + [(-(-(parameters - sum(blocks)) // world), 1)]
+    most = max(size for size, _ in units)
+    whole, received, part, out = torch.zeros(world * most), torch.zeros(world * most), torch.zeros(most), torch.zeros(most)
+
+    def pairs(send: Callable[[int], torch.Tensor], receive: Callable[[int], torch.Tensor]) -> None:
+        works = []
+        for distance in range(1, world):
+            works.append(dist.irecv(receive((rank - distance) % world), (rank - distance) % world))
+            works.append(dist.isend(send((rank + distance) % world), (rank + distance) % world))
+        for work in works:
+            work.wait()
+
+    def raw(by_pairs: bool) -> Callable[[int], float]:
+        def step(_index: int) -> float:
+            for size, gathers in units:
+                full = whole[: world * size].view(world, size)
+                parts = received[: world * size].view(world, size)
+                for _ in range(gathers):
+                    if by_pairs:
+                        pairs(lambda _: part[:size], lambda r: full[r])  # noqa: B023 (called at once)
+                        full[rank].copy_(part[:size])
+                    else:
+                        dist.all_gather_single(full.view(-1), part[:size])
+                if by_pairs:
+                    pairs(lambda r: full[r], lambda r: parts[r])  # noqa: B023
+                    parts[rank] = full[rank]
+                else:
+                    dist.all_to_all_single(parts.view(-1), full.view(-1))
+                torch.sum(parts, 0, out=out[:size])
+            return 0.0
+
+        return step
+
+    def copies(_index: int) -> float:
+        """Each gradient once into its buffer, and of each all-gather this rank's own part."""
+        for size, gathers in units:
+            whole[: world * size].copy_(received[: world * size])
+            for _ in range(gathers):
+                whole[:size].copy_(part[:size])
+        return 0.0
+
+    return {"local": local, "raw_gloo": raw(False), "raw_pairs": raw(True), "copies": copies}
+
+
 def time_rank(rank: int, world: int, store: str, name: str, rounds: int, steps: int, out: Any) -> None:
     import torch
     import torch.distributed as dist
@@ -138,13 +226,17 @@ def time_rank(rank: int, world: int, store: str, name: str, rounds: int, steps: 
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     run = {system: stepper(name, shard(name, system), rank) for system in SYSTEMS}
     gate = {system: [run[system](i) for i in range(4)] for system in SYSTEMS}
+    run.update(references(name, rank, world))
+    everything = (*SYSTEMS, *REFERENCES)
+    for system in REFERENCES:
+        run[system](0)
     worst = max(abs(a - b) / abs(b) for losses in gate.values() for a, b in zip(losses, gate["fsdp2"], strict=True))
     rows: list[dict[str, tuple[float, float]]] = []
     if worst <= 1e-5:
         for index in range(rounds):
             row = {}
-            for k in range(len(SYSTEMS)):
-                system = SYSTEMS[(k + index) % len(SYSTEMS)]
+            for k in range(len(everything)):
+                system = everything[(k + index) % len(everything)]
                 dist.barrier()
                 wall, cpu = time.perf_counter(), _cpu_seconds()
                 for s in range(steps):
@@ -257,6 +349,21 @@ def main() -> int:
                 f"{system:<14}{statistics.median(wall) * 1e3:>9.1f}{ratio['value']:>8.3f}{ratio['spread']:>7.3f}"
                 f"{statistics.median(cpu) * 1e3:>9.1f}{cpu_ratio['value']:>8.3f}{cpu_ratio['spread']:>7.3f}"
             )
+        wall = {key: [row[key][0] for row in rows] for key in (*SYSTEMS, *REFERENCES)}
+        raw = min(("raw_gloo", "raw_pairs"), key=lambda key: statistics.median(wall[key]))
+        ideal = [a + b for a, b in zip(wall["local"], wall[raw], strict=True)]
+        print(f"ideal: local {statistics.median(wall['local']) * 1e3:.1f} ms + {raw} {statistics.median(wall[raw]) * 1e3:.1f} ms")
+        for system in SYSTEMS:
+            efficiency = figure([a / b for a, b in zip(ideal, wall[system], strict=True)], "ratio", ">= 0.90" if system == "ours" else None)
+            figures[f"{name}.{system}.efficiency"] = efficiency
+            print(f"{system:<14}{efficiency['value']:>8.3f}{efficiency['spread']:>7.3f} of the ideal")
+        for peer, goal in (("fsdp2_a2a", "<= 0.90"), ("fsdp1_a2a", "<= 1.00")):
+            ratio = figure([a / b for a, b in zip(wall["ours"], wall[peer], strict=True)], "ratio", goal, peer)
+            figures[f"{name}.ours.to_{peer}"] = ratio
+            print(f"ours to {peer}: {ratio['value']:.3f} +- {ratio['spread']:.3f} (goal {goal})")
+        share = figure([a / b for a, b in zip(wall["copies"], wall["ours"], strict=True)], "ratio", "< 0.03")
+        figures[f"{name}.ours.copy_share"] = share
+        print(f"ours copies: {share['value']:.3f} +- {share['spread']:.3f} of the step (goal < 0.03)")
         if options.quick:
             continue
         peaks = {}
