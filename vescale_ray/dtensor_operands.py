@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_map
 
-from vescale_ray.dtensor_spec import Sharding, replicated, sharding_of
+from vescale_ray.dtensor_spec import Sharding, pending_spec, replicated, sharding_of
 from vescale_ray.redistribute import move
 
 T = TypeVar("T", bound=DTensor)
@@ -115,6 +115,11 @@ class PendingDTensor(DTensor):
             return _settled(args[0])._local_tensor.item()
         if name in ("aten::detach", "aten::alias"):  # here, because torch's sharding cache would keep the mesh
             return pending(func(args[0]._local_tensor), args[0]._spec)
+        if name == "aten::stack" and len(args) < 2 and not kwargs and set(map(type, args[0])) == {PendingDTensor}:
+            spec = args[0][0]._spec  # hundreds of norms: one tensor, reduced once
+            if all(t._spec is spec for t in args[0]):
+                value = torch.stack([t._local_tensor for t in args[0]])
+                return pending(value, pending_spec(spec.mesh, spec.placements, value.shape, value.dtype))
         if schema_facts(func)[0] or name.endswith("_like") or name.startswith("aten::new_"):
             # torch would keep the placement, so that filling it with 1 on each rank makes a "sum" of as many ones.
             return _write_pending(func, args, kwargs or {})

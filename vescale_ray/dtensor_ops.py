@@ -23,7 +23,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -60,30 +60,45 @@ class Rule:
 
 def dispatch(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Carry out ``func``, at least one of whose arguments is a ``cls``."""
-    rule = _rule(func)
-    # The two hot handlers look for themselves.
-    if rule.handler is not _pointwise and rule.handler is not _foreach and any_pending(cls, args, kwargs):
-        return on_pending(cls, func, rule.writes, rule.handler, args, kwargs)
-    if rule.handler is not None:
-        result = rule.handler(cls, func, args, kwargs)
+    found = _RULES.get(id(func))  # hashing an operator is Python code
+    rule = found[1] if found is not None else _rule(func)
+    handler = rule.handler
+    if handler is _pointwise or handler is _foreach:  # hot: their common case first, in which nothing is pending
+        result = (_pointwise_alike if handler is _pointwise else _foreach_alike)(cls, func, rule, args, kwargs)
         if result is not NotImplemented:
-            if rule.writes and rule.handler is _foreach:
-                _count_writes(cls, func, rule, args, kwargs)
+            return result
+    if any_pending(cls, args, kwargs):
+        return on_pending(cls, func, rule.writes, handler, args, kwargs)
+    if handler is not None:
+        result = handler(cls, func, args, kwargs)
+        if result is not NotImplemented:
+            if rule.writes and handler is _foreach:
+                lists = (value for value in written(func, rule.writes, args, kwargs) if isinstance(value, list | tuple))
+                _count_writes([t._local_tensor for value in lists for t in value if isinstance(t, cls)])
             return result
     return _fallback(cls, func, rule, args, kwargs)
 
 
-def _count_writes(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _count_writes(local: list[Tensor]) -> None:
     """Below the dispatcher nothing counts that the local tensors were written, and for lists of subclasses nothing above it does.
 
     Whoever keeps something computed from a tensor (a low-precision copy, what autograd saved) tells from its version counter.
     """
-    lists = (value for value in written(func, rule.writes, args, kwargs) if isinstance(value, list | tuple))
-    torch.autograd.graph.increment_version([t._local_tensor for value in lists for t in value if isinstance(t, cls)])
+    torch.autograd.graph.increment_version(local)
 
 
-@lru_cache(maxsize=4096)
+_RULES: dict[int, tuple[Any, Rule]] = {}
+"""By the operator's identity; the operator is kept, so that no other one gets it."""
+
+
 def _rule(func: Any) -> Rule:
+    found = _RULES.get(id(func))
+    if found is None:
+        found = _RULES[id(func)] = (func, _make_rule(func))
+    return found[1]
+
+
+def _make_rule(func: Any) -> Rule:
     name = func._schema.name.removeprefix("aten::")
     writes, is_view = schema_facts(func)
     if name in _HIDDEN_WRITES:
@@ -106,37 +121,38 @@ def _rule(func: Any) -> Rule:
 # -- element-wise ---------------------------------------------------------------------------------------------------------
 
 
-def _pointwise(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    # The common case, without any search: every tensor is ragged with the very same Sharding, or plain without dimensions.
+def _pointwise_alike(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The common case, without any search: every tensor is ragged with the very same Sharding, or plain without dimensions."""
     sharding: Sharding | None = None
     local: list[Any] = []
     for value in args:
-        if isinstance(value, cls):
-            mine = sharding_of(value._spec)
+        if type(value) is cls:
+            try:
+                mine = value._spec._ragged
+            except AttributeError:  # a spec that torch made
+                mine = sharding_of(value._spec)
             if sharding is None:
                 sharding = mine
             elif mine is not sharding:
-                return _pointwise_mixed(cls, func, args, kwargs)
-            local.append(value._local_tensor)
-        elif isinstance(value, Tensor):
-            if isinstance(value, DTensor) or value.ndim:
-                return _pointwise_mixed(cls, func, args, kwargs)
-            local.append(value)
-        else:
-            local.append(value)
-    if sharding is None or not sharding.simple or any(isinstance(v, Tensor) for v in kwargs.values()):
-        return _pointwise_mixed(cls, func, args, kwargs)
-    result = func(*local, **kwargs)
-    if _rule(func).writes:
+                return NotImplemented
+            value = value._local_tensor
+        elif isinstance(value, Tensor) and (isinstance(value, DTensor) or value.ndim):
+            return NotImplemented
+        local.append(value)
+    if sharding is None or not sharding.simple:
+        return NotImplemented
+    for value in kwargs.values():
+        if isinstance(value, Tensor):
+            return NotImplemented
+    if rule.writes:
         if not isinstance(args[0], cls):
             raise _plain_target(func, args[0])
+        func(*local, **kwargs)
         return args[0]
-    return _wrapped(cls, result, sharding)
+    return _wrapped(cls, func(*local, **kwargs), sharding)
 
 
-def _pointwise_mixed(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    if any_pending(cls, args, kwargs):
-        return on_pending(cls, func, _rule(func).writes, _pointwise, args, kwargs)
+def _pointwise(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     targets = written(func, _rule(func).writes, args, kwargs)
     name = str(func)
     outs = [kwargs[k] for k in kwargs if k in _rule(func).writes]
@@ -197,30 +213,41 @@ def _mask_put(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 # -- lists: foreach, fused optimizers -------------------------------------------------------------------------------------
 
 
-def _foreach(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    # The common case: every list is all ragged, with the same layouts index by index, or all plain 0-dim tensors (steps).
-    # A list comprehension per list is what keeps a step over hundreds of parameters at the cost of FSDP2's DTensors.
+def _foreach_alike(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The common case: every list is all ragged, with the same layouts index by index, or all plain 0-dim tensors (steps).
+
+    A map or a comprehension per list is what keeps a step over hundreds of parameters at the cost of FSDP2's DTensors.
+    """
     shardings: list[Sharding] | None = None
     local: list[Any] = []
     for value in args:
         if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
-            if all(type(t) is cls for t in value):
-                these = [sharding_of(t._spec) for t in value]
+            kinds = set(map(type, value))
+            if kinds == {cls}:
+                try:
+                    these = [t._spec._ragged for t in value]
+                except AttributeError:  # a spec that torch made
+                    these = [sharding_of(t._spec) for t in value]
                 if shardings is None:
                     shardings = these
                 elif these != shardings:  # compares identities
-                    break
+                    return NotImplemented
                 value = [t._local_tensor for t in value]
-            elif not all(type(t) is Tensor and t.ndim == 0 for t in value):
-                break
+            elif kinds != {Tensor} or any(map(_NDIM, value)):
+                return NotImplemented
         elif isinstance(value, DTensor):
             value = _whole(cls, value)
         local.append(value)
-    else:
-        if shardings is not None and all(s.simple for s in shardings):
-            result = func(*local, **{k: _foreach_keyword(cls, v) for k, v in kwargs.items()})
-            return None if result is None else _wrap_results(cls, result, args, shardings)
-    return _foreach_mixed(cls, func, args, kwargs)
+    if shardings is None or not all(map(_SIMPLE, shardings)):
+        return NotImplemented
+    result = func(*local, **{k: _foreach_keyword(cls, v) for k, v in kwargs.items()})
+    for described, value, part in zip(func._schema.arguments, args, local, strict=False) if rule.writes else ():
+        if described.name in rule.writes and isinstance(value, list | tuple) and value and type(value[0]) is cls:
+            _count_writes(part)
+    return None if result is None else _wrap_results(cls, result, args, shardings)
+
+
+_NDIM, _SIMPLE = attrgetter("ndim"), attrgetter("simple")
 
 
 def _foreach_keyword(cls: Cls, value: Any) -> Any:
@@ -229,10 +256,8 @@ def _foreach_keyword(cls: Cls, value: Any) -> Any:
     return _whole(cls, value)
 
 
-def _foreach_mixed(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _foreach(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Lists of several layouts, or of ragged tensors and others: two calls, results in the order of the list."""
-    if any_pending(cls, args, kwargs):
-        return on_pending(cls, func, _rule(func).writes, _foreach, args, kwargs)
     lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
     count = len(lists[0])
     if any(len(x) != count for x in lists):

@@ -41,6 +41,7 @@ from vescale_ray.dtensor_spec import (
     Sharding,
     contiguous_stride,
     holding,
+    layout_of,
     positive_dims,
     ragged_mesh_dim,
     section,
@@ -344,7 +345,7 @@ def start(local: torch.Tensor, source: DTensorSpec, placements: Sequence[Placeme
             return Transfer(local), target
         return Transfer(arrived(redistribute_local_tensor(local, source, target))), target
     # Also: check the target before anything is sent.
-    target = Sharding(mesh, want, shape).spec(dtype) if ragged else plain_spec(mesh, want, shape, dtype)
+    target = layout_of(mesh, want, shape).spec(dtype) if ragged else plain_spec(mesh, want, shape, dtype)
     if local.is_meta:
         return Transfer(local.new_empty(local_shape(mesh, want, shape))), target
     return _steps(local, mesh, tuple(source.placements), target.placements, shape, dtype), target
@@ -373,7 +374,7 @@ def _steps(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placem
             local = _plain_move(local, mesh, have, others, shape, dtype)
         have = tuple(want[goal] if i == goal else p for i, p in enumerate(others))
         op = others[goal].reduce_op  # type: ignore[attr-defined]
-        transfer = reduce_scatter(local, Sharding(mesh, have, shape), op)
+        transfer = reduce_scatter(local, layout_of(mesh, have, shape), op)
     for dim, placement in enumerate(have):
         if placement.is_partial() and placement != want[dim]:
             transfer = Transfer(_reduced(transfer.wait(), mesh, dim, placement))
@@ -383,7 +384,7 @@ def _steps(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placem
         return transfer
     if len(pending) == 1 and all(p == q for i, (p, q) in enumerate(zip(have, want, strict=True)) if i not in pending):
         if isinstance(have[pending[0]], RaggedShard):
-            return Transfer(_embedded(transfer.wait(), Sharding(mesh, have, shape), want[pending[0]]))
+            return Transfer(_embedded(transfer.wait(), layout_of(mesh, have, shape), want[pending[0]]))
     moved = tuple(Replicate() if i in pending else p for i, p in enumerate(want))
     if moved != have:
         transfer = _move_elements(transfer.wait(), mesh, have, moved, shape, dtype)
@@ -406,16 +407,16 @@ def _move_elements(
             rest = tuple(p if p == q else Replicate() for p, q in zip(have, want, strict=True))
             return Transfer(_own(local, mesh, rest, want, shape))
         if changed == [from_] and changed == [to]:
-            return exchange(local, Sharding(mesh, have, shape), Sharding(mesh, want, shape))
+            return exchange(local, layout_of(mesh, have, shape), layout_of(mesh, want, shape))
         if changed == [from_] and want[changed[0]].is_replicate():
-            return gather(local, Sharding(mesh, have, shape))
+            return gather(local, layout_of(mesh, have, shape))
         if len(changed) == 1 and changed[0] in (from_, to) and _inside_section(have, changed[0]) and _inside_section(want, changed[0]):
             return exchange_boxes(local, mesh, have, want, shape, changed[0])
         if mesh.size() == dist.get_world_size():
             return exchange_boxes(local, mesh, have, want, shape, None)
     # Step by step: the whole tensor (at least of what changes) on every rank, then what is wanted of it.
     if from_ is not None:
-        local = gather(local, Sharding(mesh, have, shape)).wait()
+        local = gather(local, layout_of(mesh, have, shape)).wait()
         have = tuple(Replicate() if i == from_ else p for i, p in enumerate(have))
     whole = tuple(Replicate() if not p.is_partial() else p for p in want)
     local = _plain_move(local, mesh, have, whole, shape, dtype)
@@ -443,7 +444,7 @@ def _own(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placemen
     dim = ragged_mesh_dim(want)
     if dim is None:
         return cut.clone()
-    sharding = Sharding(mesh, want, shape)
+    sharding = layout_of(mesh, want, shape)
     return _flat(cut)[sharding.start : sharding.end].clone().view(sharding.local_shape)
 
 
