@@ -199,8 +199,17 @@ def _plain_target(func: Any, target: Any) -> ValueError:
 
 
 def _mask_put(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``x[mask] = number`` with a mask of x's shape: element-wise. Any other index_put_ is not."""
+    """``x[mask] = number`` with a mask of x's shape: element-wise. Any other index_put_ is not.
+
+    For an x without dimensions torch makes an index of the mask: [0] or [] into x seen as one element.
+    """
     x, indices, value = args[:3]
+    if isinstance(x, cls) and x.shape == (1,) and len(indices) == 1 and isinstance(indices[0], Tensor) and value.numel() == 1:
+        index = indices[0]
+        if type(index) is Tensor and index.dtype is torch.int64 and index.tolist() in ([], [0]) and not (len(args) > 3 and args[3]):
+            if index.numel():
+                x._local_tensor.fill_(_whole(cls, value).reshape(()).to(x._local_tensor.dtype))
+            return x
     simple = isinstance(x, cls) and len(indices) == 1 and isinstance(indices[0], DTensor) and indices[0].dtype is torch.bool
     if not simple or indices[0].shape != x.shape or value.numel() != 1 or (len(args) > 3 and args[3]):
         return NotImplemented
