@@ -128,7 +128,7 @@ def _pointwise_alike(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwarg
     for value in args:
         if type(value) is cls:
             try:
-                mine = value._spec._ragged
+                mine = value._spec._ragged  # type: ignore[attr-defined]
             except AttributeError:  # a spec that torch made
                 mine = sharding_of(value._spec)
             if sharding is None:

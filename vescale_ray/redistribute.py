@@ -110,7 +110,7 @@ class ArrivingTensor(AsyncCollectiveTensor):
         return self.trigger_wait()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         def arrived(value: AsyncCollectiveTensor) -> torch.Tensor:
             return value.trigger_wait()
 

@@ -115,11 +115,11 @@ def difference(found: Any, expected: Any, values: bool = True) -> tuple[str, str
     return level, ""
 
 
-def _close(a: Tensor, b: Tensor, **tolerance: float) -> bool:
+def _close(a: Tensor, b: Tensor, **tolerance: Any) -> bool:
     return not _apart(a, b, **tolerance)
 
 
-def _apart(a: Tensor, b: Tensor, **tolerance: float) -> str:
+def _apart(a: Tensor, b: Tensor, **tolerance: Any) -> str:
     try:
         torch.testing.assert_close(a, b, equal_nan=True, **tolerance)
     except AssertionError as error:
