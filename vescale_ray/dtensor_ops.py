@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vescale_ray.dtensor_operands import gathered, meta_like, operand, read_only, schema_facts, spread, wrap, written
+from vescale_ray.dtensor_operands import gathered, meta_like, operand, read_only, schema_facts, spread, wrap, writes_of, written
 from vescale_ray.dtensor_pending import any_pending, on_pending
 from vescale_ray.dtensor_reduce import REDUCTIONS, allclose, amp_unscale, equal, foreach_max, foreach_norm, reduce_op, scalar
 from vescale_ray.dtensor_spec import Sharding, contiguous_stride, replicated, sharding_of
@@ -520,7 +520,9 @@ def _fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict
     result = func(*tree_map(lambda v: gathered(cls, v), args), **tree_map(lambda v: gathered(cls, v), kwargs))
     if torch.Tag.nondeterministic_seeded in func.tags:
         _agree(result)
-    return read_only(result) if rule.is_view else result
+    if not rule.is_view:
+        return result
+    return read_only(result, tuple((v, writes_of(v)) for v in tree_leaves((args, kwargs)) if isinstance(v, cls)))
 
 
 def _first_ragged(cls: Cls, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:
