@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -31,13 +32,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vescale_ray.dtensor_operands import gathered, meta_like, operand, read_only, schema_facts, spread, wrap, writes_of, written
+from vescale_ray.dtensor_operands import (
+    GatheredView,
+    gathered,
+    meta_like,
+    operand,
+    read_only,
+    schema_facts,
+    spread,
+    wrap,
+    writes_of,
+    written,
+)
 from vescale_ray.dtensor_pending import any_pending, on_pending
 from vescale_ray.dtensor_reduce import REDUCTIONS, allclose, amp_unscale, equal, foreach_max, foreach_norm, reduce_op, scalar
 from vescale_ray.dtensor_spec import Sharding, contiguous_stride, replicated, sharding_of
-from vescale_ray.redistribute import move, plain_spec, view_of
+from vescale_ray.redistribute import arrived, move, plain_spec, view_of
 
 __all__ = ["RaggedFallbackWarning", "dispatch", "wrap"]
 
@@ -107,7 +120,7 @@ def _make_rule(func: Any) -> Rule:
     handler: Handler | None = _HANDLERS.get(name) if func.namespace == "aten" else None
     if pointwise and (name in ("max", "min") or func.namespace == "prims"):
         handler = _pointwise  # max(self, other): one name, two operations; prims: what torch.compile decomposes into
-    elif handler is None and func.namespace == "aten":
+    elif handler is None and func.namespace == "aten" and not is_view:
         if name.startswith("_foreach_") and name not in _NOT_ELEMENTWISE_FOREACH:
             handler = _foreach
         elif name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad")):
@@ -517,12 +530,69 @@ def _fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict
         )
     # The text names the operation only, so that Python's own filter shows it once.
     warnings.warn(f"{func} has no ragged form: each call gathers the whole tensor on every rank", RaggedFallbackWarning, stacklevel=4)
-    result = func(*tree_map(lambda v: gathered(cls, v), args), **tree_map(lambda v: gathered(cls, v), kwargs))
+    if any(isinstance(t, DTensor) and not all(p.is_replicate() for p in t.placements) for t in tree_leaves(targets)):
+        # What torch's sharded DTensors are written by is torch's affair.
+        result = func(*tree_map(lambda v: gathered(cls, v), args), **tree_map(lambda v: gathered(cls, v), kwargs))
+    else:
+        result = _on_whole(cls, func, args, kwargs, targets)
     if torch.Tag.nondeterministic_seeded in func.tags:
         _agree(result)
     if not rule.is_view:
         return result
     return read_only(result, tuple((v, writes_of(v)) for v in tree_leaves((args, kwargs)) if isinstance(v, cls)))
+
+
+def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: list[Any]) -> Any:
+    """``func`` of the whole plain tensors, on every rank; its tensors as torch's DTensors with Replicate.
+
+    Not left to torch's DTensors with Replicate: they have no rule for many operations, and are wrong for some (linalg.pinv of
+    complex numbers in torch 2.13).
+    """
+    mesh = _first_ragged(cls, args, kwargs).device_mesh
+    written_to = tree_leaves(targets)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            if value.device_mesh != mesh:
+                raise ValueError(f"{func}: operands on different meshes, {value.device_mesh} and {mesh}: move one with full_tensor()")
+            if isinstance(value, GatheredView):
+                value.check(func)
+            return arrived(move(value._local_tensor, value._spec, replicated(mesh))[0]).resolve_conj().resolve_neg()
+        if isinstance(value, Tensor) and value.ndim and value.numel() != 1:
+            raise ValueError(
+                f"{func}: a plain tensor of shape {tuple(value.shape)} meets "
+                f"{sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()}: distribute it first (vescale_ray.distribute_tensor)"
+            )
+        return value
+
+    def distributed(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        for target in written_to:
+            if value is target._local_tensor:
+                return target
+        value = value.resolve_conj().resolve_neg()
+        meta = TensorMeta(value.shape, value.stride(), value.dtype)
+        return DTensor(value, DTensorSpec(mesh, replicated(mesh), tensor_meta=meta), requires_grad=False)
+
+    args, kwargs = tree_map(plain, tuple(args)), tree_map(plain, kwargs)
+    with _lazy_conjugation(any(isinstance(v, Tensor) and v.is_complex() for v in tree_leaves((args, kwargs)))):
+        result = func(*args, **kwargs)
+    return tree_map(distributed, result)
+
+
+@contextmanager
+def _lazy_conjugation(wanted: bool) -> Iterator[None]:
+    """Under ``__torch_dispatch__`` torch leaves out the keys that conjugate and negate lazily: an operation that makes such views of
+    its own (linalg.pinv) would then ignore what they mean."""
+    if not wanted:
+        yield
+        return
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
 
 
 def _first_ragged(cls: Cls, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:

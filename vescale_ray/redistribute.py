@@ -229,7 +229,8 @@ def exchange_boxes(
     out = local.new_empty(local_shape(mesh, target, shape))
     group = None if dim is None else mesh.get_group(dim)
     plan = _plan(sizes, source, target, shape, me, _members(mesh, me, dim, group))
-    have, put = _views(arrived(local).detach(), source, before), _views(out, target, after)
+    local = arrived(local).detach().resolve_conj().resolve_neg()
+    have, put = _views(local, source, before), _views(out, target, after)
     for i, from_, k, to in plan.stays:
         put[k][to] = have[i][from_]
     outgoing = [have[i][part].reshape(-1) for pieces in plan.sends for i, part in pieces]
@@ -495,8 +496,9 @@ def _reduced(local: torch.Tensor, mesh: DeviceMesh, dim: int, placement: Placeme
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in row-major order, contiguous (``reshape(-1)`` of one column would be a strided view)."""
-    return arrived(tensor).detach().contiguous().view(-1)
+    """Its elements in row-major order, contiguous (``reshape(-1)`` of one column would be a strided view), as they are in memory: torch
+    conjugates and negates lazily, which no collective knows."""
+    return arrived(tensor).detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def _movable(flat: torch.Tensor) -> torch.Tensor:
