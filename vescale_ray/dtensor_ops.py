@@ -19,56 +19,23 @@ An operation is either right or raises. Views that can't be local (transpose, in
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from vescale_ray.dtensor_operands import (
-    GatheredView,
-    gathered,
-    meta_like,
-    operand,
-    read_only,
-    schema_facts,
-    spread,
-    wrap,
-    writes_of,
-    written,
-)
+from vescale_ray.dtensor_fallback import HIDDEN_WRITES, Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target, take_first_ranks
+from vescale_ray.dtensor_operands import gathered, meta_like, operand, schema_facts, spread, wrap, written
 from vescale_ray.dtensor_pending import any_pending, on_pending
 from vescale_ray.dtensor_reduce import REDUCTIONS, allclose, amp_unscale, equal, foreach_max, foreach_norm, reduce_op, scalar
 from vescale_ray.dtensor_spec import Sharding, contiguous_stride, replicated, sharding_of
-from vescale_ray.redistribute import arrived, move, plain_spec, view_of
+from vescale_ray.redistribute import move, plain_spec, view_of
 
 __all__ = ["RaggedFallbackWarning", "dispatch", "wrap"]
-
-Cls = type[DTensor]
-Handler = Callable[[Cls, Any, Sequence[Any], dict[str, Any]], Any]
-
-
-class RaggedFallbackWarning(UserWarning):
-    """An operation has no ragged form: the whole tensor was gathered on every rank for it."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How one operator is carried out; ``handler`` may answer NotImplemented, then the fallback takes over."""
-
-    handler: Handler | None
-    writes: tuple[str, ...]
-    is_view: bool
 
 
 def dispatch(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -89,7 +56,7 @@ def dispatch(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
                 lists = (value for value in written(func, rule.writes, args, kwargs) if isinstance(value, list | tuple))
                 _count_writes([t._local_tensor for value in lists for t in value if isinstance(t, cls)])
             return result
-    return _fallback(cls, func, rule, args, kwargs)
+    return fallback(cls, func, rule, args, kwargs)
 
 
 def _count_writes(local: list[Tensor]) -> None:
@@ -114,7 +81,7 @@ def _rule(func: Any) -> Rule:
 def _make_rule(func: Any) -> Rule:
     name = func._schema.name.removeprefix("aten::")
     writes, is_view = schema_facts(func)
-    if name in _HIDDEN_WRITES:
+    if name in HIDDEN_WRITES:
         writes = (*writes, "running_mean", "running_var")
     pointwise = (torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags) or name in _ELEMENTWISE
     handler: Handler | None = _HANDLERS.get(name) if func.namespace == "aten" else None
@@ -159,7 +126,7 @@ def _pointwise_alike(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwarg
             return NotImplemented
     if rule.writes:
         if not isinstance(args[0], cls):
-            raise _plain_target(func, args[0])
+            raise plain_target(func, args[0])
         func(*local, **kwargs)
         return args[0]
     return _wrapped(cls, func(*local, **kwargs), sharding)
@@ -175,7 +142,7 @@ def _pointwise(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
         if not all(isinstance(t, cls) for t in targets):
             if any(isinstance(t, DTensor) and not isinstance(t, cls) for t in targets):
                 return NotImplemented  # writes to torch's DTensor: gather ours
-            raise _plain_target(func, next(t for t in targets if not isinstance(t, cls)))
+            raise plain_target(func, next(t for t in targets if not isinstance(t, cls)))
         sharding = sharding_of(targets[0]._spec)
         if shape != sharding.shape:
             raise ValueError(f"{name}: operands broadcast to {tuple(shape)}, which can't be written into {sharding.describe()}")
@@ -202,13 +169,6 @@ def _wrapped(cls: Cls, result: Any, sharding: Sharding) -> Any:
     if isinstance(result, list | tuple):
         return type(result)(_wrapped(cls, r, sharding) for r in result)
     return result
-
-
-def _plain_target(func: Any, target: Any) -> ValueError:
-    return ValueError(
-        f"{func} would write a ragged tensor into a plain tensor of shape {tuple(target.shape)}: "
-        "use full_tensor() for the whole or to_local() for this rank's part"
-    )
 
 
 def _mask_put(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -290,7 +250,7 @@ def _foreach(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
     rest = sorted(set(range(count)) - set(ragged))
     for i in rest:
         if not isinstance(lists[0][i], DTensor) and any(isinstance(x[i], cls) for x in lists):
-            raise _plain_target(func, lists[0][i])
+            raise plain_target(func, lists[0][i])
 
     def only(value: Any, indices: list[int]) -> Any:
         return [value[i] for i in indices] if isinstance(value, list | tuple) and len(value) == count else value
@@ -406,7 +366,7 @@ def _copy(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     target, source = args[0], args[1]
     if not isinstance(target, cls):
         if not isinstance(target, DTensor):
-            raise _plain_target(func, target)
+            raise plain_target(func, target)
         local, spec = move(source._local_tensor, source._spec, target.placements)
         return target.copy_(DTensor(local, spec, requires_grad=False), *args[2:], **kwargs)
     sharding = sharding_of(target._spec)
@@ -462,14 +422,7 @@ def _keep_part(local: Tensor, full: Tensor, sharding: Sharding) -> None:
     if local.is_meta:
         return
     cut = sharding.cut_dims()
-    _take_first_ranks(local, sharding.mesh, [dim for dim in range(sharding.mesh.ndim) if dim not in cut])
-
-
-def _take_first_ranks(local: Tensor, mesh: DeviceMesh, dims: Iterable[int]) -> None:
-    for dim in dims:
-        if mesh.size(dim) > 1:
-            group = mesh.get_group(dim)
-            dist.broadcast(local, src=dist.get_global_rank(group, 0), group=group)
+    take_first_ranks(local, sharding.mesh, [dim for dim in range(sharding.mesh.ndim) if dim not in cut])
 
 
 # -- views ----------------------------------------------------------------------------------------------------------------
@@ -501,116 +454,8 @@ def _ask_local(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
     return func(args[0]._local_tensor, *args[1:], **kwargs)
 
 
-def _fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    name = func._schema.name.removeprefix("aten::")
-    targets = written(func, rule.writes, args, kwargs)
-    if name in _BATCH_NORM:
-        given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
-        if not given.get("training", True):
-            targets = []
-        elif any(isinstance(t, Tensor) for t in targets):
-            raise RuntimeError(
-                f"{func} of {sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()} would write running statistics, which is lost "
-                "on DTensors: call it on full_tensor() and plain statistics"
-            )
-    for target in targets:
-        for item in target if isinstance(target, list | tuple) else (target,):
-            if isinstance(item, cls):
-                raise RuntimeError(
-                    f"{func} would write to {sharding_of(item._spec).describe()}, which it can't do part by part: "
-                    "use the out-of-place form and copy_(), or work on to_local()"
-                )
-            if isinstance(item, Tensor) and not isinstance(item, DTensor):
-                raise _plain_target(func, item)
-    if os.environ.get("VE_RAGGED_STRICT", "0") not in ("", "0"):
-        described = sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()
-        raise RuntimeError(
-            f"{func} has no ragged form and VE_RAGGED_STRICT is set: gathering {described} is refused; "
-            "call full_tensor() where that is meant, or work on to_local()"
-        )
-    # The text names the operation only, so that Python's own filter shows it once.
-    warnings.warn(f"{func} has no ragged form: each call gathers the whole tensor on every rank", RaggedFallbackWarning, stacklevel=4)
-    if any(isinstance(t, DTensor) and not all(p.is_replicate() for p in t.placements) for t in tree_leaves(targets)):
-        # What torch's sharded DTensors are written by is torch's affair.
-        result = func(*tree_map(lambda v: gathered(cls, v), args), **tree_map(lambda v: gathered(cls, v), kwargs))
-    else:
-        result = _on_whole(cls, func, args, kwargs, targets)
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        _agree(result)
-    if not rule.is_view:
-        return result
-    return read_only(result, tuple((v, writes_of(v)) for v in tree_leaves((args, kwargs)) if isinstance(v, cls)))
-
-
-def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: list[Any]) -> Any:
-    """``func`` of the whole plain tensors, on every rank; its tensors as torch's DTensors with Replicate.
-
-    Not left to torch's DTensors with Replicate: they have no rule for many operations, and are wrong for some (linalg.pinv of
-    complex numbers in torch 2.13).
-    """
-    mesh = _first_ragged(cls, args, kwargs).device_mesh
-    written_to = tree_leaves(targets)
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, DTensor):
-            if value.device_mesh != mesh:
-                raise ValueError(f"{func}: operands on different meshes, {value.device_mesh} and {mesh}: move one with full_tensor()")
-            if isinstance(value, GatheredView):
-                value.check(func)
-            return arrived(move(value._local_tensor, value._spec, replicated(mesh))[0]).resolve_conj().resolve_neg()
-        if isinstance(value, Tensor) and value.ndim and value.numel() != 1:
-            raise ValueError(
-                f"{func}: a plain tensor of shape {tuple(value.shape)} meets "
-                f"{sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()}: distribute it first (vescale_ray.distribute_tensor)"
-            )
-        return value
-
-    def distributed(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        for target in written_to:
-            if value is target._local_tensor:
-                return target
-        value = value.resolve_conj().resolve_neg()
-        meta = TensorMeta(value.shape, value.stride(), value.dtype)
-        return DTensor(value, DTensorSpec(mesh, replicated(mesh), tensor_meta=meta), requires_grad=False)
-
-    args, kwargs = tree_map(plain, tuple(args)), tree_map(plain, kwargs)
-    with _lazy_conjugation(any(isinstance(v, Tensor) and v.is_complex() for v in tree_leaves((args, kwargs)))):
-        result = func(*args, **kwargs)
-    return tree_map(distributed, result)
-
-
-@contextmanager
-def _lazy_conjugation(wanted: bool) -> Iterator[None]:
-    """Under ``__torch_dispatch__`` torch leaves out the keys that conjugate and negate lazily: an operation that makes such views of
-    its own (linalg.pinv) would then ignore what they mean."""
-    if not wanted:
-        yield
-        return
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
-        excluded = excluded.remove(key)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
-        yield
-
-
-def _first_ragged(cls: Cls, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:
-    return next(v for v in tree_leaves((args, kwargs)) if isinstance(v, cls))
-
-
-def _agree(result: Any) -> None:
-    """Random numbers that every rank drew for itself: all take the first rank's, or a Replicate tensor would differ by rank."""
-    for tensor in tree_leaves(result):
-        if isinstance(tensor, DTensor) and not tensor.is_meta and all(p.is_replicate() for p in tensor.placements):
-            _take_first_ranks(tensor._local_tensor, tensor.device_mesh, range(tensor.device_mesh.ndim))
-
-
 # Their last argument must be a tensor without dimensions, or a number.
 _SCALAR_VALUE = frozenset({"aten::fill_", "aten::fill", "aten::masked_fill", "aten::masked_fill_"})
-# These write running statistics without saying so in their schema.
-_HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "_batch_norm_impl_index"})
-_BATCH_NORM = _HIDDEN_WRITES | {"_native_batch_norm_legit", "_batch_norm_with_update"}
 # Element-wise, but not tagged so in torch 2.11 to 2.13 (in-place, out= and backward forms mostly).
 _ELEMENTWISE = frozenset(
     "abs_ copysign_ eq_ ne_ gt_ ge_ lt_ le_ gcd_ lcm_ heaviside_ gelu_ mish_ threshold_ xlogy_ fill fill_ masked_fill masked_fill_ "
