@@ -489,6 +489,10 @@ def _reduced(local: torch.Tensor, mesh: DeviceMesh, dim: int, placement: Placeme
     """Partial to Replicate on one dimension, without torch's planner: its caches keep the mesh, and so its process groups, for good."""
     if not isinstance(placement, Partial) or mesh.size(dim) == 1:
         return local
+    if type(placement) is Partial and placement.reduce_op == "avg":  # gloo has none
+        total = arrived(local).detach().clone()
+        dist.all_reduce(total, group=mesh.get_group(dim))
+        return total.div_(mesh.size(dim))
     return arrived(placement._reduce_value(arrived(local), mesh, dim))
 
 
