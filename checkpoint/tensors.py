@@ -82,11 +82,19 @@ def local_part(name: str, tensor: torch.Tensor, world: int, rank: int) -> LocalP
 
 def _ragged(name: str, tensor: Any) -> LocalPart:
     assert isinstance(tensor, Ragged)
-    start, end = tensor.local_interval()
+    placements = tuple(getattr(tensor, "placements", ()))
+    if any(p.is_partial() for p in placements):
+        raise ValueError(f"tensor {name!r} has placements {placements}: a reduction is pending; redistribute it before saving or loading")
+    try:
+        start, end = tensor.local_interval()
+    except ValueError as error:
+        raise ValueError(
+            f"tensor {name!r}: {error}; shard it by Shard(0) there, or save and load it with torch.distributed.checkpoint"
+        ) from None
     replicas, replica = 1, 0
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is not None:
-        replicas, replica = _replica(mesh, tuple(getattr(tensor, "placements", ())))
+        replicas, replica = _replica(mesh, placements)
     local = tensor.to_local().detach()
     return LocalPart(tuple(tensor.shape), local.dtype, start, end, local, replicas, replica)
 

@@ -240,7 +240,7 @@ class RaggedDTensor(DTensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """The box that starts at ``index.offset``, as a view: who writes to it writes to the local tensor."""
-        flat, position = self._local_tensor.detach().view(-1), 0
+        flat, position = arrived(self._local_tensor).detach().view(-1), 0
         wanted = None if index.offset is None else tuple(index.offset)
         for offsets, sizes in self._boxes():
             numel = math.prod(sizes)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from vescale_ray.dtensor_spec import Sharding, replicated, sharding_of
+from vescale_ray.dtensor_spec import Sharding, pending_spec, replicated, sharding_of
 from vescale_ray.redistribute import move
 
 T = TypeVar("T", bound=DTensor)
@@ -85,8 +85,12 @@ def gathered(cls: type[DTensor], value: Any) -> Any:
 class GatheredView(DTensor):
     """What a view operation (transpose, indexing, ..) gives that no local tensor can be a view for: a gathered copy, to read only.
 
-    Writing to it would not reach the ragged tensor, so that raises; every other operation is torch's own.
+    Writing to it would not reach the ragged tensor, so that raises; so does reading it after the ragged tensor was written, which a view
+    would show. Every other operation is torch's own.
     """
+
+    _sources: tuple[tuple[Tensor, int], ...] = ()
+    """The ragged tensors that it was gathered from, and how often they had been written."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -98,8 +102,36 @@ class GatheredView(DTensor):
                         f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor: writing to it would not reach "
                         "that tensor; write to its to_local(), or build the whole tensor and use copy_()"
                     )
+        sources: tuple[tuple[Tensor, int], ...] = ()
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, GatheredView):
+                value.check(func)
+                sources += value._sources
         result = func(*map(_plain, args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
-        return read_only(result) if is_view else result
+        return read_only(result, sources) if is_view else result
+
+    def check(self, func: Any) -> None:
+        """Raise if the ragged tensor was written since."""
+        if any(writes_of(tensor) != count for tensor, count in self._sources):
+            raise RuntimeError(
+                f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor that was written since: take the view again"
+            )
+
+    def to_local(self, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        self.check("to_local")
+        return super().to_local(**kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
+        self.check("redistribute")
+        return super().redistribute(*args, **kwargs)
+
+
+def writes_of(tensor: Any) -> int:
+    """How often a ragged tensor was written: in place, through a list, through its local tensor."""
+    try:
+        return int(tensor._version + tensor._local_tensor._version)
+    except RuntimeError:  # tensors made in inference mode don't count
+        return 0
 
 
 class PendingDTensor(DTensor):
@@ -115,6 +147,11 @@ class PendingDTensor(DTensor):
             return _settled(args[0])._local_tensor.item()
         if name in ("aten::detach", "aten::alias"):  # here, because torch's sharding cache would keep the mesh
             return pending(func(args[0]._local_tensor), args[0]._spec)
+        if name == "aten::stack" and len(args) < 2 and not kwargs and set(map(type, args[0])) == {PendingDTensor}:
+            spec = args[0][0]._spec  # hundreds of norms: one tensor, reduced once
+            if all(t._spec is spec for t in args[0]):
+                value = torch.stack([t._local_tensor for t in args[0]])
+                return pending(value, pending_spec(spec.mesh, spec.placements, value.shape, value.dtype))
         if schema_facts(func)[0] or name.endswith("_like") or name.startswith("aten::new_"):
             # torch would keep the placement, so that filling it with 1 on each rank makes a "sum" of as many ones.
             return _write_pending(func, args, kwargs or {})
@@ -157,11 +194,15 @@ def _still_pending(value: Any) -> Any:
     return value
 
 
-def read_only(result: Any) -> Any:
-    """DTensors in ``result`` as :class:`GatheredView`."""
+def read_only(result: Any, sources: tuple[tuple[Tensor, int], ...] = ()) -> Any:
+    """DTensors in ``result`` as :class:`GatheredView` of ``sources``."""
 
     def convert(value: Any) -> Any:
-        return GatheredView(value._local_tensor, value._spec, requires_grad=False) if isinstance(value, DTensor) else value
+        if not isinstance(value, DTensor):
+            return value
+        view = GatheredView(value._local_tensor, value._spec, requires_grad=False)
+        view._sources = sources
+        return view
 
     return tree_map(convert, result)
 

@@ -19,21 +19,17 @@ An operation is either right or raises. Views that can't be local (transpose, in
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from vescale_ray.dtensor_operands import gathered, meta_like, operand, read_only, schema_facts, spread, wrap, written
+from vescale_ray.dtensor_fallback import HIDDEN_WRITES, Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target, take_first_ranks
+from vescale_ray.dtensor_operands import gathered, meta_like, operand, schema_facts, spread, wrap, written
 from vescale_ray.dtensor_pending import any_pending, on_pending
 from vescale_ray.dtensor_reduce import REDUCTIONS, allclose, amp_unscale, equal, foreach_max, foreach_norm, reduce_op, scalar
 from vescale_ray.dtensor_spec import Sharding, contiguous_stride, replicated, sharding_of
@@ -41,58 +37,57 @@ from vescale_ray.redistribute import move, plain_spec, view_of
 
 __all__ = ["RaggedFallbackWarning", "dispatch", "wrap"]
 
-Cls = type[DTensor]
-Handler = Callable[[Cls, Any, Sequence[Any], dict[str, Any]], Any]
-
-
-class RaggedFallbackWarning(UserWarning):
-    """An operation has no ragged form: the whole tensor was gathered on every rank for it."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How one operator is carried out; ``handler`` may answer NotImplemented, then the fallback takes over."""
-
-    handler: Handler | None
-    writes: tuple[str, ...]
-    is_view: bool
-
 
 def dispatch(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Carry out ``func``, at least one of whose arguments is a ``cls``."""
-    rule = _rule(func)
-    # The two hot handlers look for themselves.
-    if rule.handler is not _pointwise and rule.handler is not _foreach and any_pending(cls, args, kwargs):
-        return on_pending(cls, func, rule.writes, rule.handler, args, kwargs)
-    if rule.handler is not None:
-        result = rule.handler(cls, func, args, kwargs)
+    found = _RULES.get(id(func))  # hashing an operator is Python code
+    rule = found[1] if found is not None else _rule(func)
+    handler = rule.handler
+    if handler is _pointwise or handler is _foreach:  # hot: their common case first, in which nothing is pending
+        result = (_pointwise_alike if handler is _pointwise else _foreach_alike)(cls, func, rule, args, kwargs)
         if result is not NotImplemented:
-            if rule.writes and rule.handler is _foreach:
-                _count_writes(cls, func, rule, args, kwargs)
             return result
-    return _fallback(cls, func, rule, args, kwargs)
+    if any_pending(cls, args, kwargs):
+        return on_pending(cls, func, rule.writes, handler, args, kwargs)
+    if handler is not None:
+        result = handler(cls, func, args, kwargs)
+        if result is not NotImplemented:
+            if rule.writes and handler is _foreach:
+                lists = (value for value in written(func, rule.writes, args, kwargs) if isinstance(value, list | tuple))
+                _count_writes([t._local_tensor for value in lists for t in value if isinstance(t, cls)])
+            return result
+    return fallback(cls, func, rule, args, kwargs)
 
 
-def _count_writes(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _count_writes(local: list[Tensor]) -> None:
     """Below the dispatcher nothing counts that the local tensors were written, and for lists of subclasses nothing above it does.
 
     Whoever keeps something computed from a tensor (a low-precision copy, what autograd saved) tells from its version counter.
     """
-    lists = (value for value in written(func, rule.writes, args, kwargs) if isinstance(value, list | tuple))
-    torch.autograd.graph.increment_version([t._local_tensor for value in lists for t in value if isinstance(t, cls)])
+    torch.autograd.graph.increment_version(local)
 
 
-@lru_cache(maxsize=4096)
+_RULES: dict[int, tuple[Any, Rule]] = {}
+"""By the operator's identity; the operator is kept, so that no other one gets it."""
+
+
 def _rule(func: Any) -> Rule:
+    found = _RULES.get(id(func))
+    if found is None:
+        found = _RULES[id(func)] = (func, _make_rule(func))
+    return found[1]
+
+
+def _make_rule(func: Any) -> Rule:
     name = func._schema.name.removeprefix("aten::")
     writes, is_view = schema_facts(func)
-    if name in _HIDDEN_WRITES:
+    if name in HIDDEN_WRITES:
         writes = (*writes, "running_mean", "running_var")
     pointwise = (torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags) or name in _ELEMENTWISE
     handler: Handler | None = _HANDLERS.get(name) if func.namespace == "aten" else None
     if pointwise and (name in ("max", "min") or func.namespace == "prims"):
         handler = _pointwise  # max(self, other): one name, two operations; prims: what torch.compile decomposes into
-    elif handler is None and func.namespace == "aten":
+    elif handler is None and func.namespace == "aten" and not is_view:
         if name.startswith("_foreach_") and name not in _NOT_ELEMENTWISE_FOREACH:
             handler = _foreach
         elif name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad")):
@@ -106,37 +101,38 @@ def _rule(func: Any) -> Rule:
 # -- element-wise ---------------------------------------------------------------------------------------------------------
 
 
-def _pointwise(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    # The common case, without any search: every tensor is ragged with the very same Sharding, or plain without dimensions.
+def _pointwise_alike(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The common case, without any search: every tensor is ragged with the very same Sharding, or plain without dimensions."""
     sharding: Sharding | None = None
     local: list[Any] = []
     for value in args:
-        if isinstance(value, cls):
-            mine = sharding_of(value._spec)
+        if type(value) is cls:
+            try:
+                mine = value._spec._ragged  # type: ignore[attr-defined]
+            except AttributeError:  # a spec that torch made
+                mine = sharding_of(value._spec)
             if sharding is None:
                 sharding = mine
             elif mine is not sharding:
-                return _pointwise_mixed(cls, func, args, kwargs)
-            local.append(value._local_tensor)
-        elif isinstance(value, Tensor):
-            if isinstance(value, DTensor) or value.ndim:
-                return _pointwise_mixed(cls, func, args, kwargs)
-            local.append(value)
-        else:
-            local.append(value)
-    if sharding is None or not sharding.simple or any(isinstance(v, Tensor) for v in kwargs.values()):
-        return _pointwise_mixed(cls, func, args, kwargs)
-    result = func(*local, **kwargs)
-    if _rule(func).writes:
+                return NotImplemented
+            value = value._local_tensor
+        elif isinstance(value, Tensor) and (isinstance(value, DTensor) or value.ndim):
+            return NotImplemented
+        local.append(value)
+    if sharding is None or not sharding.simple:
+        return NotImplemented
+    for value in kwargs.values():
+        if isinstance(value, Tensor):
+            return NotImplemented
+    if rule.writes:
         if not isinstance(args[0], cls):
-            raise _plain_target(func, args[0])
+            raise plain_target(func, args[0])
+        func(*local, **kwargs)
         return args[0]
-    return _wrapped(cls, result, sharding)
+    return _wrapped(cls, func(*local, **kwargs), sharding)
 
 
-def _pointwise_mixed(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    if any_pending(cls, args, kwargs):
-        return on_pending(cls, func, _rule(func).writes, _pointwise, args, kwargs)
+def _pointwise(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     targets = written(func, _rule(func).writes, args, kwargs)
     name = str(func)
     outs = [kwargs[k] for k in kwargs if k in _rule(func).writes]
@@ -146,7 +142,7 @@ def _pointwise_mixed(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str,
         if not all(isinstance(t, cls) for t in targets):
             if any(isinstance(t, DTensor) and not isinstance(t, cls) for t in targets):
                 return NotImplemented  # writes to torch's DTensor: gather ours
-            raise _plain_target(func, next(t for t in targets if not isinstance(t, cls)))
+            raise plain_target(func, next(t for t in targets if not isinstance(t, cls)))
         sharding = sharding_of(targets[0]._spec)
         if shape != sharding.shape:
             raise ValueError(f"{name}: operands broadcast to {tuple(shape)}, which can't be written into {sharding.describe()}")
@@ -175,16 +171,18 @@ def _wrapped(cls: Cls, result: Any, sharding: Sharding) -> Any:
     return result
 
 
-def _plain_target(func: Any, target: Any) -> ValueError:
-    return ValueError(
-        f"{func} would write a ragged tensor into a plain tensor of shape {tuple(target.shape)}: "
-        "use full_tensor() for the whole or to_local() for this rank's part"
-    )
-
-
 def _mask_put(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``x[mask] = number`` with a mask of x's shape: element-wise. Any other index_put_ is not."""
+    """``x[mask] = number`` with a mask of x's shape: element-wise. Any other index_put_ is not.
+
+    For an x without dimensions torch makes an index of the mask: [0] or [] into x seen as one element.
+    """
     x, indices, value = args[:3]
+    if isinstance(x, cls) and x.shape == (1,) and len(indices) == 1 and isinstance(indices[0], Tensor) and value.numel() == 1:
+        index = indices[0]
+        if type(index) is Tensor and index.dtype is torch.int64 and index.tolist() in ([], [0]) and not (len(args) > 3 and args[3]):
+            if index.numel():
+                x._local_tensor.fill_(_whole(cls, value).reshape(()).to(x._local_tensor.dtype))
+            return x
     simple = isinstance(x, cls) and len(indices) == 1 and isinstance(indices[0], DTensor) and indices[0].dtype is torch.bool
     if not simple or indices[0].shape != x.shape or value.numel() != 1 or (len(args) > 3 and args[3]):
         return NotImplemented
@@ -197,30 +195,41 @@ def _mask_put(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 # -- lists: foreach, fused optimizers -------------------------------------------------------------------------------------
 
 
-def _foreach(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    # The common case: every list is all ragged, with the same layouts index by index, or all plain 0-dim tensors (steps).
-    # A list comprehension per list is what keeps a step over hundreds of parameters at the cost of FSDP2's DTensors.
+def _foreach_alike(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The common case: every list is all ragged, with the same layouts index by index, or all plain 0-dim tensors (steps).
+
+    A map or a comprehension per list is what keeps a step over hundreds of parameters at the cost of FSDP2's DTensors.
+    """
     shardings: list[Sharding] | None = None
     local: list[Any] = []
     for value in args:
         if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
-            if all(type(t) is cls for t in value):
-                these = [sharding_of(t._spec) for t in value]
+            kinds = set(map(type, value))
+            if kinds == {cls}:
+                try:
+                    these = [t._spec._ragged for t in value]
+                except AttributeError:  # a spec that torch made
+                    these = [sharding_of(t._spec) for t in value]
                 if shardings is None:
                     shardings = these
                 elif these != shardings:  # compares identities
-                    break
+                    return NotImplemented
                 value = [t._local_tensor for t in value]
-            elif not all(type(t) is Tensor and t.ndim == 0 for t in value):
-                break
+            elif kinds != {Tensor} or any(map(_NDIM, value)):
+                return NotImplemented
         elif isinstance(value, DTensor):
             value = _whole(cls, value)
         local.append(value)
-    else:
-        if shardings is not None and all(s.simple for s in shardings):
-            result = func(*local, **{k: _foreach_keyword(cls, v) for k, v in kwargs.items()})
-            return None if result is None else _wrap_results(cls, result, args, shardings)
-    return _foreach_mixed(cls, func, args, kwargs)
+    if shardings is None or not all(map(_SIMPLE, shardings)):
+        return NotImplemented
+    result = func(*local, **{k: _foreach_keyword(cls, v) for k, v in kwargs.items()})
+    for described, value, part in zip(func._schema.arguments, args, local, strict=False) if rule.writes else ():
+        if described.name in rule.writes and isinstance(value, list | tuple) and value and type(value[0]) is cls:
+            _count_writes(part)
+    return None if result is None else _wrap_results(cls, result, args, shardings)
+
+
+_NDIM, _SIMPLE = attrgetter("ndim"), attrgetter("simple")
 
 
 def _foreach_keyword(cls: Cls, value: Any) -> Any:
@@ -229,10 +238,8 @@ def _foreach_keyword(cls: Cls, value: Any) -> Any:
     return _whole(cls, value)
 
 
-def _foreach_mixed(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _foreach(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Lists of several layouts, or of ragged tensors and others: two calls, results in the order of the list."""
-    if any_pending(cls, args, kwargs):
-        return on_pending(cls, func, _rule(func).writes, _foreach, args, kwargs)
     lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
     count = len(lists[0])
     if any(len(x) != count for x in lists):
@@ -243,7 +250,7 @@ def _foreach_mixed(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, A
     rest = sorted(set(range(count)) - set(ragged))
     for i in rest:
         if not isinstance(lists[0][i], DTensor) and any(isinstance(x[i], cls) for x in lists):
-            raise _plain_target(func, lists[0][i])
+            raise plain_target(func, lists[0][i])
 
     def only(value: Any, indices: list[int]) -> Any:
         return [value[i] for i in indices] if isinstance(value, list | tuple) and len(value) == count else value
@@ -359,7 +366,7 @@ def _copy(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     target, source = args[0], args[1]
     if not isinstance(target, cls):
         if not isinstance(target, DTensor):
-            raise _plain_target(func, target)
+            raise plain_target(func, target)
         local, spec = move(source._local_tensor, source._spec, target.placements)
         return target.copy_(DTensor(local, spec, requires_grad=False), *args[2:], **kwargs)
     sharding = sharding_of(target._spec)
@@ -415,14 +422,7 @@ def _keep_part(local: Tensor, full: Tensor, sharding: Sharding) -> None:
     if local.is_meta:
         return
     cut = sharding.cut_dims()
-    _take_first_ranks(local, sharding.mesh, [dim for dim in range(sharding.mesh.ndim) if dim not in cut])
-
-
-def _take_first_ranks(local: Tensor, mesh: DeviceMesh, dims: Iterable[int]) -> None:
-    for dim in dims:
-        if mesh.size(dim) > 1:
-            group = mesh.get_group(dim)
-            dist.broadcast(local, src=dist.get_global_rank(group, 0), group=group)
+    take_first_ranks(local, sharding.mesh, [dim for dim in range(sharding.mesh.ndim) if dim not in cut])
 
 
 # -- views ----------------------------------------------------------------------------------------------------------------
@@ -454,57 +454,8 @@ def _ask_local(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
     return func(args[0]._local_tensor, *args[1:], **kwargs)
 
 
-def _fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    name = func._schema.name.removeprefix("aten::")
-    targets = written(func, rule.writes, args, kwargs)
-    if name in _BATCH_NORM:
-        given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
-        if not given.get("training", True):
-            targets = []
-        elif any(isinstance(t, Tensor) for t in targets):
-            raise RuntimeError(
-                f"{func} of {sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()} would write running statistics, which is lost "
-                "on DTensors: call it on full_tensor() and plain statistics"
-            )
-    for target in targets:
-        for item in target if isinstance(target, list | tuple) else (target,):
-            if isinstance(item, cls):
-                raise RuntimeError(
-                    f"{func} would write to {sharding_of(item._spec).describe()}, which it can't do part by part: "
-                    "use the out-of-place form and copy_(), or work on to_local()"
-                )
-            if isinstance(item, Tensor) and not isinstance(item, DTensor):
-                raise _plain_target(func, item)
-    if os.environ.get("VE_RAGGED_STRICT", "0") not in ("", "0"):
-        described = sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()
-        raise RuntimeError(
-            f"{func} has no ragged form and VE_RAGGED_STRICT is set: gathering {described} is refused; "
-            "call full_tensor() where that is meant, or work on to_local()"
-        )
-    # The text names the operation only, so that Python's own filter shows it once.
-    warnings.warn(f"{func} has no ragged form: each call gathers the whole tensor on every rank", RaggedFallbackWarning, stacklevel=4)
-    result = func(*tree_map(lambda v: gathered(cls, v), args), **tree_map(lambda v: gathered(cls, v), kwargs))
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        _agree(result)
-    return read_only(result) if rule.is_view else result
-
-
-def _first_ragged(cls: Cls, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:
-    return next(v for v in tree_leaves((args, kwargs)) if isinstance(v, cls))
-
-
-def _agree(result: Any) -> None:
-    """Random numbers that every rank drew for itself: all take the first rank's, or a Replicate tensor would differ by rank."""
-    for tensor in tree_leaves(result):
-        if isinstance(tensor, DTensor) and not tensor.is_meta and all(p.is_replicate() for p in tensor.placements):
-            _take_first_ranks(tensor._local_tensor, tensor.device_mesh, range(tensor.device_mesh.ndim))
-
-
 # Their last argument must be a tensor without dimensions, or a number.
 _SCALAR_VALUE = frozenset({"aten::fill_", "aten::fill", "aten::masked_fill", "aten::masked_fill_"})
-# These write running statistics without saying so in their schema.
-_HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "_batch_norm_impl_index"})
-_BATCH_NORM = _HIDDEN_WRITES | {"_native_batch_norm_legit", "_batch_norm_with_update"}
 # Element-wise, but not tagged so in torch 2.11 to 2.13 (in-place, out= and backward forms mostly).
 _ELEMENTWISE = frozenset(
     "abs_ copysign_ eq_ ne_ gt_ ge_ lt_ le_ gcd_ lcm_ heaviside_ gelu_ mish_ threshold_ xlogy_ fill fill_ masked_fill masked_fill_ "

@@ -158,7 +158,8 @@ def _local_value(name: str, local: Tensor, sharding: Sharding, dtype: torch.dtyp
         wide = torch.float32 if accumulate in (torch.bfloat16, torch.float16) else accumulate
         return (flat.sum(dtype=wide) / sharding.numel).to(accumulate)
     if flat.numel() == 0 and _needs_elements(name, order):
-        return flat.new_full((), _lowest(name, flat.dtype, order), dtype=dtype or flat.dtype)
+        kind = dtype or (flat.dtype.to_real() if name == "linalg_vector_norm" else flat.dtype)
+        return flat.new_full((), _lowest(name, flat.dtype, order), dtype=kind)
     return _KERNELS[name](flat, [0], False, dtype, order)
 
 

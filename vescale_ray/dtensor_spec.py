@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
+from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +34,7 @@ class Sharding:
     """One layout (mesh, placements, global shape) seen from this rank."""
 
     __slots__ = (
+        "__weakref__",
         "_reduced",
         "_specs",
         "_views",
@@ -122,8 +124,7 @@ class Sharding:
         found = self._reduced.get(key)
         if found is None:
             placements = tuple(partial if i == self.mesh_dim or p.is_shard() else p for i, p in enumerate(self.placements))
-            meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
-            found = self._reduced[key] = DTensorSpec(self.mesh, placements, tensor_meta=meta)
+            found = self._reduced[key] = pending_spec(self.mesh, placements, shape, dtype)
         return found
 
     def reshaped(self, shape: Sequence[int]) -> Sharding | None:
@@ -155,18 +156,18 @@ class Sharding:
         found = self._views.get(key)
         if found is None:
             moved = tuple(Shard(p.dim - sum(d < p.dim for d in gone)) if type(p) is Shard else p for p in self.placements)
-            found = self._views[key] = Sharding(self.mesh, moved, shape)
+            found = self._views[key] = layout_of(self.mesh, moved, shape)
         return found
 
     def settled(self) -> Sharding:
         """This layout with nothing pending."""
         found = self._views.get("settled")
         if found is None:
-            found = self._views["settled"] = Sharding(self.mesh, settled_placements(self.placements), self.shape)
+            found = self._views["settled"] = layout_of(self.mesh, settled_placements(self.placements), self.shape)
         return found
 
     def _with(self, placement: RaggedShard, shape: Shape) -> Sharding:
-        return Sharding(self.mesh, tuple(placement if i == self.mesh_dim else p for i, p in enumerate(self.placements)), shape)
+        return layout_of(self.mesh, tuple(placement if i == self.mesh_dim else p for i, p in enumerate(self.placements)), shape)
 
     def describe(self) -> str:
         return f"a ragged tensor of shape {tuple(self.shape)} with placements [{', '.join(map(str, self.placements))}]"
@@ -178,9 +179,33 @@ def sharding_of(spec: DTensorSpec) -> Sharding:
         return spec._ragged  # type: ignore[attr-defined]
     except AttributeError:
         assert spec.tensor_meta is not None
-        sharding = Sharding(spec.mesh, spec.placements, spec.tensor_meta.shape)
+        sharding = layout_of(spec.mesh, spec.placements, spec.tensor_meta.shape)
         sharding.adopt(spec)
         return sharding
+
+
+_PENDING: WeakValueDictionary[object, DTensorSpec] = WeakValueDictionary()
+_LAYOUTS: WeakValueDictionary[object, Sharding] = WeakValueDictionary()
+"""By the mesh's identity: a Sharding that is alive holds its mesh, so that no other mesh has that identity."""
+
+
+def pending_spec(mesh: DeviceMesh, placements: Placements, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
+    """The one spec of a reduction's result: norms that can be stacked as they are, are seen to be by comparing identities."""
+    key = (id(mesh), placements, tuple(shape), dtype)
+    found = _PENDING.get(key)
+    if found is None:
+        meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
+        found = _PENDING[key] = DTensorSpec(mesh, placements, tensor_meta=meta)
+    return found
+
+
+def layout_of(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Sharding:
+    """The one Sharding of a layout: tensors that are cut alike are seen to be by comparing identities."""
+    key = (id(mesh), tuple(placements), tuple(shape))
+    found = _LAYOUTS.get(key)
+    if found is None:
+        found = _LAYOUTS[key] = Sharding(mesh, placements, shape)
+    return found
 
 
 def ragged_mesh_dim(placements: Sequence[Placement]) -> int | None:
@@ -274,7 +299,7 @@ def _section_shapes(mesh_shape: Shape, placements: Placements, shape: Shape) -> 
 
 def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
     """A checked spec for a tensor of ``shape``; raises ValueError as :func:`check_placements` and ``RaggedShard.validate``."""
-    return Sharding(mesh, placements, shape).spec(dtype)
+    return layout_of(mesh, placements, shape).spec(dtype)
 
 
 def contiguous_stride(shape: Sequence[int]) -> Shape:

@@ -41,6 +41,7 @@ from vescale_ray.dtensor_spec import (
     Sharding,
     contiguous_stride,
     holding,
+    layout_of,
     positive_dims,
     ragged_mesh_dim,
     section,
@@ -109,7 +110,7 @@ class ArrivingTensor(AsyncCollectiveTensor):
         return self.trigger_wait()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         def arrived(value: AsyncCollectiveTensor) -> torch.Tensor:
             return value.trigger_wait()
 
@@ -228,7 +229,8 @@ def exchange_boxes(
     out = local.new_empty(local_shape(mesh, target, shape))
     group = None if dim is None else mesh.get_group(dim)
     plan = _plan(sizes, source, target, shape, me, _members(mesh, me, dim, group))
-    have, put = _views(arrived(local).detach(), source, before), _views(out, target, after)
+    local = arrived(local).detach().resolve_conj().resolve_neg()
+    have, put = _views(local, source, before), _views(out, target, after)
     for i, from_, k, to in plan.stays:
         put[k][to] = have[i][from_]
     outgoing = [have[i][part].reshape(-1) for pieces in plan.sends for i, part in pieces]
@@ -344,7 +346,7 @@ def start(local: torch.Tensor, source: DTensorSpec, placements: Sequence[Placeme
             return Transfer(local), target
         return Transfer(arrived(redistribute_local_tensor(local, source, target))), target
     # Also: check the target before anything is sent.
-    target = Sharding(mesh, want, shape).spec(dtype) if ragged else plain_spec(mesh, want, shape, dtype)
+    target = layout_of(mesh, want, shape).spec(dtype) if ragged else plain_spec(mesh, want, shape, dtype)
     if local.is_meta:
         return Transfer(local.new_empty(local_shape(mesh, want, shape))), target
     return _steps(local, mesh, tuple(source.placements), target.placements, shape, dtype), target
@@ -373,7 +375,7 @@ def _steps(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placem
             local = _plain_move(local, mesh, have, others, shape, dtype)
         have = tuple(want[goal] if i == goal else p for i, p in enumerate(others))
         op = others[goal].reduce_op  # type: ignore[attr-defined]
-        transfer = reduce_scatter(local, Sharding(mesh, have, shape), op)
+        transfer = reduce_scatter(local, layout_of(mesh, have, shape), op)
     for dim, placement in enumerate(have):
         if placement.is_partial() and placement != want[dim]:
             transfer = Transfer(_reduced(transfer.wait(), mesh, dim, placement))
@@ -383,7 +385,7 @@ def _steps(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placem
         return transfer
     if len(pending) == 1 and all(p == q for i, (p, q) in enumerate(zip(have, want, strict=True)) if i not in pending):
         if isinstance(have[pending[0]], RaggedShard):
-            return Transfer(_embedded(transfer.wait(), Sharding(mesh, have, shape), want[pending[0]]))
+            return Transfer(_embedded(transfer.wait(), layout_of(mesh, have, shape), want[pending[0]]))
     moved = tuple(Replicate() if i in pending else p for i, p in enumerate(want))
     if moved != have:
         transfer = _move_elements(transfer.wait(), mesh, have, moved, shape, dtype)
@@ -406,16 +408,16 @@ def _move_elements(
             rest = tuple(p if p == q else Replicate() for p, q in zip(have, want, strict=True))
             return Transfer(_own(local, mesh, rest, want, shape))
         if changed == [from_] and changed == [to]:
-            return exchange(local, Sharding(mesh, have, shape), Sharding(mesh, want, shape))
+            return exchange(local, layout_of(mesh, have, shape), layout_of(mesh, want, shape))
         if changed == [from_] and want[changed[0]].is_replicate():
-            return gather(local, Sharding(mesh, have, shape))
+            return gather(local, layout_of(mesh, have, shape))
         if len(changed) == 1 and changed[0] in (from_, to) and _inside_section(have, changed[0]) and _inside_section(want, changed[0]):
             return exchange_boxes(local, mesh, have, want, shape, changed[0])
         if mesh.size() == dist.get_world_size():
             return exchange_boxes(local, mesh, have, want, shape, None)
     # Step by step: the whole tensor (at least of what changes) on every rank, then what is wanted of it.
     if from_ is not None:
-        local = gather(local, Sharding(mesh, have, shape)).wait()
+        local = gather(local, layout_of(mesh, have, shape)).wait()
         have = tuple(Replicate() if i == from_ else p for i, p in enumerate(have))
     whole = tuple(Replicate() if not p.is_partial() else p for p in want)
     local = _plain_move(local, mesh, have, whole, shape, dtype)
@@ -443,7 +445,7 @@ def _own(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placemen
     dim = ragged_mesh_dim(want)
     if dim is None:
         return cut.clone()
-    sharding = Sharding(mesh, want, shape)
+    sharding = layout_of(mesh, want, shape)
     return _flat(cut)[sharding.start : sharding.end].clone().view(sharding.local_shape)
 
 
@@ -487,6 +489,10 @@ def _reduced(local: torch.Tensor, mesh: DeviceMesh, dim: int, placement: Placeme
     """Partial to Replicate on one dimension, without torch's planner: its caches keep the mesh, and so its process groups, for good."""
     if not isinstance(placement, Partial) or mesh.size(dim) == 1:
         return local
+    if type(placement) is Partial and placement.reduce_op == "avg":  # gloo has none
+        total = arrived(local).detach().clone()
+        dist.all_reduce(total, group=mesh.get_group(dim))
+        return total.div_(mesh.size(dim))
     return arrived(placement._reduce_value(arrived(local), mesh, dim))
 
 
@@ -494,8 +500,9 @@ def _reduced(local: torch.Tensor, mesh: DeviceMesh, dim: int, placement: Placeme
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in row-major order, contiguous (``reshape(-1)`` of one column would be a strided view)."""
-    return arrived(tensor).detach().contiguous().view(-1)
+    """Its elements in row-major order, contiguous (``reshape(-1)`` of one column would be a strided view), as they are in memory: torch
+    conjugates and negates lazily, which no collective knows."""
+    return arrived(tensor).detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def _movable(flat: torch.Tensor) -> torch.Tensor:

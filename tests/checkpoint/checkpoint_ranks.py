@@ -177,3 +177,29 @@ def killed_rank(rank: int, world: int, store: str, root: str, point: str, report
     with open(f"{report}.{rank}", "w") as file:
         file.write(outcome)
     os._exit(0)  # the group's other member is gone: leave without its goodbye
+
+
+def composed(rank: int, world: int, root: str) -> None:
+    """Ragged after tensor parallelism: by Shard(0) the part is an interval and stored; by Shard(1) it is refused, as a pending sum is."""
+    import pytest
+    from torch.distributed.tensor import Partial, Placement
+
+    from vescale_ray import RaggedShard
+    from vescale_ray import distribute_tensor as distribute_ragged
+
+    mesh, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
+    full = torch.arange(80.0).reshape(16, 5)
+    stored: list[Placement] = [RaggedShard((0,), (1, 3)), Shard(0)]
+    ckpt.save({"model": {"w": distribute_ragged(full, mesh, stored)}}, root, 1, timeout_s=20)
+    others = ((line, [RaggedShard((0, 1), (1, 0, 7, 2))]), (mesh, [Shard(0), RaggedShard((0, 1), (3, 2))]), (line, [Shard(0)]))
+    for target, placements in others:
+        into = {"w": distribute_ragged(torch.zeros(16, 5), target, placements)}
+        ckpt.load({"model": into}, root)
+        assert torch.equal(into["w"].full_tensor(), full), placements
+    for wrong, says in (
+        ([RaggedShard((0,), (1, 3)), Shard(1)], "w': .* not one interval of its elements; shard it by Shard\\(0\\)"),
+        ([RaggedShard((0,), (1, 3)), Partial()], "w' has placements .* a reduction is pending"),
+    ):
+        tensor = distribute_ragged(full, mesh, [wrong[0], Replicate()]).redistribute(placements=wrong)
+        with pytest.raises(ValueError, match=says):
+            ckpt.save({"model": {"w": tensor}}, root, 2, timeout_s=20)

@@ -10,6 +10,7 @@ import torch
 
 from tests.checkpoint.checkpoint_ranks import (
     Mlp,
+    composed,
     failing_rank,
     killed_rank,
     load_rank,
@@ -75,6 +76,10 @@ def test_replicas_are_written_once_and_restored_everywhere(tmp_path):
     stored = sum((e.end - e.start).sum() for g in checkpoint.manifest.groups for e in g.kinds)
     assert stored == 3 * 15 + 3
     assert len({int(o) for g in checkpoint.manifest.groups for e in g.kinds for o in e.object}) > 1, "the replicas share the writing"
+
+
+def test_ragged_after_tensor_parallelism_is_stored_where_it_is_an_interval_and_refused_elsewhere(tmp_path):
+    run_gloo(4, composed, str(tmp_path))
 
 
 def test_a_rank_that_cannot_write_fails_all_ranks_with_its_words(tmp_path):

@@ -108,18 +108,18 @@ def difference(found: Any, expected: Any, values: bool = True) -> tuple[str, str
         if a.dtype in (torch.float16, torch.complex32):  # what comparing needs is not there for all of these
             a, b = a.to(torch.complex64 if a.is_complex() else torch.float32), b.to(torch.complex64 if b.is_complex() else torch.float32)
         if not torch.equal(a, b) and not _close(a, b, rtol=0.0, atol=0.0):
-            why = _apart(a, b)
+            why = _apart(a, b, **({"rtol": 0.04, "atol": 0.02} if b.dtype is torch.bfloat16 else {}))
             if why:
                 return "WRONG", why
             level = "close"
     return level, ""
 
 
-def _close(a: Tensor, b: Tensor, **tolerance: float) -> bool:
+def _close(a: Tensor, b: Tensor, **tolerance: Any) -> bool:
     return not _apart(a, b, **tolerance)
 
 
-def _apart(a: Tensor, b: Tensor, **tolerance: float) -> str:
+def _apart(a: Tensor, b: Tensor, **tolerance: Any) -> str:
     try:
         torch.testing.assert_close(a, b, equal_nan=True, **tolerance)
     except AssertionError as error:
@@ -414,7 +414,7 @@ with the same call on plain tensors; gradients, in float32, with those of the sa
 | outcome | what it means |
 |---|---|
 | exact | the result of the plain tensor, bit for bit |
-| close | to within `torch.testing.assert_close`: sums in another order |
+| close | to within `torch.testing.assert_close` (bfloat16: 0.02 + 4 %): sums in another order |
 | random | random numbers, of which shape and dtype are compared only (the ranks are threads with one generator) |
 | warned .. | the same, and a `RaggedFallbackWarning` says that the whole tensor was gathered for it (`VE_RAGGED_STRICT=1`: raises) |
 | ignored | torch itself ignores `out=` for tensor subclasses, its own DTensor included; the returned tensor is right |

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -316,6 +317,21 @@ def _between_processes(rank: int, world: int) -> None:
             for target in ((other, Shard(1)), (Shard(0), Shard(0)), (Shard(1), ragged), (ragged, Replicate()), (Replicate(), Replicate())):
                 for async_op in (False, True):
                     _move_dtype(mesh, full, Layout((2, 2), source), Layout((2, 2), target), async_op)
+
+
+    for op in ("sum", "avg", "max", "product"):
+        mine = torch.full((2 * (1, 3)[here(mesh)[1]], 4), rank // 2 + 1.0)
+        pending = RaggedDTensor.from_local(mine, mesh, [Partial(op), ragged], shape=(8, 4))
+        expected = {"sum": 3.0, "avg": 1.5, "max": 2.0, "product": 2.0}[op]
+        assert torch.equal(pending.full_tensor(), torch.full((8, 4), expected)), op
+    for layout in (Layout((2, 2), (ragged, Shard(0))), Layout((2, 2), (Shard(1), other)), Layout((2, 2), (Replicate(), ragged))):
+        torch.manual_seed(5)
+        drawn = torch.zeros(8, 4).uniform_()
+        torch.manual_seed(5 + rank // 2 if layout.placements[0].is_replicate() else 5)  # of replicas the first one's seed counts
+        a = make(torch.zeros(8, 4), layout, mesh).uniform_()
+        assert torch.equal(a.to_local(), layout.part(drawn, here(mesh))), "the values of one device"
+        again = copy.deepcopy(a)
+        assert again.placements == a.placements and torch.equal(again.to_local(), a.to_local())
 
 
 def _move_dtype(mesh: DeviceMesh, full: torch.Tensor, source: Layout, target: Layout, async_op: bool) -> None:

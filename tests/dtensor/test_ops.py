@@ -453,6 +453,23 @@ def _one_rank(rank: int, world: int) -> None:
                 torch._foreach_zero_([view()])
         with pytest.raises(RuntimeError, match="gathered copy, not a view"):
             x[0] = 1.0
+        writers: list[Callable[[RaggedDTensor], Any]] = [
+            lambda y: y.mul_(2),
+            lambda y: torch._foreach_mul_([y], 2.0),
+            lambda y: y.to_local().mul_(2),
+            lambda y: y.copy_(full * 2),
+            lambda y: y.detach().mul_(2),
+        ]
+        for write_to in writers:
+            y = ragged(Case((6, 5), 1, (6,)), full.clone(), x.device_mesh, rank)
+            row, inner = y[1], y.t()[2:]
+            assert torch.equal(whole(row), full[1]) and torch.equal(whole(inner + 0), full.t()[2:])
+            write_to(y)
+            reads: list[Callable[[Any], Any]] = [lambda view: view + 1, whole, lambda view: view.sum(), lambda view: view.to_local()]
+            for view, read in itertools.product((row, inner), reads):
+                with pytest.raises(RuntimeError, match="that was written since: take the view again"):
+                    read(view)
+            assert torch.equal(whole(y[1]), full[1] * 2)
         assert torch.equal(whole(x[1:3] * 2), full[1:3] * 2)
     assert torch.equal(x.full_tensor(), full), "what raised changed nothing"
     for mixed in (lambda: x + full, lambda: x.add_(full), lambda: torch._foreach_add([x], [full]), lambda: torch.equal(x, full)):

@@ -105,6 +105,34 @@ def test_between_ragged_layouts_there_is_one_all_to_all_of_the_elements_that_cha
         assert sent == sum(a == rank != b for a, b in zip(before, after, strict=True))
 
 
+def _whole(rank: int, world: int, case: Case) -> None:
+    mesh, full = one_dim_mesh(world), values(case.shape)
+    assert torch.equal(ragged(case, full, mesh, rank).full_tensor(), full)
+
+
+def _reduced(rank: int, world: int, case: Case) -> None:
+    mesh, full = one_dim_mesh(world), values(case.shape)
+    target = ragged(case, torch.zeros(case.shape), mesh, rank)
+    target.copy_(DTensor.from_local(full, mesh, [Partial()], run_check=False))
+    assert torch.equal(target.to_local(), case.part(full * world, rank))
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases())
+def test_gathering_and_reducing_is_one_collective_without_padding(case: Case) -> None:
+    unit = math.prod(case.shape[case.dims :])
+    parts = [n * unit for n in case.counts]
+    for body, sends in ((_whole, lambda r: parts[r] * (case.world - 1)), (_reduced, lambda r: sum(parts) - parts[r])):
+        with spy() as seen:
+            run_threads(case.world, body, case)
+        assert len(seen) == (case.world if sum(parts) and case.world > 1 else 0)
+        for name, rank, sent in seen:
+            if name == "all_to_all_single":
+                assert sent == sends(rank)
+            else:  # these carry equal parts, or all from one rank
+                assert len(set(parts)) == 1 or sorted(parts)[:-1] == [0] * (case.world - 1), name
+
+
 def _with_torchs(rank: int, world: int, case: Case, dim: int) -> int:
     mesh, full = one_dim_mesh(world), values(case.shape)
     a = ragged(case, full, mesh, rank)

@@ -301,6 +301,7 @@ import torch, types
 import torch.distributed.tensor, torch.distributed.checkpoint, torch.optim, torch.distributed.fsdp
 import torch.distributed.tensor._redistribute, torch.distributed.tensor._api, torch.distributed.tensor._dispatch
 import torch.distributed.checkpoint.planner_helpers, torch.distributed.checkpoint.state_dict, torch.nn.utils.clip_grad
+import torch._dynamo, torch.compiler  # torch's own import of it wraps functions of torch
 import sys
 
 def members(owner, prefix):
@@ -324,7 +325,8 @@ from torch.utils._foreach_utils import _foreach_supported_types as b
 LISTS = (a, b)
 before, lists = snapshot(), [list(x) for x in LISTS]
 safe = set(torch.serialization.get_safe_globals())
-import vescale_ray.dtensor as ours
+import vescale_ray, vescale_ray.dtensor as ours
+import vescale_ray.state_dict, vescale_ray.fsdp, vescale_ray.optim, vescale_ray.redistribute, vescale_ray.checkpoint
 after = snapshot()
 changed = [k for k in before if before[k] != after.get(k)]
 added = [k for k in after if k not in before and k.rpartition(".")[0] in before]  # new attributes of torch's classes

@@ -40,6 +40,10 @@ SENT = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 class Net(nn.Module):
     """A matrix, a vector, a replicated parameter, and buffers: float, bool, an integer without dimensions."""
 
+    inner: nn.Linear
+    mean: torch.Tensor
+    seen: torch.Tensor
+
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         self.inner = nn.Linear(4, 6)
@@ -58,9 +62,9 @@ class Net(nn.Module):
         return y * self.scale.sum()
 
 
-def shard(net: nn.Module, mesh: DeviceMesh, placements: list[Placement]) -> nn.Module:
-    net.inner.weight = nn.Parameter(distribute_tensor(net.inner.weight.detach(), mesh, placements))  # type: ignore[union-attr]
-    net.inner.bias = nn.Parameter(distribute_tensor(net.inner.bias.detach(), mesh, placements))  # type: ignore[union-attr]
+def shard(net: Net, mesh: DeviceMesh, placements: list[Placement]) -> Net:
+    net.inner.weight = nn.Parameter(distribute_tensor(net.inner.weight.detach(), mesh, placements))
+    net.inner.bias = nn.Parameter(distribute_tensor(net.inner.bias.detach(), mesh, placements))
     net.scale = nn.Parameter(distribute_tensor(net.scale.detach(), mesh, [Replicate()] * mesh.ndim))
     return net
 
@@ -170,7 +174,7 @@ def _refused(rank: int, world: int) -> None:
     assert all(torch.equal(whole(v), before[k]) for k, v in net.state_dict().items()), "what raised changed nothing"
     result = set_model_state_dict(net, {**lacking, "more": 1}, options=StateDictOptions(full_state_dict=True, strict=False))
     assert result.missing_keys == ["scale"] and result.unexpected_keys == ["more"]
-    assert torch.equal(whole(net.inner.weight), good["inner.weight"])  # type: ignore[union-attr]
+    assert torch.equal(whole(net.inner.weight), good["inner.weight"])
 
 
 def test_what_does_not_fit_is_refused_on_every_rank_before_anything_is_written() -> None:
@@ -181,18 +185,18 @@ def _with_fsdp2(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     one, two = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
 
-    def fsdp2() -> nn.Module:
+    def fsdp2() -> Net:
         net = Net(5)
         torch_fully_shard(net, mesh=one)
         return net
 
-    def ragged() -> nn.Module:
+    def ragged() -> Net:
         return shard(Net(5), one, [RaggedShard((0,), (0, 1, 2, 3))])
 
-    def strided() -> nn.Module:
+    def strided() -> Net:
         return shard(Net(5), two, [RaggedShard((0,), (1, 2)), Shard(0)])
 
-    def columns() -> nn.Module:
+    def columns() -> Net:
         net = Net(5)
         net.inner.weight = nn.Parameter(distribute_tensor(net.inner.weight.detach(), two, [RaggedShard((0, 1), (5, 7)), Shard(1)]))
         net.inner.bias = nn.Parameter(distribute_tensor(net.inner.bias.detach(), two, [Replicate(), RaggedShard((0,), (1, 2))]))

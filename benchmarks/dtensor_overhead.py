@@ -1,0 +1,140 @@
+"""What a step over many small parameters costs with ragged tensors, against FSDP2's DTensors: dispatch overhead, not arithmetic.
+
+    python benchmarks/dtensor_overhead.py [--quick] [--parameters 200] [--json OUT]
+
+Both hold the same numbers of the same shapes, ours under a RaggedShard, FSDP2's as Shard(0) DTensors. One process per rank count of
+1 (no communication in the way: what is measured is Python), one torch thread. Each round runs every case with both, in alternating
+order; a ratio is formed inside a round, the figure is the median of the rounds' ratios, the spread half the distance of their
+quartiles. ``peer_again`` repeats FSDP2's own measurement: what its ratio deviates from 1 is noise. An equality gate first: after the
+same steps the parameters are equal. Time is CPU time of the process. Exit code 0 whatever the figures, 1 if the gate fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+GOAL = "<= 1.0"
+
+
+def build(count: int, mesh: Any) -> dict[str, list[Any]]:
+    """The same parameters, with gradients, as ``ours`` and as ``peer``."""
+    import torch
+    from torch import nn
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import distribute_tensor as torch_distribute
+
+    from vescale_ray import RaggedShard, distribute_tensor
+
+    generator = torch.Generator().manual_seed(0)
+    made: dict[str, list[Any]] = {"ours": [], "peer": []}
+    for i in range(count):
+        shape = (8, 16) if i % 4 else (16,)
+        full, grad = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+        for name, placement, distribute in (("ours", RaggedShard((0,), (1,)), distribute_tensor), ("peer", Shard(0), torch_distribute)):
+            p = nn.Parameter(distribute(full.clone(), mesh, [placement]))
+            p.grad = distribute(grad.clone(), mesh, [placement])
+            made[name].append(p)
+    return made
+
+
+def cases(params: list[Any]) -> dict[str, Callable[[], Any]]:
+    import torch
+
+    optim, clip = torch.optim, torch.nn.utils.clip_grad_norm_
+    return {
+        "AdamW foreach": optim.AdamW(params, lr=1e-4, foreach=True).step,
+        "AdamW fused": optim.AdamW(params, lr=1e-4, fused=True).step,
+        "SGD momentum foreach": optim.SGD(params, lr=1e-4, momentum=0.9, foreach=True).step,
+        "SGD foreach": optim.SGD(params, lr=1e-4, foreach=True).step,
+        "Adam for-loop": optim.Adam(params, lr=1e-4, foreach=False).step,
+        "SGD for-loop": optim.SGD(params, lr=1e-4, foreach=False).step,
+        "clip_grad_norm_": lambda: clip(params, 1e9),
+        "zero_grad": lambda: torch._foreach_zero_([p.grad for p in params]),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="15 rounds")
+    parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--parameters", type=int, default=200)
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args()
+    rounds = options.rounds or (15 if options.quick else 60)
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", store=dist.FileStore(os.path.join(folder, "store"), 1), rank=0, world_size=1)
+        made = build(options.parameters, init_device_mesh("cpu", (1,)))
+        runs = {name: cases(params) for name, params in made.items()}
+        worst = 0.0
+        for case in list(runs["ours"])[:-1]:  # all but the last, which clears the gradients
+            for name in runs:
+                for _ in range(2):
+                    runs[name][case]()
+        for a, b in zip(made["ours"], made["peer"], strict=True):
+            worst = max(worst, float((a.detach().to_local() - b.detach().to_local()).abs().max()))
+        print(f"gate: after the same steps the parameters differ by {worst:.1e}" + ("" if worst <= 1e-6 else "  FAILED"))
+        if worst > 1e-6:
+            return 1
+        figures: dict[str, Any] = {}
+        print(f"{'case':<24}{'ours ms':>9}{'FSDP2 ms':>9}{'ratio':>8}{'+-':>7}{'noise':>8}{'+-':>7}")
+        for case in runs["ours"]:
+            samples: list[dict[str, float]] = []
+            gc.disable()
+            for i in range(rounds):
+                order = ("ours", "peer", "peer_again") if i % 2 else ("peer_again", "peer", "ours")
+                samples.append({name: _seconds(runs["peer" if name != "ours" else name][case]) for name in order})
+            gc.enable()
+            ratio = figure([s["ours"] / s["peer"] for s in samples], "ratio", GOAL)
+            noise = figure([s["peer_again"] / s["peer"] for s in samples], "ratio")
+            ms = {name: figure([s[name] * 1e3 for s in samples], "ms") for name in ("ours", "peer")}
+            figures |= {f"{case}.ratio": ratio, f"{case}.noise": noise, f"{case}.ours_ms": ms["ours"], f"{case}.peer_ms": ms["peer"]}
+            print(
+                f"{case:<24}{ms['ours']['value']:>9.2f}{ms['peer']['value']:>9.2f}{ratio['value']:>8.3f}{ratio['spread']:>7.3f}"
+                f"{noise['value']:>8.3f}{noise['spread']:>7.3f}"
+            )
+        dist.destroy_process_group()
+    if options.json:
+        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"machine": machine, "versions": versions, "figures": figures}, indent=1) + "\n")
+    return 0
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """CPU seconds of one call, the better of two."""
+    best = float("inf")
+    for _ in range(2):
+        began = time.process_time()
+        run()
+        best = min(best, time.process_time() - began)
+    return best
+
+
+def figure(values: list[float], unit: str, goal: str | None = None) -> dict[str, Any]:
+    """Median and half the distance of the quartiles."""
+    quartiles = statistics.quantiles(values, n=4)
+    return {"value": statistics.median(values), "spread": (quartiles[2] - quartiles[0]) / 2, "unit": unit, "goal": goal, "peer": "fsdp2"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""docs/op-coverage.md is true: a part of the sweep that made it, run again."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.dtensor.op_coverage import DTYPES, ORDER, VARIANTS, Warned, cell, database, difference, sweep
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "op-coverage.md"
+# Element-wise, reductions, views, joins, indexing, matrices, norms, losses; one of each way an operation can go.
+CORE = (
+    "abs add addcdiv addcmul amax bmm cat chunk clamp clone copysign cumsum diagonal div eq erf expand fill fmod gather index_add "
+    "index_select isnan kron lerp linalg.vector_norm log masked_fill matmul max.binary mean mul nn.functional.gelu nn.functional.linear "
+    "nn.functional.mse_loss norm permute pow prod reshape rsub sigmoid sort split sqrt squeeze std sub sum t "
+    "topk tril unsqueeze var where zeros_like"
+).split()
+
+
+def documented() -> dict[str, list[set[str]]]:
+    """operation -> outcomes by variant."""
+    found = {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        match = re.match(r"\| `([^`]+)` \| (.+) \|$", line)
+        if match:
+            found[match[1]] = [set() if c == "-" else set(c.split(", ")) for c in match[2].split(" | ")]
+    return found
+
+
+def test_the_page_covers_all_of_torchs_operations_and_none_is_silently_wrong() -> None:
+    table = documented()
+    assert len(table) > 0.8 * len(database()), "operations without a dense tensor among their arguments are left out"
+    assert not [op for op, cells in table.items() for c in cells if c & {"WRONG", "HUNG", "CRASHED"}]
+    known = {*ORDER, *(f"warned {name}" for name in ORDER)}
+    assert not {name for cells in table.values() for c in cells for name in c} - known
+
+
+@pytest.fixture
+def warned() -> Iterator[Warned]:
+    with warnings.catch_warnings():
+        yield Warned()
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_page_says_what_happens(part: int, warned: Warned) -> None:
+    table, ops = documented(), database()
+    torch.set_num_threads(1)
+    for name in CORE[part::4]:
+        row = {"found": {"float32": sweep(ops[name], DTYPES["float32"], 3, warned)}}
+        for variant, expected in zip(VARIANTS, table[name], strict=True):
+            found = cell(row, variant)
+            assert found == "-" or set(found.split(", ")) <= expected, (name, variant, found, row["found"]["float32"].get("examples"))
+
+
+def test_the_comparison_notices_what_is_wrong() -> None:
+    full = torch.arange(6.0)
+    assert difference(full, full) == ("exact", "")
+    assert difference(full + 1e-7, full)[0] == "close"
+    for other in (full + 1, full.double(), full.reshape(2, 3), full.where(full != 3, torch.nan), (full, full)):
+        assert difference(other, full)[0] == "WRONG"

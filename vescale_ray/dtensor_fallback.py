@@ -1,0 +1,162 @@
+"""Operations without a ragged form: on the whole plain tensors, with one warning, or refused; and what they write raises."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_leaves, tree_map
+
+from vescale_ray.dtensor_operands import GatheredView, gathered, read_only, writes_of, written
+from vescale_ray.dtensor_spec import replicated, sharding_of
+from vescale_ray.redistribute import arrived, move
+
+Cls = type[DTensor]
+Handler = Callable[[Cls, Any, Sequence[Any], dict[str, Any]], Any]
+
+
+class RaggedFallbackWarning(UserWarning):
+    """An operation has no ragged form: the whole tensor was gathered on every rank for it."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one operator is carried out; ``handler`` may answer NotImplemented, then the fallback takes over."""
+
+    handler: Handler | None
+    writes: tuple[str, ...]
+    is_view: bool
+
+
+def fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    name = func._schema.name.removeprefix("aten::")
+    targets = written(func, rule.writes, args, kwargs)
+    if name in _BATCH_NORM:
+        given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        if not given.get("training", True):
+            targets = []
+        elif any(isinstance(t, Tensor) for t in targets):
+            raise RuntimeError(
+                f"{func} of {sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()} would write running statistics, which is lost "
+                "on DTensors: call it on full_tensor() and plain statistics"
+            )
+    for target in targets:
+        for item in target if isinstance(target, list | tuple) else (target,):
+            if isinstance(item, cls):
+                raise RuntimeError(
+                    f"{func} would write to {sharding_of(item._spec).describe()}, which it can't do part by part: "
+                    "use the out-of-place form and copy_(), or work on to_local()"
+                )
+            if isinstance(item, Tensor) and not isinstance(item, DTensor):
+                raise plain_target(func, item)
+    if os.environ.get("VE_RAGGED_STRICT", "0") not in ("", "0"):
+        described = sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()
+        raise RuntimeError(
+            f"{func} has no ragged form and VE_RAGGED_STRICT is set: gathering {described} is refused; "
+            "call full_tensor() where that is meant, or work on to_local()"
+        )
+    # The text names the operation only, so that Python's own filter shows it once.
+    warnings.warn(f"{func} has no ragged form: each call gathers the whole tensor on every rank", RaggedFallbackWarning, stacklevel=4)
+    if any(isinstance(t, DTensor) and not all(p.is_replicate() for p in t.placements) for t in tree_leaves(targets)):
+        # What torch's sharded DTensors are written by is torch's affair.
+        result = func(*tree_map(lambda v: gathered(cls, v), args), **tree_map(lambda v: gathered(cls, v), kwargs))
+    else:
+        result = _on_whole(cls, func, args, kwargs, targets)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        _agree(result)
+    if not rule.is_view:
+        return result
+    return read_only(result, tuple((v, writes_of(v)) for v in tree_leaves((args, kwargs)) if isinstance(v, cls)))
+
+
+def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], targets: list[Any]) -> Any:
+    """``func`` of the whole plain tensors, on every rank; its tensors as torch's DTensors with Replicate.
+
+    Not left to torch's DTensors with Replicate: they have no rule for many operations, and are wrong for some (linalg.pinv of
+    complex numbers in torch 2.13).
+    """
+    mesh = _first_ragged(cls, args, kwargs).device_mesh
+    written_to = tree_leaves(targets)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            if value.device_mesh != mesh:
+                raise ValueError(f"{func}: operands on different meshes, {value.device_mesh} and {mesh}: move one with full_tensor()")
+            if isinstance(value, GatheredView):
+                value.check(func)
+            return arrived(move(value._local_tensor, value._spec, replicated(mesh))[0]).resolve_conj().resolve_neg()
+        if isinstance(value, Tensor) and value.ndim and value.numel() != 1:
+            raise ValueError(
+                f"{func}: a plain tensor of shape {tuple(value.shape)} meets "
+                f"{sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()}: distribute it first (vescale_ray.distribute_tensor)"
+            )
+        return value
+
+    def distributed(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        for target in written_to:
+            if value is target._local_tensor:
+                return target
+        value = value.resolve_conj().resolve_neg()
+        meta = TensorMeta(value.shape, value.stride(), value.dtype)
+        return DTensor(value, DTensorSpec(mesh, replicated(mesh), tensor_meta=meta), requires_grad=False)
+
+    args, kwargs = tree_map(plain, tuple(args)), tree_map(plain, kwargs)
+    with _lazy_conjugation(any(isinstance(v, Tensor) and v.is_complex() for v in tree_leaves((args, kwargs)))):
+        result = func(*args, **kwargs)
+    return tree_map(distributed, result)
+
+
+@contextmanager
+def _lazy_conjugation(wanted: bool) -> Iterator[None]:
+    """Under ``__torch_dispatch__`` torch leaves out the keys that conjugate and negate lazily: an operation that makes such views of
+    its own (linalg.pinv) would then ignore what they mean."""
+    if not wanted:
+        yield
+        return
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
+
+
+def _first_ragged(cls: Cls, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:
+    return next(v for v in tree_leaves((args, kwargs)) if isinstance(v, cls))
+
+
+def _agree(result: Any) -> None:
+    """Random numbers that every rank drew for itself: all take the first rank's, or a Replicate tensor would differ by rank."""
+    for tensor in tree_leaves(result):
+        if isinstance(tensor, DTensor) and not tensor.is_meta and all(p.is_replicate() for p in tensor.placements):
+            take_first_ranks(tensor._local_tensor, tensor.device_mesh, range(tensor.device_mesh.ndim))
+
+
+def take_first_ranks(local: Tensor, mesh: DeviceMesh, dims: Iterable[int]) -> None:
+    for dim in dims:
+        if mesh.size(dim) > 1:
+            group = mesh.get_group(dim)
+            dist.broadcast(local, src=dist.get_global_rank(group, 0), group=group)
+
+
+def plain_target(func: Any, target: Any) -> ValueError:
+    return ValueError(
+        f"{func} would write a ragged tensor into a plain tensor of shape {tuple(target.shape)}: "
+        "use full_tensor() for the whole or to_local() for this rank's part"
+    )
+
+
+# These write running statistics without saying so in their schema.
+HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "_batch_norm_impl_index"})
+_BATCH_NORM = HIDDEN_WRITES | {"_native_batch_norm_legit", "_batch_norm_with_update"}
