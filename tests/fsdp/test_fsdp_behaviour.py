@@ -839,6 +839,10 @@ def misuses(rank, world):
         fully_shard(Tower(), shard_placement_fn=lambda p: torch.distributed.tensor.Shard(0))
     with pytest.raises(ValueError, match="on cpu"):
         model.set_symm_mem_for_comm()
+    hooked = Tower()
+    hooked.head.weight.fsdp_pre_all_gather = lambda *_: None  # type: ignore[attr-defined]
+    with pytest.raises(NotImplementedError, match="'head.weight' is a Parameter with all-gather hooks"):
+        fully_shard(hooked)
     inner = shard_tower(seeded(Tower))
     inner.layers[0](x)
     with pytest.raises(RuntimeError, match="root module first"):

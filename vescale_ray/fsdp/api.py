@@ -213,6 +213,12 @@ def _check_parameter(fqn: str, param: nn.Parameter, shard_placement_fn: Callable
             f"parameter {fqn!r} is tied to one that an earlier fully_shard call took: put both modules into one unit, "
             f"as fully_shard([module_a, module_b]), or leave both to the root"
         )
+    held = param._local_tensor if isinstance(param, DTensor) else param
+    if hasattr(held, "fsdp_pre_all_gather"):
+        raise NotImplementedError(
+            f"parameter {fqn!r} is a {type(held).__name__} with all-gather hooks of its own, which vescale_ray does not call: "
+            f"shard it as a plain tensor, or use torch's fully_shard"
+        )
     if shard_placement_fn is not None and (placement := shard_placement_fn(param)) is not None:
         raise NotImplementedError(
             f"shard_placement_fn gave {placement} for {fqn!r}: vescale_ray places parameters itself; say with block_policy where "
