@@ -9,25 +9,21 @@ Three steps, each of which stops as soon as the bound that holds for every order
 1. fixed orders (given, by size, by block, by row length and shape): the exact smallest shard for each, earliest placement;
 2. all orders at once where there are few *kinds* of tensors (same size, same block): dynamic programming over how many of each
    kind are placed. If it finds nothing below step 1, step 1 is proven optimal, and the bound is raised to it;
-3. otherwise a best-fit order, grown tensor by tensor: whichever fits behind the last one with the least padding.
+3. otherwise a best-fit order, grown tensor by tensor for each of a few dozen likely sizes: whichever tensor fits behind the last
+   one with the least padding comes next.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from vescale_ray.planner.bounds import candidates, likely_sizes, lower_bound
 from vescale_ray.planner.layout import START_BYTES, Layout, TensorSpec
 from vescale_ray.planner.orders import Kinds, best_fit, smallest_over_all_orders
 from vescale_ray.planner.place import Problem, fits, place, smallest_for_ordered_pieces
-
-BEST_FIT_CANDIDATES = 12
-"""Shard sizes, the smallest first, that step 3 tries to fill: one costs 1 to 10 ms for a DeepSeek-V3 layer of 782 tensors."""
-
-_FIRST_CHUNK, _LAST_CHUNK = 64, 16384
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ def _search(problem: Problem, order: str, row_lengths: Sequence[int]) -> Found:
     n = len(problem.sizes)
     if not problem.total:
         return Found(0, [0] * n, 0)
-    bound = next(_candidates(problem, _smallest_conceivable(problem)))[0]
+    bound = lower_bound(problem)
     orders = [list(range(n))]
     if order == "auto":
         sizes, blocks = problem.sizes, problem.blocks
@@ -97,33 +93,47 @@ def _search(problem: Problem, order: str, row_lengths: Sequence[int]) -> Found:
         orders.append(sorted(range(n), key=lambda i: (-blocks[i], -sizes[i], i)))
         orders.append(sorted(range(n), key=lambda i: (-row_lengths[i], -sizes[i], i)))
         orders = [o for k, o in enumerate(orders) if o not in orders[:k]]
-    bound = int(bound)
-    for one in orders:  # most often the bound is met at once
-        offsets = place(problem, one, bound)
-        if offsets is not None:
-            return Found(bound, offsets, bound)
-    shard, offsets = _smallest_of_orders(problem, orders, bound)
+    found = _first_fit(problem, orders, bound)  # most often the bound is met at once
+    if found is not None:
+        return Found(bound, found, bound)
     if order == "given":
-        return Found(shard, offsets, bound)
+        return Found(*_smallest_of_orders(problem, orders, bound), bound)
 
     kinds = Kinds.of(problem)
-    below = (int(s) for chunk in _candidates(problem, bound, shard - 1) for s in chunk)
     if kinds.states <= kinds.MOST_STATES:
-        proof = smallest_over_all_orders(problem, kinds, _candidates(problem, bound, shard - 1))
+        shard, offsets = _smallest_of_orders(problem, orders, bound)
+        proof = smallest_over_all_orders(problem, kinds, candidates(problem, bound, shard - 1))
         if proof.order is not None:
             better = place(problem, proof.order, proof.shard)
             assert better is not None
             shard, offsets = proof.shard, better
         return Found(shard, offsets, shard if proof.complete else max(bound, proof.excluded_below))
-    for count, smaller in enumerate(below):
-        if count >= BEST_FIT_CANDIDATES:
+
+    likely = likely_sizes(problem, bound)
+    failed: list[int] = []
+    for size in likely:
+        found = _first_fit(problem, orders, size)
+        if found is not None:
             break
+        failed.append(size)
+    if found is None:
+        size, found = _smallest_of_orders(problem, orders, bound)
+    for smaller in failed:
         grown = best_fit(problem, kinds, smaller)
         if grown is not None:
             better = place(problem, grown, smaller)
             assert better is not None
             return Found(smaller, better, bound)
-    return Found(shard, offsets, bound)
+    return Found(size, found, bound)
+
+
+def _first_fit(problem: Problem, orders: Sequence[list[int]], shard: int) -> list[int] | None:
+    """Offsets for the first of the orders that fits into shards of this size."""
+    for order in orders:
+        offsets = place(problem, order, shard)
+        if offsets is not None:
+            return offsets
+    return None
 
 
 def _rows_where_free(
@@ -166,76 +176,13 @@ def _rows_where_free(
 def _smallest_of_orders(problem: Problem, orders: Sequence[list[int]], bound: int) -> tuple[int, list[int]]:
     """The exact smallest shard of any of these orders."""
     start = min(smallest_for_ordered_pieces(problem, order, bound) for order in orders)
-    for candidates in _candidates(problem, start):
-        hits = [fits(problem, order, candidates) for order in orders]
+    for sizes in candidates(problem, start):
+        hits = [fits(problem, order, sizes) for order in orders]
         best = np.stack(hits).any(axis=0)
         if best.any():
             at = int(best.argmax())
             chosen = next(k for k, hit in enumerate(hits) if hit[at])
-            offsets = place(problem, orders[chosen], int(candidates[at]))
+            offsets = place(problem, orders[chosen], int(sizes[at]))
             assert offsets is not None
-            return int(candidates[at]), offsets
+            return int(sizes[at]), offsets
     raise AssertionError("unreachable: a shard as large as all tensors together holds them")
-
-
-def _smallest_conceivable(problem: Problem) -> int:
-    """A bound from counting alone: all elements spread evenly, and no rank without its fair number of the largest blocks.
-
-    The pieces between possible cuts are never split. Of the ``(k - 1) N + 1`` largest some rank holds ``k``, which are at least
-    the ``k`` smallest among these.
-    """
-    n = problem.num_shards
-    least = -(-problem.total // n)
-    pieces: dict[int, int] = {}
-    for numel, block in zip(problem.sizes, problem.blocks, strict=True):
-        if numel:
-            whole, rest = divmod(numel, block)
-            pieces[block] = pieces.get(block, 0) + whole
-            pieces[rest] = pieces.get(rest, 0) + 1
-    runs, seen = [], 0  # of equal pieces, the largest first: (size, how many are at least as large)
-    for size in sorted(pieces, reverse=True):
-        seen += pieces[size]
-        if size and pieces[size]:
-            runs.append((size, seen))
-            k = -(-seen // n)
-            last, need, total = (k - 1) * n + 1, k, 0
-            for index in range(len(runs) - 1, -1, -1):
-                first = runs[index - 1][1] if index else 0
-                take = min(need, max(0, last - first))
-                total += take * runs[index][0]
-                need, last = need - take, min(last, first)
-                if not need:
-                    break
-            least = max(least, total)
-    return -(-least // problem.quantum) * problem.quantum
-
-
-def _candidates(problem: Problem, size: int, largest: int | None = None) -> Iterator[np.ndarray]:
-    """Every shard size from ``size`` to ``largest`` that no order rules out, ascending, in chunks.
-
-    A single tensor of ``e`` elements can be placed at all iff ``e <= S``, or ``S mod g == 0``, or ``e <= 2S - S mod g`` (it spans
-    one boundary). A tensor with ``e > 2S`` spans two wherever it lies: while that holds only multiples of its block come up.
-    """
-    quantum = problem.quantum
-    sizes, blocks = problem.distinct
-    largest = -(-problem.total // quantum) * quantum if largest is None else largest  # everything in the first shard
-    chunk = _FIRST_CHUNK
-    while size <= largest:
-        forced = sizes > 2 * size
-        step = quantum
-        for block in np.unique(blocks[forced]):
-            step = math.lcm(step, int(block))
-        # The set of forced tensors shrinks when 2S reaches the smallest of them.
-        stop = min(largest, (int(sizes[forced].min()) - 1) // 2) if forced.any() else largest
-        first = -(-size // step) * step
-        if first <= stop:
-            count = min(chunk, (stop - first) // step + 1)
-            found = first + step * np.arange(count, dtype=np.int64)
-            rest = found[:, None] % blocks[None, :]
-            possible = ((sizes <= found[:, None]) | (rest == 0) | (sizes <= 2 * found[:, None] - rest)).all(axis=1)
-            if possible.any():
-                yield found[possible]
-            size = int(found[-1]) + quantum
-            chunk = min(chunk * 4, _LAST_CHUNK)
-        else:
-            size = stop // quantum * quantum + quantum
