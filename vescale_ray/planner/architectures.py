@@ -132,7 +132,7 @@ def from_config(config: dict[str, Any], where: str) -> ModelShapes:
         units.append(UnitShape("layer (experts)" if sparse else "layer", sparse or plain, layers - dense))
     head = [ParamShape("norm", (hidden,), "vector")]
     if not config.get("tie_word_embeddings", kind in ("gemma",)):
-        head.append(ParamShape("lm_head", (vocab, hidden), "matrix"))
+        head.append(ParamShape("lm_head", (vocab, hidden), "embedding"))
     units.append(UnitShape("head", tuple(head)))
     total = sum(u.numel * u.count for u in units)
     idle = 0

@@ -43,11 +43,15 @@ class ParamShape:
 
 @dataclass(frozen=True)
 class UnitShape:
-    """The tensors of one layer (or of what lies outside the layers), and how many such layers there are."""
+    """The tensors of one layer (or of what lies outside the layers), and how many such layers there are.
+
+    ``resident``: gathered from its forward to its backward, as the engine does with the root.
+    """
 
     name: str
     params: tuple[ParamShape, ...]
     count: int = 1
+    resident: bool = False
 
     @property
     def numel(self) -> int:
@@ -187,6 +191,6 @@ def from_module(module: nn.Module, name: str) -> ModelShapes:
             units.append(UnitShape(unit, tuple(params)))
     units = [replace(u, name=f"layers {u.name}") for u in units]
     if root:
-        units.insert(0, UnitShape("root", tuple(root)))
+        units.insert(0, UnitShape("root", tuple(root), resident=True))
     total = sum(u.numel * u.count for u in units)
     return ModelShapes(name, tuple(units), hidden, vocab, total, "the module's parameters")

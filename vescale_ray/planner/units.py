@@ -225,6 +225,8 @@ def _strided(specs: list[TensorSpec], num_shards: int, align: int, bound: int) -
             elif mode == "ranks per expert":
                 counts[i] = -(-matrix // max(bound, 1))
                 step = math.lcm(step, plain[i].granularity)
+            elif plain[i].numel > 2 * bound:
+                step = math.lcm(step, plain[i].granularity)
         first = -(-bound // step)
         for shard in (step * k for k in range(first, first + 4)):
             if shard >= best.shard_numel:
