@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vescale_ray.errors import BadInput
+from vescale_ray.planner.advice import GOAL, advise
 from vescale_ray.planner.cost import HARDWARE, Hardware, Memory, ModelPlan, Policy, Time, plan_model, predict_memory, predict_time
 from vescale_ray.planner.shapes import ModelShapes, model_shapes
-from vescale_ray.planner.units import GOAL, Blocks, Lever
+from vescale_ray.planner.units import Blocks, Lever
 
 if TYPE_CHECKING:
     from torch import nn
@@ -141,28 +142,26 @@ def _judge(shapes: ModelShapes, devices: int, hardware: Hardware, policy: Policy
         fastest = min(o.time.step for o in fitting)
         alike = [o for o in fitting if o.time.step <= fastest * (1 + SAME)]
         # Of those that are as fast: the simplest lever that keeps padding low, then the least memory.
-        best = min(alike, key=lambda o: (o.padding_ratio >= GOAL, o.lever.layers, o.lever.buffers != "one", o.lever.strided, o.memory.total))
-    judged = []
-    for option in options:
-        if option is best:
-            reason = f"the fastest that fits{' (within 2 %), the simplest of these' if len(fitting) > 1 else ''}"
-        elif option.memory.total > room:
-            reason = f"needs {_gib(option.memory.total)} of {_gib(room)}: mostly {_largest(option.memory)}"
-        else:
-            assert best is not None
-            slower = option.time.step / best.time.step - 1
-            if option.padding_ratio >= GOAL > best.padding_ratio:
-                reason = f"{option.padding_ratio:.1%} padding, {slower:+.1%} time"
-            elif slower > SAME:
-                reason = f"{slower:+.1%} time: {_cause(option)}"
-            elif option.lever != best.lever:
-                reason = f"no faster ({slower:+.1%}), and more complicated" if _complexity(option.lever) > _complexity(best.lever) else f"{slower:+.1%} time"
-            else:
-                reason = f"no faster ({slower:+.1%}), and {_gib(option.memory.total)} of memory against {_gib(best.memory.total)}"
-        judged.append(replace(option, reason=reason))
+        best = min(alike, key=lambda o: (o.padding_ratio >= GOAL, *_complexity(o.lever), o.memory.total))
+    judged = [replace(o, reason=_reason(o, best, room, alone=len(fitting) == 1)) for o in options]
     chosen = next((o for o in judged if best is not None and (o.group, o.lever) == (best.group, best.lever)), None)
     judged.sort(key=lambda o: (o is not chosen, o.memory.total > room, o.time.step, o.group, str(o.lever)))
     return Choice(shapes, devices, hardware, policy, chosen, tuple(judged), _notes(chosen, judged, room, policy))
+
+
+def _reason(option: Option, best: Option | None, room: int, *, alone: bool) -> str:
+    if option is best:
+        return "the only one that fits" if alone else "the fastest that fits (within 2 %), the simplest of these"
+    if option.memory.total > room or best is None:
+        return f"needs {_gib(option.memory.total)} of {_gib(room)}: mostly {_largest(option.memory)}"
+    slower = option.time.step / best.time.step - 1
+    if option.padding_ratio >= GOAL > best.padding_ratio:
+        return f"{option.padding_ratio:.1%} padding, {slower:+.1%} time"
+    if slower > SAME:
+        return f"{slower:+.1%} time: {_cause(option)}"
+    if _complexity(option.lever) > _complexity(best.lever):
+        return f"no faster ({slower:+.1%}), and more complicated"
+    return f"no faster ({slower:+.1%}), and {_gib(option.memory.total)} of memory against {_gib(best.memory.total)}"
 
 
 def _complexity(lever: Lever) -> tuple[int, bool, bool]:
@@ -170,21 +169,23 @@ def _complexity(lever: Lever) -> tuple[int, bool, bool]:
 
 
 def _notes(best: Option | None, options: list[Option], room: int, policy: Policy) -> tuple[str, ...]:
-    notes: list[str] = []
     if best is None:
         least = min(options, key=lambda o: o.memory.total)
         missing = least.memory.total - room
-        notes.append(
-            f"nothing fits: the least is {_gib(least.memory.total)} with {least}, {_gib(missing)} too much, mostly {_largest(least.memory)}; "
-            + ("recompute activations, " if not policy.recompute else "fewer tokens per device, ")
-            + "more devices, tensor or expert parallelism, or an optimizer with smaller states"
+        first = "fewer tokens per device" if policy.recompute else "recompute activations"
+        return (
+            f"nothing fits: the least is {_gib(least.memory.total)} with {least}, {_gib(missing)} too much, mostly "
+            f"{_largest(least.memory)}; {first}, more devices, tensor or expert parallelism, or an optimizer with smaller states",
         )
-        return tuple(notes)
+    notes = [note for unit in best.plan.units for note in unit.plan.notes]
     for unit in best.plan.units:
-        notes += unit.plan.notes
-    if best.padding_ratio >= GOAL:
-        better = min(options, key=lambda o: o.padding_ratio)
-        notes.append(f"{best.padding_ratio:.1%} of the buffers are padding; the least is {better.padding_ratio:.1%} with {better}")
+        if unit.plan.padding_ratio < GOAL or unit.plan.numel * unit.count < 0.05 * best.plan.shard_numel * best.group:
+            continue
+        advice = advise(
+            unit.unit, best.group, best.blocks, dtype=policy.compute_dtype, most_layers=policy.most_layers, strided=policy.strided
+        )
+        ways = advice.remedies or (f"{advice.best.padding_ratio:.1%} with {advice.best.lever}",)
+        notes.append(f"{unit.plan.name}: {unit.plan.padding_ratio:.1%} of padding; {'; or '.join(ways)}")
     return tuple(dict.fromkeys(notes))
 
 

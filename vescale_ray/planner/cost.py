@@ -139,7 +139,12 @@ class ModelPlan:
 
 
 def plan_model(
-    model: ModelShapes, group: int, blocks: Blocks = Blocks(), lever: Lever = Lever(), *, dtype: torch.dtype = torch.bfloat16  # noqa: B008
+    model: ModelShapes,
+    group: int,
+    blocks: Blocks = Blocks(),  # noqa: B008 (frozen)
+    lever: Lever = Lever(),  # noqa: B008
+    *,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> ModelPlan:
     """Plan every unit over ``group`` ranks: ``lever.layers`` layers together, those that are left over in a smaller unit.
 
@@ -194,7 +199,12 @@ def predict_memory(plan: ModelPlan, policy: Policy, *, backend: str = "nccl", ra
     trained = sum(u.plan.shard_numel * u.count for u in plan.units if u.trainable)
     travelling = group > 1
     resident = sum(u.plan.numel * u.count for u in plan.units if u.resident)
-    passing = [u.plan.numel for u in plan.units if not u.resident for _ in range(min(u.count, 2))]
+    units: dict[tuple[str, int], tuple[int, int]] = {}  # frozen and trainable parameters of a unit are gathered together
+    for u in plan.units:
+        if not u.resident:
+            key = u.plan.name, u.plan.lever.layers
+            units[key] = units.get(key, (0, 0))[0] + u.plan.numel, u.count
+    passing = [numel for numel, count in units.values() for _ in range(min(count, 2))]
     neighbours = max((a + b for a, b in zip(passing, [*passing[1:], 0], strict=True)), default=0)
     buffers = sum(u.plan.numel * u.count for u in plan.units if u.resident and u.trainable)
     largest = [u.plan.numel for u in plan.units if not u.resident and u.trainable for _ in range(min(u.count, 2))]
@@ -299,6 +309,10 @@ def collective_time(size: float, group: int, hardware: Hardware, *, rank_bytes: 
     return latency + max(links, network) * slow
 
 
+def _has_experts(unit: UnitShape) -> bool:
+    return any(p.kind == "expert" for p in unit.params)
+
+
 def predict_time(plan: ModelPlan, policy: Policy, hardware: Hardware, replicas: int = 1) -> Time:
     """Time of a step of one micro-batch.
 
@@ -310,12 +324,12 @@ def predict_time(plan: ModelPlan, policy: Policy, hardware: Hardware, replicas: 
     compute = gather = reduce = replicate = exposed = 0.0
     sent = 0
     idle = plan.model.numel - plan.model.active
-    experts = max(1, sum(u.unit.numel * u.plan.lever.layers * u.count for u in plan.units if any(p.kind == "expert" for p in u.unit.params)))
+    experts = max(1, sum(u.plan.tensor_numel * u.count for u in plan.units if _has_experts(u.unit)))
     rate = hardware.flops * hardware.efficiency
     first = last = None
     for u in plan.units:
         own = u.plan.tensor_numel
-        if any(p.kind == "expert" for p in u.unit.params):
+        if _has_experts(u.unit):
             own -= round(idle * own / experts)
         if all(p.kind == "embedding" for p in u.unit.params) and u is plan.units[0]:
             own = 0

@@ -71,8 +71,8 @@ class Proof:
     excluded_below: int
 
 
-WORK = 40_000_000
-"""State-kind-size triples that the search over all orders may cost (about 1 s) before it gives up; real units need 1e3 to 1e6."""
+WORK = 4_000_000
+"""State-kind-size triples that the search over all orders may cost (about 0.1 s) before it gives up; real units need 1e3 to 1e6."""
 FEW = 8
 """Up to so many tensors it never gives up."""
 

@@ -35,9 +35,7 @@ class Found:
     bound: int
 
 
-def plan_layout(
-    specs: Sequence[TensorSpec], num_shards: int, *, align: int = 128, order: str = "auto", row_slack: float = 0.0
-) -> Layout:
+def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, align: int = 128, order: str = "auto", row_slack: float = 0.0) -> Layout:
     """Plan the smallest equal shards that cut no block.
 
     Args:

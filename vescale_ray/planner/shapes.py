@@ -96,8 +96,10 @@ def _separate(param: ParamShape) -> list[ParamShape]:
     if param.kind != "expert" or len(param.shape) < 3:
         return [param]
     experts, rows, columns = param.shape
-    parts = [(f"{param.name}.{e}.{k}" if param.matrices > 1 else f"{param.name}.{e}") for e in range(experts) for k in range(param.matrices)]
-    return [ParamShape(name, (rows // param.matrices, columns), param.kind, param.trainable) for name in parts]
+    names = [f"{param.name}.{e}" for e in range(experts)]
+    if param.matrices > 1:
+        names = [f"{name}.{k}" for name in names for k in range(param.matrices)]
+    return [ParamShape(name, (rows // param.matrices, columns), param.kind, param.trainable) for name in names]
 
 
 def model_shapes(model: str | Path | dict[str, Any] | nn.Module, *, experts: Literal["fused", "separate"] = "fused") -> ModelShapes:

@@ -10,7 +10,7 @@ every block whole:
 - **strided experts** (``strided=True``): a constant gap behind each expert ``[n, m]`` of a stack ``[E, n, m]``, so that experts
   fall on shard boundaries, and a last block that is shorter than the others stays in its expert; the parameter is then a strided
   view, which the model must tolerate. Decided tensor by tensor;
-- beyond these: a smaller group (HSDP) or smaller blocks, which :func:`advise` names.
+- beyond these: a smaller group (HSDP) or smaller blocks, which :mod:`vescale_ray.planner.advice` names.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from vescale_ray.planner.place import Problem
 from vescale_ray.planner.search import plan_layout
 from vescale_ray.planner.shapes import ParamShape, UnitShape
 
-GOAL = 0.03
-"""Padding that is worth a lever, as a fraction of the parameters."""
+Buffers = Literal["one", "per block"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Lever:
     """How a unit is laid out; the default is the plain way."""
 
     layers: int = 1
-    buffers: Literal["one", "per block"] = "one"
+    buffers: Buffers = "one"
     strided: bool = False
 
     def __str__(self) -> str:
@@ -131,10 +130,10 @@ class UnitPlan:
 def plan_unit(
     unit: UnitShape,
     num_shards: int,
-    blocks: Blocks = Blocks(),  # noqa: B008 (frozen)
+    blocks: Blocks = Blocks(),
     *,
     dtype: torch.dtype = torch.bfloat16,
-    lever: Lever = Lever(),  # noqa: B008
+    lever: Lever = Lever(),
     align: int = 128,
 ) -> UnitPlan:
     """Plan one unit of ``lever.layers`` layers over ``num_shards`` ranks.
@@ -148,15 +147,14 @@ def plan_unit(
     if lever.layers < 1:
         raise ValueError(f"a unit of {lever.layers} layers: give at least 1")
     specs, across = _specs(unit, blocks, dtype, lever)
-    separate = _bound(specs, num_shards, align, stacks_apart=lever.strided)
-    if lever.strided and num_shards > 1:
-        specs = _strided(specs, num_shards, align, separate)
-    if lever.buffers == "one":
+    if lever.buffers == "per block":
+        buffers = _per_block(specs, num_shards, align, lever.strided)
+        return UnitPlan(unit.name, lever, buffers, _evenly(specs, num_shards), across)
+    if not lever.strided:
         layout = plan_layout(specs, num_shards, align=align)
-        bound = layout.lower_bound if not lever.strided else min(separate, layout.shard_numel)
-        return UnitPlan(unit.name, lever, (layout,), bound, across)
-    buffers = _per_block(specs, num_shards, align)
-    return UnitPlan(unit.name, lever, buffers, _evenly(specs, num_shards), across)
+        return UnitPlan(unit.name, lever, (layout,), layout.lower_bound, across)
+    layout = plan_layout(_strided(specs, num_shards, align), num_shards, align=align)
+    return UnitPlan(unit.name, lever, (layout,), _bound_with_gaps(specs, num_shards, align), across)
 
 
 def _specs(unit: UnitShape, blocks: Blocks, dtype: torch.dtype, lever: Lever) -> tuple[list[TensorSpec], tuple[str, ...]]:
@@ -182,14 +180,16 @@ def _specs(unit: UnitShape, blocks: Blocks, dtype: torch.dtype, lever: Lever) ->
     return specs, tuple(across)
 
 
-def _bound(specs: Sequence[TensorSpec], num_shards: int, align: int, *, stacks_apart: bool) -> int:
-    """The proven bound; with each expert of a stack a tensor of its own, which allows for any gaps, if so asked."""
-    sizes, cuts = [], []
+def _bound_with_gaps(specs: Sequence[TensorSpec], num_shards: int, align: int) -> int:
+    """The bound with each matrix of a stack a tensor of its own, which allows for any gaps between them."""
+    sizes: list[int] = []
+    cuts: list[int] = []
     for spec in specs:
-        count = math.prod(spec.shape[:-2]) if stacks_apart and len(spec.shape) >= 3 and spec.block is not None else 1
-        matrix = TensorSpec(spec.name, spec.shape[-2:] if count > 1 else spec.shape, spec.block, spec.dtype)
+        matrix, count = spec, 1
+        if len(spec.shape) >= 3 and spec.block is not None:
+            matrix, count = TensorSpec(spec.name, spec.shape[-2:], spec.block, spec.dtype), math.prod(spec.shape[:-2])
         sizes += [matrix.numel] * count
-        cuts += [matrix.granularity if count > 1 else spec.granularity] * count
+        cuts += [matrix.granularity] * count
     itemsize = min(s.dtype.itemsize for s in specs)
     problem = Problem.of(sizes, cuts, num_shards, align // itemsize, START_BYTES // itemsize)
     return lower_bound(problem) if problem.total else 0
@@ -199,12 +199,13 @@ def _evenly(specs: Sequence[TensorSpec], num_shards: int) -> int:
     return -(-sum(math.prod(s.shape) for s in specs) // num_shards)
 
 
-def _strided(specs: list[TensorSpec], num_shards: int, align: int, bound: int) -> list[TensorSpec]:
+def _strided(specs: list[TensorSpec], num_shards: int, align: int) -> list[TensorSpec]:
     """Choose the rows that each stack's experts are stored with: as they are, so that a whole number of experts fills a rank, or so
     that an expert fills a whole number of ranks; whichever gives the smallest shard in the end."""
     stacks = [i for i, s in enumerate(specs) if len(s.shape) >= 3 and s.block is not None and s.numel]
-    if not stacks:
+    if not stacks or num_shards == 1:
         return specs
+    bound = _bound_with_gaps(specs, num_shards, align)
     quantum = align // min(s.dtype.itemsize for s in specs)
     plain = list(specs)
     best = plan_layout(plain, num_shards, align=align)
@@ -254,7 +255,7 @@ def _alike(specs: Sequence[TensorSpec], stacks: Sequence[int]) -> list[tuple[tup
     return list(dict.fromkeys((specs[i].shape, specs[i].block) for i in stacks))
 
 
-def _per_block(specs: Sequence[TensorSpec], num_shards: int, align: int) -> tuple[Layout, ...]:
+def _per_block(specs: Sequence[TensorSpec], num_shards: int, align: int, strided: bool) -> tuple[Layout, ...]:
     """One buffer for each length of block; tensors without a requirement fill what is left in these, the rest has a buffer too."""
     quantum = align // min(s.dtype.itemsize for s in specs)
     groups: dict[int, list[TensorSpec]] = {}
@@ -264,6 +265,8 @@ def _per_block(specs: Sequence[TensorSpec], num_shards: int, align: int) -> tupl
             groups.setdefault(spec.granularity, []).append(spec)
         else:
             free.append(spec)
+    if strided:
+        groups = {g: _strided(members, num_shards, align) for g, members in groups.items()}
     layouts = [plan_layout(groups[g], num_shards, align=align) for g in sorted(groups, reverse=True)]
     left: list[TensorSpec] = []
     for spec in sorted(free, key=lambda s: (-s.numel, s.name)):
@@ -285,111 +288,3 @@ def _per_block(specs: Sequence[TensorSpec], num_shards: int, align: int) -> tupl
         else:
             layouts.append(own)
     return tuple(layouts)
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A lever and what it gave."""
-
-    lever: Lever
-    padding_ratio: float
-    gathered_numel: int
-    """Elements of the gathered unit: what several layers per unit cost."""
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What to do about a unit's padding at a group size.
-
-    Attributes:
-        best: the plan with the simplest lever below the goal; without one, the plan with the least padding.
-        attempts: every lever that was tried, in the order of what it costs.
-        remedies: where no lever reaches the goal: the group size (HSDP) or the smaller blocks that do; one line each.
-    """
-
-    best: UnitPlan
-    attempts: tuple[Attempt, ...]
-    goal: float
-    remedies: tuple[str, ...] = ()
-
-    @property
-    def reached(self) -> bool:
-        return self.best.padding_ratio < self.goal
-
-
-LEVERS = tuple(
-    Lever(layers, buffers, strided)
-    for layers, (buffers, strided) in itertools.product(
-        (1, 2, 3, 4, 6), (("one", False), ("per block", False), ("one", True), ("per block", True))
-    )
-)
-"""From what costs nothing to what costs memory."""
-
-
-def advise(
-    unit: UnitShape,
-    num_shards: int,
-    blocks: Blocks,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    goal: float = GOAL,
-    most_layers: int = 4,
-    strided: bool = True,
-    remedies: bool = True,
-) -> Advice:
-    """Try the levers from the cheapest on until the padding is below ``goal``; where none is enough, say what is.
-
-    Args:
-        most_layers: a unit of more layers than this is not tried (its gathered parameters need the memory).
-        strided: the model tolerates experts that are strided views.
-
-    Cost: up to 20 plans of the unit.
-    """
-    attempts: list[Attempt] = []
-    best: UnitPlan | None = None
-    stacked = any(len(p.shape) >= 3 and blocks.applies(p) for p in unit.params)
-    for lever in LEVERS:
-        if lever.layers > min(most_layers, unit.count) or (lever.strided and not (strided and stacked)):
-            continue
-        if lever.layers > 1 and len(unit.params) * lever.layers > 2000 and best is not None:
-            break
-        plan = plan_unit(unit, num_shards, blocks, dtype=dtype, lever=lever)
-        attempts.append(Attempt(lever, plan.padding_ratio, plan.numel))
-        if best is None or plan.padding_ratio < best.padding_ratio:
-            best = plan
-        if plan.padding_ratio < goal:
-            break
-    assert best is not None
-    if best.padding_ratio < goal or not remedies:
-        return Advice(best, tuple(attempts), goal)
-    more: list[str] = []
-    group = num_shards // 2
-    while group >= 1:
-        there = advise(unit, group, blocks, dtype=dtype, goal=goal, most_layers=most_layers, strided=strided, remedies=False)
-        if there.reached:
-            more.append(
-                f"HSDP: shard over {group} ranks and replicate {-(-num_shards // group)} times: {there.best.padding_ratio:.1%} "
-                f"({there.best.lever})"
-            )
-            break
-        group //= 2
-    needed = next((n for n in range(most_layers + 1, unit.count + 1) if n in (6, 8, 9, 12, 16, 18, 24, 32) and _enough(unit, num_shards, blocks, dtype, n, goal)), None)
-    if needed is not None:
-        more.append(f"larger units: {needed} layers each, {needed * unit.numel * dtype.itemsize / 2**30:.0f} GiB gathered")
-    rows = blocks.rows or 0
-    while rows > 1:
-        rows //= 2
-        there = advise(unit, num_shards, replace(blocks, rows=rows), dtype=dtype, goal=goal, most_layers=most_layers, strided=strided, remedies=False)
-        if there.reached:
-            more.append(f"smaller blocks: {rows} rows: {there.best.padding_ratio:.1%} ({there.best.lever})")
-            break
-    return Advice(best, tuple(attempts), goal, tuple(more))
-
-
-def _enough(unit: UnitShape, num_shards: int, blocks: Blocks, dtype: torch.dtype, layers: int, goal: float) -> bool:
-    if len(unit.params) * layers > 2000:
-        return False
-    return any(
-        plan_unit(unit, num_shards, blocks, dtype=dtype, lever=Lever(layers, buffers)).padding_ratio < goal
-        for buffers in ("one", "per block")  # type: ignore[arg-type]
-    )
