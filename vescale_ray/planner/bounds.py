@@ -56,6 +56,11 @@ def candidates(problem: Problem, size: int, largest: int | None = None) -> Itera
             size = stop // quantum * quantum + quantum
 
 
+def is_possible(problem: Problem, shard: int) -> bool:
+    """Whether no test excludes this size."""
+    return bool(_possible(problem, np.array([shard], dtype=np.int64))[0])
+
+
 def _possible(problem: Problem, shards: np.ndarray) -> np.ndarray:
     """Which of the sizes pass the tests of each tensor alone and of full ranks."""
     sizes, blocks = problem.distinct

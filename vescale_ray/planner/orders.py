@@ -170,6 +170,8 @@ def _grow(problem: Problem, kinds: Kinds, shard: int, patience: int) -> list[int
             key = (waste if not patience or waste >= block else 0, k)
             if key < best_key:
                 best, best_key, best_waste = k, key, waste
+                if not key[0]:
+                    break
         assert best is not None
         spare -= best_waste
         if spare < 0:
