@@ -66,31 +66,13 @@ def _possible(problem: Problem, shards: np.ndarray) -> np.ndarray:
     sizes, blocks = problem.distinct
     rest = shards[:, None] % blocks[None, :]
     possible = ((sizes <= shards[:, None]) | (rest == 0) | (sizes <= 2 * shards[:, None] - rest)).all(axis=1)
-    for unit, others in _coarse(problem):
+    for unit, others in problem.coarse:
         full = np.zeros_like(shards)
         for numel, count in others:
             full += count * ((numel - 2) // shards + 2 if numel > 1 else 1)
         full = np.minimum(full, problem.num_shards)
         possible &= full * shards + (problem.num_shards - full) * (shards - shards % unit) >= problem.total
     return possible
-
-
-def _coarse(problem: Problem) -> list[tuple[int, list[tuple[int, int]]]]:
-    """For the kinds with the most elements, the first one, the first two, ..: what divides all their pieces, and all other tensors
-    as (elements, how many)."""
-    totals: dict[tuple[int, int], int] = {}
-    for numel, block in zip(problem.padded, problem.blocks, strict=True):
-        if numel:
-            totals[numel, block] = totals.get((numel, block), 0) + 1
-    ordered = sorted(totals, key=lambda k: (-k[0] * totals[k], k))
-    found, unit = [], 0
-    for k, (numel, block) in enumerate(ordered):
-        unit = math.gcd(unit, numel if block >= numel else math.gcd(block, numel % block))
-        if unit <= problem.start:
-            break
-        if unit > problem.quantum or unit % problem.quantum:
-            found.append((unit, [(size, totals[size, b]) for size, b in ordered[k + 1 :]]))
-    return found
 
 
 def _room_and_counting(problem: Problem) -> int:
@@ -136,7 +118,7 @@ def likely_sizes(problem: Problem, bound: int) -> list[int]:
             forced = math.lcm(forced, block)
         elif numel > bound:
             longer.add(block)
-    steps = {unit for unit, _ in _coarse(problem)} | set(longer)
+    steps = {unit for unit, _ in problem.coarse} | set(longer)
     everything = forced
     for block in sorted(longer):
         everything = math.lcm(everything, block)

@@ -50,6 +50,24 @@ class Problem:
         pairs = sorted({(size, block) for size, block in zip(self.sizes, self.blocks, strict=True) if size})
         return np.array([p[0] for p in pairs], dtype=np.int64), np.array([p[1] for p in pairs], dtype=np.int64)
 
+    @cached_property
+    def coarse(self) -> list[tuple[int, list[tuple[int, int]]]]:
+        """For the kinds with the most elements, the first one, the first two, ..: what divides all their pieces, and all other
+        tensors as (elements, how many). Only where that is more than the alignment."""
+        counts: dict[tuple[int, int], int] = {}
+        for numel, block in zip(self.padded, self.blocks, strict=True):
+            if numel:
+                counts[numel, block] = counts.get((numel, block), 0) + 1
+        ordered = sorted(counts, key=lambda kind: (-kind[0] * counts[kind], kind))
+        found, unit = [], 0
+        for k, (numel, block) in enumerate(ordered):
+            unit = math.gcd(unit, numel if block >= numel else math.gcd(block, numel % block))
+            if unit <= self.start:
+                break
+            if unit > self.quantum or unit % self.quantum:
+                found.append((unit, [(other[0], counts[other]) for other in ordered[k + 1 :]]))
+        return found
+
 
 def earliest(position: int, numel: int, block: int, shard: int) -> int | None:
     """Where a tensor of ``numel`` elements can start, from ``position`` on (both multiples of the start alignment); None: nowhere.

@@ -27,7 +27,7 @@ from vescale_ray.planner.layout import START_BYTES, Layout, TensorSpec
 from vescale_ray.planner.orders import Kinds, best_fit, smallest_over_all_orders
 from vescale_ray.planner.place import Problem, fits, place, smallest_for_ordered_pieces
 
-REFINEMENTS = 12
+REFINEMENTS = 6
 """Bisections between the likely sizes; one costs 0.3 to 3 ms for a DeepSeek-V3 layer of 782 tensors."""
 
 
@@ -75,7 +75,7 @@ def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, align: int = 12
     return _plan(specs, num_shards, align, order, float(row_slack))
 
 
-@lru_cache(maxsize=64)  # the layers of a model are planned one after another, and most of them are alike
+@lru_cache(maxsize=8)  # the layers of a model are planned one after another, and most of them are alike
 def _plan(specs: tuple[TensorSpec, ...], num_shards: int, align: int, order: str, row_slack: float) -> Layout:
     cuts = [s.granularity for s in specs]
     itemsize = min((s.dtype.itemsize for s in specs), default=1)
