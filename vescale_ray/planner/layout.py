@@ -169,6 +169,10 @@ class Layout:
             return str(spec.block)
         return "rows" if 1 < self.granularity[name] or spec.row_granularity == 1 else "aligned elements"
 
+    def stored_shape(self, name: str) -> Shape:
+        """The tensor's shape in the buffer: with the rows that each matrix is stored with."""
+        return self._by_name[name].stored_shape
+
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """The whole tensor as a view of the full buffer ``flat`` [numel]: contiguous, or strided with a gap behind each matrix."""
         spec, start = self._by_name[name], self.offsets[name]
