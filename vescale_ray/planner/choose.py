@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,8 @@ class Option:
     plan: ModelPlan
     memory: Memory
     time: Time
+    usual_blocks: Blocks
+    """Of the policy, if this is one of several; not named again."""
     reason: str
     """Why it was rejected; for the one that was chosen, what speaks for it."""
 
@@ -40,7 +43,8 @@ class Option:
 
     def __str__(self) -> str:
         ranks = f"{self.group} ranks" + (f" x {self.replicas} replicas" if self.replicas > 1 else "")
-        return ranks + ("" if str(self.lever) == "plain" else f", {self.lever}")
+        rule = "" if self.blocks == self.usual_blocks else f", blocks: {self.blocks}"
+        return ranks + rule + ("" if str(self.lever) == "plain" else f", {self.lever}")
 
 
 @dataclass(frozen=True)
@@ -96,16 +100,15 @@ def choose_sharding(
         if group < 1 or num_devices % group:
             raise BadInput(f"a shard group of {group} does not divide {num_devices} devices: use a divisor")
     sizes = sorted(groups) if groups else _group_sizes(num_devices, hardware.node)
-    blocks = policy.needed_blocks
 
     options = []
-    stacked = any(len(p.shape) >= 3 and blocks.applies(p) for u in shapes.units for p in u.params)
-    for group in sizes:
+    for blocks, group in itertools.product(policy.block_options, sizes):
+        stacked = any(len(p.shape) >= 3 and blocks.applies(p) for u in shapes.units for p in u.params)
         for lever in _levers(policy, shapes, stacked=stacked, constrained=blocks.rows is not None):
             plan = plan_model(shapes, group, blocks, lever, dtype=policy.compute_dtype)
             memory = predict_memory(plan, policy)
             time = predict_time(plan, policy, hardware, num_devices // group)
-            options.append(Option(group, num_devices // group, blocks, lever, plan, memory, time, ""))
+            options.append(Option(group, num_devices // group, blocks, lever, plan, memory, time, policy.block_options[0], ""))
     return _judge(shapes, num_devices, hardware, policy, options)
 
 
@@ -144,7 +147,7 @@ def _judge(shapes: ModelShapes, devices: int, hardware: Hardware, policy: Policy
         # Of those that are as fast: the simplest lever that keeps padding low, then the least memory.
         best = min(alike, key=lambda o: (o.padding_ratio >= GOAL, *_complexity(o.lever), o.memory.total))
     judged = [replace(o, reason=_reason(o, best, room, alone=len(fitting) == 1)) for o in options]
-    chosen = next((o for o in judged if best is not None and (o.group, o.lever) == (best.group, best.lever)), None)
+    chosen = next((o for o in judged if best is not None and (o.group, o.lever, o.blocks) == (best.group, best.lever, best.blocks)), None)
     judged.sort(key=lambda o: (o is not chosen, o.memory.total > room, o.time.step, o.group, str(o.lever)))
     return Choice(shapes, devices, hardware, policy, chosen, tuple(judged), _notes(chosen, judged, room, policy))
 
@@ -158,7 +161,7 @@ def _reason(option: Option, best: Option | None, room: int, *, alone: bool) -> s
     if option.padding_ratio >= GOAL > best.padding_ratio:
         return f"{option.padding_ratio:.1%} padding, {slower:+.1%} time"
     if slower > SAME:
-        return f"{slower:+.1%} time: {_cause(option)}"
+        return f"{slower:+.1%} time: more for {_cause(option.time, best.time)}"
     if _complexity(option.lever) > _complexity(best.lever):
         return f"no faster ({slower:+.1%}), and more complicated"
     return f"no faster ({slower:+.1%}), and {_gib(option.memory.total)} of memory against {_gib(best.memory.total)}"
@@ -194,10 +197,15 @@ def _largest(memory: Memory) -> str:
     return f"{kind.replace('_', ' ')} ({_gib(size)})"
 
 
-def _cause(option: Option) -> str:
-    time = option.time
-    parts = {"gathering parameters": time.gather, "reducing gradients": time.reduce, "reducing over replicas": time.replicate}
-    return "mostly " + max(parts, key=lambda k: parts[k])
+def _cause(time: Time, best: Time) -> str:
+    """What takes longer than in the best option."""
+    grown = {
+        "gathering parameters": time.gather - best.gather,
+        "reducing gradients": time.reduce - best.reduce,
+        "summing gradients over the replicas": time.replicate - best.replicate,
+        "the optimizer's update": time.update - best.update,
+    }
+    return max(grown, key=lambda part: grown[part])
 
 
 def _gib(size: float) -> str:

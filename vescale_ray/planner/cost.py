@@ -95,12 +95,16 @@ class Policy:
             raise BadInput(f"{self.tokens} tokens per device: give at least 1")
 
     @property
-    def needed_blocks(self) -> Blocks:
+    def block_options(self) -> tuple[Blocks, ...]:
+        """The requirement that was given, or those that the optimizer and the dtype allow for, the first one the usual."""
         if self.blocks is not None:
-            return self.blocks
+            return (self.blocks,)
         if self.compute_dtype.itemsize == 1:
-            return Blocks(128)  # FP8 tiles of 128 x 128 (DeepSeek-V3 report, section 3.3.2)
-        return Blocks(32) if self.optimizer == "adamw8bit" else Blocks()
+            return (Blocks(128),)  # FP8 tiles of 128 x 128 (DeepSeek-V3 report, section 3.3.2)
+        if self.optimizer == "adamw8bit":
+            return (Blocks(32),)
+        # Muon needs whole matrices: sent to one rank for the update, or kept on one by the layout.
+        return (Blocks(), Blocks(0)) if self.optimizer == "muon" else (Blocks(),)
 
 
 @dataclass(frozen=True)
@@ -280,6 +284,7 @@ class Time:
     replicate: float
     """All-reduce of gradient shards over the replicas (HSDP)."""
     update: float
+    """The optimizer's reads and writes, and what it sends (Muon, unless the layout keeps matrices whole)."""
     exposed: float
     """Communication that no computation hides."""
     sent: int
@@ -359,4 +364,10 @@ def predict_time(plan: ModelPlan, policy: Policy, hardware: Hardware, replicas: 
     # The update reads and writes master, gradients and states once.
     memory = predict_memory(plan, policy)
     update = 2 * (memory.master + memory.optimizer + memory.gradients // 2) / hardware.memory_bandwidth
+    if policy.optimizer == "muon" and plan.blocks.rows != 0:
+        # Momentum to the matrix's root and the update back, both in BF16, in one exchange each way (research/optim.md, 0).
+        matrices = sum(u.unit.numel * u.plan.lever.layers * u.count for u in plan.units if any(p.kind == "matrix" for p in u.unit.params))
+        part = 2 * matrices // plan.group * (plan.group - 1) // plan.group
+        update += 2 * collective_time(part * plan.group, plan.group, hardware) / max(1, min(plan.group, hardware.node))
+        sent += 2 * part
     return Time(compute, gather, reduce, replicate, update, exposed, sent)

@@ -194,7 +194,7 @@ class Layout:
     def dims(self, name: str) -> tuple[int, ...]:
         """The shortest prefix of dimensions (at least one) whose units no shard boundary cuts, for ``RaggedShard(dims, ..)``."""
         spec = self._by_name[name]
-        cuts = {cut for r in self._ranks_of(name) for cut in self.local_range(name, r)}
+        cuts = {cut for r in self.ranks_of(name) for cut in self.local_range(name, r)}
         for k in range(1, len(spec.shape) + 1):
             inner = math.prod(spec.stored_shape[k:])
             if inner == 0 or all(cut % inner == 0 for cut in cuts):
@@ -207,13 +207,13 @@ class Layout:
         if spec.numel == 0:
             return (1, *(0 for _ in range(self.num_shards - 1)))
         counts = [0] * self.num_shards
-        for rank in self._ranks_of(name):
+        for rank in self.ranks_of(name):
             start, end = self.local_range(name, rank)
             counts[rank] = end - start
         divisor = math.gcd(*counts)
         return tuple(c // divisor for c in counts)
 
-    def _ranks_of(self, name: str) -> range:
+    def ranks_of(self, name: str) -> range:
         """The ranks that hold a part of the tensor."""
         offset, numel = self.offsets[name], self._by_name[name].numel
         if not numel or not self.shard_numel:

@@ -31,7 +31,7 @@ def as_text(choice: Choice, width: int = 140) -> str:
     console.print(
         f"{model.name}: {model.numel:,} parameters, {model.active:,} active; {choice.devices} x {choice.hardware.name}, "
         f"{_gib(room)} usable of {_gib(choice.hardware.memory)}; {policy.optimizer}, {policy.tokens} tokens per device, "
-        f"blocks: {policy.needed_blocks}"
+        f"blocks: {policy.block_options[0]}"
     )
     console.print(f"figures: {model.source}; times are estimates", style=None)
     table = Table("", "sharding", "padding", "memory", "step", "exposed", "sent", "why", box=None, pad_edge=False)
@@ -88,7 +88,7 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "hardware": choice.hardware.name,
         "memory_bytes": choice.hardware.memory,
         "optimizer": choice.policy.optimizer,
-        "blocks": str(choice.policy.needed_blocks),
+        "blocks": [str(rule) for rule in choice.policy.block_options],
         "fits": choice.best is not None,
         "best": _option(choice.best) if choice.best is not None else None,
         "options": [_option(option) for option in choice.options],
@@ -101,6 +101,7 @@ def _option(option: Option) -> dict[str, Any]:
     return {
         "shard_group": option.group,
         "replicas": option.replicas,
+        "blocks": str(option.blocks),
         "layers_per_unit": option.lever.layers,
         "buffers": option.lever.buffers,
         "strided_experts": option.lever.strided,

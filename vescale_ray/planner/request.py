@@ -57,8 +57,8 @@ def choose(
     )
     if rows is not None:
         policy = replace(policy, blocks=Blocks(rows, place))
-    elif place != "matrices" and policy.needed_blocks.rows is not None:
-        policy = replace(policy, blocks=replace(policy.needed_blocks, on=place))
+    elif place != "matrices":
+        policy = replace(policy, blocks=replace(policy.block_options[0], on=place))
     return choose_sharding(model_shapes(model, experts=how), devices, machine, policy, groups=groups or None)
 
 
