@@ -3,8 +3,9 @@
     python benchmarks/plan_padding.py [--quick] [--json OUT] [--png OUT]
 
 One layer of each model, blocks of k rows, groups of 8 to 16384 ranks. Other systems by their published rules for the same tensors
-(``vescale_ray/planner/baselines.py``): FSDP1 and DeepSpeed cut blocks anywhere, FSDP2 cuts at rows of dimension 0; the others keep
-blocks whole. "bound" is proven: no order of the tensors, in one buffer, needs less. "levers": the simplest of several buffers,
+(``vescale_ray/planner/baselines.py``): FSDP1 and DeepSpeed cut blocks anywhere; FSDP2, and Megatron-FSDP as it is ("rows"), cut at
+rows of dimension 0, which for a stack of experts is a whole expert; "FSDP2, blocks" and "Megatron" are the same rules with blocks
+for rows and a stack as one matrix, and keep blocks whole, as do the others. "bound" is proven: no order of the tensors, in one buffer, needs less. "levers": the simplest of several buffers,
 strided experts and up to four layers per unit that stays below 3 %.
 
 Plan times are process times of one run of each plan with Python's garbage collection off, as ``timeit`` does: a full collection of
@@ -46,7 +47,7 @@ MODELS = [
     ("deepseek-v3", "separate", "matrices"),
     ("deepseek-v3", "separate", "experts"),
 ]
-SYSTEMS = ("FSDP1", "DeepSpeed", "FSDP2", "FSDP2, blocks", "Megatron, stacks", "Megatron", "Algorithm 1", "ours", "bound", "levers")
+SYSTEMS = ("FSDP1", "DeepSpeed", "FSDP2", "FSDP2, blocks", "Megatron, rows", "Megatron", "Algorithm 1", "ours", "bound", "levers")
 
 
 def tensors(unit: UnitShape, rows: int | None, on: str, *, stacks: bool = False) -> list[TensorSpec]:
@@ -86,7 +87,7 @@ def table(model: str, experts: str, on: str, rows: int | None, groups: tuple[int
             "DeepSpeed": deepspeed(specs, group),
             "FSDP2": fsdp2(stacks, group),
             "FSDP2, blocks": fsdp2(specs, group, blocks=True),
-            "Megatron, stacks": megatron_fsdp(stacks, group),
+            "Megatron, rows": megatron_fsdp(stacks, group),
             "Megatron": megatron_fsdp(specs, group),
             "Algorithm 1": algorithm1(specs, group),
             "ours": layout.shard_numel,
@@ -122,7 +123,7 @@ def draw(found: dict[str, dict[str, Any]], groups: tuple[int, ...], path: Path) 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = [n for n in found if "128 rows" in n or "default" in n]
+    names = [n for n in found if "128-row" in n or "default" in n]
     figure, axes = plt.subplots(math.ceil(len(names) / 3), 3, figsize=(16, 3.6 * math.ceil(len(names) / 3)), squeeze=False)
     styles = {"FSDP2": ":", "FSDP2, blocks": ":", "Megatron": "--", "Algorithm 1": "--", "ours": "-", "bound": "-.", "levers": "-"}
     for axis, name in zip(axes.flat, names, strict=False):
@@ -155,7 +156,7 @@ def main() -> None:
         for rows in heights:
             if rows is None and on == "experts":
                 continue
-            what = "default blocks" if rows is None else f"{rows} rows on {on}"
+            what = "default blocks" if rows is None else f"{rows}-row blocks on {on}"
             title = f"{model}, {what}" if model.startswith("llama") else f"{model}, experts {experts}, {what}"
             found[title] = table(model, experts, on, rows, groups)
             print_table(title, found[title], groups)
