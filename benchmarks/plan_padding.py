@@ -5,7 +5,8 @@
 One layer of each model, blocks of k rows, groups of 8 to 16384 ranks. Other systems by their published rules for the same tensors
 (``vescale_ray/planner/baselines.py``): FSDP1 and DeepSpeed cut blocks anywhere; FSDP2, and Megatron-FSDP as it is ("rows"), cut at
 rows of dimension 0, which for a stack of experts is a whole expert; "FSDP2, blocks" and "Megatron" are the same rules with blocks
-for rows and a stack as one matrix, and keep blocks whole, as do the others. "bound" is proven: no order of the tensors, in one buffer, needs less. "levers": the simplest of several buffers,
+for rows and a stack as one matrix, and keep blocks whole, as do the others. "bound" is proven: no order of the tensors, in one
+buffer, needs less. "levers": the simplest of several buffers,
 strided experts and up to four layers per unit that stays below 3 %.
 
 Plan times are process times of one run of each plan with Python's garbage collection off, as ``timeit`` does: a full collection of

@@ -358,6 +358,7 @@ def ckpt_verify(path: str | None, name: str | None) -> int:
 @click.option("--memory", default=None, metavar="SIZE", help="Memory of one device, as 80GiB; default: the hardware's.")
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw, adamw8bit, muon or sgd.")
 @click.option("--dtype", default="bf16", show_default=True, help="Of gathered parameters: fp32, bf16 or fp8.")
+@click.option("--reduce", default="fp32", show_default=True, help="Of gradients on their way: fp32 or bf16.")
 @click.option(
     "--group", type=int, multiple=True, help="Ranks that share the parameters; may be given several times. Default: all divisors."
 )
@@ -376,6 +377,7 @@ def plan(
     memory: str | None,
     optimizer: str,
     dtype: str,
+    reduce: str,
     group: tuple[int, ...],
     blocks: int | None,
     blocks_on: str,
@@ -402,6 +404,7 @@ def plan(
         memory=memory,
         optimizer=optimizer,
         dtype=dtype,
+        reduce=reduce,
         groups=group,
         rows=blocks,
         blocks_on=blocks_on,

@@ -53,7 +53,7 @@ class Choice:
 
     Attributes:
         best: the fastest option that fits; None if none does.
-        options: all, the best first, then by step time: those that fit before those that do not.
+        options: all, the best first; those that fit by step time, then those that do not by memory.
         notes: what else to know: blocks larger than tensors, experts' rows that no block divides, what to do if nothing fits.
     """
 
@@ -148,7 +148,9 @@ def _judge(shapes: ModelShapes, devices: int, hardware: Hardware, policy: Policy
         best = min(alike, key=lambda o: (o.padding_ratio >= GOAL, *_complexity(o.lever), o.memory.total))
     judged = [replace(o, reason=_reason(o, best, room, alone=len(fitting) == 1)) for o in options]
     chosen = next((o for o in judged if best is not None and (o.group, o.lever, o.blocks) == (best.group, best.lever, best.blocks)), None)
-    judged.sort(key=lambda o: (o is not chosen, o.memory.total > room, o.time.step, o.group, str(o.lever)))
+    over = [o for o in judged if o.memory.total > room]
+    judged = sorted((o for o in judged if o.memory.total <= room), key=lambda o: (o is not chosen, o.time.step, o.group, str(o.lever)))
+    judged += sorted(over, key=lambda o: (o.memory.total, o.group, str(o.lever)))
     return Choice(shapes, devices, hardware, policy, chosen, tuple(judged), _notes(chosen, judged, room, policy))
 
 

@@ -91,15 +91,20 @@ def place(problem: Problem, order: Sequence[int], shard: int) -> list[int] | Non
     """Offsets of the tensors (by index, not by position) if they fit into shards of ``shard`` elements in this order, else None."""
     offsets = [0] * len(problem.sizes)
     position, limit = 0, problem.num_shards * shard
+    if problem.total > limit:
+        return None
     sizes, blocks, padded = problem.sizes, problem.blocks, problem.padded
     left = problem.total
     for i in order:
         if not sizes[i]:
             offsets[i] = position
             continue
-        at = earliest(position, sizes[i], blocks[i], shard)
-        if at is None or at + left > limit:
-            return None
+        at: int | None = position
+        if position % shard + sizes[i] > shard:
+            at = earliest(position, sizes[i], blocks[i], shard)
+            if at is None or at + left > limit:
+                return None
+        assert at is not None
         offsets[i] = at
         position = at + padded[i]
         left -= padded[i]

@@ -28,6 +28,7 @@ def choose(
     memory: str | None = None,
     optimizer: str = "adamw",
     dtype: str = "bf16",
+    reduce: str = "fp32",
     groups: Sequence[int] = (),
     rows: int | None = None,
     blocks_on: str = "matrices",
@@ -52,6 +53,7 @@ def choose(
         optimizer=_one_of("optimizer", optimizer, OPTIMIZERS),
         tokens=tokens,
         compute_dtype=_DTYPES[_one_of("dtype", dtype, _DTYPES)],
+        reduce_dtype=_DTYPES[_one_of("reduce", reduce, ("fp32", "bf16"))],
         recompute=recompute,
         strided=strided,
     )
