@@ -1,4 +1,4 @@
-"""The command line: ``vescale-ray train demo status stop rescale ls ckpt``.
+"""The command line: ``vescale-ray train demo status stop rescale ls ckpt plan``.
 
 Exit codes: 0 done; 1 it failed; 2 what you gave can't be used; 130 interrupted. Errors are one line with the remedy; a
 traceback only with --debug. torch, Ray and pydantic are imported inside the commands: ``vescale-ray --help`` needs none of them.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import shutil
 import sys
 import time
 import traceback
@@ -343,6 +344,85 @@ def ckpt_verify(path: str | None, name: str | None) -> int:
         raise Failed(f"{root}: {report.commit} is damaged: " + "; ".join(str(problem) for problem in report.problems))
     click.echo(f"{root}: {report.commit}: every checksum right ({report.objects} objects, {report.bytes / 1e6:.1f} MB)")
     return OK
+
+
+# --------------------------------------------------------------------------------------------------------------- capacity
+
+
+@cli.command()
+@click.option(
+    "--model", required=True, help="A known model (llama-3-70b, gpt-oss-120b, deepseek-v3, ..), a config.json, or pkg.mod:factory."
+)
+@click.option("--devices", type=int, required=True, help="Devices in all.")
+@click.option("--hardware", default="h100", show_default=True, help="a100, h100, h800, h200 or b200.")
+@click.option("--memory", default=None, metavar="SIZE", help="Memory of one device, as 80GiB; default: the hardware's.")
+@click.option("--optimizer", default="adamw", show_default=True, help="adamw, adamw8bit, muon or sgd.")
+@click.option("--dtype", default="bf16", show_default=True, help="Of gathered parameters: fp32, bf16 or fp8.")
+@click.option("--reduce", default="fp32", show_default=True, help="Of gradients on their way: fp32 or bf16.")
+@click.option(
+    "--group", type=int, multiple=True, help="Ranks that share the parameters; may be given several times. Default: all divisors."
+)
+@click.option("--blocks", type=int, default=None, metavar="ROWS", help="Rows that no shard boundary separates; 0: whole matrices.")
+@click.option("--blocks-on", default="matrices", show_default=True, help="matrices or experts.")
+@click.option("--experts", default="fused", show_default=True, help="fused (stacks [E, n, m]) or separate.")
+@click.option("--strided", is_flag=True, help="The model tolerates experts that are strided views.")
+@click.option("--tokens", type=int, default=8192, show_default=True, help="Of one device and micro-batch.")
+@click.option("--keep-activations", is_flag=True, help="No recomputation in backward.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--html", "html_file", default=None, metavar="FILE", help="Write a page with pictures of layout and memory.")
+def plan(
+    model: str,
+    devices: int,
+    hardware: str,
+    memory: str | None,
+    optimizer: str,
+    dtype: str,
+    reduce: str,
+    group: tuple[int, ...],
+    blocks: int | None,
+    blocks_on: str,
+    experts: str,
+    strided: bool,
+    tokens: int,
+    keep_activations: bool,
+    as_json: bool,
+    html_file: str | None,
+) -> int:
+    """Choose the shard group, replicas, layers per unit and buffers for a model, and say why not the others.
+
+    Needs neither devices nor the model's weights. Exit code 1 if nothing fits.
+
+    Example: vescale-ray plan --model gpt-oss-120b --devices 1024 --memory 80GiB --optimizer muon
+    """
+    from vescale_ray.planner import report
+    from vescale_ray.planner.request import choose
+
+    choice = choose(
+        model,
+        devices,
+        hardware=hardware,
+        memory=memory,
+        optimizer=optimizer,
+        dtype=dtype,
+        reduce=reduce,
+        groups=group,
+        rows=blocks,
+        blocks_on=blocks_on,
+        experts=experts,
+        strided=strided,
+        tokens=tokens,
+        recompute=not keep_activations,
+    )
+    if html_file is not None:
+        try:
+            Path(html_file).write_text(report.as_html(choice), encoding="utf-8")
+        except OSError as error:
+            raise BadInput(f"{html_file}: can't be written ({error.strerror})") from None
+    if as_json:
+        click.echo(json.dumps(report.as_json(choice)))
+    else:
+        click.echo(report.as_text(choice, shutil.get_terminal_size((140, 24)).columns))
+    return OK if choice.best is not None else FAILED
 
 
 if __name__ == "__main__":

@@ -66,16 +66,18 @@ class DBuffer:
         """Elements ``[start, end)`` of ``flat`` that belong to tensor ``name``; empty if this shard has none of it."""
         if self.rank is None:
             start = self.layout.offsets[name]
-            return start, start + math.prod(self._shapes[name])
+            return start, start + math.prod(self.layout.stored_shape(name))
         low, high = self.layout.local_range(name, self.rank)
         start = self.layout.shard_offset(name, self.rank)
         return start, start + high - low
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor as a view: its own shape in a full buffer, 1-D (what this rank holds of it) in a shard."""
+        """The tensor as a view: its own shape in a full buffer (strided if it is stored with gaps), 1-D (what this rank holds of
+        it, gaps included) in a shard."""
+        if self.rank is None:
+            return self.layout.view(self.flat, name)
         start, end = self.range(name)
-        view = self.flat[start:end]
-        return view.view(self._shapes[name]) if self.rank is None else view
+        return self.flat[start:end]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor by name, in the layout's order."""
@@ -94,6 +96,11 @@ class DBuffer:
         if tuple(full.shape) != self._shapes[name]:
             raise ValueError(f"{name!r} has shape {self._shapes[name]}, not {tuple(full.shape)}")
         start, end = self.range(name)
+        stored = self.layout.stored_shape(name)
+        if stored != self._shapes[name]:
+            padded = full.new_zeros(stored)
+            padded.narrow(-2, 0, full.shape[-2]).copy_(full)
+            full = padded
         if end > start:
             low = 0 if self.rank is None else self.layout.local_range(name, self.rank)[0]
             self.flat[start:end].copy_(full.reshape(-1)[low : low + end - start])
@@ -141,13 +148,16 @@ class DBuffer:
 def gaps(layout: Layout, rank: int | None) -> tuple[tuple[int, int], ...]:
     """Padding of the full buffer or of one shard, as element ranges of it."""
     holes: list[tuple[int, int]] = []
-    numel = {spec.name: spec.numel for spec in layout.specs}
+    specs = {spec.name: spec for spec in layout.specs}
     end = 0
     for name in layout.order:
-        start = layout.offsets[name]
+        start, spec = layout.offsets[name], specs[name]
         if start > end:
             holes.append((end, start))
-        end = max(end, start + numel[name])
+        end = max(end, start + spec.numel)
+        if spec.stored_rows is not None and spec.stored_rows > spec.shape[-2]:
+            used, stride = spec.shape[-2] * spec.shape[-1], spec.stored_rows * spec.shape[-1]
+            holes += [(at + used, at + stride) for at in range(start, start + spec.numel, stride)]
     if layout.numel > end:
         holes.append((end, layout.numel))
     if rank is None:

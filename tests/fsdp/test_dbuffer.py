@@ -86,3 +86,22 @@ def test_what_does_not_fit_is_refused():
         buffer.add_(DBuffer(other, torch.zeros(other.numel), rank=None))
     with pytest.raises(ValueError, match="already the shard"):
         buffer.shard(1).shard(0)
+
+
+def test_a_stack_with_gaps_behind_its_matrices_is_a_strided_view_and_its_gaps_are_padding():
+    specs = [TensorSpec("first", (5,)), TensorSpec("experts", (4, 3, 8), Block.rows(4), stored_rows=4), TensorSpec("last", (6, 2))]
+    layout = plan_layout(specs, 3)
+    full = DBuffer(layout, torch.full((layout.numel,), torch.nan), rank=None)
+    values = {"first": torch.randn(5), "experts": torch.randn(4, 3, 8), "last": torch.randn(6, 2)}
+    for name, value in values.items():
+        full.load(name, value)
+    full.zero_padding()
+    assert full.tensor("experts").stride() == (32, 8, 1)
+    for name, value in values.items():
+        assert torch.equal(full.tensor(name), value)
+    assert full.flat.isfinite().all() and torch.isclose(full.flat.abs().sum(), torch.stack([v.abs().sum() for v in values.values()]).sum())
+    for rank in range(3):
+        shard = DBuffer.empty(layout, rank=rank, dtype=torch.float32, device="cpu")
+        for name, value in values.items():
+            shard.load(name, value)
+        assert torch.equal(shard.flat, full.shard(rank).flat)

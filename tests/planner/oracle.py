@@ -1,0 +1,73 @@
+"""An independent judge of layouts and a brute-force search: no code of the planner is used here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def check(
+    sizes: Sequence[int], blocks: Sequence[int], offsets: Sequence[int], num_shards: int, shard: int, *, quantum: int, start: int
+) -> None:
+    """Contiguous, disjoint, inside the buffer, no block cut, starts and shards aligned: looks at every boundary of every tensor."""
+    assert shard % quantum == 0, f"a shard of {shard} is no multiple of {quantum}"
+    taken = []
+    for size, block, offset in zip(sizes, blocks, offsets, strict=True):
+        if not size:
+            continue
+        assert offset >= 0 and offset % start == 0, f"a tensor starts at {offset}, no multiple of {start}"
+        assert offset + size <= num_shards * shard, f"a tensor ends at {offset + size} of {num_shards * shard}"
+        taken.append((offset, offset + size))
+        boundary = -(-offset // shard) * shard
+        while boundary < offset + size:
+            assert (boundary - offset) % block == 0, f"the boundary at {boundary} cuts a block of {block} of a tensor at {offset}"
+            boundary += shard
+    taken.sort()
+    for (_, end), (begin, _) in zip(taken, taken[1:], strict=False):
+        assert end <= begin, f"tensors overlap at {begin}"
+
+
+def smallest_shard(sizes: Sequence[int], blocks: Sequence[int], num_shards: int, *, quantum: int, start: int) -> int:
+    """The smallest shard over all orders and all offsets of all tensors.
+
+    For each size in turn: a bit set of the positions at which a subset of the tensors can end, for every subset; any tensor may
+    follow at any valid offset behind. Nothing is assumed about which order or which offset is good.
+    """
+    tensors = [(size, block) for size, block in zip(sizes, blocks, strict=True) if size]
+    if not tensors:
+        return 0
+    shard = quantum
+    while not _some_layout(tensors, num_shards, shard, start):
+        shard += quantum
+    return shard
+
+
+def _some_layout(tensors: list[tuple[int, int]], num_shards: int, shard: int, start: int) -> bool:
+    limit = num_shards * shard
+    if sum(size for size, _ in tensors) > limit:
+        return False
+    slots = limit // start
+    everywhere = (1 << (slots + 1)) - 1
+    starts = []
+    for size, block in tensors:
+        bits = 0
+        for slot in range(slots):
+            offset = slot * start
+            if offset + size > limit:
+                break
+            inside = range((offset // shard + 1) * shard, offset + size, shard)
+            if all((boundary - offset) % block == 0 for boundary in inside):
+                bits |= 1 << slot
+        if not bits:
+            return False
+        starts.append(bits)
+    ends = {0: 1}
+    for subset in range(1, 1 << len(tensors)):
+        reached = 0
+        for k, (size, _) in enumerate(tensors):
+            before = ends.get(subset & ~(1 << k)) if subset >> k & 1 else None
+            if before:
+                lowest = before & -before
+                behind = everywhere & ~(lowest - 1)
+                reached |= (behind & starts[k]) << -(-size // start)
+        ends[subset] = reached
+    return ends[(1 << len(tensors)) - 1] != 0

@@ -1,0 +1,207 @@
+"""choose_sharding, its cost model, and ``vescale-ray plan``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from vescale_ray.cli import main
+from vescale_ray.errors import BadInput
+from vescale_ray.planner import HARDWARE, Blocks, Lever, Policy, choose_sharding, plan_layout
+from vescale_ray.planner.cost import MISALIGNED, collective_time, plan_model, predict_memory, predict_time
+from vescale_ray.planner.layout import TensorSpec
+from vescale_ray.planner.request import size_of
+from vescale_ray.planner.shapes import model_shapes
+
+H100 = HARDWARE["h100"]
+
+
+def test_the_best_option_fits_is_the_fastest_and_each_other_one_has_a_reason() -> None:
+    choice = choose_sharding("llama-3-70b", 512, policy=Policy(optimizer="adamw"))
+    assert choice.best is not None and choice.options[0] is choice.best
+    room = choice.hardware.memory * 0.9
+    fitting = [o for o in choice.options if o.memory.total <= room]
+    assert choice.best in fitting
+    assert choice.best.time.step <= min(o.time.step for o in fitting) * 1.02
+    assert all(o.group * o.replicas == 512 for o in choice.options)
+    assert all(o.reason and "\n" not in o.reason for o in choice.options)
+    for option in choice.options:
+        assert ("needs" in option.reason) == (option.memory.total > room)
+    assert {o.lever.layers for o in choice.options} == {1, 2, 4} and len({o.group for o in choice.options}) >= 6
+
+
+def test_what_does_not_fit_is_said_with_the_least_memory_and_what_to_do() -> None:
+    choice = choose_sharding("deepseek-v3", 64, policy=Policy(optimizer="adamw"))
+    assert choice.best is None
+    assert re.search(r"nothing fits: the least is [\d.]+ GiB with .*, more devices", choice.notes[0])
+
+
+def test_a_policy_with_blocks_picks_a_lever_or_a_smaller_group_when_padding_costs() -> None:
+    choice = choose_sharding("gpt-oss-120b", 2048, HARDWARE["b200"], Policy(optimizer="adamw8bit", blocks=Blocks(128, "experts")))
+    assert choice.best is not None and choice.best.padding_ratio < 0.03
+    padded = [o for o in choice.options if o.group == 2048 and o.lever == Lever()]
+    assert padded[0].padding_ratio > 0.3 and "padding" in padded[0].reason or "needs" in padded[0].reason
+
+
+def test_memory_by_kind_is_what_the_engine_note_says() -> None:
+    """Llama-3-8B over 8 ranks, worked out by hand: 8 030 261 248 parameters; the layer has 218 112 000, the head 525 340 672."""
+    shapes = model_shapes("llama-3-8b")
+    plan = plan_model(shapes, 8)
+    memory = predict_memory(plan, Policy(tokens=1024))
+    share = 8_030_261_248 / 8
+    assert memory.master == pytest.approx(4 * share, rel=1e-3) == pytest.approx(memory.gradients, rel=1e-3)
+    assert memory.low_precision == pytest.approx(2 * share, rel=1e-3)
+    assert memory.optimizer == pytest.approx(8 * share, rel=1e-3)
+    assert memory.gathered == pytest.approx(2 * (525_340_672 + 218_112_000), rel=1e-3), "two neighbours at a time"
+    assert memory.gradient_buffers == pytest.approx(4 * 2 * 525_340_672, rel=2e-3), "the two largest units"
+    assert predict_memory(plan, Policy(compute_dtype=torch.float8_e4m3fn)).gathered * 2 == memory.gathered
+    one = predict_memory(plan_model(shapes, 1), Policy())
+    assert one.gathered == one.gradient_buffers == 0, "nothing travels"
+    states = {o: predict_memory(plan, Policy(optimizer=o)).optimizer / share for o in ("adamw", "adamw8bit", "muon", "sgd")}  # type: ignore[arg-type]
+    assert states["adamw"] == pytest.approx(8, rel=1e-3) and states["sgd"] == pytest.approx(4, rel=1e-3)
+    matrices = 1 - 2 * 525_336_576 / 8_030_261_248
+    assert states["muon"] == pytest.approx(8 - 4 * matrices, rel=0.01)
+    assert states["adamw8bit"] == pytest.approx(8 - 6 * matrices, rel=0.01)
+
+
+def test_frozen_parameters_have_no_gradients_and_no_states() -> None:
+    layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4)).requires_grad_(False)
+    module = nn.ModuleDict({"layers": layers})
+    memory = predict_memory(plan_model(model_shapes(module), 4), Policy())
+    assert memory.gradients == memory.optimizer == memory.gradient_buffers == 0 < memory.master
+
+
+def test_collectives_cost_latency_bandwidth_and_twelve_times_as_much_if_a_part_is_not_aligned() -> None:
+    inside = collective_time(8e9, 8, H100)
+    assert inside == pytest.approx(8e9 * 7 / 8 / (450e9 * 0.8), rel=0.01)
+    across = collective_time(8e9, 64, H100)
+    assert across == pytest.approx(8e9 * 7 / 8 / (8 * 50e9 * 0.8), rel=0.01)
+    assert collective_time(0, 64, H100) == collective_time(1e9, 1, H100) == 0
+    tiny = collective_time(1024, 1024, H100)
+    assert 5e-5 < tiny < 2e-4, "latency alone"
+    assert collective_time(8e9, 64, H100, rank_bytes=1000) == pytest.approx(MISALIGNED * across, rel=0.01)
+    plan = plan_model(model_shapes("gpt-oss-20b"), 24)
+    assert all(b.shard_numel * 2 % 128 == 0 for u in plan.units for b in u.plan.buffers), "ours never pays it"
+
+
+def test_time_grows_with_tokens_and_padding_and_overlap_never_makes_it_shorter_than_its_parts() -> None:
+    shapes = model_shapes("llama-3-8b")
+    plan = plan_model(shapes, 64)
+    small, large = (predict_time(plan, Policy(tokens=n), H100) for n in (512, 65536))
+    assert large.compute == pytest.approx(128 * small.compute)
+    assert small.exposed > large.exposed and small.gather == large.gather
+    for time in (small, large):
+        assert time.step >= max(time.compute, time.gather + time.reduce - 1e-9 if time is small else 0)
+        assert time.exposed <= time.gather + time.reduce + time.replicate
+    sent = 63 * plan.shard_numel * (2 + 2 + 4)
+    assert small.sent == sent, "gathered twice in BF16, reduced once in FP32"
+    replicated = predict_time(plan, Policy(tokens=512), H100, replicas=4)
+    assert replicated.replicate > 0 and replicated.sent > sent
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("llama-3-8b", 0), "0 devices: give at least 1"),
+        (("llama-3-8b", 8, "tpu"), "hardware 'tpu' is unknown: use one of a100"),
+        (("lama-3-8b", 8), "did you mean llama-3-8b?"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple, says: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(says)):
+        choose_sharding(*arguments)
+
+
+def test_a_group_must_divide_the_devices() -> None:
+    with pytest.raises(BadInput, match="a shard group of 3 does not divide 8 devices"):
+        choose_sharding("llama-3-8b", 8, groups=[3])
+    with pytest.raises(BadInput, match="optimizer 'adam' is unknown"):
+        Policy(optimizer="adam")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="0 tokens"):
+        Policy(tokens=0)
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    assert [size_of(t) for t in ("80GiB", "80G", "1.5TB", "512 MiB", "1024")] == [80 << 30, 80 * 10**9, 1_500_000_000_000, 512 << 20, 1024]
+    for bad in ("", "80Q", "-1GiB", "0", "GiB"):
+        with pytest.raises(BadInput, match="is no size: give it as 80GiB"):
+            size_of(bad)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["plan", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_command_prints_tables_and_writes_json_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    asked = ["--model", "gpt-oss-120b", "--devices", "1024", "--memory", "80GiB", "--optimizer", "muon"]
+    code, out, err = run(capsys, *asked, "--html", str(page))
+    assert code == 0 and not err
+    for word in ("116,829,156,672 parameters", "->", "1024 ranks", "gradient buffers", "why", "needs", "met"):
+        assert word in out
+    html = page.read_text()
+    assert html.count("<svg") >= 4 and "rank 0" in html and "padding" in html and "memory by kind" in html
+    code, out, err = run(capsys, *asked, "--json")
+    told = json.loads(out)
+    assert code == 0 and told["fits"] and told["best"] == told["options"][0]
+    assert told["best"]["shard_group"] * told["best"]["replicas"] == 1024
+    kinds = told["best"]["memory_bytes"]
+    assert kinds.pop("total") == sum(kinds.values())
+    assert {u["name"] for u in told["best"]["units"]} == {"embed", "layer (experts)", "head"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--model", "lama", "--devices", "8"], 2, "model 'lama' is unknown"),
+        (["--model", "llama-3-8b", "--devices", "0"], 2, "0 devices: give at least 1"),
+        (["--model", "llama-3-8b", "--devices", "8", "--optimizer", "adam"], 2, "did you mean adamw?"),
+        (["--model", "llama-3-8b", "--devices", "8", "--dtype", "fp4"], 2, "dtype 'fp4' is unknown"),
+        (["--model", "llama-3-8b", "--devices", "8", "--blocks", "-2"], 2, "blocks of -2 rows"),
+        (["--model", "llama-3-8b", "--devices", "8", "--memory", "lots"], 2, "memory 'lots' is no size"),
+        (["--model", "llama-3-8b", "--devices", "8", "--html", "/no/such/folder/x.html"], 2, "can't be written"),
+        (["--model", "kimi-k2", "--devices", "8"], 1, ""),
+    ],
+)
+def test_the_command_tells_bad_input_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str) -> None:
+    got, out, err = run(capsys, *arguments)
+    assert got == code and says in err
+    assert err.count("\n") == (1 if code == 2 else 0) and "Traceback" not in err
+    assert ("nothing fits" in out) == (code == 1)
+
+
+SAME = """
+import json
+from vescale_ray.planner import choose_sharding, Policy, Blocks, plan_unit, Lever, model_shapes
+from vescale_ray.planner.report import as_json
+policy = Policy(optimizer="adamw8bit", blocks=Blocks(128, "experts"), strided=True)
+told = as_json(choose_sharding("qwen3-30b-a3b", 96, "h200", policy))
+unit = max(model_shapes("deepseek-v3", experts="separate").units, key=lambda u: u.numel * u.count)
+told["more"] = [plan_unit(unit, n, Blocks(16), lever=Lever(1, "per block")).fingerprint for n in (64, 1000)]
+print(json.dumps(told))
+"""
+
+
+def test_plans_are_the_same_in_another_process_and_under_another_hash_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    environment = {**os.environ, "PYTHONHASHSEED": "4242"}
+    done = subprocess.run([sys.executable, "-c", SAME], env=environment, capture_output=True, text=True, timeout=100, check=True)
+    exec(SAME, {})
+    assert done.stdout == capsys.readouterr().out
+
+
+def test_what_two_ranks_compare_names_the_first_tensor_that_differs() -> None:
+    mine = plan_layout([TensorSpec("a", (8, 8)), TensorSpec("b", (8, 8))], 2)
+    theirs = plan_layout([TensorSpec("a", (8, 8)), TensorSpec("b", (8, 9))], 2)
+    assert mine.fingerprint != theirs.fingerprint
+    differ = [(x, y) for x, y in zip(mine.description, theirs.description, strict=True) if x != y]
+    assert any(x.startswith("b: [8, 8]") and y.startswith("b: [8, 9]") for x, y in differ)

@@ -1,0 +1,96 @@
+"""The predicted memory of a step against tensors that running gloo ranks hold, by kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.ranks import run_gloo
+from vescale_ray.models.llama import Llama, LlamaConfig
+from vescale_ray.planner.cost import Policy, plan_model, predict_memory
+from vescale_ray.planner.shapes import model_shapes
+from vescale_ray.planner.units import Blocks
+
+CONFIG = LlamaConfig(dim=192, layers=4, heads=6, kv_heads=2, ffn=512, vocab=384)
+EXACT = ("master", "low_precision", "gathered", "gradients", "gradient_buffers", "optimizer")
+
+
+def build(frozen: bool) -> nn.Module:
+    model = Llama(CONFIG)
+    if frozen:
+        for layer in model.layers:
+            for parameter in layer.attention.parameters():
+                parameter.requires_grad_(False)
+    return model
+
+
+def measure(rank: int, world: int, compute: str, optimizer: str, frozen: bool, rows: int | None) -> dict[str, int]:
+    """Train three steps; bytes of the engine's tensors of each kind, the most at any time for those that come and go."""
+    from vescale_ray import Block, fully_shard
+    from vescale_ray.fsdp.memory import Pool
+    from vescale_ray.fsdp.schedule import unit_of
+
+    most = {"gathered": 0, "gradient_buffers": 0}
+    noted = Pool._note_peak
+
+    def note(pool: Any, *args: Any) -> None:
+        noted(pool, *args)
+        count = pool.count()
+        most["gathered"] = max(most["gathered"], sum(n * kept for n, (kept, _) in count.items()))
+        most["gradient_buffers"] = max(most["gradient_buffers"], sum(n * lent for n, (_, lent) in count.items()))
+
+    setattr(Pool, "_note_peak", note)  # noqa: B010  # in this rank's own process
+    model = build(frozen)
+    dtype = getattr(torch, compute)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype != torch.float32 else MixedPrecisionPolicy()
+    policy = (lambda name, p: Block.rows(rows) if p.dim() == 2 else None) if rows else None
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=precision, block_policy=policy)
+    fully_shard(model, mp_policy=precision, block_policy=policy)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    steps = {"adamw": lambda: torch.optim.AdamW(parameters), "sgd": lambda: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)}
+    step = steps[optimizer]()
+    for _ in range(3):
+        step.zero_grad()
+        tokens = torch.randint(0, CONFIG.vocab, (2, 16))
+        model(tokens).float().logsumexp(-1).mean().backward()
+        step.step()
+    units = {id(u): u for m in model.modules() if (u := unit_of(m)) is not None}
+    groups = [group for unit in units.values() for group in unit.groups]
+
+    def storages(tensors: list[torch.Tensor]) -> int:
+        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+    states = [s.to_local() for state in step.state.values() for s in state.values() if isinstance(s, torch.Tensor) and s.dim()]
+    return {
+        "master": storages([g.master.flat for g in groups]),
+        "low_precision": sum(g._cast.nbytes for g in groups if g._cast is not None),
+        "gradients": storages([p.grad.to_local() for p in parameters if p.grad is not None and p.grad.to_local().numel()]),
+        "optimizer": sum(s.numel() * s.element_size() for s in states),
+        **most,
+    }
+
+
+@pytest.mark.parametrize(
+    ("world", "compute", "optimizer", "frozen", "rows"),
+    [
+        (2, "float32", "adamw", False, None),
+        (3, "bfloat16", "adamw", False, None),
+        (4, "float32", "sgd", False, 32),
+        (2, "bfloat16", "adamw", True, None),
+    ],
+)
+def test_each_kind_of_memory_is_within_five_percent_of_what_ranks_hold(world, compute, optimizer, frozen, rows) -> None:
+    shapes = model_shapes(build(frozen))
+    dtype = getattr(torch, compute)
+    policy = Policy(optimizer=optimizer, tokens=32, compute_dtype=dtype)
+    plan = plan_model(shapes, world, Blocks(rows), dtype=dtype)
+    measured = run_gloo(world, measure, compute, optimizer, frozen, rows, timeout=60)
+    for rank, held in enumerate(measured):
+        predicted = predict_memory(plan, policy, backend="gloo", rank=rank).by_kind()
+        for kind in EXACT:
+            assert abs(predicted[kind] - held[kind]) <= 0.05 * held[kind], (rank, kind, predicted[kind], held[kind])

@@ -1,0 +1,130 @@
+"""advise: the simplest lever that brings a unit's padding below a goal, and what to do where none does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from vescale_ray.planner.shapes import UnitShape
+from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
+
+GOAL = 0.03
+"""Padding that is worth a lever, as a fraction of the parameters."""
+
+TENSORS = 2500
+"""Units of more tensors are not tried: they would take seconds to plan."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A lever and what it gave."""
+
+    lever: Lever
+    padding_ratio: float
+    gathered_numel: int
+    """Elements of the gathered unit: what several layers per unit cost."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do about a unit's padding at a group size.
+
+    Attributes:
+        best: the plan with the simplest lever below the goal; without one, the plan with the least padding.
+        attempts: every lever that was tried, in the order of what it costs.
+        remedies: where no lever reaches the goal: the smaller group (HSDP), the larger unit, the smaller blocks that do; a line each.
+    """
+
+    best: UnitPlan
+    attempts: tuple[Attempt, ...]
+    goal: float
+    remedies: tuple[str, ...] = ()
+
+    @property
+    def reached(self) -> bool:
+        return self.best.padding_ratio < self.goal
+
+
+def advise(
+    unit: UnitShape,
+    num_shards: int,
+    blocks: Blocks,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    goal: float = GOAL,
+    most_layers: int = 4,
+    strided: bool = True,
+) -> Advice:
+    """Try the levers from the cheapest on until the padding is below ``goal``; where none is enough, say what is.
+
+    Args:
+        most_layers: a unit of more layers than this is not tried (its gathered parameters need the memory).
+        strided: the model tolerates experts that are strided views.
+
+    Cost: up to 16 plans of the unit; as many for each remedy that is tried.
+    """
+
+    def reach(ranks: int, rule: Blocks, layers: range) -> Advice:
+        return _first(unit, ranks, rule, dtype, goal, layers, strided)
+
+    found = reach(num_shards, blocks, range(1, most_layers + 1))
+    if found.reached:
+        return found
+    remedies = []
+    for group in _halves(num_shards):
+        smaller = reach(group, blocks, range(1, most_layers + 1))
+        if smaller.reached:
+            copies = -(-num_shards // group)
+            remedies.append(f"HSDP: shard over {group} ranks, replicate {copies} times: {_result(smaller)}")
+            break
+    larger = reach(num_shards, blocks, range(most_layers + 1, unit.count + 1))
+    if larger.reached:
+        size = larger.best.numel * dtype.itemsize / 2**30
+        remedies.append(f"larger units: {_result(larger)}, {size:.0f} GiB gathered")
+    for rows in _halves(blocks.rows or 0):
+        finer = reach(num_shards, replace(blocks, rows=rows), range(1, most_layers + 1))
+        if finer.reached:
+            remedies.append(f"smaller blocks: {rows} rows: {_result(finer)}")
+            break
+    return replace(found, remedies=tuple(remedies))
+
+
+def _first(unit: UnitShape, num_shards: int, blocks: Blocks, dtype: torch.dtype, goal: float, layers: range, strided: bool) -> Advice:
+    """The first lever below the goal, else the best one. ``layers``: at least one of them is tried, even if the unit has fewer."""
+    attempts: list[Attempt] = []
+    best: UnitPlan | None = None
+    for lever in _levers(unit, blocks, layers, strided):
+        plan = plan_unit(unit, num_shards, blocks, dtype=dtype, lever=lever)
+        attempts.append(Attempt(lever, plan.padding_ratio, plan.numel))
+        if best is None or plan.padding_ratio < best.padding_ratio:
+            best = plan
+        if plan.padding_ratio < goal:
+            break
+    if best is None:
+        best = plan_unit(unit, num_shards, blocks, dtype=dtype)
+    return Advice(best, tuple(attempts), goal)
+
+
+def _levers(unit: UnitShape, blocks: Blocks, layers: range, strided: bool) -> Iterator[Lever]:
+    """From what costs nothing to what costs memory."""
+    stacked = any(len(p.shape) >= 3 and blocks.applies(p) for p in unit.params)
+    for count in layers:
+        if count > 1 and (count > unit.count or count * len(unit.params) > TENSORS or (count > 4 and unit.count % count)):
+            continue
+        yield Lever(count)
+        yield Lever(count, "per block")
+        if strided and stacked:
+            yield Lever(count, "one", True)
+            yield Lever(count, "per block", True)
+
+
+def _halves(number: int) -> Iterator[int]:
+    while number > 1:
+        number //= 2
+        yield number
+
+
+def _result(advice: Advice) -> str:
+    return f"{advice.best.padding_ratio:.1%} ({advice.best.lever})"

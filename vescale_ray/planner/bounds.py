@@ -1,0 +1,139 @@
+"""Which shard sizes no order of the tensors can rule in: the proven lower bound, and the sizes that are worth trying above it.
+
+Each test below is necessary for *any* layout, in any order, so the first size that passes all of them is a lower bound:
+
+- **room**: all tensors, each padded to the start alignment, fit into N shards;
+- **counting**: of the ``(k - 1) N + 1`` largest pieces between possible cuts, some rank holds ``k``;
+- **each tensor alone**: ``e`` elements in blocks of ``g`` can be placed iff ``e <= S``, or ``S mod g == 0``, or
+  ``e <= 2S - S mod g`` (it spans one boundary); with ``e > 2S`` two boundaries lie inside it wherever it is, so ``S mod g == 0``;
+- **full ranks**: take some kinds of tensors, the coarse ones, whose pieces all are multiples of ``d``. A rank that no other tensor
+  touches holds a multiple of ``d``; one other tensor of ``e`` elements touches at most ``(e - 2) // S + 2`` ranks. So the elements
+  must fit into ``T`` full ranks and ``N - T`` ranks of ``S - S mod d``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from vescale_ray.planner.place import Problem
+
+_FIRST_CHUNK, _LAST_CHUNK = 64, 16384
+LIKELY = 64
+"""Most sizes that :func:`likely_sizes` gives."""
+
+
+def lower_bound(problem: Problem) -> int:
+    """No layout of these tensors, in any order, has a smaller shard."""
+    return int(next(candidates(problem, _room_and_counting(problem)))[0])
+
+
+def candidates(problem: Problem, size: int, largest: int | None = None) -> Iterator[np.ndarray]:
+    """Every shard size from ``size`` to ``largest`` that no test excludes, ascending, in chunks."""
+    quantum = problem.quantum
+    sizes, blocks = problem.distinct
+    largest = -(-problem.total // quantum) * quantum if largest is None else largest  # everything in the first shard
+    chunk = _FIRST_CHUNK
+    while size <= largest:
+        forced = sizes > 2 * size
+        step = quantum
+        for block in np.unique(blocks[forced]):
+            step = math.lcm(step, int(block))
+        # The set of forced tensors shrinks when 2S reaches the smallest of them.
+        stop = min(largest, (int(sizes[forced].min()) - 1) // 2) if forced.any() else largest
+        first = -(-size // step) * step
+        if first <= stop:
+            count = min(chunk, (stop - first) // step + 1)
+            found = first + step * np.arange(count, dtype=np.int64)
+            possible = _possible(problem, found)
+            if possible.any():
+                yield found[possible]
+            size = int(found[-1]) + quantum
+            chunk = min(chunk * 4, _LAST_CHUNK)
+        else:
+            size = stop // quantum * quantum + quantum
+
+
+def is_possible(problem: Problem, shard: int) -> bool:
+    """Whether no test excludes this size."""
+    return bool(_possible(problem, np.array([shard], dtype=np.int64))[0])
+
+
+def _possible(problem: Problem, shards: np.ndarray) -> np.ndarray:
+    """Which of the sizes pass the tests of each tensor alone and of full ranks."""
+    sizes, blocks = problem.distinct
+    rest = shards[:, None] % blocks[None, :]
+    possible = ((sizes <= shards[:, None]) | (rest == 0) | (sizes <= 2 * shards[:, None] - rest)).all(axis=1)
+    for unit, others in problem.coarse:
+        full = np.zeros_like(shards)
+        for numel, count in others:
+            full += count * ((numel - 2) // shards + 2 if numel > 1 else 1)
+        full = np.minimum(full, problem.num_shards)
+        possible &= full * shards + (problem.num_shards - full) * (shards - shards % unit) >= problem.total
+    return possible
+
+
+def _room_and_counting(problem: Problem) -> int:
+    """The first two tests: sizes below this are excluded."""
+    n = problem.num_shards
+    least = -(-problem.total // n)
+    pieces: dict[int, int] = {}
+    for numel, block in zip(problem.sizes, problem.blocks, strict=True):
+        if numel:
+            whole, rest = divmod(numel, block)
+            pieces[block] = pieces.get(block, 0) + whole
+            pieces[rest] = pieces.get(rest, 0) + 1
+    runs: list[tuple[int, int]] = []  # of equal pieces, the largest first: (size, how many are at least as large)
+    seen = 0
+    for size in sorted(pieces, reverse=True):
+        seen += pieces[size]
+        if not size or not pieces[size]:
+            continue
+        runs.append((size, seen))
+        k = -(-seen // n)
+        last, need, held = (k - 1) * n + 1, k, 0
+        for index in range(len(runs) - 1, -1, -1):
+            first = runs[index - 1][1] if index else 0
+            take = min(need, max(0, last - first))
+            held += take * runs[index][0]
+            need, last = need - take, min(last, first)
+            if not need:
+                break
+        least = max(least, held)
+    return -(-least // problem.quantum) * problem.quantum
+
+
+def likely_sizes(problem: Problem, bound: int) -> list[int]:
+    """Sizes from the bound on, ascending, at which many tensors stop to constrain each other; a few dozen, not all.
+
+    Multiples of what divides the coarse pieces, of the blocks of tensors that may span two boundaries, of their common multiples
+    (the last of which lets every tensor be cut at each of its blocks), and, as the rest of the padding is only there to be had by
+    taking more of it, the bound plus 1/8192, 1/4096, .. of itself.
+    """
+    forced, longer = 1, set()
+    for numel, block in sorted(set(zip(problem.sizes, problem.blocks, strict=True))):
+        if numel > 2 * bound:
+            forced = math.lcm(forced, block)
+        elif numel > bound:
+            longer.add(block)
+    steps = {unit for unit, _ in problem.coarse} | set(longer)
+    everything = forced
+    for block in sorted(longer):
+        everything = math.lcm(everything, block)
+    steps |= {math.lcm(a, b) for a in longer for b in longer}
+    steps = {math.lcm(problem.quantum, forced, step) for step in steps | {1, everything}}
+    # Of all blocks, too: what Megatron's rule takes.
+    common = problem.quantum
+    for block in sorted(set(problem.blocks)):
+        common = math.lcm(common, block)
+    found = {-(-bound // common) * common}
+    largest = -(-problem.total // problem.quantum) * problem.quantum
+    for step in steps:
+        first = -(-bound // step)
+        found.update(step * k for k in range(first, first + 6))
+    step = math.lcm(problem.quantum, forced)
+    found.update(-(-(bound + (bound >> k)) // step) * step for k in range(3, 14))
+    ordered = np.array(sorted(size for size in found if size <= max(largest, bound)), dtype=np.int64)
+    return [int(size) for size in ordered[_possible(problem, ordered)]][:LIKELY]

@@ -1,0 +1,214 @@
+"""choose_sharding: which shard group, how many replicas, layers per unit and buffers; and why not the others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vescale_ray.errors import BadInput
+from vescale_ray.planner.advice import GOAL, advise
+from vescale_ray.planner.cost import HARDWARE, Hardware, Memory, ModelPlan, Policy, Time, plan_model, predict_memory, predict_time
+from vescale_ray.planner.shapes import ModelShapes, model_shapes
+from vescale_ray.planner.units import Blocks, Lever
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SAME = 0.02
+"""Options whose step times differ by less are alike: the one with less memory is better."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to shard the model."""
+
+    group: int
+    replicas: int
+    blocks: Blocks
+    lever: Lever
+    plan: ModelPlan
+    memory: Memory
+    time: Time
+    usual_blocks: Blocks
+    """Of the policy, if this is one of several; not named again."""
+    reason: str
+    """Why it was rejected; for the one that was chosen, what speaks for it."""
+
+    @property
+    def padding_ratio(self) -> float:
+        return self.plan.padding_ratio
+
+    def __str__(self) -> str:
+        ranks = f"{self.group} ranks" + (f" x {self.replicas} replicas" if self.replicas > 1 else "")
+        rule = "" if self.blocks == self.usual_blocks else f", blocks: {self.blocks}"
+        return ranks + rule + ("" if str(self.lever) == "plain" else f", {self.lever}")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What :func:`choose_sharding` found.
+
+    Attributes:
+        best: the fastest option that fits; None if none does.
+        options: all, the best first; those that fit by step time, then those that do not by memory.
+        notes: what else to know: blocks larger than tensors, experts' rows that no block divides, what to do if nothing fits.
+    """
+
+    model: ModelShapes
+    devices: int
+    hardware: Hardware
+    policy: Policy
+    best: Option | None
+    options: tuple[Option, ...]
+    notes: tuple[str, ...]
+
+
+def choose_sharding(
+    model: str | Path | dict[str, Any] | ModelShapes | nn.Module,
+    num_devices: int,
+    hardware: str | Hardware = "h100",
+    policy: Policy = Policy(),  # noqa: B008 (frozen)
+    *,
+    groups: Sequence[int] | None = None,
+) -> Choice:
+    """Pick the shard group size, HSDP replication, layers per unit and buffers by cost, and say why not the others.
+
+    Every option is planned in full: padding, memory and bytes are those of real layouts. Times are estimates
+    (:mod:`vescale_ray.planner.cost`).
+
+    Args:
+        model: as for :func:`vescale_ray.planner.shapes.model_shapes`, or its result.
+        num_devices: in all; the group sizes tried are its divisors, from one node (or fewer devices) on.
+        hardware: a name of :data:`vescale_ray.planner.cost.HARDWARE`, or a description.
+        policy: how the model is trained.
+        groups: the group sizes to try, if not all.
+
+    Raises:
+        BadInput: no devices, unknown hardware, a group that does not divide the devices; in one line.
+    """
+    shapes = model if isinstance(model, ModelShapes) else model_shapes(model)
+    if num_devices < 1:
+        raise BadInput(f"{num_devices} devices: give at least 1")
+    if isinstance(hardware, str):
+        if hardware not in HARDWARE:
+            raise BadInput(f"hardware {hardware!r} is unknown: use one of {', '.join(HARDWARE)}")
+        hardware = HARDWARE[hardware]
+    for group in groups or ():
+        if group < 1 or num_devices % group:
+            raise BadInput(f"a shard group of {group} does not divide {num_devices} devices: use a divisor")
+    sizes = sorted(groups) if groups else _group_sizes(num_devices, hardware.node)
+
+    options = []
+    for blocks, group in itertools.product(policy.block_options, sizes):
+        stacked = any(len(p.shape) >= 3 and blocks.applies(p) for u in shapes.units for p in u.params)
+        for lever in _levers(policy, shapes, stacked=stacked, constrained=blocks.rows is not None):
+            plan = plan_model(shapes, group, blocks, lever, dtype=policy.compute_dtype)
+            memory = predict_memory(plan, policy)
+            time = predict_time(plan, policy, hardware, num_devices // group)
+            options.append(Option(group, num_devices // group, blocks, lever, plan, memory, time, policy.block_options[0], ""))
+    return _judge(shapes, num_devices, hardware, policy, options)
+
+
+def _group_sizes(devices: int, node: int) -> list[int]:
+    """Divisors from a node on, powers of two and what is left of the devices: at most about a dozen."""
+    divisors = [d for d in range(1, min(devices, 1 << 20) + 1) if devices % d == 0]
+    large = [d for d in divisors if d >= min(node, devices)]
+    if len(large) > 12:
+        power = [d for d in large if d & (d - 1) == 0 or devices // d in (1, 2, 3, 4)]
+        large = power[-12:] if len(power) >= 4 else large[:: -(-len(large) // 12)] + [devices]
+    return sorted(set(large))
+
+
+def _levers(policy: Policy, shapes: ModelShapes, *, stacked: bool, constrained: bool) -> list[Lever]:
+    levers = []
+    most = max((u.count for u in shapes.units), default=1)
+    crowded = max((len(u.params) for u in shapes.units if u.count > 1), default=1)
+    for layers in (1, 2, 4):
+        if layers > min(policy.most_layers, most) or (layers > 1 and crowded * layers > 2000):
+            continue
+        levers.append(Lever(layers))
+        if constrained:
+            levers.append(Lever(layers, "per block"))
+            if stacked and policy.strided:
+                levers += [Lever(layers, "one", True), Lever(layers, "per block", True)]
+    return levers
+
+
+def _judge(shapes: ModelShapes, devices: int, hardware: Hardware, policy: Policy, options: list[Option]) -> Choice:
+    room = round(hardware.memory * (1 - policy.reserve))
+    fitting = [o for o in options if o.memory.total <= room]
+    best: Option | None = None
+    if fitting:
+        fastest = min(o.time.step for o in fitting)
+        alike = [o for o in fitting if o.time.step <= fastest * (1 + SAME)]
+        # Of those that are as fast: the simplest lever that keeps padding low, then the least memory.
+        best = min(alike, key=lambda o: (o.padding_ratio >= GOAL, *_complexity(o.lever), o.memory.total))
+    judged = [replace(o, reason=_reason(o, best, room, alone=len(fitting) == 1)) for o in options]
+    chosen = next((o for o in judged if best is not None and (o.group, o.lever, o.blocks) == (best.group, best.lever, best.blocks)), None)
+    over = [o for o in judged if o.memory.total > room]
+    judged = sorted((o for o in judged if o.memory.total <= room), key=lambda o: (o is not chosen, o.time.step, o.group, str(o.lever)))
+    judged += sorted(over, key=lambda o: (o.memory.total, o.group, str(o.lever)))
+    return Choice(shapes, devices, hardware, policy, chosen, tuple(judged), _notes(chosen, judged, room, policy))
+
+
+def _reason(option: Option, best: Option | None, room: int, *, alone: bool) -> str:
+    if option is best:
+        return "the only one that fits" if alone else "the fastest that fits (within 2 %), the simplest of these"
+    if option.memory.total > room or best is None:
+        return f"needs {_gib(option.memory.total)} of {_gib(room)}: mostly {_largest(option.memory)}"
+    slower = option.time.step / best.time.step - 1
+    if option.padding_ratio >= GOAL > best.padding_ratio:
+        return f"{option.padding_ratio:.1%} padding, {slower:+.1%} time"
+    if slower > SAME:
+        return f"{slower:+.1%} time: more for {_cause(option.time, best.time)}"
+    if _complexity(option.lever) > _complexity(best.lever):
+        return f"no faster ({slower:+.1%}), and more complicated"
+    return f"no faster ({slower:+.1%}), and {_gib(option.memory.total)} of memory against {_gib(best.memory.total)}"
+
+
+def _complexity(lever: Lever) -> tuple[int, bool, bool]:
+    return lever.layers, lever.buffers != "one", lever.strided
+
+
+def _notes(best: Option | None, options: list[Option], room: int, policy: Policy) -> tuple[str, ...]:
+    if best is None:
+        least = min(options, key=lambda o: o.memory.total)
+        missing = least.memory.total - room
+        first = "fewer tokens per device" if policy.recompute else "recompute activations"
+        return (
+            f"nothing fits: the least is {_gib(least.memory.total)} with {least}, {_gib(missing)} too much, mostly "
+            f"{_largest(least.memory)}; {first}, more devices, tensor or expert parallelism, or an optimizer with smaller states",
+        )
+    notes = [note for unit in best.plan.units for note in unit.plan.notes]
+    for unit in best.plan.units:
+        if unit.plan.padding_ratio < GOAL or unit.plan.numel * unit.count < 0.05 * best.plan.shard_numel * best.group:
+            continue
+        advice = advise(
+            unit.unit, best.group, best.blocks, dtype=policy.compute_dtype, most_layers=policy.most_layers, strided=policy.strided
+        )
+        ways = advice.remedies or (f"{advice.best.padding_ratio:.1%} with {advice.best.lever}",)
+        notes.append(f"{unit.plan.name}: {unit.plan.padding_ratio:.1%} of padding; {'; or '.join(ways)}")
+    return tuple(dict.fromkeys(notes))
+
+
+def _largest(memory: Memory) -> str:
+    kind, size = max(memory.by_kind().items(), key=lambda item: item[1])
+    return f"{kind.replace('_', ' ')} ({_gib(size)})"
+
+
+def _cause(time: Time, best: Time) -> str:
+    """What takes longer than in the best option."""
+    grown = {
+        "gathering parameters": time.gather - best.gather,
+        "reducing gradients": time.reduce - best.reduce,
+        "summing gradients over the replicas": time.replicate - best.replicate,
+        "the optimizer's update": time.update - best.update,
+    }
+    return max(grown, key=lambda part: grown[part])
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"

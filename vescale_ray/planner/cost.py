@@ -1,0 +1,373 @@
+"""What a sharding costs: memory on each rank by kind, bytes and time of a step.
+
+The memory of the engine's own tensors is exact (see the note at the head of ``vescale_ray/fsdp/__init__.py``; a test compares it
+with running ranks). Activations and times are estimates from the formulas below; the constants of :data:`HARDWARE` are the
+vendors' figures, not our measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+
+from vescale_ray.errors import BadInput
+from vescale_ray.planner.shapes import ModelShapes, UnitShape
+from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
+
+Optimizer = Literal["adamw", "adamw8bit", "muon", "sgd"]
+OPTIMIZERS: tuple[Optimizer, ...] = ("adamw", "adamw8bit", "muon", "sgd")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Devices and what connects them.
+
+    Attributes:
+        memory: bytes of one device.
+        flops: dense BF16 operations per second of one device.
+        memory_bandwidth, link, network: bytes per second of device memory, of one device to the others of its node, and of its
+            share of the network between nodes (each one way).
+        node: devices of a node.
+        efficiency: the part of ``flops`` that matrix products reach.
+        bus_efficiency: the part of the links' bandwidth that collectives reach.
+        latency: seconds that a collective takes for each doubling of the group, within a node and between nodes.
+    """
+
+    name: str
+    memory: int
+    flops: float
+    memory_bandwidth: float
+    link: float
+    network: float
+    node: int = 8
+    efficiency: float = 0.5
+    bus_efficiency: float = 0.8
+    latency: tuple[float, float] = (3e-6, 1.2e-5)
+
+
+_GB = 1_000_000_000
+# Vendors' data sheets: dense BF16 without sparsity; NVLink is quoted for both directions, half of it counts; one network adapter
+# per device of 400 Gb/s (A100: 200 Gb/s), as in the vendors' eight-device systems.
+HARDWARE: dict[str, Hardware] = {
+    "a100": Hardware("a100", 80 << 30, 312e12, 2.0e12, 300 * _GB, 25 * _GB),  # NVIDIA A100 data sheet; DGX A100
+    "h100": Hardware("h100", 80 << 30, 989e12, 3.35e12, 450 * _GB, 50 * _GB),  # NVIDIA H100 data sheet; DGX H100
+    "h800": Hardware("h800", 80 << 30, 989e12, 3.35e12, 200 * _GB, 50 * _GB),  # DeepSeek-V3 report: NVLink 400 GB/s both ways
+    "h200": Hardware("h200", 141 * _GB, 989e12, 4.8e12, 450 * _GB, 50 * _GB),  # NVIDIA H200 data sheet
+    "b200": Hardware("b200", 180 * _GB, 2250e12, 8.0e12, 900 * _GB, 50 * _GB),  # NVIDIA DGX B200 data sheet
+}
+
+MISALIGNED = 12.0
+"""An all-gather of buffers that are no multiple of 16 bytes is up to so many times slower ([veScale-FSDP]; NVIDIA/nccl#413)."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How the model is trained.
+
+    Attributes:
+        tokens: of one device and micro-batch.
+        compute_dtype: of gathered parameters; ``float8_e4m3fn`` for FP8 gathers (with one FP32 scale per 128 x 128 tile).
+        recompute: activations of a layer are recomputed in backward; only the layer's input is kept.
+        blocks: the requirement of the optimizer or quantizer; None: what the optimizer and the dtype need.
+        strided: the model tolerates experts that are strided views.
+        most_layers: layers per unit, at most.
+        reserve: the part of the device's memory that is left free (context, fragmentation, communication library).
+    """
+
+    optimizer: Optimizer = "adamw"
+    tokens: int = 8192
+    compute_dtype: torch.dtype = torch.bfloat16
+    master_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    recompute: bool = True
+    blocks: Blocks | None = None
+    strided: bool = False
+    most_layers: int = 4
+    reserve: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise BadInput(f"optimizer {self.optimizer!r} is unknown: use one of {', '.join(OPTIMIZERS)}")
+        if self.tokens < 1:
+            raise BadInput(f"{self.tokens} tokens per device: give at least 1")
+
+    @property
+    def block_options(self) -> tuple[Blocks, ...]:
+        """The requirement that was given, or those that the optimizer and the dtype allow for, the first one the usual."""
+        if self.blocks is not None:
+            return (self.blocks,)
+        if self.compute_dtype.itemsize == 1:
+            return (Blocks(128),)  # FP8 tiles of 128 x 128 (DeepSeek-V3 report, section 3.3.2)
+        if self.optimizer == "adamw8bit":
+            return (Blocks(32),)
+        # Muon needs whole matrices: sent to one rank for the update, or kept on one by the layout.
+        return (Blocks(), Blocks(0)) if self.optimizer == "muon" else (Blocks(),)
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """Units of the same plan: ``count`` of them, one after another.
+
+    ``resident``: gathered from its forward to its backward, as the engine does with the root.
+    """
+
+    plan: UnitPlan
+    unit: UnitShape
+    count: int
+    resident: bool
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """All units of a model over one shard group."""
+
+    model: ModelShapes
+    group: int
+    blocks: Blocks
+    lever: Lever
+    units: tuple[PlannedUnit, ...]
+
+    @property
+    def padding_ratio(self) -> float:
+        """Padding of the whole model as a fraction of its parameters."""
+        total = sum(u.plan.tensor_numel * u.count for u in self.units)
+        return sum((u.plan.numel - u.plan.tensor_numel) * u.count for u in self.units) / total if total else 0.0
+
+    @property
+    def shard_numel(self) -> int:
+        return sum(u.plan.shard_numel * u.count for u in self.units)
+
+
+def plan_model(
+    model: ModelShapes,
+    group: int,
+    blocks: Blocks = Blocks(),  # noqa: B008 (frozen)
+    lever: Lever = Lever(),  # noqa: B008
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> ModelPlan:
+    """Plan every unit over ``group`` ranks: ``lever.layers`` layers together, those that are left over in a smaller unit.
+
+    Frozen and trainable parameters of a unit are groups of their own, as in the engine.
+    """
+    units: list[PlannedUnit] = []
+    for unit in model.units:
+        for trainable in (True, False):
+            params = tuple(p for p in unit.params if p.trainable == trainable)
+            if not params:
+                continue
+            part = replace(unit, params=params)
+            layers = min(lever.layers, unit.count)
+            for size, count in ((layers, unit.count // layers), (unit.count % layers, 1)):
+                if size and count:
+                    plan = plan_unit(part, group, blocks, dtype=dtype, lever=replace(lever, layers=size))
+                    units.append(PlannedUnit(plan, part, count, unit.resident, trainable))
+    return ModelPlan(model, group, blocks, lever, tuple(units))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank at the peak of a step, by kind."""
+
+    master: int
+    low_precision: int
+    """The shard in the compute dtype, cast once per optimizer step."""
+    gathered: int
+    gradients: int
+    gradient_buffers: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    def by_kind(self) -> dict[str, int]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def predict_memory(plan: ModelPlan, policy: Policy, *, backend: str = "nccl", rank: int = 0) -> Memory:
+    """The memory of ``rank`` at the peak of a step.
+
+    Args:
+        backend: ``"gloo"`` for ranks on the CPU: one gradient buffer at a time instead of two, and with more than two ranks as
+            much again to exchange parts in, since gloo has no reduce-scatter.
+    """
+    group, compute = plan.group, policy.compute_dtype
+    master, cast = policy.master_dtype.itemsize, compute.itemsize
+    shard = plan.shard_numel
+    trained = sum(u.plan.shard_numel * u.count for u in plan.units if u.trainable)
+    travelling = group > 1
+    resident = sum(u.plan.numel * u.count for u in plan.units if u.resident)
+    units: dict[tuple[str, int], tuple[int, int]] = {}  # frozen and trainable parameters of a unit are gathered together
+    for u in plan.units:
+        if not u.resident:
+            key = u.plan.name, u.plan.lever.layers
+            units[key] = units.get(key, (0, 0))[0] + u.plan.numel, u.count
+    passing = [numel for numel, count in units.values() for _ in range(min(count, 2))]
+    neighbours = max((a + b for a, b in zip(passing, [*passing[1:], 0], strict=True)), default=0)
+    buffers = sum(u.plan.numel * u.count for u in plan.units if u.resident and u.trainable)
+    largest = [u.plan.numel for u in plan.units if not u.resident and u.trainable for _ in range(min(u.count, 2))]
+    at_once = 1 if backend == "gloo" else 2
+    buffers += sum(sorted(largest)[-at_once:])
+    if backend == "gloo" and group > 2:
+        buffers *= 2
+    return Memory(
+        master=shard * master,
+        low_precision=shard * cast + _scales(plan, compute) if compute != policy.master_dtype else 0,
+        gathered=(resident + neighbours) * cast if travelling else 0,
+        gradients=trained * master,
+        gradient_buffers=buffers * policy.reduce_dtype.itemsize if travelling else 0,
+        optimizer=_optimizer_bytes(plan, policy, rank),
+        activations=activation_bytes(plan.model, policy, plan.lever.layers),
+    )
+
+
+def _scales(plan: ModelPlan, dtype: torch.dtype) -> int:
+    """FP8: one FP32 scale for each 128 x 128 tile of the shard, padded to 128 bytes per buffer."""
+    if dtype.itemsize > 1:
+        return 0
+    return sum(-(-(b.shard_numel // (128 * 128) * 4) // 128) * 128 * u.count for u in plan.units for b in u.plan.buffers)
+
+
+def _optimizer_bytes(plan: ModelPlan, policy: Policy, rank: int) -> int:
+    """States of the elements that the rank holds; padding has none."""
+    total = 0.0
+    for u in plan.units:
+        if not u.trainable:
+            continue
+        kinds = {p.name: p.kind for p in u.unit.params}
+        for layout in u.plan.buffers:
+            for spec in layout.specs:
+                start, end = layout.local_range(spec.name, rank)
+                name = spec.name.split(".", 1)[1] if u.plan.lever.layers > 1 else spec.name
+                total += (end - start) * u.count * _state_bytes(policy.optimizer, kinds[name])
+    return round(total)
+
+
+def _state_bytes(optimizer: Optimizer, kind: str) -> float:
+    """Bytes of states per parameter, in FP32 but for 8-bit Adam (two bytes, and two FP32 scales per block of 1024)."""
+    if optimizer == "sgd":
+        return 4.0  # with momentum
+    if optimizer == "muon" and kind in ("matrix", "expert"):
+        return 4.0
+    if optimizer == "adamw8bit" and kind in ("matrix", "expert"):
+        return 2.0 + 8.0 / 1024
+    return 8.0
+
+
+def activation_bytes(model: ModelShapes, policy: Policy, layers_per_unit: int = 1) -> int:
+    """An estimate: 34 bytes per token and hidden element in each layer without recomputation (Korthikanti et al., arXiv 2205.05198,
+    section 4.1, with attention that keeps no matrix of scores), times the width of what a token passes relative to a dense layer
+    of 12 hidden^2 parameters; with recomputation 2 bytes for each layer's input, and one layer in full. Plus the logits, in BF16
+    and FP32."""
+    if not model.hidden or not model.layers:
+        return 0
+    per_layer = max(model.active - 2 * model.vocab * model.hidden, 0) / model.layers
+    widening = max(0.5, per_layer / (12 * model.hidden**2))
+    full = 34 * policy.tokens * model.hidden * widening
+    kept = 2 * policy.tokens * model.hidden * model.layers + full if policy.recompute else full * model.layers
+    return round(kept + 6 * policy.tokens * model.vocab)
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of a step on one rank, and the bytes that it sends."""
+
+    compute: float
+    gather: float
+    reduce: float
+    replicate: float
+    """All-reduce of gradient shards over the replicas (HSDP)."""
+    update: float
+    """The optimizer's reads and writes, and what it sends (Muon, unless the layout keeps matrices whole)."""
+    exposed: float
+    """Communication that no computation hides."""
+    sent: int
+
+    @property
+    def step(self) -> float:
+        return self.compute + self.exposed + self.update
+
+
+def collective_time(size: float, group: int, hardware: Hardware, *, rank_bytes: int | None = None, stride: int = 1) -> float:
+    """Seconds of an all-gather or reduce-scatter of ``size`` bytes in all over ``group`` ranks that are ``stride`` devices apart.
+
+    Latency grows with the logarithm of the group; bandwidth is that of the link inside a node, or of the node's network adapters
+    together, whichever is the narrower. ``rank_bytes``: if this is no multiple of 16, the collective is :data:`MISALIGNED` times
+    slower.
+    """
+    if group <= 1 or size <= 0:
+        return 0.0
+    inside = max(1, min(group, hardware.node // stride))
+    nodes = -(-group // inside)
+    links = size * (group - 1) / group / (hardware.link * hardware.bus_efficiency)
+    if inside == 1:
+        links = 0.0
+    network = size * (nodes - 1) / nodes / (inside * hardware.network * hardware.bus_efficiency)
+    latency = hardware.latency[0] * math.log2(inside) + hardware.latency[1] * math.log2(max(nodes, 1))
+    slow = MISALIGNED if rank_bytes is not None and rank_bytes % 16 else 1.0
+    return latency + max(links, network) * slow
+
+
+def _has_experts(unit: UnitShape) -> bool:
+    return any(p.kind == "expert" for p in unit.params)
+
+
+def predict_time(plan: ModelPlan, policy: Policy, hardware: Hardware, replicas: int = 1) -> Time:
+    """Time of a step of one micro-batch.
+
+    A matrix product costs 2 operations per active parameter and token forward, 4 backward, 2 more if it is recomputed; a unit's
+    part is its share of the active parameters (the embedding is looked up, not multiplied). Parameters are gathered for forward
+    and again for backward, the next unit's while this one computes; gradients are reduced while the unit before computes. What a
+    unit's computation does not hide is exposed, and so are the first gather and the last reduction.
+    """
+    compute = gather = reduce = replicate = exposed = 0.0
+    sent = 0
+    idle = plan.model.numel - plan.model.active
+    experts = max(1, sum(u.plan.tensor_numel * u.count for u in plan.units if _has_experts(u.unit)))
+    rate = hardware.flops * hardware.efficiency
+    first = last = None
+    for u in plan.units:
+        own = u.plan.tensor_numel
+        if _has_experts(u.unit):
+            own -= round(idle * own / experts)
+        if all(p.kind == "embedding" for p in u.unit.params) and u is plan.units[0]:
+            own = 0
+        forward = 2 * own * policy.tokens / rate
+        backward = (2 if u.trainable else 1) * forward + (forward if policy.recompute else 0.0)
+        gathers = reductions = across = 0.0
+        for layout in u.plan.buffers:
+            cast, wide = policy.compute_dtype.itemsize, policy.reduce_dtype.itemsize
+            part = layout.shard_numel * cast
+            gathers += collective_time(layout.numel * cast, plan.group, hardware, rank_bytes=part)
+            sent += u.count * (1 if u.resident else 2) * part * (plan.group - 1)
+            if u.trainable:
+                part = layout.shard_numel * wide
+                reductions += collective_time(layout.numel * wide, plan.group, hardware, rank_bytes=part)
+                stride = min(plan.group, hardware.node)
+                across += 2 * collective_time(part, replicas, hardware, stride=stride)
+                sent += u.count * (part * (plan.group - 1) + 2 * part * (replicas - 1) // replicas)
+        again = 0.0 if u.resident else gathers
+        compute += u.count * (forward + backward)
+        gather += u.count * (gathers + again)
+        reduce += u.count * reductions
+        replicate += u.count * across
+        exposed += u.count * (max(0.0, gathers - forward) + max(0.0, again + reductions + across - backward))
+        first = gathers if first is None else first
+        last = last if last is not None else reductions + across
+    exposed = min(exposed + (first or 0.0) + (last or 0.0), gather + reduce + replicate)
+    # The update reads and writes master, gradients and states once.
+    memory = predict_memory(plan, policy)
+    update = 2 * (memory.master + memory.optimizer + memory.gradients // 2) / hardware.memory_bandwidth
+    if policy.optimizer == "muon" and plan.blocks.rows != 0:
+        # Momentum to the matrix's root and the update back, both in BF16, in one exchange each way (research/optim.md, 0).
+        matrices = sum(u.unit.numel * u.plan.lever.layers * u.count for u in plan.units if any(p.kind == "matrix" for p in u.unit.params))
+        part = 2 * matrices // plan.group * (plan.group - 1) // plan.group
+        update += 2 * collective_time(part * plan.group, plan.group, hardware) / max(1, min(plan.group, hardware.node))
+        sent += 2 * part
+    return Time(compute, gather, reduce, replicate, update, exposed, sent)

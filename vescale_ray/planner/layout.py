@@ -1,0 +1,236 @@
+"""TensorSpec and Layout: what the planner is told and what it answers; frozen, and a Layout proves itself when it is built."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from vescale_ray.geometry import Block, Shape, row_numel
+
+START_BYTES = 64
+"""Every tensor starts at a multiple of this (a cache line), so that kernels take their vector path and element cuts fall where
+fused optimizers give the same bits as on the whole tensor (cuts at multiples of 16 FP32 elements)."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What the planner has to know of one tensor.
+
+    Attributes:
+        block: the piece that may not be cut; None: no requirement, the planner cuts at rows or at aligned elements.
+        dtype: the narrowest dtype that the tensor is communicated in; it turns bytes of alignment into elements.
+        stored_rows: for a stack of matrices ``[.., n, m]``: each matrix is stored with this many rows, the first ``n`` of them
+            in use. The stack is then a strided view of what is stored: every matrix contiguous, a constant gap of
+            ``(stored_rows - n) * m`` elements behind each. None: no gap. Only for a consumer that takes strided parameters.
+    """
+
+    name: str
+    shape: Shape
+    block: Block | None = None
+    dtype: torch.dtype = torch.float32
+    stored_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        if any(n < 0 for n in self.shape):
+            raise ValueError(f"tensor {self.name!r} has a negative size in its shape {self.shape}")
+        if self.stored_rows is not None and (len(self.shape) < 3 or self.stored_rows < self.shape[-2]):
+            raise ValueError(
+                f"tensor {self.name!r} of shape {self.shape} can't be stored with {self.stored_rows} rows per matrix: "
+                f"that needs a stack [.., n, m] and at least its n rows"
+            )
+
+    @property
+    def stored_shape(self) -> Shape:
+        """The shape in the buffer: ``shape`` with the rows of each matrix padded to ``stored_rows``."""
+        if self.stored_rows is None:
+            return self.shape
+        return (*self.shape[:-2], self.stored_rows, self.shape[-1])
+
+    @property
+    def numel(self) -> int:
+        """Elements in the buffer; those of the tensor itself unless it is stored with gaps."""
+        return math.prod(self.stored_shape)
+
+    @property
+    def granularity(self) -> int:
+        """Elements of the block that the caller asks for; 1 for no requirement.
+
+        Raises:
+            ValueError: the block does not fit the tensor's last dimensions; names the tensor.
+        """
+        try:
+            return (self.block or Block.element()).numel(self.stored_shape)
+        except ValueError as error:
+            raise ValueError(f"tensor {self.name!r}: {error}") from None
+
+    @property
+    def row_granularity(self) -> int:
+        """Elements of one row: where a tensor without a block requirement is cut if that costs no padding."""
+        return max(1, min(row_numel(self.stored_shape), self.numel))
+
+    @property
+    def note(self) -> str | None:
+        """What the caller may not expect of the block: that it is larger than the tensor (or than each matrix of a stack)."""
+        if self.block is None or self.block.kind not in ("rows", "tile") or not self.numel or not self.shape:
+            return None
+        rows = self.stored_shape[-2] if len(self.shape) >= 2 else self.shape[0]
+        if self.block.row_count <= rows:
+            return None
+        what = "matrix" if len(self.shape) >= 3 else "tensor"
+        return f"{self.name}: {self.block} is larger than the {what} of {rows} rows: one block"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A proven layout of one group's tensors: see the module's drawing. Sizes and offsets are in elements.
+
+    Validates itself on construction, independently of how it was found; raises ValueError naming what is wrong.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    num_shards: int
+    shard_numel: int
+    """Elements of each rank's part."""
+    offsets: dict[str, int] = field(hash=False)
+    """Where each tensor starts in the global buffer."""
+    granularity: dict[str, int] = field(hash=False)
+    """Elements of each tensor's block, as planned: a shard boundary is a multiple of it from the tensor's start."""
+    lower_bound: int
+    """No layout of these tensors, in any order, has a smaller shard."""
+
+    def __post_init__(self) -> None:
+        end, last = 0, ""
+        for spec in sorted(self.specs, key=lambda s: (self.offsets[s.name], s.numel)):
+            start, block, size = self.offsets[spec.name], self.granularity[spec.name], self.shard_numel
+            if start < end and spec.numel:
+                raise ValueError(f"tensors {last!r} and {spec.name!r} overlap at element {start}")
+            first = (start // size + 1) * size if size else start
+            if spec.numel and first < start + spec.numel:
+                if (first - start) % block:
+                    raise ValueError(f"the shard boundary at {first} cuts a block of {block} elements of {spec.name!r} at {start}")
+                if first + size < start + spec.numel and size % block:
+                    raise ValueError(f"{spec.name!r} spans several shards, but its block of {block} does not divide the shard of {size}")
+            if spec.numel:
+                end, last = start + spec.numel, spec.name
+        if end > self.numel:
+            raise ValueError(f"tensor {last!r} ends at element {end} of a buffer of {self.numel}")
+        if self.lower_bound > self.shard_numel:
+            raise ValueError(f"a shard of {self.shard_numel} elements is below the lower bound {self.lower_bound}")
+
+    @property
+    def numel(self) -> int:
+        """Elements of the global buffer, padding included."""
+        return self.num_shards * self.shard_numel
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """Names by position in the buffer."""
+        return tuple(s.name for s in sorted(self.specs, key=lambda s: (self.offsets[s.name], s.numel)))
+
+    @cached_property
+    def _by_name(self) -> dict[str, TensorSpec]:
+        return {s.name: s for s in self.specs}
+
+    @property
+    def tensor_numel(self) -> int:
+        """Elements of all tensors, without padding (nor the gaps inside tensors that are stored with ``stored_rows``)."""
+        return sum(math.prod(s.shape) for s in self.specs)
+
+    @property
+    def padding_ratio(self) -> float:
+        """Padding as a fraction of the tensors' elements; 0 for a group without elements."""
+        return (self.numel - self.tensor_numel) / self.tensor_numel if self.tensor_numel else 0.0
+
+    @property
+    def optimal(self) -> bool:
+        """True only if the shard size meets the proven lower bound."""
+        return self.shard_numel == self.lower_bound
+
+    @property
+    def gap(self) -> float:
+        """How far the shard is above the proven bound, as a fraction of it; 0 where the layout is optimal."""
+        return (self.shard_numel - self.lower_bound) / self.lower_bound if self.lower_bound else 0.0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One line for each block that was larger than its tensor."""
+        return tuple(note for spec in self.specs if (note := spec.note) is not None)
+
+    def cut(self, name: str) -> str:
+        """Where shard boundaries may cut the tensor: its block, or what was chosen for a tensor without requirement."""
+        spec = self._by_name[name]
+        if spec.block is not None:
+            return str(spec.block)
+        return "rows" if 1 < self.granularity[name] or spec.row_granularity == 1 else "aligned elements"
+
+    def stored_shape(self, name: str) -> Shape:
+        """The tensor's shape in the buffer: with the rows that each matrix is stored with."""
+        return self._by_name[name].stored_shape
+
+    def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        """The whole tensor as a view of the full buffer ``flat`` [numel]: contiguous, or strided with a gap behind each matrix."""
+        spec, start = self._by_name[name], self.offsets[name]
+        stored = flat[start : start + spec.numel].view(spec.stored_shape)
+        return stored if spec.stored_rows is None else stored.narrow(-2, 0, spec.shape[-2])
+
+    def local_range(self, name: str, rank: int) -> tuple[int, int]:
+        """The tensor's flat elements ``[start, end)``, as stored, that ``rank`` holds; ``start == end`` if none."""
+        offset, numel = self.offsets[name], self._by_name[name].numel
+        low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        start = min(max(low - offset, 0), numel)
+        return start, min(max(high - offset, start), numel)
+
+    def shard_offset(self, name: str, rank: int) -> int:
+        """Where, in ``rank``'s part, its range of the tensor begins; 0 if the rank holds none of it."""
+        start, end = self.local_range(name, rank)
+        return self.offsets[name] + start - rank * self.shard_numel if end > start else 0
+
+    def dims(self, name: str) -> tuple[int, ...]:
+        """The shortest prefix of dimensions (at least one) whose units no shard boundary cuts, for ``RaggedShard(dims, ..)``."""
+        spec = self._by_name[name]
+        cuts = {cut for r in self.ranks_of(name) for cut in self.local_range(name, r)}
+        for k in range(1, len(spec.shape) + 1):
+            inner = math.prod(spec.stored_shape[k:])
+            if inner == 0 or all(cut % inner == 0 for cut in cuts):
+                return tuple(range(k))
+        return tuple(range(len(spec.shape)))
+
+    def units(self, name: str) -> tuple[int, ...]:
+        """Relative units of every rank, gcd-reduced, for ``RaggedShard(dims(name), units)``."""
+        spec = self._by_name[name]
+        if spec.numel == 0:
+            return (1, *(0 for _ in range(self.num_shards - 1)))
+        counts = [0] * self.num_shards
+        for rank in self.ranks_of(name):
+            start, end = self.local_range(name, rank)
+            counts[rank] = end - start
+        divisor = math.gcd(*counts)
+        return tuple(c // divisor for c in counts)
+
+    def ranks_of(self, name: str) -> range:
+        """The ranks that hold a part of the tensor."""
+        offset, numel = self.offsets[name], self._by_name[name].numel
+        if not numel or not self.shard_numel:
+            return range(0)
+        return range(offset // self.shard_numel, (offset + numel - 1) // self.shard_numel + 1)
+
+    @cached_property
+    def description(self) -> tuple[str, ...]:
+        """Everything that decides who holds what, a line for each tensor: two ranks compare it to find where they differ."""
+        head = f"{self.num_shards} shards of {self.shard_numel} elements"
+        lines = (
+            f"{s.name}: {list(s.stored_shape)} {s.block} {s.dtype} at {self.offsets[s.name]}, cut at {self.granularity[s.name]}"
+            for s in sorted(self.specs, key=lambda s: s.name)
+        )
+        return head, *lines
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of :attr:`description`; equal on all ranks or the plan is not the same."""
+        return hashlib.sha256(json.dumps(self.description).encode()).hexdigest()

@@ -1,0 +1,182 @@
+"""Orders of the tensors: all of them at once where they are of few kinds, one grown by best fit where they are not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+
+from vescale_ray.planner.place import Problem, earliest_many
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Tensors of the same size and block are interchangeable: an order is a sequence of kinds."""
+
+    members: tuple[tuple[int, ...], ...]
+    """Indices of the tensors of each kind; without empty tensors."""
+    empty: tuple[int, ...]
+
+    MOST_STATES: ClassVar[int] = 1 << 14
+    """Beyond this all orders are not searched."""
+
+    @classmethod
+    def of(cls, problem: Problem) -> Kinds:
+        found: dict[tuple[int, int], list[int]] = {}
+        for i, numel in enumerate(problem.sizes):
+            if numel:
+                found.setdefault((numel, problem.blocks[i]), []).append(i)
+        return cls(tuple(tuple(m) for m in found.values()), tuple(i for i, numel in enumerate(problem.sizes) if not numel))
+
+    @property
+    def states(self) -> int:
+        """How many multisets of tensors there are."""
+        return math.prod(len(m) + 1 for m in self.members)
+
+    @cached_property
+    def levels(self) -> list[list[tuple[int, np.ndarray, np.ndarray]]]:
+        """Transitions by the number of tensors placed: for each kind the states before and after one more of it."""
+        counts = np.indices([len(m) + 1 for m in self.members]).reshape(len(self.members), -1)
+        placed = counts.sum(axis=0)
+        strides = [math.prod(len(m) + 1 for m in self.members[k + 1 :]) for k in range(len(self.members))]
+        by_level = []
+        for level in range(int(placed.max())):
+            states = np.flatnonzero(placed == level)
+            steps = []
+            for kind, members in enumerate(self.members):
+                before = states[counts[kind, states] < len(members)]
+                if len(before):
+                    steps.append((kind, before, before + strides[kind]))
+            by_level.append(steps)
+        return by_level
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the search over all orders found.
+
+    Attributes:
+        shard, order: the smallest shard and an order for it; the order is None if none of the sizes is enough.
+        complete: every size below was excluded.
+        excluded_below: every size below this was excluded.
+    """
+
+    shard: int
+    order: list[int] | None
+    complete: bool
+    excluded_below: int
+
+
+WORK = 4_000_000
+"""State-kind-size triples that the search over all orders may cost (about 0.1 s) before it gives up; real units need 1e3 to 1e6."""
+FEW = 8
+"""Up to so many tensors it never gives up."""
+
+
+def smallest_over_all_orders(problem: Problem, kinds: Kinds, chunks: Iterable[np.ndarray]) -> Proof:
+    """The first of the sizes (ascending, in chunks; each lets every single tensor be placed) for which some order fits.
+
+    ``end[state]``: the earliest end of any placement of the tensors that ``state`` counts. Earliest is best (see ``place.py``), so
+    the end of the full state says whether any order fits.
+    """
+    work, last = 0, 0
+    limited = sum(len(m) for m in kinds.members) > FEW
+    for chunk in chunks:
+        width = max(1, 2_000_000 // (kinds.states * len(kinds.members)))
+        for low in range(0, len(chunk), width):
+            sizes = chunk[low : low + width]
+            work += kinds.states * len(kinds.members) * len(sizes)
+            if limited and work > WORK:
+                return Proof(0, None, False, int(sizes[0]))
+            ends = _earliest_ends(problem, kinds, sizes)
+            enough = ends[-1] <= problem.num_shards * sizes
+            if enough.any():
+                at = int(enough.argmax())
+                return Proof(int(sizes[at]), _trace(problem, kinds, ends[:, at : at + 1], sizes[at : at + 1]), True, int(sizes[at]))
+            last = int(sizes[-1]) + 1
+    return Proof(0, None, True, last)
+
+
+def _earliest_ends(problem: Problem, kinds: Kinds, shards: np.ndarray) -> np.ndarray:
+    ends = np.full((kinds.states, len(shards)), np.iinfo(np.int64).max // 4, dtype=np.int64)
+    ends[0] = 0
+    for steps in kinds.levels:
+        for kind, before, after in steps:
+            i = kinds.members[kind][0]
+            reached = earliest_many(ends[before], problem.sizes[i], problem.blocks[i], shards) + problem.padded[i]
+            ends[after] = np.minimum(ends[after], reached)
+    return ends
+
+
+def _trace(problem: Problem, kinds: Kinds, ends: np.ndarray, shards: np.ndarray) -> list[int]:
+    """An order of the tensors that reaches the full state's end."""
+    state, order = kinds.states - 1, []
+    left = [list(m) for m in kinds.members]
+    for steps in reversed(kinds.levels):
+        for kind, before, after in steps:
+            where = np.flatnonzero(after == state)
+            if not len(where):
+                continue
+            i = kinds.members[kind][0]
+            source = int(before[where[0]])
+            reached = earliest_many(ends[[source]], problem.sizes[i], problem.blocks[i], shards) + problem.padded[i]
+            if int(reached[0, 0]) == int(ends[state, 0]):
+                order.append(left[kind].pop())
+                state = source
+                break
+    return [*reversed(order), *kinds.empty]
+
+
+def best_fit(problem: Problem, kinds: Kinds, shard: int) -> list[int] | None:
+    """Grow an order for this shard size: next comes the kind that wastes the least before it; None if it does not fit.
+
+    Of several that waste nothing to speak of, tensors whose block does not divide the shard come first: they have the fewest
+    places, and those that may be cut anywhere fill what is left.
+    """
+    for patience in (0, 1):
+        order = _grow(problem, kinds, shard, patience)
+        if order is not None:
+            return order
+    return None
+
+
+def _grow(problem: Problem, kinds: Kinds, shard: int, patience: int) -> list[int] | None:
+    rows = []  # numel, padded, block, rest, is it hard to place, indices left
+    for members in kinds.members:
+        numel, block = problem.sizes[members[0]], problem.blocks[members[0]]
+        rest = shard % block
+        rows.append((numel, problem.padded[members[0]], block, rest, rest != 0, list(reversed(members))))
+    rows.sort(key=lambda r: (not r[4], -r[0], -r[2]))
+    position, spare = 0, problem.num_shards * shard - problem.total
+    order: list[int] = []
+    count = sum(len(r[5]) for r in rows)
+    while len(order) < count:
+        boundary = (position // shard + 1) * shard
+        best, best_key = None, (1 << 62, 0)
+        for k, (numel, _, block, rest, _, left) in enumerate(rows):
+            if not left:
+                continue
+            if position + numel <= boundary:
+                waste = 0
+            else:
+                waste = (boundary - position) % block
+                if rest and position + waste + numel > boundary + shard:
+                    waste = boundary + rest - position
+            # With patience, a shift by less than a block counts as nothing: the hard ones go where they can.
+            key = (waste if not patience or waste >= block else 0, k)
+            if key < best_key:
+                best, best_key, best_waste = k, key, waste
+                if not key[0]:
+                    break
+        assert best is not None
+        spare -= best_waste
+        if spare < 0:
+            return None
+        numel, padded, _, _, _, left = rows[best]
+        order.append(left.pop())
+        position += best_waste + padded
+    return [*order, *kinds.empty]

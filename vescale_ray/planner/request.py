@@ -1,0 +1,83 @@
+"""What a person asks ``vescale-ray plan`` for, in words and sizes, turned into a choice of sharding."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vescale_ray.errors import BadInput
+from vescale_ray.planner.choose import Choice, choose_sharding
+from vescale_ray.planner.cost import HARDWARE, OPTIMIZERS, Policy
+from vescale_ray.planner.shapes import model_shapes
+from vescale_ray.planner.units import Blocks
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def choose(
+    model: str,
+    devices: int,
+    *,
+    hardware: str = "h100",
+    memory: str | None = None,
+    optimizer: str = "adamw",
+    dtype: str = "bf16",
+    reduce: str = "fp32",
+    groups: Sequence[int] = (),
+    rows: int | None = None,
+    blocks_on: str = "matrices",
+    experts: str = "fused",
+    strided: bool = False,
+    tokens: int = 8192,
+    recompute: bool = True,
+) -> Choice:
+    """As :func:`vescale_ray.planner.choose.choose_sharding`, from what stands on a command line.
+
+    Raises:
+        BadInput: in one line, with the nearest word that is known.
+    """
+    machine = HARDWARE[_one_of("hardware", hardware, HARDWARE)]
+    if memory is not None:
+        machine = replace(machine, memory=size_of(memory))
+    if rows is not None and rows < 0:
+        raise BadInput(f"blocks of {rows} rows: give at least 1, or 0 for whole matrices")
+    place: Any = _one_of("blocks-on", blocks_on, ("matrices", "experts"))
+    how: Any = _one_of("experts", experts, ("fused", "separate"))
+    policy = Policy(
+        optimizer=_one_of("optimizer", optimizer, OPTIMIZERS),
+        tokens=tokens,
+        compute_dtype=_DTYPES[_one_of("dtype", dtype, _DTYPES)],
+        reduce_dtype=_DTYPES[_one_of("reduce", reduce, ("fp32", "bf16"))],
+        recompute=recompute,
+        strided=strided,
+    )
+    if rows is not None:
+        policy = replace(policy, blocks=Blocks(rows, place))
+    elif place != "matrices":
+        policy = replace(policy, blocks=replace(policy.block_options[0], on=place))
+    return choose_sharding(model_shapes(model, experts=how), devices, machine, policy, groups=groups or None)
+
+
+def size_of(text: str) -> int:
+    """Bytes of ``80GiB``, ``80G``, ``1.5TB``, ``1048576``.
+
+    Raises:
+        BadInput: no size.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
+    if not found or found[2].lower() not in _SIZES or float(found[1]) <= 0:
+        raise BadInput(f"memory {text!r} is no size: give it as 80GiB")
+    return round(float(found[1]) * _SIZES[found[2].lower()])
+
+
+def _one_of(what: str, value: str, known: Any) -> Any:
+    if value in known:
+        return value
+    near = difflib.get_close_matches(value, list(known), n=1)
+    raise BadInput(f"{what} {value!r} is unknown: " + (f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"))

@@ -1,0 +1,228 @@
+"""plan_layout: the smallest equal shards that cut no block, and a proof of how small they could be.
+
+The rule behind all of it: a boundary ``kS`` inside a tensor at offset ``o`` with blocks of ``g`` elements needs
+``(kS - o) mod g == 0``. One boundary only fixes the offset; two or more also force ``S mod g == 0``. So only tensors that
+span two boundaries constrain the shard size, and there is never a common multiple over all tensors.
+
+Three steps, each of which stops as soon as the bound that holds for every order is met:
+
+1. fixed orders (given, by size, by block, by row length and shape): the exact smallest shard for each, earliest placement;
+2. all orders at once where there are few *kinds* of tensors (same size, same block): dynamic programming over how many of each
+   kind are placed. If it finds nothing below step 1, step 1 is proven optimal, and the bound is raised to it;
+3. otherwise a best-fit order, grown tensor by tensor for each of a few dozen likely sizes: whichever tensor fits behind the last
+   one with the least padding comes next.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from vescale_ray.planner.bounds import candidates, is_possible, likely_sizes, lower_bound
+from vescale_ray.planner.layout import START_BYTES, Layout, TensorSpec
+from vescale_ray.planner.orders import Kinds, best_fit, smallest_over_all_orders
+from vescale_ray.planner.place import Problem, fits, place, smallest_for_ordered_pieces
+
+REFINEMENTS = 6
+"""Bisections between the likely sizes; one costs 0.3 to 3 ms for a DeepSeek-V3 layer of 782 tensors."""
+
+
+SCAN = 12_000_000
+"""If the sizes between the bound and the one found, times the tensors squared, are fewer, each is tried in the fixed orders: 160
+sizes for 270 tensors, 19 for 782, in up to 15 ms."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A shard size, the offsets of the tensors at it (in the order of the specs), and the proven bound."""
+
+    shard: int
+    offsets: list[int]
+    bound: int
+
+
+def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, align: int = 128, order: str = "auto", row_slack: float = 0.0) -> Layout:
+    """Plan the smallest equal shards that cut no block.
+
+    Args:
+        specs: the tensors of one group.
+        num_shards: ranks that share the buffer.
+        align: bytes; every rank's part is a multiple of this in the narrowest dtype of ``specs`` (a multiple of 64).
+        order: ``"given"`` keeps the order of ``specs`` (exact smallest shard for it); ``"auto"`` also searches other orders,
+            prefers the given one, and stops when the lower bound is met.
+        row_slack: a tensor without a block requirement is cut at whole rows where that makes the shard at most this fraction
+            larger, else at aligned elements. 0: rows only where they cost nothing. Decided tensor by tensor, see ``Layout.cut``.
+
+    Cost: independent of ``num_shards``; 0.1 to 2 ms where the bound is met, below 50 ms for the units of known models.
+
+    Raises:
+        ValueError: no ranks, duplicate names, an impossible alignment, an unknown order, a block that does not fit.
+    """
+    specs = tuple(specs)
+    if num_shards < 1:
+        raise ValueError(f"num_shards is {num_shards}: a layout needs at least one rank")
+    if order not in ("auto", "given"):
+        raise ValueError(f"order {order!r} is unknown: use 'auto' or 'given'")
+    if align < START_BYTES or align % START_BYTES:
+        raise ValueError(f"align is {align} bytes: use a multiple of {START_BYTES}")
+    if not row_slack >= 0:
+        raise ValueError(f"row_slack is {row_slack}: give the fraction that rows may cost, 0 or more")
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            raise ValueError(f"tensor {spec.name!r} is listed twice")
+        seen.add(spec.name)
+
+    return _plan(specs, num_shards, align, order, float(row_slack))
+
+
+@lru_cache(maxsize=8)  # the layers of a model are planned one after another, and most of them are alike
+def _plan(specs: tuple[TensorSpec, ...], num_shards: int, align: int, order: str, row_slack: float) -> Layout:
+    cuts = [s.granularity for s in specs]
+    itemsize = min((s.dtype.itemsize for s in specs), default=1)
+    problem = Problem.of([s.numel for s in specs], cuts, num_shards, align // itemsize, START_BYTES // itemsize)
+    found = _search(problem, order, [s.shape[-1] if s.shape else 1 for s in specs])
+    free = [i for i, s in enumerate(specs) if s.block is None and s.row_granularity > 1]
+    if free and found.shard:
+        found, cuts = _rows_where_free(specs, problem, found, cuts, free, order, row_slack)
+    offsets = {s.name: at for s, at in zip(specs, found.offsets, strict=True)}
+    return Layout(specs, num_shards, found.shard, offsets, {s.name: cut for s, cut in zip(specs, cuts, strict=True)}, found.bound)
+
+
+def _search(problem: Problem, order: str, row_lengths: Sequence[int]) -> Found:
+    """The smallest shard that the three steps find."""
+    n = len(problem.sizes)
+    if not problem.total:
+        return Found(0, [0] * n, 0)
+    bound = lower_bound(problem)
+    orders = [list(range(n))]
+    if order == "auto":
+        sizes, blocks = problem.sizes, problem.blocks
+        orders.append(sorted(range(n), key=lambda i: (-sizes[i], i)))
+        orders.append(sorted(range(n), key=lambda i: (-blocks[i], -sizes[i], i)))
+        orders.append(sorted(range(n), key=lambda i: (-row_lengths[i], -sizes[i], i)))
+        orders = [o for k, o in enumerate(orders) if o not in orders[:k]]
+    found = _first_fit(problem, orders, bound)  # most often the bound is met at once
+    if found is not None:
+        return Found(bound, found, bound)
+    if order == "given":
+        return Found(*_smallest_of_orders(problem, orders, bound), bound)
+
+    kinds = Kinds.of(problem)
+    if kinds.states <= kinds.MOST_STATES:
+        shard, offsets = _smallest_of_orders(problem, orders, bound)
+        proof = smallest_over_all_orders(problem, kinds, candidates(problem, bound, shard - 1))
+        if proof.order is not None:
+            better = place(problem, proof.order, proof.shard)
+            assert better is not None
+            shard, offsets = proof.shard, better
+        return Found(shard, offsets, shard if proof.complete else max(bound, proof.excluded_below))
+
+    def by_fixed_order(size: int) -> list[int] | None:
+        return _first_fit(problem, orders, size)
+
+    def by_best_fit(size: int) -> list[int] | None:
+        grown = best_fit(problem, kinds, size)
+        return None if grown is None else place(problem, grown, size)
+
+    best: tuple[int, list[int]] | None = None
+    failed = [bound]
+    for size in likely_sizes(problem, bound):
+        found = by_fixed_order(size)
+        if found is not None:
+            best = _refine(problem, by_fixed_order, failed[-1], size, found)
+            break
+        failed.append(size)
+    if best is None:
+        best = _smallest_of_orders(problem, orders, bound)
+    for before, size in itertools.pairwise([bound, *failed]):
+        found = by_best_fit(size)
+        if found is not None:
+            best = min(best, _refine(problem, by_best_fit, before, size, found))
+            break
+    if (best[0] - bound) // problem.quantum * n * n <= SCAN:
+        for size in (int(s) for chunk in candidates(problem, bound, best[0] - 1) for s in chunk):
+            found = by_fixed_order(size)
+            if found is not None:
+                return Found(size, found, bound)
+    return Found(*best, bound)
+
+
+def _refine(problem: Problem, attempt: Callable[[int], list[int] | None], low: int, high: int, found: list[int]) -> tuple[int, list[int]]:
+    """Bisect between a size that failed and one that did not. What fits at a size need not fit at a larger one, so this is a search
+    for something better, not for the best."""
+    for _ in range(REFINEMENTS):
+        middle = (low + high) // 2 // problem.quantum * problem.quantum
+        if middle <= low or middle >= high:
+            break
+        better = attempt(middle) if is_possible(problem, middle) else None
+        if better is None:
+            low = middle
+        else:
+            high, found = middle, better
+    return high, found
+
+
+def _first_fit(problem: Problem, orders: Sequence[list[int]], shard: int) -> list[int] | None:
+    """Offsets for the first of the orders that fits into shards of this size."""
+    for order in orders:
+        offsets = place(problem, order, shard)
+        if offsets is not None:
+            return offsets
+    return None
+
+
+def _rows_where_free(
+    specs: tuple[TensorSpec, ...], problem: Problem, found: Found, cuts: list[int], free: list[int], order: str, slack: float
+) -> tuple[Found, list[int]]:
+    """Cut the tensors ``free`` of a requirement at whole rows where the shard stays within ``slack`` of ``found``.
+
+    All of them if that is possible; else, at the shard size found, kind by kind, the largest first. The bound stays that of
+    element cuts: rows are our choice, not the caller's.
+    """
+    rows = list(cuts)
+    for i in free:
+        rows[i] = specs[i].row_granularity
+    by_rows = problem.with_blocks(rows)
+    limit = found.shard + int(found.shard * slack)
+    current = sorted(range(len(specs)), key=lambda i: (found.offsets[i], specs[i].numel, i))
+    if slack > 0:
+        everything = _search(by_rows, order, [s.shape[-1] if s.shape else 1 for s in specs])
+        if everything.shard <= limit:
+            return Found(everything.shard, everything.offsets, found.bound), rows
+    orders = [current] if order == "given" else [current, sorted(range(len(specs)), key=lambda i: (-by_rows.blocks[i], -specs[i].numel, i))]
+    for one in orders:
+        offsets = place(by_rows, one, found.shard)
+        if offsets is not None:
+            return Found(found.shard, offsets, found.bound), rows
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for i in free:
+        kinds.setdefault((specs[i].numel, rows[i]), []).append(i)
+    chosen, offsets = list(cuts), found.offsets
+    for _, members in sorted(kinds.items(), key=lambda item: (-item[0][0], item[0][1])):
+        attempt = list(chosen)
+        for i in members:
+            attempt[i] = rows[i]
+        placed = place(problem.with_blocks(attempt), current, found.shard)
+        if placed is not None:
+            chosen, offsets = attempt, placed
+    return Found(found.shard, offsets, found.bound), chosen
+
+
+def _smallest_of_orders(problem: Problem, orders: Sequence[list[int]], bound: int) -> tuple[int, list[int]]:
+    """The exact smallest shard of any of these orders."""
+    start = min(smallest_for_ordered_pieces(problem, order, bound) for order in orders)
+    for sizes in candidates(problem, start):
+        hits = [fits(problem, order, sizes) for order in orders]
+        best = np.stack(hits).any(axis=0)
+        if best.any():
+            at = int(best.argmax())
+            chosen = next(k for k, hit in enumerate(hits) if hit[at])
+            offsets = place(problem, orders[chosen], int(sizes[at]))
+            assert offsets is not None
+            return int(sizes[at]), offsets
+    raise AssertionError("unreachable: a shard as large as all tensors together holds them")

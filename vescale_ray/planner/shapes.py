@@ -1,0 +1,198 @@
+"""What a model is made of, as the planner sees it: units of named tensors, repeated; from a name, a config.json or a module.
+
+Only shapes: nothing is allocated. :mod:`vescale_ray.planner.architectures` turns the figures of a ``config.json`` into these.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from vescale_ray.errors import BadInput
+from vescale_ray.geometry import Shape
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Kind = Literal["matrix", "expert", "embedding", "vector"]
+
+
+@dataclass(frozen=True)
+class ParamShape:
+    """One tensor.
+
+    Attributes:
+        kind: what block policies and optimizers tell apart; experts are matrices that only some tokens use.
+        matrices: into how many matrices, along the second last dimension, an expert of this stack falls if experts are separate.
+    """
+
+    name: str
+    shape: Shape
+    kind: Kind
+    trainable: bool = True
+    matrices: int = 1
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """The tensors of one layer (or of what lies outside the layers), and how many such layers there are.
+
+    ``resident``: gathered from its forward to its backward, as the engine does with the root.
+    """
+
+    name: str
+    params: tuple[ParamShape, ...]
+    count: int = 1
+    resident: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Of one layer."""
+        return sum(p.numel for p in self.params)
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """A model.
+
+    Attributes:
+        units: what is gathered together, in order of use; a tensor that is tied to another is listed once.
+        hidden: width of the residual stream, for the estimate of activations; 0 if unknown.
+        active: parameters that one token uses.
+        source: where the figures are from.
+    """
+
+    name: str
+    units: tuple[UnitShape, ...]
+    hidden: int
+    vocab: int
+    active: int
+    source: str
+
+    @property
+    def numel(self) -> int:
+        return sum(u.numel * u.count for u in self.units)
+
+    @property
+    def layers(self) -> int:
+        return sum(u.count for u in self.units if u.count > 1 or u.name.startswith("layer"))
+
+    def with_experts(self, how: Literal["fused", "separate"]) -> ModelShapes:
+        """The experts of a layer as the stacks ``[E, n, m]`` that they are, or as single matrices. Stacks of biases stay stacks."""
+        if how == "fused":
+            return self
+        return replace(self, units=tuple(replace(u, params=tuple(q for p in u.params for q in _separate(p))) for u in self.units))
+
+
+def _separate(param: ParamShape) -> list[ParamShape]:
+    if param.kind != "expert" or len(param.shape) < 3:
+        return [param]
+    experts, rows, columns = param.shape
+    names = [f"{param.name}.{e}" for e in range(experts)]
+    if param.matrices > 1:
+        names = [f"{name}.{k}" for name in names for k in range(param.matrices)]
+    return [ParamShape(name, (rows // param.matrices, columns), param.kind, param.trainable) for name in names]
+
+
+def model_shapes(model: str | Path | dict[str, Any] | nn.Module, *, experts: Literal["fused", "separate"] = "fused") -> ModelShapes:
+    """The shapes of a model.
+
+    Args:
+        model: a known name (``llama-3-8b``, ..), the path of a ``config.json``, its contents, ``pkg.mod:factory`` (a callable that
+            returns a module, or a module class; it is called on the meta device), or a module (on the meta device or not).
+        experts: how the experts of a named model or a config are stored: as in its published code it is a choice of the program.
+
+    Raises:
+        BadInput: in one line: an unknown name (with the nearest known one), an architecture that is not known, a factory that fails.
+    """
+    from vescale_ray.planner import architectures
+
+    if isinstance(model, dict):
+        return architectures.from_config(model, "config").with_experts(experts)
+    if isinstance(model, Path) or (isinstance(model, str) and (model.endswith(".json") or "/" in model)):
+        return architectures.from_config(_read(Path(model)), str(model)).with_experts(experts)
+    if isinstance(model, str):
+        if ":" in model:
+            return from_module(_build(model), model)
+        return architectures.published(model).with_experts(experts)
+    return from_module(model, type(model).__name__)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"{path}: can't be read ({error.strerror}): give a known model's name, a config.json or pkg.mod:factory") from None
+    except ValueError as error:
+        raise BadInput(f"{path}: not JSON ({error}): give the config.json of a model") from None
+    if not isinstance(config, dict):
+        raise BadInput(f"{path}: holds no object: give the config.json of a model")
+    return config
+
+
+def _build(path: str) -> nn.Module:
+    """Call ``pkg.mod:factory`` on the meta device."""
+    import importlib
+    import sys
+
+    import torch
+    from torch import nn
+
+    where, _, attribute = path.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a console script does not look in the current folder
+    try:
+        factory: Callable[[], Any] = getattr(importlib.import_module(where), attribute)
+        with torch.device("meta"):
+            module = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
+    except Exception as error:
+        raise BadInput(f"{path}: the model can't be built on the meta device: {type(error).__name__}: {error}") from None
+    if not isinstance(module, nn.Module):
+        raise BadInput(f"{path}: gave a {type(module).__name__}, not an nn.Module")
+    return module
+
+
+def from_module(module: nn.Module, name: str) -> ModelShapes:
+    """The shapes of any module: one unit for each member of its ModuleLists, the rest (embeddings, head, norms) one more.
+
+    The outermost ModuleLists count; consecutive members with the same parameters are one repeated unit. A tied parameter is listed
+    once, under its first name. Frozen parameters are units' own groups, as in the engine. Stacks of matrices are taken for experts.
+    """
+    from torch import nn
+
+    lists = [n for n, m in module.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
+    lists = [n for n in lists if not any(n.startswith(outer + ".") for outer in lists)]
+    inside: dict[str, list[ParamShape]] = {}
+    root: list[ParamShape] = []
+    embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+    hidden = max((int(m.embedding_dim) for m in module.modules() if isinstance(m, nn.Embedding)), default=0)
+    vocab = max((int(m.num_embeddings) for m in module.modules() if isinstance(m, nn.Embedding)), default=0)
+    for path, param in module.named_parameters():
+        kind: Kind = "vector" if param.dim() < 2 else "expert" if param.dim() > 2 else "matrix"
+        kind = "embedding" if id(param) in embeddings else kind
+        owner = next((outer for outer in lists if path.startswith(outer + ".")), None)
+        if owner is None:
+            root.append(ParamShape(path, tuple(param.shape), kind, param.requires_grad))
+            continue
+        index, _, rest = path[len(owner) + 1 :].partition(".")
+        inside.setdefault(f"{owner}.{index}", []).append(ParamShape(rest or index, tuple(param.shape), kind, param.requires_grad))
+    units: list[UnitShape] = []
+    for unit, params in inside.items():
+        if units and units[-1].params == tuple(params) and units[-1].name.rpartition(".")[0] == unit.rpartition(".")[0]:
+            units[-1] = replace(units[-1], count=units[-1].count + 1)
+        else:
+            units.append(UnitShape(unit, tuple(params)))
+    units = [replace(u, name=f"layers {u.name}") for u in units]
+    if root:
+        units.insert(0, UnitShape("root", tuple(root), resident=True))
+    total = sum(u.numel * u.count for u in units)
+    return ModelShapes(name, tuple(units), hidden, vocab, total, "the module's parameters")

@@ -1,0 +1,290 @@
+"""Planning a unit of a model, and the levers against padding where one tensor has too few blocks for the group.
+
+With ``N`` ranks and blocks of ``g`` elements a tensor that spans several ranks gives each a whole number of blocks, so the shard is
+a multiple of ``g``: a few percent of padding at 30 blocks a rank, 20 % and more below five. Four levers, each of which leaves
+every block whole:
+
+- **several layers per unit** (``layers``): twice the layers are twice the blocks; costs memory for the gathered parameters;
+- **one buffer per row length** (``buffers="per block"``): tensors whose blocks differ no longer force a common multiple on one
+  shard; costs one more collective, which the engine can coalesce with the first;
+- **strided experts** (``strided=True``): a constant gap behind each expert ``[n, m]`` of a stack ``[E, n, m]``, so that experts
+  fall on shard boundaries, and a last block that is shorter than the others stays in its expert; the parameter is then a strided
+  view, which the model must tolerate. Decided tensor by tensor;
+- beyond these: a smaller group (HSDP) or smaller blocks, which :mod:`vescale_ray.planner.advice` names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from vescale_ray.geometry import Block
+from vescale_ray.planner.bounds import lower_bound
+from vescale_ray.planner.layout import START_BYTES, Layout, TensorSpec
+from vescale_ray.planner.place import Problem
+from vescale_ray.planner.search import plan_layout
+from vescale_ray.planner.shapes import ParamShape, UnitShape
+
+Buffers = Literal["one", "per block"]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which tensors have a block requirement.
+
+    Attributes:
+        rows: rows of a block; None: no tensor has a requirement; 0: a whole matrix (each expert is one), as Muon likes it.
+        on: all matrices (embeddings included), or experts only. Norms, biases and other vectors never have one.
+    """
+
+    rows: int | None = None
+    on: Literal["matrices", "experts"] = "matrices"
+
+    def __post_init__(self) -> None:
+        if self.rows is not None and self.rows < 0:
+            raise ValueError(f"blocks of {self.rows} rows: give at least 1, or 0 for whole matrices")
+
+    def applies(self, param: ParamShape) -> bool:
+        return self.rows is not None and (param.kind == "expert" or (self.on == "matrices" and param.kind != "vector"))
+
+    def __str__(self) -> str:
+        if self.rows is None:
+            return "no requirement"
+        return ("whole matrices" if self.rows == 0 else f"{self.rows} rows") + (", experts only" if self.on == "experts" else "")
+
+
+@dataclass(frozen=True)
+class Lever:
+    """How a unit is laid out; the default is the plain way."""
+
+    layers: int = 1
+    buffers: Buffers = "one"
+    strided: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"{self.layers} layers per unit"] if self.layers > 1 else []
+        parts += ["one buffer per row length"] if self.buffers == "per block" else []
+        parts += ["strided experts"] if self.strided else []
+        return ", ".join(parts) or "plain"
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """A unit's buffers: one collective each, which may be coalesced into one call.
+
+    Attributes:
+        buffers: their layouts, over the same ranks. A tensor's name is that in the unit, behind ``0.``, ``1.``, .. of its layer if
+            there are several.
+        bound: no layout of these tensors, with gaps between experts or without, in one buffer or in several, has smaller shards
+            in sum, as far as it is proven.
+        across: stacks whose experts' rows are no multiple of the block: blocks run from one expert into the next.
+    """
+
+    name: str
+    lever: Lever
+    buffers: tuple[Layout, ...]
+    bound: int
+    across: tuple[str, ...] = ()
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of each rank's parts."""
+        return sum(b.shard_numel for b in self.buffers)
+
+    @property
+    def numel(self) -> int:
+        return sum(b.numel for b in self.buffers)
+
+    @property
+    def tensor_numel(self) -> int:
+        return sum(b.tensor_numel for b in self.buffers)
+
+    @property
+    def padding_ratio(self) -> float:
+        return (self.numel - self.tensor_numel) / self.tensor_numel if self.tensor_numel else 0.0
+
+    @property
+    def strided(self) -> dict[str, int]:
+        """Gap in rows behind each expert, of the tensors that have one."""
+        return {s.name: s.stored_rows - s.shape[-2] for b in self.buffers for s in b.specs if s.stored_rows is not None}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        runs = tuple(f"{name}: its experts' rows are no multiple of the block, which runs into the next expert" for name in self.across)
+        gaps = tuple(f"{name}: a gap of {rows} rows behind each expert" for name, rows in sorted(self.strided.items()) if rows)
+        return (*(note for b in self.buffers for note in b.notes if note.split(":")[0] not in self.strided), *runs, *gaps)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal on all ranks or the plan is not the same."""
+        return hashlib.sha256("".join(b.fingerprint for b in self.buffers).encode()).hexdigest()
+
+
+def plan_unit(
+    unit: UnitShape,
+    num_shards: int,
+    blocks: Blocks = Blocks(),
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    lever: Lever = Lever(),
+    align: int = 128,
+) -> UnitPlan:
+    """Plan one unit of ``lever.layers`` layers over ``num_shards`` ranks.
+
+    Args:
+        dtype: the narrowest dtype that the parameters are communicated in.
+
+    Raises:
+        ValueError: as :func:`vescale_ray.planner.plan_layout`; a unit of no layers.
+    """
+    if lever.layers < 1:
+        raise ValueError(f"a unit of {lever.layers} layers: give at least 1")
+    specs, across = _specs(unit, blocks, dtype, lever)
+    if lever.buffers == "per block":
+        buffers = _per_block(specs, num_shards, align, lever.strided)
+        return UnitPlan(unit.name, lever, buffers, _evenly(specs, num_shards), across)
+    if not lever.strided:
+        layout = plan_layout(specs, num_shards, align=align)
+        return UnitPlan(unit.name, lever, (layout,), layout.lower_bound, across)
+    layout = plan_layout(_strided(specs, num_shards, align), num_shards, align=align)
+    return UnitPlan(unit.name, lever, (layout,), _bound_with_gaps(specs, num_shards, align), across)
+
+
+def _specs(unit: UnitShape, blocks: Blocks, dtype: torch.dtype, lever: Lever) -> tuple[list[TensorSpec], tuple[str, ...]]:
+    specs, across = [], []
+    for layer, param in itertools.product(range(lever.layers), unit.params):
+        name = f"{layer}.{param.name}" if lever.layers > 1 else param.name
+        if not blocks.applies(param):
+            specs.append(TensorSpec(name, param.shape, None, dtype))
+            continue
+        assert blocks.rows is not None
+        shape = param.shape
+        stack = len(shape) >= 3
+        rows = blocks.rows or (shape[-2] if len(shape) >= 2 else shape[0] if shape else 1)
+        block = Block.rows(max(1, rows)) if shape else Block.tensor()
+        if stack and rows < shape[-2] and shape[-2] % rows and not lever.strided:
+            shape = (math.prod(shape[:-1]), shape[-1])
+            across.append(name)
+        elif stack and rows < shape[-2] and shape[-2] % rows:
+            # The shorter last block of each expert is stored as a whole one.
+            specs.append(TensorSpec(name, shape, block, dtype, stored_rows=-(-shape[-2] // rows) * rows))
+            continue
+        specs.append(TensorSpec(name, shape, block, dtype))
+    return specs, tuple(across)
+
+
+def _bound_with_gaps(specs: Sequence[TensorSpec], num_shards: int, align: int) -> int:
+    """The bound with each matrix of a stack a tensor of its own, which allows for any gaps between them."""
+    sizes: list[int] = []
+    cuts: list[int] = []
+    for spec in specs:
+        matrix, count = spec, 1
+        if len(spec.shape) >= 3 and spec.block is not None:
+            matrix, count = TensorSpec(spec.name, spec.shape[-2:], spec.block, spec.dtype), math.prod(spec.shape[:-2])
+        sizes += [matrix.numel] * count
+        cuts += [matrix.granularity] * count
+    itemsize = min(s.dtype.itemsize for s in specs)
+    problem = Problem.of(sizes, cuts, num_shards, align // itemsize, START_BYTES // itemsize)
+    return lower_bound(problem) if problem.total else 0
+
+
+def _evenly(specs: Sequence[TensorSpec], num_shards: int) -> int:
+    return -(-sum(math.prod(s.shape) for s in specs) // num_shards)
+
+
+def _strided(specs: list[TensorSpec], num_shards: int, align: int) -> list[TensorSpec]:
+    """Choose the rows that each stack's experts are stored with: as they are, so that a whole number of experts fills a rank, or so
+    that an expert fills a whole number of ranks; whichever gives the smallest shard in the end."""
+    stacks = [i for i, s in enumerate(specs) if len(s.shape) >= 3 and s.block is not None and s.numel]
+    if not stacks or num_shards == 1:
+        return specs
+    bound = _bound_with_gaps(specs, num_shards, align)
+    quantum = align // min(s.dtype.itemsize for s in specs)
+    plain = list(specs)
+    best = plan_layout(plain, num_shards, align=align)
+    best_specs = plain
+    for modes in itertools.product(("as it is", "experts per rank", "ranks per expert"), repeat=len(_alike(specs, stacks))):
+        if all(mode == "as it is" for mode in modes):
+            continue
+        by_kind = dict(zip(_alike(specs, stacks), modes, strict=True))
+        step = quantum
+        counts: dict[int, int] = {}
+        for i in stacks:
+            spec = specs[i]
+            matrix, row = spec.shape[-2] * spec.shape[-1], spec.shape[-1]
+            mode = by_kind[spec.shape, spec.block]
+            if mode == "experts per rank":
+                counts[i] = max(1, bound // matrix)
+                step = math.lcm(step, counts[i] * row)
+            elif mode == "ranks per expert":
+                counts[i] = -(-matrix // max(bound, 1))
+                step = math.lcm(step, plain[i].granularity)
+            elif plain[i].numel > 2 * bound:
+                step = math.lcm(step, plain[i].granularity)
+        first = -(-bound // step)
+        for shard in (step * k for k in range(first, first + 4)):
+            if shard >= best.shard_numel:
+                break
+            attempt = list(plain)
+            for i, count in counts.items():
+                spec = specs[i]
+                mode = by_kind[spec.shape, spec.block]
+                stored = shard // count if mode == "experts per rank" else shard * count
+                rows, rest = divmod(stored, spec.shape[-1])
+                if rest or rows < spec.shape[-2]:
+                    break
+                block = Block.rows(rows) if mode == "experts per rank" else spec.block
+                if block is not None and mode != "experts per rank" and rows % block.row_count:
+                    break
+                attempt[i] = replace(spec, stored_rows=rows if rows > spec.shape[-2] else None, block=block)
+            else:
+                layout = plan_layout(attempt, num_shards, align=align)
+                if layout.shard_numel < best.shard_numel:
+                    best, best_specs = layout, attempt
+    return best_specs
+
+
+def _alike(specs: Sequence[TensorSpec], stacks: Sequence[int]) -> list[tuple[tuple[int, ...], Block | None]]:
+    return list(dict.fromkeys((specs[i].shape, specs[i].block) for i in stacks))
+
+
+def _per_block(specs: Sequence[TensorSpec], num_shards: int, align: int, strided: bool) -> tuple[Layout, ...]:
+    """One buffer for each length of block; tensors without a requirement fill what is left in these, the rest has a buffer too."""
+    quantum = align // min(s.dtype.itemsize for s in specs)
+    groups: dict[int, list[TensorSpec]] = {}
+    free: list[TensorSpec] = []
+    for spec in specs:
+        if spec.granularity > 1 and spec.numel:
+            groups.setdefault(spec.granularity, []).append(spec)
+        else:
+            free.append(spec)
+    if strided:
+        groups = {g: _strided(members, num_shards, align) for g, members in groups.items()}
+    layouts = [plan_layout(groups[g], num_shards, align=align) for g in sorted(groups, reverse=True)]
+    left: list[TensorSpec] = []
+    for spec in sorted(free, key=lambda s: (-s.numel, s.name)):
+        for k in sorted(range(len(layouts)), key=lambda k: (layouts[k].tensor_numel - layouts[k].numel, k)):
+            if layouts[k].numel - layouts[k].tensor_numel < spec.numel:
+                left.append(spec)
+                break
+            filled = plan_layout([*layouts[k].specs, spec], num_shards, align=align)
+            if filled.shard_numel == layouts[k].shard_numel:
+                layouts[k] = filled
+                break
+        else:
+            left.append(spec)
+    if left:
+        own = plan_layout(left, num_shards, align=align)
+        if layouts and own.tensor_numel < num_shards * quantum:
+            # Too little for a collective of its own.
+            layouts[-1] = plan_layout([*layouts[-1].specs, *left], num_shards, align=align)
+        else:
+            layouts.append(own)
+    return tuple(layouts)
