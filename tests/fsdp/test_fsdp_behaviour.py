@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import threading
 from dataclasses import dataclass
@@ -901,3 +902,50 @@ def compiled(rank, world):
 
 def test_blocks_may_be_compiled():
     run_gloo(2, compiled)
+
+
+# -- several buffers -------------------------------------------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    """Two matrices whose whole rows of blocks have lengths without a small common multiple."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(96, 1000))
+        self.down = nn.Parameter(torch.zeros(96, 1016))
+        self.scale = nn.Parameter(torch.zeros(1000))
+
+    def forward(self, x):
+        return ((x @ self.up) * self.scale) @ torch.ones(1000, 1) + (x @ self.down).sum(-1, keepdim=True)
+
+
+def several_buffers(rank, world):
+    def block(name, param):
+        return Block.rows(4) if param.dim() == 2 else None
+
+    ours, alone = fully_shard(seeded(Mixture), block_policy=block), seeded(Mixture)
+    groups = ours._get_fsdp_state().groups
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (ours, alone)]
+    for step in range(3):
+        for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+            model(inputs(r, w, step, width=96, rows=16)).square().mean().backward()
+        same(grads(ours), grads(alone))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same({n: full(p) for n, p in ours.named_parameters()}, dict(alone.named_parameters()), 1e-4)
+    held = [p.to_local().shape[0] for p in (ours.up, ours.down)]
+    assert all(rows % 4 == 0 for rows in held), "no block is cut"
+    return len(groups), sum(g.layout.numel - g.layout.tensor_numel for g in groups)
+
+
+def test_row_lengths_without_a_common_multiple_get_a_buffer_each(monkeypatch):
+    from vescale_ray.fsdp import group
+    from vescale_ray.planner import plan_buffers
+
+    (one, wasted), *_ = run_threads(8, several_buffers)
+    assert one == 1, "too little to be worth a collective"
+    monkeypatch.setattr(group, "plan_buffers", functools.partial(plan_buffers, padding_bytes=0))
+    (several, left), *_ = run_threads(8, several_buffers)
+    assert several >= 2 and left < wasted / 2

@@ -25,7 +25,27 @@ from vescale_ray.fsdp.memory import Buffer, Pool
 from vescale_ray.fsdp.parameters import GroupParam, Place, Source, Subgroup, local_of
 from vescale_ray.fsdp.phases import Residency
 from vescale_ray.placement import RaggedShard
-from vescale_ray.planner import Layout, TensorSpec, plan_layout
+from vescale_ray.planner import Layout, TensorSpec, plan_buffers
+
+
+def plan_groups(sources: Sequence[Source], world: int, policy: MixedPrecisionPolicy) -> list[tuple[list[Source], Layout]]:
+    """The groups of parameters of one dtype and one ``requires_grad``: one, or several where that saves much padding.
+
+    Raises:
+        ValueError: a block that does not fit its parameter.
+    """
+    orig = sources[0].param.dtype
+    narrowest = min((orig, *_dtypes(orig, policy)), key=lambda d: d.itemsize)
+    by_name = {source.name: source for source in sources}
+    layouts = plan_buffers([TensorSpec(s.name, s.shape, s.block, narrowest) for s in sources], world)
+    return [([by_name[spec.name] for spec in layout.specs], layout) for layout in layouts]
+
+
+def _dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype]:
+    """Compute and reduce dtype; the policy is for floating-point parameters only."""
+    floating = orig.is_floating_point
+    compute = policy.param_dtype if floating and policy.param_dtype is not None else orig
+    return compute, policy.reduce_dtype if floating and policy.reduce_dtype is not None else compute
 
 
 class Group:
@@ -33,7 +53,8 @@ class Group:
 
     Args:
         name: for messages.
-        sources: parameters of one dtype and one ``requires_grad``.
+        sources: parameters of one dtype and one ``requires_grad``, in the order of ``layout.specs``.
+        layout: from :func:`plan_groups`.
         mesh: 1-D (shard) or 2-D (replicate, shard).
         device: where unsharded parameters live.
     """
@@ -42,6 +63,7 @@ class Group:
         self,
         name: str,
         sources: Sequence[Source],
+        layout: Layout,
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
         offload: OffloadPolicy,
@@ -51,10 +73,8 @@ class Group:
         self.offload = isinstance(offload, CPUOffloadPolicy) and device.type != "cpu"
         self.pin_memory = self.offload and bool(getattr(offload, "pin_memory", False))
         self.orig_dtype = sources[0].param.dtype
-        self.compute_dtype, self.reduce_dtype = self._dtypes()
-        narrowest = min((self.orig_dtype, self.compute_dtype, self.reduce_dtype), key=lambda d: d.itemsize)
-        specs = [TensorSpec(s.name, s.shape, s.block, narrowest) for s in sources]
-        self.layout: Layout = plan_layout(specs, self.place.world)
+        self.compute_dtype, self.reduce_dtype = _dtypes(self.orig_dtype, policy)
+        self.layout = layout
         self.in_place = not self.offload and (self.place.world == 1 or not self.layout.shard_numel)
         """With one rank (or no elements) the shard is the whole: parameters are views of it, nothing is gathered."""
 
@@ -83,13 +103,6 @@ class Group:
         self._writes = 0
 
     # -- construction ------------------------------------------------------------------------------------------------
-
-    def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Compute and reduce dtype; the policy is for floating-point parameters only."""
-        floating = self.orig_dtype.is_floating_point
-        compute = self.policy.param_dtype if floating and self.policy.param_dtype is not None else self.orig_dtype
-        reduce = self.policy.reduce_dtype if floating and self.policy.reduce_dtype is not None else compute
-        return compute, reduce
 
     def _tell_gradients(self) -> None:
         self.grads.orig_dtype, self.grads.reduce_dtype = self.orig_dtype, self.reduce_dtype
@@ -304,7 +317,7 @@ class Group:
         dtype, device_type = kinds.pop()
         if dtype != self.orig_dtype:
             self.orig_dtype = dtype
-            self.compute_dtype, self.reduce_dtype = self._dtypes()
+            self.compute_dtype, self.reduce_dtype = _dtypes(dtype, self.policy)
             self._cast = None
             self._tell_gradients()
         self.master = self._new_master(self.place.device if device_type == self.place.device.type else torch.device(device_type))

@@ -19,7 +19,7 @@ from vescale_ray.planner.cost import HARDWARE, Hardware, Memory, Policy
 from vescale_ray.planner.layout import START_BYTES, Layout, TensorSpec
 from vescale_ray.planner.search import plan_layout
 from vescale_ray.planner.shapes import ModelShapes, model_shapes
-from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
+from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_buffers, plan_unit
 
 __all__ = [
     "HARDWARE",
@@ -38,5 +38,6 @@ __all__ = [
     "choose_sharding",
     "model_shapes",
     "plan_layout",
+    "plan_buffers",
     "plan_unit",
 ]

@@ -157,6 +157,26 @@ def plan_unit(
     return UnitPlan(unit.name, lever, (layout,), _bound_with_gaps(specs, num_shards, align), across)
 
 
+def plan_buffers(
+    specs: Sequence[TensorSpec], num_shards: int, *, align: int = 128, padding_limit: float = 0.03, padding_bytes: int = 1 << 20
+) -> tuple[Layout, ...]:
+    """One buffer, or, where that pads more than a few percent, one for each length of block if those pad less.
+
+    Args:
+        padding_limit: padding over tensors up to which one buffer is kept.
+        padding_bytes: padding in bytes up to which it is kept, too: a further collective costs more than that.
+
+    Raises:
+        ValueError: as :func:`vescale_ray.planner.plan_layout`.
+    """
+    one = plan_layout(specs, num_shards, align=align)
+    itemsize = min((s.dtype.itemsize for s in specs), default=1)
+    if one.padding_ratio <= padding_limit or (one.numel - one.tensor_numel) * itemsize <= padding_bytes:
+        return (one,)
+    several = _per_block(specs, num_shards, align, strided=False)
+    return several if sum(layout.shard_numel for layout in several) < one.shard_numel else (one,)
+
+
 def _specs(unit: UnitShape, blocks: Blocks, dtype: torch.dtype, lever: Lever) -> tuple[list[TensorSpec], tuple[str, ...]]:
     specs, across = [], []
     for layer, param in itertools.product(range(lever.layers), unit.params):
