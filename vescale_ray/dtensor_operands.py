@@ -140,6 +140,11 @@ class PendingDTensor(DTensor):
     ``.item()``, ``float()`` and ``bool()`` give the whole answer; torch's own DTensor silently gives this rank's contribution.
     """
 
+    def full_tensor(self, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        if self.requires_grad or kwargs:
+            return super().full_tensor(**kwargs)
+        return _settled(self)._local_tensor
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         name = func._schema.name
