@@ -140,7 +140,8 @@ def test_any_two_layouts_with_shards_on_the_other_mesh_dimension(
 
 def _gradient(rank: int, world: int, shape: tuple[int, ...], source: Layout, target: Layout) -> None:
     mesh, full, weight = mesh_of(source), values(shape, seed=1), values(shape, seed=2)
-    leaf = make(full, source, mesh).requires_grad_()
+    leaf = make(full, source, mesh)
+    leaf.requires_grad_()
     moved = redistribute(leaf, target.placements)
     (moved.to_local() * target.part(weight, here(mesh))).sum().backward()
     assert isinstance(leaf.grad, DTensor) and leaf.grad.placements == source.placements
