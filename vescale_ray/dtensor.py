@@ -32,7 +32,7 @@ from vescale_ray.geometry import Box, Shape
 from vescale_ray.placement import RaggedShard
 from vescale_ray.redistribute import ArrivingTensor, arrived, plain_spec, start, take
 
-__all__ = ["RaggedDTensor", "RaggedFallbackWarning", "RaggedShard", "distribute_tensor", "local_interval"]
+__all__ = ["RaggedDTensor", "RaggedFallbackWarning", "RaggedShard", "distribute_tensor", "local_interval", "redistribute"]
 
 
 class RaggedDTensor(DTensor):
@@ -139,7 +139,7 @@ class RaggedDTensor(DTensor):
             raise ValueError(f"can't redistribute from {self.device_mesh} to {device_mesh}: only placements on the same mesh can change")
         if placements is None:
             raise ValueError("redistribute needs placements")
-        return cast(DTensor, _Redistribute.apply(self, tuple(placements), async_op, forward_dtype, backward_dtype))
+        return redistribute(self, placements, async_op=async_op, forward_dtype=forward_dtype, backward_dtype=backward_dtype)
 
     def local_interval(self) -> tuple[int, int]:
         """Flat elements ``[start, end)`` of the full tensor that this rank holds; ``start == end`` if none.
@@ -293,6 +293,19 @@ def distribute_tensor(
     return wrap(RaggedDTensor, take(full, sharding_of(spec)), spec, tensor.requires_grad)
 
 
+def redistribute(
+    tensor: DTensor,
+    placements: Sequence[Placement],
+    *,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> DTensor:
+    """``tensor`` under other placements on its mesh, as :meth:`RaggedDTensor.redistribute`; takes torch's own DTensors, too, whose
+    ``redistribute`` doesn't know ragged placements."""
+    return cast(DTensor, _Redistribute.apply(tensor, tuple(placements), async_op, forward_dtype, backward_dtype))
+
+
 def local_interval(tensor: Tensor) -> tuple[int, int]:
     """Flat elements ``[start, end)`` of the full tensor that this rank holds.
 
@@ -356,7 +369,7 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        tensor: RaggedDTensor,
+        tensor: DTensor,
         placements: tuple[Placement, ...],
         async_op: bool,
         forward_dtype: torch.dtype | None,

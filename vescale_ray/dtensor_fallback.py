@@ -41,6 +41,7 @@ class Rule:
 def fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.removeprefix("aten::")
     targets = written(func, rule.writes, args, kwargs)
+    GatheredView.refuse_writes(func, targets)
     if name in _BATCH_NORM:
         given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
         if not given.get("training", True):

@@ -40,6 +40,8 @@ def operand(cls: type[DTensor], value: Any, sharding: Sharding, op: str) -> Any:
             f"{op}: a plain tensor of shape {tuple(value.shape)} meets {sharding.describe()}: "
             "distribute it first (vescale_ray.distribute_tensor for a whole tensor, RaggedDTensor.from_local for this rank's part)"
         )
+    if isinstance(value, GatheredView):
+        value.check(op)
     if value.device_mesh != sharding.mesh:
         raise ValueError(
             f"{op}: operands on different meshes, {value.device_mesh} and {sharding.mesh}: "
@@ -95,13 +97,7 @@ class GatheredView(DTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         writes, is_view = schema_facts(func)
-        for argument in written(func, writes, args, kwargs or {}):
-            for item in argument if isinstance(argument, list | tuple) else (argument,):
-                if isinstance(item, GatheredView):
-                    raise RuntimeError(
-                        f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor: writing to it would not reach "
-                        "that tensor; write to its to_local(), or build the whole tensor and use copy_()"
-                    )
+        GatheredView.refuse_writes(func, written(func, writes, args, kwargs or {}))
         sources: tuple[tuple[Tensor, int], ...] = ()
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, GatheredView):
@@ -109,6 +105,15 @@ class GatheredView(DTensor):
                 sources += value._sources
         result = func(*map(_plain, args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
         return read_only(result, sources) if is_view else result
+
+    @staticmethod
+    def refuse_writes(func: Any, targets: Any) -> None:
+        """Raise if one of these, or of their items, is such a copy."""
+        if any(isinstance(target, GatheredView) for target in tree_leaves(targets)):
+            raise RuntimeError(
+                f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor: writing to it would not reach "
+                "that tensor; write to its to_local(), or build the whole tensor and use copy_()"
+            )
 
     def check(self, func: Any) -> None:
         """Raise if the ragged tensor was written since."""
@@ -139,6 +144,11 @@ class PendingDTensor(DTensor):
 
     ``.item()``, ``float()`` and ``bool()`` give the whole answer; torch's own DTensor silently gives this rank's contribution.
     """
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        if self.requires_grad or kwargs:
+            return super().full_tensor(**kwargs)
+        return _settled(self)._local_tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

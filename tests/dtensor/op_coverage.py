@@ -293,9 +293,11 @@ def sweep(op: Any, dtype: torch.dtype, limit: int, warned: Warned) -> dict[str, 
 
 
 def database() -> dict[str, Any]:
-    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal import common_methods_invocations as torchs
 
-    return {f"{op.name}{'.' + op.variant_test_name if op.variant_test_name else ''}": op for op in op_db}
+    kinds = ("foreach_unary_op_db", "foreach_binary_op_db", "foreach_pointwise_op_db", "foreach_reduce_op_db", "foreach_other_op_db")
+    ops = [*torchs.op_db, *(op for kind in kinds for op in getattr(torchs, kind))]
+    return {f"{op.name}{'.' + op.variant_test_name if op.variant_test_name else ''}": op for op in ops}
 
 
 # -- all operations, in processes that may die -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from tests.dtensor.layouts import values
 from tests.dtensor.test_redistribute import spy
 from tests.ranks import run_gloo, run_threads
-from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
+from vescale_ray.dtensor import RaggedDTensor, distribute_tensor, redistribute
 from vescale_ray.placement import RaggedShard
 
 Index = torch.Tensor
@@ -104,7 +104,7 @@ def make(full: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
 def _move(rank: int, world: int, shape: tuple[int, ...], source: Layout, target: Layout, async_op: bool) -> None:
     mesh, full = mesh_of(source), values(shape)
     a = make(full, source, mesh)
-    b = a.redistribute(placements=target.placements, async_op=async_op)
+    b = redistribute(a, target.placements, async_op=async_op)
     assert b.placements == target.placements
     assert type(b) is (RaggedDTensor if any(isinstance(p, RaggedShard) for p in target.placements) else DTensor)
     expected = target.part(full, here(mesh))
@@ -114,9 +114,13 @@ def _move(rank: int, world: int, shape: tuple[int, ...], source: Layout, target:
 
 
 @settings(max_examples=60, deadline=None)
-@given(moves(), st.booleans())
-def test_any_two_layouts_with_shards_on_the_other_mesh_dimension(move: tuple[Any, Layout, Layout], async_op: bool) -> None:
+@given(moves(), st.booleans(), st.booleans())
+def test_any_two_layouts_with_shards_on_the_other_mesh_dimension(
+    move: tuple[Any, Layout, Layout], backwards: bool, async_op: bool
+) -> None:
     shape, source, target = move
+    if backwards:
+        source, target = target, source
     world = math.prod(source.mesh)
     with spy() as seen:
         run_threads(world, _move, shape, source, target, async_op)
@@ -136,17 +140,20 @@ def test_any_two_layouts_with_shards_on_the_other_mesh_dimension(move: tuple[Any
 
 def _gradient(rank: int, world: int, shape: tuple[int, ...], source: Layout, target: Layout) -> None:
     mesh, full, weight = mesh_of(source), values(shape, seed=1), values(shape, seed=2)
-    leaf = make(full, source, mesh).requires_grad_()
-    moved = leaf.redistribute(placements=target.placements)
+    leaf = make(full, source, mesh)
+    leaf.requires_grad_()
+    moved = redistribute(leaf, target.placements)
     (moved.to_local() * target.part(weight, here(mesh))).sum().backward()
-    assert isinstance(leaf.grad, RaggedDTensor) and leaf.grad.placements == source.placements
+    assert isinstance(leaf.grad, DTensor) and leaf.grad.placements == source.placements
     assert torch.equal(leaf.grad.to_local(), source.part(weight, here(mesh)))
 
 
 @settings(max_examples=20, deadline=None)
-@given(moves())
-def test_gradients_through_them(move: tuple[Any, Layout, Layout]) -> None:
+@given(moves(), st.booleans())
+def test_gradients_through_them(move: tuple[Any, Layout, Layout], backwards: bool) -> None:
     shape, source, target = move
+    if backwards:
+        source, target = target, source
     run_threads(math.prod(source.mesh), _gradient, shape, source, target)
 
 
