@@ -22,6 +22,7 @@ import math
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -204,7 +205,15 @@ def main() -> None:
     load = f"{machine['cores']} cores, load {machine['load']:.1f}"
     print(f"machine: {machine['cpu']}, {load}; Python {versions['python']}, torch {versions['torch']}")
     if options.json:
-        document = {"machine": machine, "versions": versions, "figures": figures, "groups": groups, "tables": _rounded(found)}
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
+        document = {
+            "machine": machine,
+            "versions": versions,
+            "commit": commit,
+            "figures": figures,
+            "groups": groups,
+            "tables": _rounded(found),
+        }
         options.json.write_text(json.dumps(document) + "\n")
     if options.png:
         draw(found, groups, options.png)

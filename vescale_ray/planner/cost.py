@@ -8,12 +8,14 @@ vendors' figures, not our measurements.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
 
 from vescale_ray.errors import BadInput
+from vescale_ray.planner.host_memory import Travel, host_buffers
 from vescale_ray.planner.shapes import ModelShapes, UnitShape
 from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
 
@@ -194,37 +196,53 @@ def predict_memory(plan: ModelPlan, policy: Policy, *, backend: str = "nccl", ra
     """The memory of ``rank`` at the peak of a step.
 
     Args:
-        backend: ``"gloo"`` for ranks on the CPU: one gradient buffer at a time instead of two, and with more than two ranks as
-            much again to exchange parts in, since gloo has no reduce-scatter.
+        backend: ``"gloo"`` for ranks on the CPU, whose pool works otherwise (:mod:`vescale_ray.planner.host_memory`).
     """
     group, compute = plan.group, policy.compute_dtype
-    master, cast = policy.master_dtype.itemsize, compute.itemsize
+    master = policy.master_dtype.itemsize
     shard = plan.shard_numel
     trained = sum(u.plan.shard_numel * u.count for u in plan.units if u.trainable)
-    travelling = group > 1
-    resident = sum(u.plan.numel * u.count for u in plan.units if u.resident)
-    units: dict[tuple[str, int], tuple[int, int]] = {}  # frozen and trainable parameters of a unit are gathered together
-    for u in plan.units:
-        if not u.resident:
-            key = u.plan.name, u.plan.lever.layers
-            units[key] = units.get(key, (0, 0))[0] + u.plan.numel, u.count
-    passing = [numel for numel, count in units.values() for _ in range(min(count, 2))]
-    neighbours = max((a + b for a, b in zip(passing, [*passing[1:], 0], strict=True)), default=0)
-    buffers = sum(u.plan.numel * u.count for u in plan.units if u.resident and u.trainable)
-    largest = [u.plan.numel for u in plan.units if not u.resident and u.trainable for _ in range(min(u.count, 2))]
-    at_once = 1 if backend == "gloo" else 2
-    buffers += sum(sorted(largest)[-at_once:])
-    if backend == "gloo" and group > 2:
-        buffers *= 2
+    gathered, gradients = (0, 0) if group == 1 else (_host_buffers if backend == "gloo" else _device_buffers)(plan, policy)
     return Memory(
         master=shard * master,
-        low_precision=shard * cast + _scales(plan, compute) if compute != policy.master_dtype else 0,
-        gathered=(resident + neighbours) * cast if travelling else 0,
+        low_precision=shard * compute.itemsize + _scales(plan, compute) if compute != policy.master_dtype else 0,
+        gathered=gathered,
         gradients=trained * master,
-        gradient_buffers=buffers * policy.reduce_dtype.itemsize if travelling else 0,
+        gradient_buffers=gradients,
         optimizer=_optimizer_bytes(plan, policy, rank),
         activations=activation_bytes(plan.model, policy, plan.lever.layers),
     )
+
+
+def _units(plan: ModelPlan) -> tuple[list[list[PlannedUnit]], list[PlannedUnit]]:
+    """The groups of each unit in order of use (of many alike, three), and those of the root: frozen and trainable parameters of a
+    unit are groups of their own, but travel together."""
+    units: dict[tuple[str, int], list[PlannedUnit]] = {}
+    for u in plan.units:
+        if not u.resident:
+            units.setdefault((u.plan.name, u.plan.lever.layers), []).append(u)
+    in_order = [groups for groups in units.values() for _ in range(min(groups[0].count, 3))]
+    return in_order, [u for u in plan.units if u.resident]
+
+
+def _host_buffers(plan: ModelPlan, policy: Policy) -> tuple[int, int]:
+    def travels(groups: Sequence[PlannedUnit]) -> list[Travel]:
+        cast, wide = policy.compute_dtype.itemsize, policy.reduce_dtype.itemsize
+        return [Travel(b.numel * cast, b.numel * wide * u.trainable) for u in groups for b in u.plan.buffers]
+
+    units, root = _units(plan)
+    return host_buffers([travels(groups) for groups in units], travels(root), plan.group)
+
+
+def _device_buffers(plan: ModelPlan, policy: Policy) -> tuple[int, int]:
+    """On an accelerator: the unit that computes and the next one are gathered; one gradient buffer is filled while another is
+    reduced; what is freed, torch's allocator hands to the next."""
+    units, root = _units(plan)
+    numel = [sum(u.plan.numel for u in groups) for groups in units]
+    trained = sorted(sum(u.plan.numel for u in groups if u.trainable) for groups in units)
+    gathered = sum(u.plan.numel for u in root) + max((a + b for a, b in zip(numel, [*numel[1:], 0], strict=True)), default=0)
+    gradients = sum(u.plan.numel for u in root if u.trainable) + sum(trained[-2:])
+    return gathered * policy.compute_dtype.itemsize, gradients * policy.reduce_dtype.itemsize
 
 
 def _scales(plan: ModelPlan, dtype: torch.dtype) -> int:

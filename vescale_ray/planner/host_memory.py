@@ -1,0 +1,82 @@
+"""The buffers that come and go in a step of ranks on the CPU, followed through forward and backward.
+
+What the pool of ``vescale_ray/fsdp/memory.py`` does in host memory: a buffer of a size that several groups use is kept when it is
+released, for the next one of that size; one of a size that a single group uses is freed. The next unit is gathered while one
+computes. A gradient buffer is filled and reduced before the next one is opened, the root's is open from first to last; with more
+than two ranks the exchange that stands for gloo's missing reduce-scatter needs as much again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Travel:
+    """A group's bytes on the way: gathered parameters, and gradients before they are reduced (0: frozen)."""
+
+    gathered: int
+    gradient: int
+
+
+Unit = Sequence[Travel]
+
+
+def host_buffers(units: Sequence[Unit], root: Unit, ranks: int) -> tuple[int, int]:
+    """The most bytes of gathered parameters, and of gradient and exchange buffers, at any time of a step.
+
+    Args:
+        units: in order of use, without the root, which stays gathered from forward to backward.
+    """
+    users = Counter(size for unit in [*units, root] for group in unit for size in {group.gathered, group.gradient} if size)
+    return _gathered(units, root, users), _gradients(units, root, users, 1 if ranks == 2 else 2)
+
+
+class _Held:
+    """Memory in use and kept, by size."""
+
+    def __init__(self, users: Counter[int], always: int) -> None:
+        self.users, self.always = users, always
+        self.used: Counter[int] = Counter()
+        self.kept: Counter[int] = Counter()
+        self.peak = always
+
+    def take(self, sizes: Sequence[int]) -> None:
+        self.used.update(sizes)
+        for size in sizes:
+            if self.users[size] >= 2:
+                self.kept[size] = max(self.kept[size], self.used[size])
+        self.peak = max(self.peak, self.always + self.now)
+
+    def give(self, sizes: Sequence[int]) -> None:
+        self.used.subtract(sizes)
+
+    @property
+    def now(self) -> int:
+        return sum(size * max(count, self.kept[size]) for size, count in (self.used | self.kept).items())
+
+
+def _gathered(units: Sequence[Unit], root: Unit, users: Counter[int]) -> int:
+    held = _Held(users, sum(group.gathered for group in root))
+    for order in (units, units[::-1]):
+        sizes = [[group.gathered for group in unit] for unit in order]
+        for index, current in enumerate(sizes):
+            if not index:
+                held.take(current)
+            if index + 1 < len(sizes):
+                held.take(sizes[index + 1])
+            held.give(current)
+    return held.peak
+
+
+def _gradients(units: Sequence[Unit], root: Unit, users: Counter[int], buffers: int) -> int:
+    own = sum(group.gradient for group in root)
+    held = _Held(users, own)
+    for unit in reversed(units):
+        for group in unit:
+            if group.gradient:
+                held.take([group.gradient] * buffers)
+                held.give([group.gradient] * buffers)
+    return max(held.peak, own * buffers + held.now)
