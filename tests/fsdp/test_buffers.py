@@ -153,3 +153,16 @@ def test_clean_padding_is_the_last_to_be_given_up():
     pool.provide(Buffer(LARGE, CPU))
     assert clean.allocated and not dirty.allocated
     assert pool.take(LARGE, CPU, "layout") is clean
+
+
+@pytest.mark.parametrize(("value", "kept"), [("1000000000000", True), (str(LARGE - 1), False), ("", False), ("x", False)])
+def test_unused_memory_is_kept_if_malloc_is_told_to_keep_it(value, kept, monkeypatch):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", value)
+    pool = Pool(CPU)
+    pool.expect(LARGE)
+    pool.expect(LARGE)
+    buffer = Buffer(LARGE, CPU)
+    pool.provide(buffer)
+    pool.release(buffer, None)
+    pool.trim()
+    assert buffer.allocated == kept and pool.bytes_held() == LARGE * kept

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 from collections import defaultdict
 from typing import Any
@@ -170,6 +171,13 @@ def _libc() -> ctypes.CDLL:
     return _LIBC[0]
 
 
+def _malloc_keeps() -> int:
+    """Bytes of unused memory that the process is told not to give back: what ``MALLOC_TRIM_THRESHOLD_`` tells glibc holds for our
+    ranges, too, which don't come from malloc. Unset: none."""
+    value = os.environ.get("MALLOC_TRIM_THRESHOLD_", "")
+    return int(value) if value.isdigit() else 0
+
+
 class Pool:
     """The memory of one schedule. One thread at a time.
 
@@ -179,6 +187,7 @@ class Pool:
 
     def __init__(self, device: torch.device) -> None:
         self.hands_on = device.type == "cpu"
+        self.keep = _malloc_keeps()
         self._released: defaultdict[int, list[Buffer]] = defaultdict(list)
         """Buffers of gathered parameters, by size, that no one needs, and whose memory waits for the next one of that size."""
         self._idle: defaultdict[int, list[Buffer]] = defaultdict(list)
@@ -252,7 +261,10 @@ class Pool:
                 buffer.used = False
 
     def trim(self) -> None:
-        """Free all memory that no one uses now; it is allocated again when it is needed."""
+        """Free the memory that no one uses now, unless it is less than what the process is told to keep; it is allocated again when
+        it is needed."""
+        if sum(b.nbytes for kind in (self._released, self._idle) for buffers in kind.values() for b in buffers if b.allocated) <= self.keep:
+            return
         for kind in (self._released, self._idle):
             for buffers in kind.values():
                 for buffer in buffers:
