@@ -56,6 +56,8 @@ def foreach_norm(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dic
     order = rest[0] if rest else kwargs.get("ord", 2)
     ragged = [t for t in tensors if isinstance(t, cls)]
     locals_ = [t._local_tensor for t in ragged]
+    for dtype in {t.dtype for t in locals_}:
+        _check_norm(dtype)
     if math.isinf(order) or order < 0:  # torch refuses these norms of no elements, which a rank may hold
         dtype = rest[1] if len(rest) > 1 else kwargs.get("dtype")
         values = [_local_value("linalg_vector_norm", t, sharding_of(r._spec), dtype, order) for t, r in zip(locals_, ragged, strict=True)]
@@ -151,6 +153,8 @@ def _dims(dim: Any, ndim: int) -> list[int] | None:
 def _local_value(name: str, local: Tensor, sharding: Sharding, dtype: torch.dtype | None, order: float) -> Tensor:
     """The 0-dim contribution of this rank; of no elements: the reduction's neutral element."""
     flat = local.reshape(-1)
+    if name == "linalg_vector_norm":
+        _check_norm(flat.dtype)
     if name == "mean":
         accumulate = dtype or flat.dtype
         if not accumulate.is_floating_point and not accumulate.is_complex:
@@ -161,6 +165,12 @@ def _local_value(name: str, local: Tensor, sharding: Sharding, dtype: torch.dtyp
         kind = dtype or (flat.dtype.to_real() if name == "linalg_vector_norm" else flat.dtype)
         return flat.new_full((), _lowest(name, flat.dtype, order), dtype=kind)
     return _KERNELS[name](flat, [0], False, dtype, order)
+
+
+def _check_norm(dtype: torch.dtype) -> None:
+    """On every rank alike: torch looks at the dtype only where there are elements, and the other ranks would wait."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise RuntimeError(f"a norm takes a floating point or complex tensor, but this is {dtype}")
 
 
 def _needs_elements(name: str, order: float) -> bool:
