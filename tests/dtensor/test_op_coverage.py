@@ -15,7 +15,7 @@ from tests.dtensor.op_coverage import DTYPES, ORDER, VARIANTS, Warned, cell, dat
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "op-coverage.md"
 # Element-wise, reductions, views, joins, indexing, matrices, norms, losses; one of each way an operation can go.
 CORE = (
-    "abs add addcdiv addcmul amax bmm cat chunk clamp clone copysign cumsum diagonal div eq erf expand fill fmod gather index_add "
+    "abs add addcdiv addcmul amax bmm cat chunk clamp clone copysign cumsum diagonal div.no_rounding_mode eq erf expand fill fmod gather index_add "
     "index_select isnan kron lerp linalg.vector_norm log masked_fill matmul max.binary mean mul nn.functional.gelu nn.functional.linear "
     "nn.functional.mse_loss norm permute pow prod reshape rsub sigmoid sort split sqrt squeeze std sub sum t "
     "topk tril unsqueeze var where zeros_like"
