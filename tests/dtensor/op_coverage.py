@@ -39,6 +39,8 @@ VARIANTS = ("function", "in place", "out=", "gradient")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64, "bool": torch.bool, "complex64": torch.complex64}
 ORDER = ("exact", "close", "random", "raised", "torch", "WRONG", "HUNG", "CRASHED")
 UNINITIALIZED = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted", "resize_", "resize_as_"}
+SAMPLES = 4
+"""Of each operation; which these are depends on their number, so the page and its test take the same."""
 SILENCE = 30.0
 """Seconds without a finished operation after which a chunk counts as hung."""
 
@@ -442,7 +444,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("build/op-coverage.jsonl"))
     parser.add_argument("--dtypes", default="float32,bfloat16,int64,bool,complex64")
-    parser.add_argument("--samples", type=int, default=6)
+    parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--ops", default="", help="names, one a line; default: all")
     parser.add_argument("--render", type=Path)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
