@@ -61,7 +61,8 @@ def test_the_page_says_what_happens(part: int, warned: Warned) -> None:
         row = {"found": {"float32": sweep(ops[name], DTYPES["float32"], SAMPLES, warned)}}
         for variant, expected in zip(VARIANTS, table[name], strict=True):
             found = cell(row, variant)
-            assert found == "-" or sums(found.split(", ")) <= sums(expected), (name, variant, found, row["found"]["float32"].get("examples"))
+            examples = row["found"]["float32"].get("examples")
+            assert found == "-" or sums(found.split(", ")) <= sums(expected), (name, variant, found, examples)
 
 
 def test_the_comparison_notices_what_is_wrong() -> None:
