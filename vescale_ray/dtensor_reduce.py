@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -56,11 +57,15 @@ def foreach_norm(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dic
     order = rest[0] if rest else kwargs.get("ord", 2)
     ragged = [t for t in tensors if isinstance(t, cls)]
     locals_ = [t._local_tensor for t in ragged]
+    given = rest[1] if len(rest) > 1 else kwargs.get("dtype")
+    for of in {t.dtype for t in locals_}:
+        _result_dtype("linalg_vector_norm", of, given, float(order))
     if math.isinf(order) or order < 0:  # torch refuses these norms of no elements, which a rank may hold
-        dtype = rest[1] if len(rest) > 1 else kwargs.get("dtype")
-        values = [_local_value("linalg_vector_norm", t, sharding_of(r._spec), dtype, order) for t, r in zip(locals_, ragged, strict=True)]
+        values = [_local_value("linalg_vector_norm", t, sharding_of(r._spec), given, order) for t, r in zip(locals_, ragged, strict=True)]
     else:
         values = func(locals_, *rest, **kwargs)
+        if 0 in map(_NUMEL, locals_):  # of no elements torch doesn't always give the dtype that it gives of some
+            values = [v.to(_result_dtype("linalg_vector_norm", t.dtype, given, float(order))) for v, t in zip(values, locals_, strict=True)]
     partial = norm_partial(order)
     results = iter([_result(v, partial, sharding_of(r._spec)) for v, r in zip(values, ragged, strict=True)])
     if len(ragged) == len(tensors):
@@ -151,6 +156,7 @@ def _dims(dim: Any, ndim: int) -> list[int] | None:
 def _local_value(name: str, local: Tensor, sharding: Sharding, dtype: torch.dtype | None, order: float) -> Tensor:
     """The 0-dim contribution of this rank; of no elements: the reduction's neutral element."""
     flat = local.reshape(-1)
+    kind = _result_dtype(name, flat.dtype, dtype, order)
     if name == "mean":
         accumulate = dtype or flat.dtype
         if not accumulate.is_floating_point and not accumulate.is_complex:
@@ -158,9 +164,15 @@ def _local_value(name: str, local: Tensor, sharding: Sharding, dtype: torch.dtyp
         wide = torch.float32 if accumulate in (torch.bfloat16, torch.float16) else accumulate
         return (flat.sum(dtype=wide) / sharding.numel).to(accumulate)
     if flat.numel() == 0 and _needs_elements(name, order):
-        kind = dtype or (flat.dtype.to_real() if name == "linalg_vector_norm" else flat.dtype)
         return flat.new_full((), _lowest(name, flat.dtype, order), dtype=kind)
     return _KERNELS[name](flat, [0], False, dtype, order)
+
+
+@lru_cache(maxsize=1024)
+def _result_dtype(name: str, of: torch.dtype, dtype: torch.dtype | None, order: float) -> torch.dtype:
+    """The dtype of a reduction, asked of one element, so that what torch refuses it refuses on every rank: of an empty tensor it takes
+    much that it refuses otherwise, and the other ranks would wait."""
+    return _KERNELS[name](torch.ones(1, dtype=of), [0], False, dtype, order).dtype
 
 
 def _needs_elements(name: str, order: float) -> bool:
@@ -178,6 +190,8 @@ def _lowest(name: str, dtype: torch.dtype, order: float) -> Any:
         return math.inf if biggest else -math.inf
     return torch.iinfo(dtype).max if biggest else torch.iinfo(dtype).min
 
+
+_NUMEL = torch.Tensor.numel
 
 _Kernel = Callable[[Tensor, list[int], bool, "torch.dtype | None", float], Tensor]
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.dtensor.op_coverage import DTYPES, ORDER, VARIANTS, Warned, cell, database, difference, sweep
+from tests.dtensor.op_coverage import DTYPES, ORDER, SAMPLES, VARIANTS, Warned, cell, database, difference, sweep
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "op-coverage.md"
 # Element-wise, reductions, views, joins, indexing, matrices, norms, losses; one of each way an operation can go.
 CORE = (
-    "abs add addcdiv addcmul amax bmm cat chunk clamp clone copysign cumsum diagonal div eq erf expand fill fmod gather index_add "
-    "index_select isnan kron lerp linalg.vector_norm log masked_fill matmul max.binary mean mul nn.functional.gelu nn.functional.linear "
-    "nn.functional.mse_loss norm permute pow prod reshape rsub sigmoid sort split sqrt squeeze std sub sum t "
-    "topk tril unsqueeze var where zeros_like"
+    "abs add addcdiv addcmul amax bmm cat chunk clamp clone copysign cumsum diagonal div.no_rounding_mode eq erf expand "
+    "fill fmod gather index_add index_select isnan kron lerp linalg.vector_norm log masked_fill matmul max.binary mean mul "
+    "nn.functional.gelu nn.functional.linear nn.functional.mse_loss norm permute pow prod reshape rsub sigmoid sort split "
+    "sqrt squeeze std sub sum t topk tril unsqueeze var where zeros_like"
 ).split()
 
 
@@ -40,6 +40,11 @@ def test_the_page_covers_all_of_torchs_operations_and_none_is_silently_wrong() -
     assert not {name for cells in table.values() for c in cells for name in c} - known
 
 
+def sums(outcomes: Iterable[str]) -> set[str]:
+    """Whether a sum in another order comes out the same depends on the processor's vectors."""
+    return {name.replace("close", "exact") for name in outcomes}
+
+
 @pytest.fixture
 def warned() -> Iterator[Warned]:
     with warnings.catch_warnings():
@@ -48,13 +53,16 @@ def warned() -> Iterator[Warned]:
 
 @pytest.mark.parametrize("part", range(4))
 def test_the_page_says_what_happens(part: int, warned: Warned) -> None:
+    if f"with torch {torch.__version__.split('+')[0]}:" not in PAGE.read_text(encoding="utf-8"):
+        pytest.skip("the page was made with another torch, whose operations and samples differ")
     table, ops = documented(), database()
     torch.set_num_threads(1)
     for name in CORE[part::4]:
-        row = {"found": {"float32": sweep(ops[name], DTYPES["float32"], 3, warned)}}
+        row = {"found": {"float32": sweep(ops[name], DTYPES["float32"], SAMPLES, warned)}}
         for variant, expected in zip(VARIANTS, table[name], strict=True):
             found = cell(row, variant)
-            assert found == "-" or set(found.split(", ")) <= expected, (name, variant, found, row["found"]["float32"].get("examples"))
+            examples = row["found"]["float32"].get("examples")
+            assert found == "-" or sums(found.split(", ")) <= sums(expected), (name, variant, found, examples)
 
 
 def test_the_comparison_notices_what_is_wrong() -> None:
