@@ -375,3 +375,32 @@ def _asynchronous(rank: int, world: int) -> tuple[bool, bool]:
 
 def test_an_asynchronous_redistribution_returns_before_the_others_come() -> None:
     assert all(early for early, _ in run_gloo(3, _asynchronous))
+
+
+def _move_on_a_part(rank: int, world: int, shape: tuple[int, ...], pairs: list[tuple[Layout, Layout]]) -> None:
+    """A mesh that is a part of the world has no process group of all its ranks: what changes on two dimensions goes step by step."""
+    mesh, full = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))["dp", "tp"], values(shape)
+    for source, target in pairs:
+        for async_op in (False, True):
+            moved = redistribute(make(full, source, mesh), target.placements, async_op=async_op)
+            assert moved.placements == target.placements
+            assert torch.equal(moved.to_local(), target.part(full, here(mesh)))
+        leaf, weight = make(full, source, mesh).requires_grad_(), values(shape, seed=2)
+        (redistribute(leaf, target.placements).to_local() * target.part(weight, here(mesh))).sum().backward()
+        assert isinstance(leaf.grad, DTensor)
+        assert torch.equal(leaf.grad.to_local(), source.part(weight, here(mesh)))
+
+
+def test_several_dimensions_change_on_a_mesh_that_is_a_part_of_the_world() -> None:
+    shape = (12, 6)
+    kinds: list[tuple[Placement, ...]] = [
+        (RaggedShard((0,), (1, 2)), Shard(1)),
+        (Shard(0), RaggedShard((0,), (2, 1))),
+        (RaggedShard((0, 1), (1, 3)), Shard(0)),
+        (Replicate(), RaggedShard((0,), (1, 0))),
+        (RaggedShard((0,), (1, 1)), Replicate()),
+        (Shard(1), Shard(0)),
+    ]
+    layouts = [Layout((2, 2), kind) for kind in kinds]
+    pairs = [(a, b) for a in layouts for b in layouts if a != b]
+    run_threads(8, _move_on_a_part, shape, pairs)
