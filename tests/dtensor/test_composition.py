@@ -385,7 +385,8 @@ def _move_on_a_part(rank: int, world: int, shape: tuple[int, ...], pairs: list[t
             moved = redistribute(make(full, source, mesh), target.placements, async_op=async_op)
             assert moved.placements == target.placements
             assert torch.equal(moved.to_local(), target.part(full, here(mesh)))
-        leaf, weight = make(full, source, mesh).requires_grad_(), values(shape, seed=2)
+        leaf, weight = make(full, source, mesh), values(shape, seed=2)
+        leaf.requires_grad_()
         (redistribute(leaf, target.placements).to_local() * target.part(weight, here(mesh))).sum().backward()
         assert isinstance(leaf.grad, DTensor)
         assert torch.equal(leaf.grad.to_local(), source.part(weight, here(mesh)))
