@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -62,32 +62,23 @@ class RaggedDTensor(DTensor):
             local_tensor: contiguous, shape ``(units_here, *shape[len(dims):])``.
             placements: exactly one RaggedShard; Replicate, Shard or Partial elsewhere.
             stride: of the global tensor; only row-major is possible.
-            run_check: compare shape, dtype and placements with the other ranks' (one small object gather on the ragged dimension).
+            run_check: compare with the other ranks (one small object gather per mesh dimension), so that all raise if one does.
 
         Raises:
             ValueError: naming the value and the rule, if the placements don't fit the mesh or the shape, or the local tensor
                 has the wrong shape, is not contiguous, or is a DTensor itself.
         """
-        if isinstance(local_tensor, DTensor):
-            raise ValueError(f"local_tensor is a {type(local_tensor).__name__}: give the plain local part")
-        spec = make_spec(device_mesh, placements, shape, local_tensor.dtype)
-        sharding = sharding_of(spec)
-        if tuple(local_tensor.shape) != sharding.local_shape:
-            raise ValueError(
-                f"local tensor has shape {tuple(local_tensor.shape)}, but rank {sharding.rank} of {sharding.describe()} "
-                f"holds {sharding.local_shape}"
-            )
-        if not local_tensor.is_contiguous():
-            raise ValueError(f"local tensor {tuple(local_tensor.shape)} has strides {local_tensor.stride()}: it must be contiguous")
-        if stride is not None and tuple(stride) != sharding.stride and sharding.numel > 1:
-            raise ValueError(f"stride is {tuple(stride)}: a ragged tensor of shape {tuple(shape)} is row-major, {sharding.stride}")
-        if run_check and sharding.world > 1:
-            mine = (tuple(sharding.shape), str(local_tensor.dtype), [repr(p) for p in sharding.placements])
-            theirs: list[Any] = [None] * sharding.world
-            dist.all_gather_object(theirs, mine, group=device_mesh.get_group(sharding.mesh_dim))
-            for rank, other in enumerate(theirs):
-                if other != mine:
-                    raise ValueError(f"rank {rank} gave {other}, rank {sharding.rank} gave {mine}: all ranks must give the same")
+        fault, spec = None, None
+        try:
+            spec = _checked_spec(local_tensor, device_mesh, placements, shape, stride)
+        except ValueError as error:
+            if not run_check:
+                raise
+            fault = error  # the others have to hear of it before they use the tensor
+        if run_check:
+            mine = (tuple(shape), str(local_tensor.dtype), [repr(p) for p in placements], str(fault) if fault else None)
+            _compare_with_others(device_mesh, mine, fault)
+        assert spec is not None
         return cast(RaggedDTensor, _FromLocal.apply(local_tensor, spec))
 
     @classmethod
@@ -111,6 +102,18 @@ class RaggedDTensor(DTensor):
         if not torch.is_grad_enabled():
             return self._local_tensor
         return cast(Tensor, _ToLocal.apply(self, None if grad_placements is None else tuple(grad_placements)))
+
+    def share_memory_(self) -> NoReturn:
+        """Not supported: raises. The memory is that of the local tensor."""
+        raise RuntimeError("share_memory_() of a RaggedDTensor: share its to_local()")
+
+    def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
+        """Not supported: raises. The memory is that of the local tensor."""
+        raise RuntimeError("a RaggedDTensor has no memory of its own to export: export its to_local(), or full_tensor()")
+
+    def __dlpack_device__(self) -> NoReturn:
+        """Not supported: raises."""
+        raise RuntimeError("a RaggedDTensor has no memory of its own to export: export its to_local(), or full_tensor()")
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor as a plain tensor of fresh memory; one collective; differentiable (the gradient is sliced back)."""
@@ -333,6 +336,46 @@ def local_interval(tensor: Tensor) -> tuple[int, int]:
 
 
 # -- autograd ------------------------------------------------------------------------------------------------------------
+
+
+def _checked_spec(
+    local_tensor: Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int] | None
+) -> DTensorSpec:
+    """The spec of what :meth:`RaggedDTensor.from_local` is to make; ValueError as there."""
+    if isinstance(local_tensor, DTensor):
+        raise ValueError(f"local_tensor is a {type(local_tensor).__name__}: give the plain local part")
+    spec = make_spec(device_mesh, placements, shape, local_tensor.dtype)
+    sharding = sharding_of(spec)
+    if tuple(local_tensor.shape) != sharding.local_shape:
+        raise ValueError(
+            f"local tensor has shape {tuple(local_tensor.shape)}, but rank {sharding.rank} of {sharding.describe()} "
+            f"holds {sharding.local_shape}"
+        )
+    if not local_tensor.is_contiguous():
+        raise ValueError(f"local tensor {tuple(local_tensor.shape)} has strides {local_tensor.stride()}: it must be contiguous")
+    if stride is not None and tuple(stride) != sharding.stride and sharding.numel > 1:
+        raise ValueError(f"stride is {tuple(stride)}: a ragged tensor of shape {tuple(shape)} is row-major, {sharding.stride}")
+    return spec
+
+
+def _compare_with_others(mesh: DeviceMesh, mine: tuple[Any, ...], fault: ValueError | None) -> None:
+    """Raise on every rank of the mesh if one has a fault (the last of ``mine``) or gave something else. One small gather per dimension."""
+    me = tuple(mesh.get_coordinate() or ())
+    known: dict[tuple[int, ...], Any] = {me: mine}
+    for dim in range(mesh.ndim):
+        if mesh.size(dim) > 1:
+            parts: list[Any] = [None] * mesh.size(dim)
+            dist.all_gather_object(parts, known, group=mesh.get_group(dim))
+            known = {place: said for part in parts for place, said in part.items()}
+    if fault is not None:
+        raise fault
+    first = min(known)
+    for place in sorted(known):
+        if known[place][-1] is not None:
+            raise ValueError(f"the rank at {place} of the mesh: {known[place][-1]}")
+        if known[place] != known[first]:
+            given, other = known[place][:-1], known[first][:-1]
+            raise ValueError(f"the rank at {place} of the mesh gave {given}, that at {first} gave {other}: give the same")
 
 
 class _FromLocal(torch.autograd.Function):

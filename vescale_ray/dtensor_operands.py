@@ -123,7 +123,9 @@ class GatheredView(DTensor):
             return True
         sources = self._sources
         # Two references each are expected: the holder's and the local name's; getrefcount's argument is a third.
-        return bool(sources) and sys.getrefcount(sources) == 3 and all(map(_unseen, range(len(sources)), repeat(sources), repeat(self._is_view())))
+        if not sources or sys.getrefcount(sources) != 3:
+            return False
+        return all(map(_unseen, range(len(sources)), repeat(sources), repeat(self._is_view())))
 
     @staticmethod
     def refuse_writes(func: Any, targets: Any) -> None:
@@ -200,6 +202,11 @@ class PendingDTensor(DTensor):
         if schema_facts(func)[0] or name.endswith("_like") or name.startswith("aten::new_"):
             # torch would keep the placement, so that filling it with 1 on each rank makes a "sum" of as many ones.
             return _write_pending(func, args, kwargs or {})
+        operands = [v for v in tree_leaves((args, kwargs)) if isinstance(v, DTensor)]
+        if name == "aten::_to_copy" or any(v._spec is not operands[0]._spec for v in operands[1:]):
+            # A cast of every rank's contribution is not the cast of the whole; and torch joins operands of several kinds by making
+            # one of them pending again, as a norm of norms, which has no sign.
+            args, kwargs = tree_map(_settle, (args, kwargs or {}))
         result = func(*map(_plain, args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
         return _still_pending(result) if isinstance(result, Tensor) else tree_map(_still_pending, result)
 
@@ -212,6 +219,10 @@ def _settled(value: DTensor) -> DTensor:
     """``value`` reduced: torch's DTensor with Replicate."""
     local, spec = move(value._local_tensor, value._spec, replicated(value.device_mesh))
     return DTensor(local, spec, requires_grad=False)
+
+
+def _settle(value: Any) -> Any:
+    return _settled(value) if isinstance(value, PendingDTensor) else value
 
 
 def _write_pending(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

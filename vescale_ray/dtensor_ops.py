@@ -54,17 +54,21 @@ def dispatch(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
         if result is not NotImplemented:
             if rule.writes and handler is _foreach:
                 lists = (value for value in written(func, rule.writes, args, kwargs) if isinstance(value, list | tuple))
-                _count_writes([t._local_tensor for value in lists for t in value if isinstance(t, cls)])
+                _count_writes([t for value in lists for t in value if isinstance(t, cls)])
             return result
     return fallback(cls, func, rule, args, kwargs)
 
 
-def _count_writes(local: list[Tensor]) -> None:
+def _count_writes(tensors: Sequence[Tensor]) -> None:
     """Below the dispatcher nothing counts that the local tensors were written, and for lists of subclasses nothing above it does.
 
-    Whoever keeps something computed from a tensor (a low-precision copy, what autograd saved) tells from its version counter.
+    Whoever keeps something computed from a tensor (a low-precision copy of the local one, what autograd saved of the ragged one) tells
+    from its version counter.
     """
-    torch.autograd.graph.increment_version(local)
+    if not torch.is_inference_mode_enabled():
+        torch.autograd.graph.increment_version(
+            [t for tensor in tensors for t in (tensor, tensor._local_tensor) if not t.is_inference()]  # type: ignore[attr-defined]
+        )
 
 
 _RULES: dict[int, tuple[Any, Rule]] = {}
@@ -223,9 +227,9 @@ def _foreach_alike(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs:
     if shardings is None or not all(map(_SIMPLE, shardings)):
         return NotImplemented
     result = func(*local, **{k: _foreach_keyword(cls, v) for k, v in kwargs.items()})
-    for described, value, part in zip(func._schema.arguments, args, local, strict=False) if rule.writes else ():
+    for described, value in zip(func._schema.arguments, args, strict=False) if rule.writes else ():
         if described.name in rule.writes and isinstance(value, list | tuple) and value and type(value[0]) is cls:
-            _count_writes(part)
+            _count_writes(value)
     return None if result is None else _wrap_results(cls, result, args, shardings)
 
 
@@ -317,6 +321,7 @@ def _foreach_copy(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, An
     pairs = list(zip(targets, sources, strict=True))
     if all(type(t) is cls and type(s) is cls and sharding_of(t._spec) is sharding_of(s._spec) for t, s in pairs):
         func([t._local_tensor for t in targets], [s._local_tensor for s in sources], *args[2:], **kwargs)
+        _count_writes(targets)
         return
     for target, source in pairs:
         target.copy_(source, *args[2:], **kwargs)

@@ -119,7 +119,10 @@ def amp_unscale(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict
     others = [g for g in grads if not isinstance(g, cls)]
     if others:
         func(others, found_inf, scale, **kwargs)
-    func([g._local_tensor for g in grads if isinstance(g, cls)], found_inf, scale, **kwargs)
+    ragged = [g for g in grads if isinstance(g, cls)]
+    func([g._local_tensor for g in ragged], found_inf, scale, **kwargs)
+    if not torch.is_inference_mode_enabled():
+        torch.autograd.graph.increment_version([t for g in ragged for t in (g, g._local_tensor)])
     for sharding in cut.values():
         found_inf.copy_(_join(found_inf, dist.ReduceOp.MAX, sharding))
 

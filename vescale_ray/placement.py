@@ -10,6 +10,7 @@ Semantics are veScale's: the leading ``dims`` of the tensor are merged, each ind
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -22,6 +23,13 @@ _ON_BASE_DTENSOR = (
     "torch's own DTensor can't carry a RaggedShard; use vescale_ray.RaggedDTensor "
     "(RaggedDTensor.from_local, vescale_ray.distribute_tensor, or redistribute on a RaggedDTensor)"
 )
+
+
+def _whole_numbers(what: str, values: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(v) for v in values)
+    except TypeError:
+        raise ValueError(f"RaggedShard {what} are {values!r}: give a sequence of whole numbers, as (0,)") from None
 
 
 class RaggedShard(Placement):
@@ -47,14 +55,14 @@ class RaggedShard(Placement):
 
     def __init__(self, dims: Sequence[int], local_units: Sequence[int]) -> None:
         super().__init__()  # without it the C++ half is missing and its first use is a segmentation fault
-        dims, units = tuple(int(d) for d in dims), tuple(int(u) for u in local_units)
+        dims, units = _whole_numbers("dims", dims), _whole_numbers("local_units", local_units)
         if dims != tuple(range(len(dims))):
             raise ValueError(f"RaggedShard dims are {dims}: they must be a prefix of the dimensions, as (0,) or (0, 1)")
         if any(u < 0 for u in units):
             raise ValueError(f"RaggedShard local_units are {units}: units can't be negative")
         divisor = math.gcd(*units)
         if divisor == 0:
-            raise ValueError(f"RaggedShard local_units are {units}: at least one rank must hold something")
+            raise ValueError(f"RaggedShard local_units are {units}: give one number for each rank, at least one of them above 0")
         units = tuple(u // divisor for u in units)
         object.__setattr__(self, "dims", dims)
         object.__setattr__(self, "local_units", units)

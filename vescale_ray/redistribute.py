@@ -493,7 +493,14 @@ def _reduced(local: torch.Tensor, mesh: DeviceMesh, dim: int, placement: Placeme
         total = arrived(local).detach().clone()
         dist.all_reduce(total, group=mesh.get_group(dim))
         return total.div_(mesh.size(dim))
-    return arrived(placement._reduce_value(arrived(local), mesh, dim))
+    value = arrived(local)
+    total = arrived(placement._reduce_value(value, mesh, dim))
+    if value.is_floating_point() and type(placement) is Partial and placement.reduce_op in ("max", "min"):
+        # A maximum over the ranks loses a NaN on gloo, depending on where it is; the plain tensor's is NaN.
+        lost = value.detach().isnan().to(torch.int32)
+        dist.all_reduce(lost, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        total = torch.where(lost > 0, torch.full_like(total, math.nan), total)
+    return total
 
 
 # -- small helpers -------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ Memory: a rank holds, beside its shards, one full tensor at a time; rank 0 also 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -116,9 +117,18 @@ class _Source:
         self.given, self.device = given, device
         self.sends = options.broadcast_from_rank0 and dist.is_initialized() and dist.get_world_size() > 1
         self.first = not self.sends or dist.get_rank() == 0
-        described: list[Any] = [{n: _described(v) for n, v in given.items()} if self.first else None]
+        described: list[Any] = [None]
+        refusal = None
+        if self.first:
+            try:
+                described = [{n: _described(n, v) for n, v in given.items()}]
+                pickle.dumps(described)  # as sending it does
+            except Exception as error:  # the other ranks wait for word of it
+                described, refusal = [_Refused(str(error) or type(error).__name__)], error
         if self.sends:
             dist.broadcast_object_list(described, src=0, device=device)
+        if isinstance(described[0], _Refused):
+            raise ValueError(f"the full state dict can't be loaded: {described[0].why}") from refusal
         self.items: dict[str, Any] = described[0]
 
     def into(self, name: str, target: Any) -> Any:
@@ -156,9 +166,18 @@ class _TensorEntry:
         self.shape, self.dtype = tuple(value.shape), value.dtype
 
 
-def _described(value: Any) -> Any:
+class _Refused:
+    """Why the first rank can't send its state dict."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+
+def _described(name: str, value: Any) -> Any:
     if isinstance(value, DTensor):
-        raise ValueError(f"a full state dict holds plain tensors, but one is a {type(value).__name__}: set full_state_dict=False")
+        raise ValueError(f"a full state dict holds plain tensors, but {name!r} is a {type(value).__name__}: set full_state_dict=False")
+    if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_meta):
+        raise ValueError(f"a full state dict holds dense tensors with values, but {name!r} is {value.layout} on {value.device}")
     return _TensorEntry(value) if isinstance(value, Tensor) else value
 
 

@@ -115,8 +115,8 @@ def test_of_intervals_gives_back_the_same_intervals_with_no_more_dims(case: tupl
         ((0, 2), (1, 2), r"dims are \(0, 2\)"),
         ((-1,), (1, 2), r"dims are \(-1,\)"),
         ((0,), (1, -2), r"local_units are \(1, -2\): units can't be negative"),
-        ((0,), (0, 0), r"local_units are \(0, 0\): at least one rank must hold"),
-        ((0,), (), r"local_units are \(\): at least one rank"),
+        ((0,), (0, 0), r"local_units are \(0, 0\): give one number for each rank"),
+        ((0,), (), r"local_units are \(\): give one number for each rank"),
     ],
 )
 def test_what_is_no_placement_is_refused_with_value_and_rule(dims: tuple[int, ...], units: tuple[int, ...], says: str) -> None:
