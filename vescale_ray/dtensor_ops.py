@@ -54,21 +54,20 @@ def dispatch(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
         if result is not NotImplemented:
             if rule.writes and handler is _foreach:
                 lists = (value for value in written(func, rule.writes, args, kwargs) if isinstance(value, list | tuple))
-                _count_writes([t for value in lists for t in value if isinstance(t, cls)])
+                ours = [t for value in lists for t in value if isinstance(t, cls)]
+                _count_writes(ours, [t._local_tensor for t in ours])
             return result
     return fallback(cls, func, rule, args, kwargs)
 
 
-def _count_writes(tensors: Sequence[Tensor]) -> None:
+def _count_writes(tensors: Sequence[Tensor], local: Sequence[Tensor]) -> None:
     """Below the dispatcher nothing counts that the local tensors were written, and for lists of subclasses nothing above it does.
 
     Whoever keeps something computed from a tensor (a low-precision copy of the local one, what autograd saved of the ragged one) tells
     from its version counter.
     """
-    if not torch.is_inference_mode_enabled():
-        torch.autograd.graph.increment_version(
-            [t for tensor in tensors for t in (tensor, tensor._local_tensor) if not t.is_inference()]  # type: ignore[attr-defined]
-        )
+    torch.autograd.graph.increment_version(tensors)  # type: ignore[arg-type]  # tensors of inference mode are left out
+    torch.autograd.graph.increment_version(local)  # type: ignore[arg-type]
 
 
 _RULES: dict[int, tuple[Any, Rule]] = {}
@@ -227,9 +226,9 @@ def _foreach_alike(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs:
     if shardings is None or not all(map(_SIMPLE, shardings)):
         return NotImplemented
     result = func(*local, **{k: _foreach_keyword(cls, v) for k, v in kwargs.items()})
-    for described, value in zip(func._schema.arguments, args, strict=False) if rule.writes else ():
+    for described, value, part in zip(func._schema.arguments, args, local, strict=False) if rule.writes else ():
         if described.name in rule.writes and isinstance(value, list | tuple) and value and type(value[0]) is cls:
-            _count_writes(value)
+            _count_writes(value, part)
     return None if result is None else _wrap_results(cls, result, args, shardings)
 
 
@@ -321,7 +320,7 @@ def _foreach_copy(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, An
     pairs = list(zip(targets, sources, strict=True))
     if all(type(t) is cls and type(s) is cls and sharding_of(t._spec) is sharding_of(s._spec) for t, s in pairs):
         func([t._local_tensor for t in targets], [s._local_tensor for s in sources], *args[2:], **kwargs)
-        _count_writes(targets)
+        _count_writes(targets, [t._local_tensor for t in targets])
         return
     for target, source in pairs:
         target.copy_(source, *args[2:], **kwargs)
