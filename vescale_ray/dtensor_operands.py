@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import repeat
 from typing import Any, TypeVar, cast
 
 import torch
@@ -90,12 +88,8 @@ class GatheredView(DTensor):
     """What a view operation (transpose, indexing, ..) gives that no local tensor can be a view for: a gathered copy, to read only.
 
     Writing to it would not reach the ragged tensor, so that raises; so does reading it after the ragged tensor was written, which a view
-    would show. If no one but this copy can see the ragged tensor any more (``x = x.t(); x.div_(2)``, as in ``torch.optim.Muon``), there is
-    nothing to reach: the copy is then a tensor like any other. Every other operation is torch's own.
+    would show. Every other operation is torch's own.
     """
-
-    _owner = False
-    """Whether nothing is left that it could be seen to differ from."""
 
     _sources: tuple[tuple[Tensor, int], ...] = ()
     """The ragged tensors that it was gathered from, and how often they had been written."""
@@ -103,34 +97,19 @@ class GatheredView(DTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         writes, is_view = schema_facts(func)
-        targets = written(func, writes, args, kwargs or {})
-        if len(targets) == 1 and isinstance(targets[0], GatheredView) and targets[0].alone():
-            targets[0]._owner, targets[0]._sources = True, ()
-        GatheredView.refuse_writes(func, targets)
+        GatheredView.refuse_writes(func, written(func, writes, args, kwargs or {}))
         sources: tuple[tuple[Tensor, int], ...] = ()
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, GatheredView):
                 value.check(func)
                 sources += value._sources
         result = func(*map(_plain, args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
-        if targets and isinstance(result, DTensor):  # in place: the same object comes back
-            return next((t for t in targets if isinstance(t, GatheredView) and t._local_tensor is result._local_tensor), result)
         return read_only(result, sources) if is_view else result
-
-    def alone(self) -> bool:
-        """Whether no one else refers to the ragged tensors, their memory, or another copy of them."""
-        if self._owner:
-            return True
-        sources = self._sources
-        # Two references each are expected: the holder's and the local name's; getrefcount's argument is a third.
-        if not sources or sys.getrefcount(sources) != 3:
-            return False
-        return all(map(_unseen, range(len(sources)), repeat(sources), repeat(self._is_view())))
 
     @staticmethod
     def refuse_writes(func: Any, targets: Any) -> None:
         """Raise if one of these, or of their items, is such a copy."""
-        if any(isinstance(target, GatheredView) and not target._owner for target in tree_leaves(targets)):
+        if any(isinstance(target, GatheredView) for target in tree_leaves(targets)):
             raise RuntimeError(
                 f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor: writing to it would not reach "
                 "that tensor; write to its to_local(), or build the whole tensor and use copy_()"
@@ -150,22 +129,6 @@ class GatheredView(DTensor):
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
         self.check("redistribute")
         return super().redistribute(*args, **kwargs)
-
-
-def _unseen(index: int, sources: tuple[tuple[Tensor, int], ...], is_base: bool) -> bool:
-    """Whether only ``sources`` refers to its pair of that index, only the pair to its tensor, and only the tensor to its memory.
-
-    ``is_base``: autograd keeps the tensor, too, as what the copy is a view of.
-    """
-    pair = sources[index]
-    tensor = pair[0]
-    if sys.getrefcount(pair) != 3 or sys.getrefcount(tensor) != 3 + is_base or tensor.requires_grad:
-        return False
-    local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    if sys.getrefcount(local) != 3:
-        return False
-    storage = local.untyped_storage()
-    return bool(torch._C._storage_Use_Count(storage._cdata) == 2)  # type: ignore[attr-defined]  # the tensor's and this name's
 
 
 def writes_of(tensor: Any) -> int:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from tests.dtensor.layouts import Case, cases, one_dim_mesh, pairs, ragged, values, whole
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import run_threads
 from vescale_ray.dtensor import RaggedDTensor, RaggedFallbackWarning, RaggedShard, distribute_tensor
 
 CASE = Case((6, 5), 2, (4, 0, 26))
@@ -540,50 +540,3 @@ def _like_and_new(rank: int, world: int) -> None:
 
 def test_new_and_like_tensors_keep_the_layout_where_the_shape_is_kept() -> None:
     run_threads(3, _like_and_new)
-
-
-def _last_copies(rank: int, world: int) -> None:
-    """Writing to a gathered copy is refused as long as anything of the ragged tensor, or another copy, could be seen to differ."""
-    warnings.simplefilter("ignore", RaggedFallbackWarning)
-    mesh = init_device_mesh("cpu", (world,))
-    full = values((6, 4))
-
-    def fresh() -> Any:
-        return distribute_tensor(full, mesh, [RaggedShard((0,), (1, 2, 0)[:world] if world == 3 else (1,) * world)]) * 1.0
-
-    kept: list[Any] = []
-
-    def keep(value: Any) -> Any:
-        kept.append(value)
-        return value
-
-    alive: dict[str, Callable[[], Any]] = {
-        "the tensor": lambda: keep(fresh()).t(),
-        "its local tensor": lambda: (lambda x: (keep(x.to_local()), x.t())[1])(fresh()),
-        "a part of its local tensor": lambda: (lambda x: (keep(x.to_local()[:0]), x.t())[1])(fresh()),
-        "a tensor of the same memory": lambda: (lambda x: (keep(x.detach()), x.t())[1])(fresh()),
-        "another copy": lambda: (lambda x: (keep(x[0]), x.t())[1])(fresh()),
-        "a copy of the copy": lambda: (lambda x: (keep(x[0]), x)[1])(fresh().t()),
-    }
-    for name, make in alive.items():
-        view = make()
-        with pytest.raises(RuntimeError, match="gathered copy, not a view"):
-            view.mul_(2)
-        assert torch.equal(whole(view), full if view.shape == full.shape else full.t()), name
-        kept.clear()
-    needs_grad = distribute_tensor(full, mesh, [RaggedShard((0,), (1,) * world if 6 % world == 0 else (1,) + (0,) * (world - 1))])
-    parameter = torch.nn.Parameter(needs_grad)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="gathered copy, not a view"):
-        parameter.t().mul_(2)
-    x = fresh()
-    x = x.t()
-    assert x.mul_(2) is x, "nothing is left that it could differ from"
-    x.add_(1)
-    assert torch.equal(whole(x), full.t() * 2 + 1)
-    with pytest.raises(RuntimeError, match="gathered copy, not a view"):
-        x[0].mul_(2)
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_the_last_that_is_left_of_a_tensor_may_be_written(world: int) -> None:
-    run_gloo(world, _last_copies)  # threads would hold on to each other's tensors
