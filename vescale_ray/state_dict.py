@@ -65,13 +65,7 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], 
         return torchs.set_model_state_dict(model, dict(model_state_dict), options=options)
     mine = torchs.get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=options.ignore_frozen_params))
     source = _Source(model_state_dict, options, _device(mine))
-    missing = [name for name in mine if name not in source.items]
-    unexpected = [name for name in source.items if name not in mine]
-    _refuse(options, "model", missing, unexpected)
-    _check({name: (mine[name], entry) for name, entry in source.items.items() if name in mine})
-    for name in mine:
-        if name in source.items:
-            mine[name] = source.into(name, mine[name])
+    missing, unexpected = _fill(mine, source, options, "model")
     # What is written already is loaded once more, from itself: the modules' hooks run, and values that are no tensors get set.
     result = torchs.set_model_state_dict(model, {n: v for n, v in mine.items() if n not in missing}, options=StateDictOptions(strict=False))
     result.unexpected_keys.extend(unexpected)
@@ -95,14 +89,20 @@ def set_optimizer_state_dict(
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     mine = torchs.get_optimizer_state_dict(model, optimizers, options=flat)
     source = _Source(_flattened(optim_state_dict), options, _device(mine))
+    _fill(mine, source, options, "optimizer")
+    torchs.set_optimizer_state_dict(model, optimizers, mine, options=replace(flat, strict=options.strict))
+
+
+def _fill(mine: dict[str, Any], source: _Source, options: StateDictOptions, what: str) -> tuple[list[str], list[str]]:
+    """Write what ``source`` has into ``mine``, once names and shapes are known to fit; the names that are missing and too many."""
     missing = [name for name in mine if name not in source.items]
     unexpected = [name for name in source.items if name not in mine]
-    _refuse(options, "optimizer", missing, unexpected)
+    _refuse(options, what, missing, unexpected)
     _check({name: (mine[name], entry) for name, entry in source.items.items() if name in mine})
     for name in mine:
         if name in source.items:
             mine[name] = source.into(name, mine[name])
-    torchs.set_optimizer_state_dict(model, optimizers, mine, options=replace(flat, strict=options.strict))
+    return missing, unexpected
 
 
 def _rest(model: nn.Module) -> None:
