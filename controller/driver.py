@@ -74,6 +74,7 @@ def run(
     on_progress: Progress | None = None,
     schedule: Sequence[ScheduledAction] = (),
     bounds: Bounds | None = None,
+    on_ready: Callable[[], None] | None = None,
 ) -> RunResult:
     """Train as ``config`` says, and return when nothing of the run is left.
 
@@ -81,6 +82,7 @@ def run(
         on_progress: called from this thread a few times a second with the controller's status.
         schedule: what to do to the run, in the order of steps.
         bounds: how long to wait for what; for tests.
+        on_ready: called once everything that can be checked before Ray is started was found right.
 
     Raises:
         BadInput: what was given can't be used, with one line; exit code 2. As far as possible before Ray is started.
@@ -93,6 +95,8 @@ def run(
         folder.write_config(config.to_yaml())
     if ready.source.step >= config.train.steps:
         return _nothing_to_do(config, folder, ready)
+    if on_ready is not None:
+        on_ready()
     _write_state(folder, {"run": config.run.name, "state": "PENDING", "step": ready.source.step, "steps": config.train.steps})
     with _Signals() as signals:
         attempt = _Attempt(ready, folder, tuple(schedule), bounds or Bounds(), signals, on_progress)

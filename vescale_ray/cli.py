@@ -152,10 +152,10 @@ def _train(config: RunConfig, schedule: Sequence[ScheduledAction] = ()) -> tuple
     folder = RunFolder(config.run_folder).create()
     resume = f"vescale-ray train {report.shown(folder.config_path)}"
     with folder.claim(), _written_config(folder, config.to_yaml()):
-        click.echo(f"starting {config.elastic.workers} workers: {config.train.steps} steps, folder {report.shown(folder.path)}")
+        starting = f"starting {config.elastic.workers} workers: {config.train.steps} steps, folder {report.shown(folder.path)}"
         try:
             with Progress(folder, config.train.steps, config.metrics.interval_s):
-                result = driver.run(config, schedule=schedule)
+                result = driver.run(config, schedule=schedule, on_ready=lambda: click.echo(starting))
         except KeyboardInterrupt:
             return _fail(f"interrupted twice: no last checkpoint; nothing is left running; resume with: {resume}", INTERRUPTED), None
     for warning in result.warnings:

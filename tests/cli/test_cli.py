@@ -324,8 +324,8 @@ def test_a_folder_without_checkpoints_has_none_to_list_and_none_to_verify(elsewh
 
 def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     Path("run.yaml").write_text("run: {name: x}\ntrain: {steps: 3, device: cpu}\nray: {address: local}\n")
-    code, _, err = said(capsys, "train", "run.yaml", *overrides)
-    assert code == 2 and len(err.splitlines()) == 1, err
+    code, out, err = said(capsys, "train", "run.yaml", *overrides)
+    assert code == 2 and len(err.splitlines()) == 1 and not out, (out, err)
     assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
     return err
 
