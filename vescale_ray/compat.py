@@ -5,6 +5,7 @@ The functions are looked up in ``torch.distributed`` at call time, so that a tes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,3 +24,11 @@ def reduce_scatter_single(
     """Reduce ``input`` over ranks, keep this rank's part in ``output``. Named ``reduce_scatter_tensor`` before torch 2.13."""
     function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return function(output, input, op=op, group=group, async_op=async_op)
+
+
+def all_gather_many(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, group: dist.ProcessGroup) -> None:
+    """Several :func:`all_gather_single` of ``(output, input)`` as one call of the back end (NCCL: one launch)."""
+    # torch's public names for it take lists of parts, which NCCL would have to copy out of a flat temporary.
+    with dist._coalescing_manager(group=group):  # type: ignore[attr-defined]
+        for output, input in pairs:
+            all_gather_single(output, input, group=group)

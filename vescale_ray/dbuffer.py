@@ -17,6 +17,7 @@ from functools import lru_cache
 import torch
 
 from vescale_ray.planner import Layout
+from vescale_ray.planner.layout import Kept
 
 
 class DBuffer:
@@ -142,6 +143,64 @@ class DBuffer:
     def __repr__(self) -> str:
         where = "full" if self.rank is None else f"shard {self.rank} of {self.layout.num_shards}"
         return f"DBuffer({where}, {len(self.layout.specs)} tensors, {self.flat.numel()} x {self.dtype}, {self.device})"
+
+
+class KeptShard:
+    """What a rank keeps of a group between steps: its elements of every tensor, contiguous, in one flat buffer.
+
+    The same memory as its part of the buffer (``kept.in_place``), unless gaps lie between elements of a tensor in that part (several
+    experts that are stored with ``stored_rows``): then without those gaps, and :meth:`spread` and :meth:`collect` copy between the
+    two, one kernel for each tensor or matrix.
+
+    Args:
+        kept: from :meth:`vescale_ray.planner.Layout.kept`.
+        flat: 1-D, contiguous, of ``kept.numel`` elements.
+
+    Raises:
+        ValueError: ``flat`` has another shape.
+    """
+
+    __slots__ = ("flat", "kept")
+
+    def __init__(self, kept: Kept, flat: torch.Tensor) -> None:
+        if flat.dim() != 1 or flat.numel() != kept.numel or not flat.is_contiguous():
+            raise ValueError(f"a flat, contiguous tensor of {kept.numel} elements is needed, not one of shape {tuple(flat.shape)}")
+        self.kept, self.flat = kept, flat
+
+    @classmethod
+    def empty(cls, layout: Layout, kept: Kept, *, rank: int, dtype: torch.dtype, device: torch.device | str) -> KeptShard:
+        """Uninitialised, but for zeros where no tensor is; ``device`` may be "meta"."""
+        if kept.in_place:
+            return cls(kept, DBuffer.empty(layout, rank=rank, dtype=dtype, device=device).flat)
+        return cls(kept, torch.zeros(kept.numel, dtype=dtype, device=device))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """This rank's elements of the tensor: a 1-D view."""
+        start = self.kept.offsets[name]
+        return self.flat[start : start + self.kept.lengths[name]]
+
+    def spread(self, part: torch.Tensor, *, non_blocking: bool = False) -> None:
+        """Copy into this rank's part of the buffer, casting; its padding is left as it is if the two differ."""
+        if self.kept.in_place:
+            part.copy_(self.flat, non_blocking=non_blocking)
+        for mine, there in self._pairs(part):
+            there.copy_(mine, non_blocking=non_blocking)
+
+    def collect(self, part: torch.Tensor) -> None:
+        """Copy from this rank's part of a buffer of the same layout, casting."""
+        if self.kept.in_place:
+            self.flat.copy_(part)
+        for mine, there in self._pairs(part):
+            mine.copy_(there)
+
+    def _pairs(self, part: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        if self.kept.in_place:
+            return
+        for name, pieces in self.kept.pieces.items():
+            at = self.kept.offsets[name]
+            for start, end in pieces:
+                yield self.flat[at : at + end - start], part[start:end]
+                at += end - start
 
 
 @lru_cache(maxsize=4096)

@@ -77,7 +77,8 @@ class Block:
         if len(shape) >= 3 and self.row_count < shape[-2] and shape[-2] % self.row_count:
             raise ValueError(
                 f"{self} does not fit shape {tuple(shape)}: the {shape[-2]} rows of each matrix are no multiple of "
-                f"{self.row_count}, so a block would run into the next matrix; use a divisor of {shape[-2]}"
+                f"{self.row_count}, so a block would run into the next matrix; use a divisor of {shape[-2]}, "
+                f"or allow gaps between the matrices"
             )
         if len(shape) >= 3 and self.row_count >= shape[-2]:
             return int(shape[-2] * shape[-1])

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, shard_tower
-from tests.ranks import run_threads
+from tests.ranks import run_gloo, run_threads
 from vescale_ray import compat
 from vescale_ray.fsdp import comm, memory
 from vescale_ray.fsdp.gradients import Gradients
@@ -53,6 +53,7 @@ class World:
         self.current = self.compute
         self.lanes = 0
         self.accesses = []
+        self.together = []
         self.blocks, self.freed, self.count = {}, defaultdict(list), 0
 
     def allocate(self, buffer):
@@ -109,6 +110,11 @@ def streams(monkeypatch):
         here().note("all-gather writes", output, True)
         return original_gather(output, input, group=group, async_op=async_op)
 
+    def gather_many(pairs, *, group):
+        here().together.append(len(pairs))
+        for output, input in pairs:
+            gather(output, input, group=group)
+
     def scatter(output, input, *, op=dist.ReduceOp.SUM, group, async_op=False):
         here().note("reduce-scatter reads", input, False)
         here().note("reduce-scatter writes", output, True)
@@ -150,6 +156,7 @@ def streams(monkeypatch):
     monkeypatch.setattr(comm, "current_stream", lambda device: here().current)
     monkeypatch.setattr(comm, "current_event", lambda device: here().current.record_event())
     monkeypatch.setattr(compat, "all_gather_single", gather)
+    monkeypatch.setattr(compat, "all_gather_many", gather_many)
     monkeypatch.setattr(compat, "reduce_scatter_single", scatter)
     monkeypatch.setattr(Gradients, "accumulate", accumulate)
     monkeypatch.setattr(Gradients, "_deliver", deliver)
@@ -193,3 +200,39 @@ def test_every_use_of_a_buffer_is_ordered_by_events(streams, mixed):
 def test_the_checker_finds_a_missing_wait(streams, monkeypatch):
     monkeypatch.setattr(comm.Lane, "after", lambda self, event: None)
     assert any(races for races, *_ in run_threads(2, train, streams, {}))
+
+
+def train_with_frozen_groups(rank, world, streams):
+    """Two groups in each unit: their all-gathers are one call."""
+    here = streams()
+    models = seeded(Tower), seeded(Tower)
+    for model in models:
+        for layer in model.layers:
+            layer[0].bias.requires_grad_(False)
+    ours, alone = shard_tower(models[0]), models[1]
+    for step in range(3):
+        for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+            model.zero_grad()
+            model(inputs(r, w, step)).square().mean().backward()
+        same(grads(ours), grads(alone))
+    return here.races(), here.together
+
+
+def test_the_gathers_of_a_units_groups_are_one_call(streams):
+    for races, together in run_threads(2, train_with_frozen_groups, streams):
+        assert races == []
+        assert len(together) >= 5 * 3 and set(together) == {2}
+
+
+def many(rank, world):
+    inputs = [torch.full((n,), float(rank * 10 + n)) for n in (3, 5)]
+    outputs = [torch.empty(world * n) for n in (3, 5)]
+    world_group = dist.group.WORLD
+    assert world_group is not None
+    compat.all_gather_many(list(zip(outputs, inputs, strict=True)), group=world_group)
+    for n, out in zip((3, 5), outputs, strict=True):
+        assert torch.equal(out, torch.cat([torch.full((n,), float(r * 10 + n)) for r in range(world)]))
+
+
+def test_several_gathers_in_one_call_of_a_real_back_end():
+    run_gloo(2, many)

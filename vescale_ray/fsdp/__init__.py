@@ -11,7 +11,7 @@ P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; 
 | tensor | elements, dtype | lives | made by |
 |---|---|---|---|
 | master shard (flat); sharded ``nn.Parameter``s are views | S, orig | as long as the model | ``fully_shard`` |
-| cast shard, if compute is not orig | S, compute | as long as the model | one kernel per optimizer step |
+| cast shard, if compute is not orig (or gaps, below) | S, compute | as long as the model | one kernel per optimizer step |
 | gathered buffer; unsharded parameters are views | W*S, compute | addresses: as the model; memory: unshard to reshard | all-gather |
 | kept part, if `reshard_after_forward` is an int m | W*S/m, compute | from the end of forward to backward's all-gather | one copy |
 | a parameter's gradient from autograd | its own, compute | until its hook has run | autograd |
@@ -23,6 +23,9 @@ P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; 
 
 Buffers at a time, units of one size: gathered, prefetch depth + 1 = 2; gradients, 1 on the CPU, 2 on an accelerator (one filled
 while the other is reduced). On the CPU all of it is freed between passes; on an accelerator torch's allocator keeps it.
+Gaps: stacks of matrices that may be gathered with a gap behind each (``allow_gaps``) are kept without the gaps where a rank has
+elements of several matrices. The master shard, gradient shard and states are smaller than S then, and the cast shard, also if it is
+no cast, has the gaps; it is written tensor by tensor, once per optimizer step.
 With one rank there is nothing to gather or scatter: unsharded parameters are views of the master (or cast) shard, and
 gradients are written into the gradient shard at once. Padding is zeroed when a buffer is laid out and never written again.
 

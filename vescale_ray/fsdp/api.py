@@ -38,6 +38,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     block_policy: BlockPolicy | None = None,
+    allow_gaps: bool | Callable[[str, nn.Parameter], bool] = False,
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer states over the data-parallel ranks, in place.
 
@@ -63,6 +64,10 @@ def fully_shard(
             DTensor on it, with Replicate on these dimensions.
         block_policy: ``(name, parameter) -> Block | None``: the piece of the parameter that no shard boundary cuts; None: no
             requirement. ``name`` is the parameter's name inside the module.
+        allow_gaps: whether stacks of matrices ``[.., n, m]`` (fused experts) may be gathered with a constant gap behind each
+            matrix, where that saves padding: True, or ``(name, parameter) -> bool``. Such a parameter is then a strided view in
+            forward (each matrix contiguous), which ``bmm``, indexing and grouped products take, and ``view(-1)`` does not. Its
+            block need not divide ``n``. Sharded, it is as any other. :func:`explain` shows the gaps.
 
     Returns:
         The same object(s); their class is now a subclass of :class:`FSDPModule` and of what it was.
@@ -110,7 +115,9 @@ def fully_shard(
     by_kind: dict[tuple[torch.dtype, bool], list[Source]] = {}
     for param, (fqn, where) in owners.items():
         block = block_policy(fqn, param) if block_policy is not None else None
-        by_kind.setdefault((param.dtype, param.requires_grad), []).append(Source(fqn, param, tuple(where), block, parallel[param]))
+        gaps = param.dim() >= 3 and bool(allow_gaps(fqn, param) if callable(allow_gaps) else allow_gaps)
+        source = Source(fqn, param, tuple(where), block, parallel[param], gaps)
+        by_kind.setdefault((param.dtype, param.requires_grad), []).append(source)
     name = type(modules[0]).__name__
     groups = [
         Group(name, members, layout, mesh, mp_policy, offload_policy, device)

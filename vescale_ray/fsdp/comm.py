@@ -67,6 +67,33 @@ class EventPending:
             current_stream(self._device).wait_event(event)
 
 
+class Together:
+    """All-gathers that are asked for one by one and started as one call per process group, on an accelerator."""
+
+    __slots__ = ("_asked", "_lane")
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._asked: dict[dist.ProcessGroup, list[tuple[torch.Tensor, torch.Tensor, EventPending]]] = {}
+
+    def add(self, out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> Pending:
+        pending = EventPending(None, device)
+        self._asked.setdefault(group, []).append((out, shard, pending))
+        return pending
+
+    def start(self) -> None:
+        asked, self._asked = self._asked, {}
+        for group, members in asked.items():
+            with self._lane.context():
+                if len(members) == 1:
+                    compat.all_gather_single(members[0][0], members[0][1], group=group)
+                else:
+                    compat.all_gather_many([(out, shard) for out, shard, _ in members], group=group)
+                event = self._lane.stream.record_event()
+            for _, _, pending in members:
+                pending._event = event
+
+
 class Lane:
     """A side stream of one device; on the CPU, nothing: the process group's threads are the other stream."""
 
@@ -128,9 +155,19 @@ def allocate(custom: Comm, numel: int, dtype: torch.dtype, device: torch.device)
 
 
 def all_gather(
-    out: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, lane: Lane, *, pairwise: bool, custom: AllGather | None = None
+    out: torch.Tensor,
+    shard: torch.Tensor,
+    group: dist.ProcessGroup,
+    lane: Lane,
+    *,
+    together: Together,
+    pairwise: bool,
+    custom: AllGather | None = None,
 ) -> Pending:
-    """Gather every rank's ``shard`` into ``out``, with the user's ``custom`` collective if there is one."""
+    """Gather every rank's ``shard`` into ``out``, with the user's ``custom`` collective if there is one.
+
+    On a stream it may start only with ``together``; on the CPU it starts at once.
+    """
     lane.issued += 1
     if custom is not None:
         with lane.context():
@@ -147,9 +184,7 @@ def all_gather(
         return Works(*works)
     if lane.stream is None:
         return Works(compat.all_gather_single(out, shard, group=group, async_op=True))
-    with lane.context():
-        compat.all_gather_single(out, shard, group=group)
-        return lane.mark()
+    return together.add(out, shard, group, out.device)
 
 
 def reduce_scatter(

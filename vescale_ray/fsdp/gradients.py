@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from vescale_ray.dbuffer import DBuffer
+from vescale_ray.dbuffer import DBuffer, KeptShard
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.memory import Buffer, Pool
 from vescale_ray.fsdp.parameters import GroupParam, Place, local_of
 from vescale_ray.planner import Layout
+from vescale_ray.planner.layout import Kept
 
 
 @dataclass
@@ -37,13 +38,16 @@ class Gradients:
     """The gradients of one group.
 
     Args:
+        kept: this rank's places in ``layout``.
         params: in the order of ``layout.specs``.
         in_place: one rank holds everything: gradients are written into their shard at once.
         offload: shards of gradients are handed over in host memory.
     """
 
-    def __init__(self, place: Place, layout: Layout, params: Sequence[GroupParam], *, in_place: bool, offload: bool) -> None:
-        self.place, self.layout, self.params = place, layout, params
+    def __init__(
+        self, place: Place, layout: Layout, kept: Kept, params: Sequence[GroupParam], *, in_place: bool, offload: bool
+    ) -> None:
+        self.place, self.layout, self.kept, self.params = place, layout, kept, params
         self.in_place, self.offload = in_place, offload
         self.orig_dtype = self.reduce_dtype = torch.float32
         self.pool: Pool | None = None
@@ -202,9 +206,11 @@ class Gradients:
 
     # -- delivery ----------------------------------------------------------------------------------------------------
 
-    def _deliver(self, out: torch.Tensor, used: list[int]) -> None:
+    def _deliver(self, part: torch.Tensor, used: list[int]) -> None:
         if self.offload:
-            out = out.to("cpu")
+            part = part.to("cpu")
+        shard = self._keep(part)
+        out = shard.flat
         fresh = [i for i in used if self.params[i].sharded.grad is None]
         if len(fresh) == len(used):
             self._shard, self._wrappers = out, [None] * len(self.params)
@@ -215,10 +221,10 @@ class Gradients:
             for index in used:
                 grad = self.params[index].sharded.grad
                 if grad is not None:
-                    local_of(grad).add_(self._local_view(out, index))
+                    local_of(grad).add_(self._local_view(shard, index))
         for index in fresh:
             param = self.params[index]
-            grad = RaggedDTensor.from_spec(self._local_view(out, index), param.spec)
+            grad = RaggedDTensor.from_spec(self._local_view(shard, index), param.spec)
             param.sharded.grad = grad
             if self._shard is out:
                 self._wrappers[index] = grad
@@ -231,11 +237,17 @@ class Gradients:
             for hook in hooks.values():
                 hook(sharded)
 
-    def _local_view(self, out: torch.Tensor, index: int) -> torch.Tensor:
+    def _keep(self, part: torch.Tensor) -> KeptShard:
+        """This rank's part of the buffer as it is kept: without the gaps inside tensors."""
+        if self.kept.in_place:
+            return KeptShard(self.kept, part)
+        shard = KeptShard(self.kept, part.new_zeros(self.kept.numel))
+        shard.collect(part)
+        return shard
+
+    def _local_view(self, shard: KeptShard, index: int) -> torch.Tensor:
         param = self.params[index]
-        local = param.local
-        start = self.layout.shard_offset(param.name, self.place.rank)
-        return out[start : start + local.numel()].view(local.shape)
+        return shard.tensor(param.name).view(param.local.shape)
 
     def _all_ours(self) -> bool:
         return all(p.sharded.grad is w for p, w in zip(self.params, self._wrappers, strict=True))

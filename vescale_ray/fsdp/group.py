@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.dbuffer import DBuffer
+from vescale_ray.dbuffer import DBuffer, KeptShard
 from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.debug import agree
@@ -29,7 +29,8 @@ from vescale_ray.planner import Layout, TensorSpec, plan_buffers
 
 
 def plan_groups(sources: Sequence[Source], world: int, policy: MixedPrecisionPolicy) -> list[tuple[list[Source], Layout]]:
-    """The groups of parameters of one dtype and one ``requires_grad``: one, or several where that saves much padding.
+    """The groups of parameters of one dtype and one ``requires_grad``: one, or several where that saves much padding; with gaps
+    behind the matrices of stacks that may have them, where that does.
 
     Raises:
         ValueError: a block that does not fit its parameter.
@@ -37,7 +38,9 @@ def plan_groups(sources: Sequence[Source], world: int, policy: MixedPrecisionPol
     orig = sources[0].param.dtype
     narrowest = min((orig, *_dtypes(orig, policy)), key=lambda d: d.itemsize)
     by_name = {source.name: source for source in sources}
-    layouts = plan_buffers([TensorSpec(s.name, s.shape, s.block, narrowest) for s in sources], world)
+    # With one rank nothing is cut, and so no room is needed for a last block that is shorter.
+    specs = [TensorSpec(s.name, s.shape, None if world == 1 and s.gaps else s.block, narrowest) for s in sources]
+    layouts = plan_buffers(specs, world, allow_gaps={s.name for s in sources if s.gaps} if world > 1 else ())
     return [([by_name[spec.name] for spec in layout.specs], layout) for layout in layouts]
 
 
@@ -74,7 +77,7 @@ class Group:
         self.pin_memory = self.offload and bool(getattr(offload, "pin_memory", False))
         self.orig_dtype = sources[0].param.dtype
         self.compute_dtype, self.reduce_dtype = _dtypes(self.orig_dtype, policy)
-        self.layout = layout
+        self.layout, self.kept = layout, layout.kept(self.place.rank)
         self.in_place = not self.offload and (self.place.world == 1 or not self.layout.shard_numel)
         """With one rank (or no elements) the shard is the whole: parameters are views of it, nothing is gathered."""
 
@@ -84,7 +87,7 @@ class Group:
         self.unshard_in_backward = True
         self.params: list[GroupParam] = []
         self._shard_parameters(sources)
-        self.grads = Gradients(self.place, self.layout, self.params, in_place=False, offload=self.offload)
+        self.grads = Gradients(self.place, self.layout, self.kept, self.params, in_place=False, offload=self.offload)
         self._tell_gradients()
 
         self.custom_gather: AllGather | None = None
@@ -115,7 +118,8 @@ class Group:
         self.master = self._new_master(torch.device("meta") if meta else home)
         for source in sources:
             if not meta:
-                self.master.load(source.name, source.value)
+                start, end = self.layout.tensor_range(source.name, self.place.rank)
+                self.master.tensor(source.name).copy_(source.value.reshape(-1)[start:end])
             ragged = RaggedShard(self.layout.dims(source.name), self.layout.units(source.name))
             spec = self.place.spec(ragged, source.shape, self.orig_dtype, source.parallel)
             local = self._local_view(source.name, source.shape, ragged)
@@ -128,8 +132,8 @@ class Group:
             param.install(sharded)
             self.params.append(param)
 
-    def _new_master(self, device: torch.device) -> DBuffer:
-        master = DBuffer.empty(self.layout, rank=self.place.rank, dtype=self.orig_dtype, device=device)
+    def _new_master(self, device: torch.device) -> KeptShard:
+        master = KeptShard.empty(self.layout, self.kept, rank=self.place.rank, dtype=self.orig_dtype, device=device)
         if self.pin_memory and device.type == "cpu":
             master.flat = master.flat.pin_memory()
         return master
@@ -155,8 +159,8 @@ class Group:
 
     # -- unshard, wait, reshard --------------------------------------------------------------------------------------
 
-    def unshard(self, lane: comm.Lane, *, fresh: bool = False) -> None:
-        """Start to gather the parameters; nothing if it has started already.
+    def unshard(self, lane: comm.Lane, together: comm.Together, *, fresh: bool = False) -> None:
+        """Start to gather the parameters, at the latest with ``together``; nothing if it has started already.
 
         ``fresh``: gather again if the sharded parameters were written since (an optimizer step while the unit stayed unsharded).
         """
@@ -183,7 +187,9 @@ class Group:
                 self._pool.provide(self._buffer)
             out = self._buffer.flat(self.compute_dtype)
             with torch.no_grad():
-                self._gather = comm.all_gather(out, shard, group, lane, pairwise=pairwise, custom=self.custom_gather)
+                self._gather = comm.all_gather(
+                    out, shard, group, lane, together=together, pairwise=pairwise, custom=self.custom_gather
+                )
         self._gathered_of = self._spmd_version()
         self.residency = Residency.GATHERING
 
@@ -242,20 +248,20 @@ class Group:
             self.reshard()
 
     def _shard_to_gather(self, lane: comm.Lane | None) -> torch.Tensor:
-        """The shard in the compute dtype: the master itself, or its cast, made once per optimizer step."""
+        """This rank's part of the buffer, in the compute dtype: the master itself, or its cast, made once per optimizer step."""
         master = self.master.flat
-        if self.compute_dtype == self.orig_dtype and not self.offload:
+        if self.compute_dtype == self.orig_dtype and not self.offload and self.kept.in_place:
             return master
         if self._cast is None:
             with torch.inference_mode(False):
-                self._cast = torch.empty(master.numel(), dtype=self.compute_dtype, device=self.place.device)
+                self._cast = DBuffer.empty(self.layout, rank=self.place.rank, dtype=self.compute_dtype, device=self.place.device).flat
             self._cast_of = None
         # Also the counter of the flat buffer itself: it sees writes to local tensors.
         version = (*self._spmd_version(), master._version)
         if self._cast_of != version and lane is not None:
             with torch.no_grad(), lane.context():
                 lane.after_current()
-                self._cast.copy_(master, non_blocking=self.pin_memory)
+                self.master.spread(self._cast, non_blocking=self.pin_memory)
             self._cast_of = version
         return self._cast
 
@@ -277,9 +283,8 @@ class Group:
             return
         differentiable = self.compute_dtype.is_floating_point or self.compute_dtype.is_complex
         with torch.no_grad(), torch.inference_mode(False):
-            for index, (param, spec) in enumerate(zip(self.params, self.layout.specs, strict=True)):
-                start = self.layout.offsets[param.name]
-                view = flat[start : start + spec.numel].view(param.shape)
+            for index, param in enumerate(self.params):
+                view = self.layout.view(flat, param.name)
                 if param.unsharded is not None:
                     param.point_to(view)
                     continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
@@ -18,13 +19,15 @@ _RESHARD = {
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """One parameter. ``ranges[r]`` are the flat elements ``[start, end)`` that rank ``r`` holds."""
+    """One parameter. ``ranges[r]`` are its flat elements ``[start, end)`` that rank ``r`` holds; ``gap`` elements lie behind each of
+    its matrices in the buffer."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
     block: str
     ranges: tuple[tuple[int, int], ...]
+    gap: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ class Report:
                 for p in g.parameters:
                     held = "  ".join(f"{r}:[{a},{b})" for r, (a, b) in enumerate(p.ranges) if b > a)
                     shown = held if len(held) < 90 else held[:87] + "..."
-                    lines.append(f"    {p.offset:>10}  {p.name}  {list(p.shape)}  {p.block}  {shown}")
+                    gap = f"a gap of {p.gap} elements behind each matrix  " if p.gap else ""
+                    lines.append(f"    {p.offset:>10}  {p.name}  {list(p.shape)}  {p.block}  {gap}{shown}")
         return "\n".join(lines)
 
 
@@ -123,7 +127,8 @@ def _group(group: Group) -> GroupReport:
             specs[name].shape,
             layout.offsets[name],
             str(specs[name].block) if specs[name].block else f"cut at {layout.granularity[name]}",
-            tuple(layout.local_range(name, rank) for rank in range(layout.num_shards)),
+            tuple(layout.tensor_range(name, rank) for rank in range(layout.num_shards)),
+            math.prod(layout.stored_shape(name)[-2:]) - math.prod(specs[name].shape[-2:]),
         )
         for name in layout.order
     )

@@ -31,6 +31,8 @@ class Source:
     owners: tuple[Owner, ...]
     block: Block | None
     parallel: Parallel | None = None
+    gaps: bool = False
+    """A stack of matrices that may be stored with a gap behind each."""
 
     @property
     def value(self) -> torch.Tensor:

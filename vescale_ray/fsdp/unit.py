@@ -22,6 +22,7 @@ import torch._dynamo  # what _disable_dynamo needs; imported at the first hook, 
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.phases import Phase, check_transition
 from vescale_ray.fsdp.tree import cast_floating, grad_tensors, map_tensors
@@ -310,9 +311,11 @@ class Unit:
     def start_unshard(self, *, backward: bool = False, fresh: bool = False) -> None:
         """Start to gather the parameters, where it has not started yet."""
         assert self.lanes is not None
+        together = comm.Together(self.lanes.gather)
         for group in self.groups:
             if group.unshard_in_backward or not backward:
-                group.unshard(self.lanes.gather, fresh=fresh)
+                group.unshard(self.lanes.gather, together, fresh=fresh)
+        together.start()
 
     def reshard(self) -> None:
         for group in self.groups:

@@ -177,7 +177,7 @@ class Memory:
 
     master: int
     low_precision: int
-    """The shard in the compute dtype, cast once per optimizer step."""
+    """The shard in the compute dtype, written once per optimizer step."""
     gathered: int
     gradients: int
     gradient_buffers: int
@@ -200,12 +200,15 @@ def predict_memory(plan: ModelPlan, policy: Policy, *, backend: str = "nccl", ra
     """
     group, compute = plan.group, policy.compute_dtype
     master = policy.master_dtype.itemsize
-    shard = plan.shard_numel
-    trained = sum(u.plan.shard_numel * u.count for u in plan.units if u.trainable)
+    buffers = [(u, layout, layout.kept(rank)) for u in plan.units for layout in u.plan.buffers]
+    kept = sum(k.numel * u.count for u, _, k in buffers)
+    trained = sum(k.numel * u.count for u, _, k in buffers if u.trainable)
+    # The cast; where gaps are left out of what is kept, also a shard with them to gather from.
+    spread = sum(layout.shard_numel * u.count for u, layout, k in buffers if compute != policy.master_dtype or not k.in_place)
     gathered, gradients = (0, 0) if group == 1 else (_host_buffers if backend == "gloo" else _device_buffers)(plan, policy)
     return Memory(
-        master=shard * master,
-        low_precision=shard * compute.itemsize + _scales(plan, compute) if compute != policy.master_dtype else 0,
+        master=kept * master,
+        low_precision=spread * compute.itemsize + (_scales(plan, compute) if compute != policy.master_dtype else 0),
         gathered=gathered,
         gradients=trained * master,
         gradient_buffers=gradients,
@@ -261,7 +264,7 @@ def _optimizer_bytes(plan: ModelPlan, policy: Policy, rank: int) -> int:
         kinds = {p.name: p.kind for p in u.unit.params}
         for layout in u.plan.buffers:
             for spec in layout.specs:
-                start, end = layout.local_range(spec.name, rank)
+                start, end = layout.tensor_range(spec.name, rank)
                 name = spec.name.split(".", 1)[1] if u.plan.lever.layers > 1 else spec.name
                 total += (end - start) * u.count * _state_bytes(policy.optimizer, kinds[name])
     return round(total)

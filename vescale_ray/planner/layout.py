@@ -58,6 +58,18 @@ class TensorSpec:
         return math.prod(self.stored_shape)
 
     @property
+    def matrix_numel(self) -> tuple[int, int]:
+        """Elements of each matrix of a stack, and from the start of one to the start of the next in the buffer."""
+        return self.shape[-2] * self.shape[-1], self.stored_shape[-2] * self.shape[-1]
+
+    def unstored(self, position: int) -> int:
+        """The tensor's own elements before element ``position`` of what is stored."""
+        if self.stored_rows is None or not self.numel:
+            return position
+        used, stride = self.matrix_numel
+        return position // stride * used + min(position % stride, used)
+
+    @property
     def granularity(self) -> int:
         """Elements of the block that the caller asks for; 1 for no requirement.
 
@@ -84,6 +96,19 @@ class TensorSpec:
             return None
         what = "matrix" if len(self.shape) >= 3 else "tensor"
         return f"{self.name}: {self.block} is larger than the {what} of {rows} rows: one block"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where a rank keeps its elements of each tensor, contiguous, in a flat buffer of ``numel`` elements."""
+
+    offsets: dict[str, int]
+    lengths: dict[str, int]
+    pieces: dict[str, tuple[tuple[int, int], ...]]
+    """Where the same elements are in its part of the buffer that is communicated: ``(start, end)`` each, in order."""
+    numel: int
+    in_place: bool
+    """Both are the same memory."""
 
 
 @dataclass(frozen=True)
@@ -191,12 +216,48 @@ class Layout:
         start, end = self.local_range(name, rank)
         return self.offsets[name] + start - rank * self.shard_numel if end > start else 0
 
+    def tensor_range(self, name: str, rank: int) -> tuple[int, int]:
+        """The tensor's own flat elements ``[start, end)``, gaps not counted, that ``rank`` holds; ``start == end`` if none."""
+        start, end = self.local_range(name, rank)
+        spec = self._by_name[name]
+        return spec.unstored(start), spec.unstored(end)
+
+    def pieces(self, name: str, rank: int) -> tuple[tuple[int, int], ...]:
+        """Where in ``rank``'s part its elements of the tensor are, as ``(start, end)`` in the tensor's order: one piece, or one for
+        each matrix of a stack that is stored with gaps."""
+        spec, (start, end) = self._by_name[name], self.local_range(name, rank)
+        base = self.shard_offset(name, rank) - start
+        if end == start or spec.stored_rows is None:
+            return ((base + start, base + end),) if end > start else ()
+        used, stride = spec.matrix_numel
+        ends = ((max(start, at), min(end, at + used)) for at in range(start // stride * stride, end, stride))
+        return tuple((base + low, base + high) for low, high in ends if high > low)
+
+    @cached_property
+    def gapped(self) -> bool:
+        """Whether some tensor is stored with gaps."""
+        return any(s.stored_rows is not None and s.stored_rows > s.shape[-2] and s.numel for s in self.specs)
+
+    def kept(self, rank: int) -> Kept:
+        """What ``rank`` keeps between steps: its part of the buffer, unless gaps lie between elements of a tensor there: then
+        without them."""
+        pieces = {name: self.pieces(name, rank) for name in self.order}
+        lengths = {name: sum(end - start for start, end in held) for name, held in pieces.items()}
+        if all(len(held) <= 1 for held in pieces.values()):
+            return Kept({name: held[0][0] if held else 0 for name, held in pieces.items()}, lengths, pieces, self.shard_numel, True)
+        quantum = max(1, START_BYTES // min(s.dtype.itemsize for s in self.specs))
+        offsets, end = {}, 0
+        for name in self.order:
+            offsets[name] = end
+            end += -(-lengths[name] // quantum) * quantum
+        return Kept(offsets, lengths, pieces, end, False)
+
     def dims(self, name: str) -> tuple[int, ...]:
         """The shortest prefix of dimensions (at least one) whose units no shard boundary cuts, for ``RaggedShard(dims, ..)``."""
         spec = self._by_name[name]
-        cuts = {cut for r in self.ranks_of(name) for cut in self.local_range(name, r)}
+        cuts = {cut for r in self.ranks_of(name) for cut in self.tensor_range(name, r)}
         for k in range(1, len(spec.shape) + 1):
-            inner = math.prod(spec.stored_shape[k:])
+            inner = math.prod(spec.shape[k:])
             if inner == 0 or all(cut % inner == 0 for cut in cuts):
                 return tuple(range(k))
         return tuple(range(len(spec.shape)))
@@ -208,7 +269,7 @@ class Layout:
             return (1, *(0 for _ in range(self.num_shards - 1)))
         counts = [0] * self.num_shards
         for rank in self.ranks_of(name):
-            start, end = self.local_range(name, rank)
+            start, end = self.tensor_range(name, rank)
             counts[rank] = end - start
         divisor = math.gcd(*counts)
         return tuple(c // divisor for c in counts)

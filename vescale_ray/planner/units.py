@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -148,7 +148,7 @@ def plan_unit(
         raise ValueError(f"a unit of {lever.layers} layers: give at least 1")
     specs, across = _specs(unit, blocks, dtype, lever)
     if lever.buffers == "per block":
-        buffers = _per_block(specs, num_shards, align, lever.strided)
+        buffers = _per_block(specs, num_shards, align, None if lever.strided else ())
         return UnitPlan(unit.name, lever, buffers, _evenly(specs, num_shards), across)
     if not lever.strided:
         layout = plan_layout(specs, num_shards, align=align)
@@ -158,23 +158,46 @@ def plan_unit(
 
 
 def plan_buffers(
-    specs: Sequence[TensorSpec], num_shards: int, *, align: int = 128, padding_limit: float = 0.03, padding_bytes: int = 1 << 20
+    specs: Sequence[TensorSpec],
+    num_shards: int,
+    *,
+    align: int = 128,
+    padding_limit: float = 0.03,
+    padding_bytes: int = 1 << 20,
+    allow_gaps: Collection[str] = (),
 ) -> tuple[Layout, ...]:
-    """One buffer, or, where that pads more than a few percent, one for each length of block if those pad less.
+    """One buffer, or, where that pads more than a few percent, what pads less: gaps behind the matrices of stacks that may have
+    them, one buffer for each length of block, or both. Of plans that pad alike the simpler one.
 
     Args:
         padding_limit: padding over tensors up to which one buffer is kept.
         padding_bytes: padding in bytes up to which it is kept, too: a further collective costs more than that.
+        allow_gaps: names of stacks ``[.., n, m]`` that may be stored with a gap behind each matrix. Their block need not divide
+            ``n``: the last one of each matrix is stored in full.
 
     Raises:
         ValueError: as :func:`vescale_ray.planner.plan_layout`.
     """
+    specs = [_room_for_blocks(s) if s.name in allow_gaps else s for s in specs]
     one = plan_layout(specs, num_shards, align=align)
     itemsize = min((s.dtype.itemsize for s in specs), default=1)
-    if one.padding_ratio <= padding_limit or (one.numel - one.tensor_numel) * itemsize <= padding_bytes:
+    if one.padding_ratio <= padding_limit or (one.numel - one.tensor_numel) * itemsize <= padding_bytes or num_shards == 1:
         return (one,)
-    several = _per_block(specs, num_shards, align, strided=False)
-    return several if sum(layout.shard_numel for layout in several) < one.shard_numel else (one,)
+    plans: list[tuple[Layout, ...]] = [(one,)]
+    if any(s.name in allow_gaps for s in specs):
+        plans.append((plan_layout(_strided(specs, num_shards, align, allow_gaps), num_shards, align=align),))
+    plans.append(_per_block(specs, num_shards, align))
+    if len(plans) > 2:
+        plans.append(_per_block(specs, num_shards, align, allow_gaps))
+    return min(plans, key=lambda layouts: sum(layout.shard_numel for layout in layouts))
+
+
+def _room_for_blocks(spec: TensorSpec) -> TensorSpec:
+    """Each matrix of a stack stored with room for whole blocks."""
+    rows = spec.block.row_count if spec.block is not None and spec.block.kind in ("rows", "tile") else 1
+    if len(spec.shape) < 3 or rows >= spec.shape[-2] or not spec.shape[-2] % rows:
+        return spec
+    return replace(spec, stored_rows=-(-spec.shape[-2] // rows) * rows)
 
 
 def _specs(unit: UnitShape, blocks: Blocks, dtype: torch.dtype, lever: Lever) -> tuple[list[TensorSpec], tuple[str, ...]]:
@@ -192,11 +215,8 @@ def _specs(unit: UnitShape, blocks: Blocks, dtype: torch.dtype, lever: Lever) ->
         if stack and rows < shape[-2] and shape[-2] % rows and not lever.strided:
             shape = (math.prod(shape[:-1]), shape[-1])
             across.append(name)
-        elif stack and rows < shape[-2] and shape[-2] % rows:
-            # The shorter last block of each expert is stored as a whole one.
-            specs.append(TensorSpec(name, shape, block, dtype, stored_rows=-(-shape[-2] // rows) * rows))
-            continue
-        specs.append(TensorSpec(name, shape, block, dtype))
+        spec = TensorSpec(name, shape, block, dtype)
+        specs.append(_room_for_blocks(spec) if lever.strided else spec)
     return specs, tuple(across)
 
 
@@ -219,10 +239,18 @@ def _evenly(specs: Sequence[TensorSpec], num_shards: int) -> int:
     return -(-sum(math.prod(s.shape) for s in specs) // num_shards)
 
 
-def _strided(specs: list[TensorSpec], num_shards: int, align: int) -> list[TensorSpec]:
+def _strided(specs: Sequence[TensorSpec], num_shards: int, align: int, only: Collection[str] | None = None) -> list[TensorSpec]:
     """Choose the rows that each stack's experts are stored with: as they are, so that a whole number of experts fills a rank, or so
-    that an expert fills a whole number of ranks; whichever gives the smallest shard in the end."""
-    stacks = [i for i, s in enumerate(specs) if len(s.shape) >= 3 and s.block is not None and s.numel]
+    that an expert fills a whole number of ranks; whichever gives the smallest shard in the end.
+
+    ``only``: names of the stacks that may have gaps; None: all.
+    """
+    specs = list(specs)
+    stacks = [
+        i
+        for i, s in enumerate(specs)
+        if len(s.shape) >= 3 and s.block is not None and s.block.kind != "tensor" and s.numel and (only is None or s.name in only)
+    ]
     if not stacks or num_shards == 1:
         return specs
     bound = _bound_with_gaps(specs, num_shards, align)
@@ -275,8 +303,11 @@ def _alike(specs: Sequence[TensorSpec], stacks: Sequence[int]) -> list[tuple[tup
     return list(dict.fromkeys((specs[i].shape, specs[i].block) for i in stacks))
 
 
-def _per_block(specs: Sequence[TensorSpec], num_shards: int, align: int, strided: bool) -> tuple[Layout, ...]:
-    """One buffer for each length of block; tensors without a requirement fill what is left in these, the rest has a buffer too."""
+def _per_block(specs: Sequence[TensorSpec], num_shards: int, align: int, gaps: Collection[str] | None = ()) -> tuple[Layout, ...]:
+    """One buffer for each length of block; tensors without a requirement fill what is left in these, the rest has a buffer too.
+
+    ``gaps``: names of the stacks that may have them; None: all.
+    """
     quantum = align // min(s.dtype.itemsize for s in specs)
     groups: dict[int, list[TensorSpec]] = {}
     free: list[TensorSpec] = []
@@ -285,8 +316,8 @@ def _per_block(specs: Sequence[TensorSpec], num_shards: int, align: int, strided
             groups.setdefault(spec.granularity, []).append(spec)
         else:
             free.append(spec)
-    if strided:
-        groups = {g: _strided(members, num_shards, align) for g, members in groups.items()}
+    if gaps is None or gaps:
+        groups = {g: _strided(members, num_shards, align, gaps) for g, members in groups.items()}
     layouts = [plan_layout(groups[g], num_shards, align=align) for g in sorted(groups, reverse=True)]
     left: list[TensorSpec] = []
     for spec in sorted(free, key=lambda s: (-s.numel, s.name)):
