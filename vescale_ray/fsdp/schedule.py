@@ -7,7 +7,6 @@ Order of launches on the wire, the same on every rank since it follows only from
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from typing import Any
 
@@ -16,12 +15,12 @@ from torch import nn
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from vescale_ray import compat
 from vescale_ray.fsdp.comm import Lane
 from vescale_ray.fsdp.debug import agree
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.memory import Pool
 from vescale_ray.fsdp.phases import Phase, PhaseError
+from vescale_ray.fsdp.same_plan import check_same_plan
 from vescale_ray.fsdp.tree import map_tensors
 from vescale_ray.fsdp.unit import Call, Unit
 
@@ -103,7 +102,7 @@ class Schedule:
                 _name_parameters(group, fqns)
         units = [unit for unit, _ in found.values()]
         _check_materialized(units)
-        _check_same_plan(units)
+        check_same_plan(units)
         root.is_root = True
         for unit in units:
             unit.schedule, unit.lanes = schedule, schedule.lanes
@@ -306,50 +305,6 @@ def _check_materialized(units: list[Unit]) -> None:
             f"parameters are still on the meta device: {', '.join(on_meta[:5])}{', ...' if len(on_meta) > 5 else ''}; "
             f"call module.to_empty(device=...) and set their values before the first forward"
         )
-
-
-_DIGEST, _TEXT = 32, 4096
-
-
-def _check_same_plan(units: list[Unit]) -> None:
-    """Compare the plans over the ranks before the first collective depends on them: one small all-gather per process group.
-
-    Raises:
-        RuntimeError: naming the first group whose plan differs, on this rank and on the other.
-    """
-    plans: dict[int, tuple[Group, list[str]]] = {}
-    for unit in units:
-        for index, group in enumerate(unit.groups):
-            if group.place.world > 1:
-                dtypes = f"{group.compute_dtype}/{group.reduce_dtype}"
-                line = f"{unit.name}[{index}]: {len(group.params)} parameters, {dtypes}, plan {group.layout.fingerprint[:16]}"
-                plans.setdefault(id(group.place.shard_group), (group, []))[1].append(line)
-    for group, lines in plans.values():
-        text = "\n".join(lines)
-        digest = hashlib.sha256(text.encode()).digest()
-        digests = _gather_bytes(digest, _DIGEST, group)
-        if all(other == digest for other in digests):
-            continue
-        rank = group.place.rank
-        texts = [t.rstrip(b"\0").decode(errors="replace").split("\n") for t in _gather_bytes(text.encode()[:_TEXT], _TEXT, group)]
-        other = next(r for r in range(group.place.world) if digests[r] != digests[rank])
-        pairs = zip(texts[rank] + ["(nothing)"] * len(texts[other]), texts[other] + ["(nothing)"] * len(texts[rank]), strict=False)
-        mine, theirs = next(((a, b) for a, b in pairs if a != b), ("(beyond the first 4096 bytes)",) * 2)
-        raise RuntimeError(
-            f"the ranks planned different layouts: rank {rank} has {mine!r}, rank {other} has {theirs!r}; "
-            f"build the same model with the same arguments of fully_shard on every rank"
-        )
-
-
-def _gather_bytes(data: bytes, size: int, group: Group) -> list[bytes]:
-    mine = torch.zeros(size, dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
-    mine = mine.to(group.place.device)
-    # Every part starts as this rank's own: a process group that only pretends to communicate leaves it so.
-    out = mine.repeat(group.place.world)
-    compat.all_gather_single(out, mine, group=group.place.shard_group)
-    parts = out.cpu().view(group.place.world, size)
-    return [bytes(part.tolist()) for part in parts]
 
 
 def _to_device(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
