@@ -175,6 +175,9 @@ def references(name: str, rank: int, world: int) -> dict[str, Callable[[int], fl
 
     blocks = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
     units = [(-(-numel // world), 2) for numel in blocks] + [(-(-(parameters - sum(blocks)) // world), 1)]
+    # Gradients of large linear layers are written into their buffer by the product itself; the others are copied there.
+    copied = [sum(p.numel() for p in layer.parameters()) - _written_in_place(layer) for layer in model.layers]
+    copied.append(parameters - sum(blocks) - _written_in_place(model) + sum(_written_in_place(layer) for layer in model.layers))
     most = max(size for size, _ in units)
     whole, received, part, out = torch.zeros(world * most), torch.zeros(world * most), torch.zeros(most), torch.zeros(most)
 
@@ -208,14 +211,24 @@ def references(name: str, rank: int, world: int) -> dict[str, Callable[[int], fl
         return step
 
     def copies(_index: int) -> float:
-        """Each gradient once into its buffer, and of each all-gather this rank's own part."""
-        for size, gathers in units:
-            whole[: world * size].copy_(received[: world * size])
+        """The gradients that are copied into their buffer, and of each all-gather this rank's own part."""
+        for (size, gathers), numel in zip(units, copied, strict=True):
+            whole[:numel].copy_(received[:numel])
             for _ in range(gathers):
                 whole[:size].copy_(part[:size])
         return 0.0
 
     return {"local": local, "raw_gloo": raw(False), "raw_pairs": raw(True), "copies": copies}
+
+
+def _written_in_place(module: Any) -> int:
+    """Elements of the gradients that need no copy."""
+    from torch import nn
+
+    from vescale_ray.fsdp.linear import LEAST_NUMEL
+
+    weights = [m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear)]
+    return sum(numel for numel in weights if numel >= LEAST_NUMEL)
 
 
 def time_rank(rank: int, world: int, store: str, name: str, rounds: int, steps: int, out: Any) -> None:

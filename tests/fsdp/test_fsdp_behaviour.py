@@ -858,17 +858,6 @@ def test_misuse_gives_one_clear_sentence():
     run_threads(2, misuses)
 
 
-def different_plans(rank, world):
-    model = nn.Sequential(nn.Linear(20, 7 + rank))
-    fully_shard(model)
-    with pytest.raises(RuntimeError, match=f"rank {rank} has .* rank {1 - rank} has"):
-        model(torch.zeros(2, 20))
-
-
-def test_ranks_with_different_models_are_told_so_before_the_first_collective():
-    run_threads(2, different_plans)
-
-
 def test_every_method_of_torchs_fsdpmodule_is_ours():
     theirs = {name for name, value in vars(TorchFSDPModule).items() if callable(value)}
     missing = {name for name in theirs if name not in vars(FSDPModule)}

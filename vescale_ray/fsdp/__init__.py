@@ -2,7 +2,7 @@
 
 Imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor``; never Ray. One file, one idea: ``api`` (fully_shard),
 ``module`` (the methods it adds), ``unit`` (hooks: when), ``group`` (buffers: what), ``schedule`` (order and streams),
-``memory`` (the pool), ``comm`` (the two collectives), ``debug``, ``phases`` (what is allowed when), ``overview`` (what came of it).
+``memory`` (the pool), ``comm`` (the two collectives), ``linear`` (gradients without a copy), ``same_plan``, ``debug``, ``phases`` (what is allowed when), ``overview`` (what came of it).
 
 [Note: the tensors of a group]
 P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; W * S >= P, the difference is padding.
@@ -14,7 +14,7 @@ P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; 
 | cast shard, if compute is not orig (or gaps, below) | S, compute | as long as the model | one kernel per optimizer step |
 | gathered buffer; unsharded parameters are views | W*S, compute | addresses: as the model; memory: unshard to reshard | all-gather |
 | kept part, if `reshard_after_forward` is an int m | W*S/m, compute | from the end of forward to backward's all-gather | one copy |
-| a parameter's gradient from autograd | its own, compute | until its hook has run | autograd |
+| a parameter's gradient from autograd, but for weights of large ``nn.Linear``s | its own, compute | until its hook has run | autograd |
 | gradient buffer (scratch) | W*S, reduce | first gradient to the end of the reduce-scatter | hooks: write first, add later |
 | exchange buffer (scratch), gloo with W > 2 or a cast | W*S, reduce | during the reduce-scatter | memory just released, if sizes match |
 | gradient shard (flat); ``param.grad`` are views | S, orig | until ``zero_grad`` | reduce-scatter, straight into it if reduce is orig |
@@ -29,7 +29,8 @@ no cast, has the gaps; it is written tensor by tensor, once per optimizer step.
 With one rank there is nothing to gather or scatter: unsharded parameters are views of the master (or cast) shard, and
 gradients are written into the gradient shard at once. Padding is zeroed when a buffer is laid out and never written again.
 
-What is copied per step: the cast (S), each gradient once (P, autograd's result into the buffer); on gloo, where the all-gather is
+What is copied per step: the cast (S); each gradient once (autograd's result into the buffer), but for weights of large ``nn.Linear``s,
+whose product writes there itself if compute is reduce (``linear``); on gloo, where the all-gather is
 an exchange between ranks, this rank's own part (S) into the gathered buffer. Nothing else around the all-gather.
 """
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale_ray.fsdp.group import Group, plan_groups
+from vescale_ray.fsdp.linear import adopt_linear
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
 from vescale_ray.fsdp.parameters import Owner, Parallel, Source, Subgroup
 from vescale_ray.fsdp.phases import Phase, PhaseError
@@ -138,6 +139,7 @@ def fully_shard(
         leave_state(one, unit)
         one.__class__ = sharded_class(type(one))  # type: ignore[arg-type]
     for one in managed:
+        adopt_linear(one)
         one._is_fsdp_managed_module = True  # type: ignore[assignment]  # what torch.compile looks for
         one._fsdp_use_orig_params = True  # type: ignore[assignment]
     _hook_state_dict(unit, groups)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from vescale_ray.dbuffer import DBuffer, KeptShard
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.fsdp import comm
+from vescale_ray.fsdp.linear import offer_sink
 from vescale_ray.fsdp.memory import Buffer, Pool
 from vescale_ray.fsdp.parameters import GroupParam, Place, local_of
 from vescale_ray.planner import Layout
@@ -60,6 +61,11 @@ class Gradients:
         self.seen_count = 0
         """Parameters whose gradient came in the part of a backward that is open."""
         self._seen = [False] * len(params)
+        self._claims: dict[int, int] = {}
+        """Parameters whose gradient was written into the buffer by who computed it, and is on its way through autograd: by index, the
+        graph task."""
+        self._aside: dict[int, torch.Tensor] = {}
+        """Gradients of such parameters that came in another graph task meanwhile (reentrant checkpoints)."""
         self._views_key = (layout.fingerprint, tuple(p.name for p in params))
         self._flat: torch.Tensor | None = None
         self._buffer: Buffer | None = None
@@ -83,6 +89,11 @@ class Gradients:
         """Called when every trainable parameter has its gradient of this backward."""
 
     @property
+    def awaits_claimed(self) -> bool:
+        """A gradient is written, but has not arrived: its parameter has other uses, in a later part of this backward."""
+        return bool(self._claims)
+
+    @property
     def buffer_bytes(self) -> int:
         return self.layout.numel * self.reduce_dtype.itemsize
 
@@ -98,6 +109,20 @@ class Gradients:
                 owner.accumulate(index)
 
         leaf.register_post_accumulate_grad_hook(hook)
+        if self.params[index].parallel is None:
+            offer_sink(leaf, mine, index)
+
+    def claim(self, index: int, like: torch.Tensor) -> torch.Tensor | None:
+        """Where the gradient of unsharded parameter ``index`` may be written by whoever computes it, of the dtype and device of
+        ``like``, to be handed to autograd as the gradient. None: it is to be computed elsewhere, since some of it is there already."""
+        if self._arrived[index] or index in self._claims:
+            return None
+        self._begin()
+        view = self._views[index]
+        if view.dtype != like.dtype or view.device != like.device:
+            return None
+        self._claims[index] = torch._C._current_graph_task_id()
+        return view
 
     def accumulate(self, index: int) -> None:
         """A gradient is complete for this backward: move it into the flat buffer. Cost: one pass over it (write, or read and write)."""
@@ -113,22 +138,37 @@ class Gradients:
         parallel = self.params[index].parallel
         if parallel is not None:
             grad = parallel.local_gradient(grad)
-        if not self.arrived_count:
-            if self.on_first is not None:
-                self.on_first()
-            self._open()
-        view = self._views[index]
-        if self._arrived[index]:
-            view.add_(grad)
+        self._begin()
+        view, claim = self._views[index], self._claims.get(index)
+        if claim is not None and claim != torch._C._current_graph_task_id():
+            # What was written there is still on its way, maybe already as a part of a sum. Not to be touched.
+            held = self._aside.get(index)
+            self._aside[index] = grad if held is None else held + grad
         else:
-            view.copy_(grad)
-            self._arrived[index] = True
-            self.arrived_count += 1
+            if claim is None and self._arrived[index]:
+                view.add_(grad)
+            elif claim is None or not _is_same(grad, view):
+                view.copy_(grad)  # with a claim: a sum of what was written there and gradients from other uses of the parameter
+            if claim is not None:
+                del self._claims[index]
+                held = self._aside.pop(index, None)
+                if held is not None:
+                    view.add_(held)
+            if not self._arrived[index]:
+                self._arrived[index] = True
+                self.arrived_count += 1
         if not self._seen[index]:
             self._seen[index] = True
             self.seen_count += 1
             if self.on_complete is not None and self.seen_count == self.trainable_count:
                 self.on_complete()
+
+    def _begin(self) -> None:
+        """A gradient is about to come: the first one opens the buffer."""
+        if self._flat is None:
+            if self.on_first is not None:
+                self.on_first()
+            self._open()
 
     def end_window(self) -> None:
         """The unit's part of this backward is through: what comes from now on belongs to another."""
@@ -281,6 +321,7 @@ class Gradients:
         self._views = buffer.views[key]
 
     def _clear(self) -> None:
+        self._claims, self._aside = {}, {}
         self._flat = self._buffer = None
         self._views = []
         self._arrived = [False] * len(self.params)
@@ -312,3 +353,7 @@ class Gradients:
     def _give_back(self, buffer: Buffer | None) -> None:
         if buffer is not None and self.pool is not None and not buffer.fixed:
             self.pool.give_back(buffer)
+
+
+def _is_same(grad: torch.Tensor, view: torch.Tensor) -> bool:
+    return grad.data_ptr() == view.data_ptr() and grad.shape == view.shape and grad.stride() == view.stride()

@@ -278,7 +278,7 @@ class Unit:
         self.prefetch_backward()
         assert self.schedule is not None
         for group in reversed(self.groups):
-            if group.grads.arrived_count:
+            if group.grads.arrived_count and not group.grads.awaits_claimed:
                 if self.reduce_unused:
                     group.grads.open_unused()
                 self.schedule.reduce(group)

@@ -1,0 +1,182 @@
+"""Weight gradients that linear layers write into the buffer themselves: against a plain module in the same test."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.fsdp.transformer import apart, full
+from tests.ranks import run_threads
+from vescale_ray.fsdp import fully_shard, linear
+from vescale_ray.fsdp.gradients import Gradients
+
+WIDTH = 12
+
+
+class Net(nn.Module):
+    """Two units' worth of linear layers, called as ``how`` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.extra = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, how: str = "plain") -> torch.Tensor:
+        if how == "twice":
+            x = self.second(self.first(self.first(x)).tanh())
+        elif how == "also by hand":  # the weight is used by others than its layer, before and after
+            x = F.linear(self.first(x @ self.first.weight).tanh(), self.first.weight)
+        elif how == "reentrant inside":
+            x = self.first(checkpoint(lambda y: self.first(y).tanh(), self.first(x), use_reentrant=True))
+        elif how == "recomputed":
+            x = checkpoint(lambda y: self.second(self.first(y).tanh()), x, use_reentrant=False)
+        elif how == "broadcast":
+            x = self.second(self.first(x).sum(0, keepdim=True).expand(5, -1, -1)).transpose(0, 1)
+        elif how == "one row":
+            x = self.first(x[0, 0])
+        elif how == "no rows":
+            x = self.first(x[:, :0]).sum() + self.second(x)
+        elif how == "detached input":
+            x = self.first(x.detach()) + self.second(x)
+        else:
+            x = self.second(self.first(x).tanh())
+        return x
+
+
+HOWS = ["plain", "twice", "also by hand", "reentrant inside", "recomputed", "broadcast", "one row", "no rows", "detached input"]
+
+
+def pair() -> tuple[Any, Net]:
+    models = Net(), Net()
+    generator = torch.Generator().manual_seed(3)
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        with torch.no_grad():
+            q.copy_(p.copy_(torch.randn(p.shape, generator=generator) * 0.4))
+    return fully_shard(models[0]), models[1]
+
+
+def samples(rank: int, world: int, step: int) -> torch.Tensor:
+    return torch.randn(2 * world, 3, WIDTH, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
+
+
+def agree(ours: nn.Module, alone: nn.Module, scale: float = 1.0) -> None:
+    for (name, p), q in zip(ours.named_parameters(), alone.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            assert apart(full(p.grad), q.grad * scale) <= 1e-5, name
+
+
+def trains(rank: int, world: int, how: str) -> None:
+    ours, alone = pair()
+    for step in range(3):
+        for micro in range(2):
+            ours.set_requires_gradient_sync(micro == 1)
+            ours(samples(rank, world, 2 * step + micro).requires_grad_(), how).square().sum().backward()
+            for r in range(world):
+                alone(samples(r, world, 2 * step + micro).requires_grad_(), how).square().sum().backward()
+        agree(ours, alone, 1 / world)
+        ours.zero_grad()
+        alone.zero_grad()
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_gradients_are_those_of_a_plain_module(how: str) -> None:
+    run_threads(2, trains, how)
+
+
+def written(rank: int, world: int) -> list[bool]:
+    """Whether each of the first gradients of a step was taken over without a copy."""
+    ours, _ = pair()
+    group = ours._get_fsdp_state().groups[0]
+    taken = []
+    ours.set_requires_gradient_sync(False)
+    ours(samples(rank, world, 0)).sum().backward()
+    taken.append(not group.grads._claims and sum(group.grads._arrived) == 3)
+    return taken
+
+
+def test_after_backward_nothing_is_left_on_its_way() -> None:
+    assert run_threads(2, written) == [[True]] * 2
+
+
+def test_a_gradient_is_taken_over_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vescale_ray.fsdp import gradients
+
+    same: list[bool] = []
+
+    def noted(grad: torch.Tensor, view: torch.Tensor) -> bool:
+        same.append(is_same(grad, view))
+        return same[-1]
+
+    is_same = gradients._is_same
+    monkeypatch.setattr(gradients, "_is_same", noted)
+    run_threads(2, written)
+    assert same == [True] * 4, "two weights on each of two ranks"
+
+
+def odd_uses(rank: int, world: int) -> None:
+    ours, alone = pair()
+    x = samples(rank, world, 1)
+    # Gradients that are asked for, not accumulated: nothing may stay behind in the buffer.
+    y = x.clone().requires_grad_()
+    (got,) = torch.autograd.grad(ours(y).square().sum(), y)
+    z = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(alone(z).square().sum(), z)
+    assert apart(got, expected) <= 1e-5
+    ours(x).sum().backward()
+    for r in range(world):
+        alone(samples(r, world, 1)).sum().backward()
+    agree(ours, alone, 1 / world)
+    ours.zero_grad()
+    alone.zero_grad()
+    # A hook of the user's on the gathered weight changes its gradient.
+    ours.unshard()
+    handle = ours.first.weight.register_hook(lambda grad: grad * 3)
+    ours(x).sum().backward()
+    handle.remove()
+    other = alone.first.weight.register_hook(lambda grad: grad * 3)
+    for r in range(world):
+        alone(samples(r, world, 1)).sum().backward()
+    other.remove()
+    agree(ours, alone, 1 / world)
+    ours.zero_grad()
+    alone.zero_grad()
+    # Autocast is torch's: its products are in another dtype.
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(x).dtype == torch.bfloat16
+        ours(x).float().sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        for r in range(world):
+            alone(samples(r, world, 1)).float().sum().backward()
+    for (name, p), q in zip(ours.named_parameters(), alone.parameters(), strict=True):
+        if q.grad is not None:
+            assert apart(full(p.grad), q.grad / world) <= 3e-2, name
+
+
+def test_uses_that_are_not_training() -> None:
+    run_threads(2, odd_uses)
+
+
+def test_small_layers_and_other_classes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + 1
+
+    mine, own = Mine(3, 3), nn.Linear(3, 3)
+    own.forward = lambda input: input  # type: ignore[method-assign,assignment]
+    for module in (mine, own):
+        before = module.__dict__.get("forward")
+        linear.adopt_linear(module)
+        assert module.__dict__.get("forward") is before
+    monkeypatch.setattr(linear, "LEAST_NUMEL", 10)
+    plain = nn.Linear(3, 3)
+    linear.adopt_linear(plain)
+    gradients: Any = Gradients
+    plain.weight.__dict__["_vescale_sink"] = (weakref.ref(gradients), 0)
+    assert plain(torch.ones(2, 3)).grad_fn.name() == "AddmmBackward0"

@@ -1,0 +1,108 @@
+"""Weight gradients of linear layers, written by the matrix product itself into the buffer that will be reduced.
+
+Autograd would compute such a gradient into memory of its own, from where it is copied into the buffer: one more pass over every
+parameter, and at the peak a temporary of the largest weight. Here the product's output *is* a piece of the buffer, and autograd gets
+an alias of it as the gradient; ``AccumulateGrad`` takes that over as ``.grad`` without a copy, or, if the weight was used several times
+in this backward, adds the other gradients to it in new memory, which is then copied as usual.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+if TYPE_CHECKING:
+    from vescale_ray.fsdp.gradients import Gradients
+
+LEAST_NUMEL = 1 << 16
+"""Elements of a weight from which on the pass that is saved is worth the time of a Python autograd function (about 20 us)."""
+
+_SINK = "_vescale_sink"
+Sink = tuple["weakref.ref[Gradients]", int]
+
+
+def offer_sink(leaf: nn.Parameter, gradients: weakref.ref[Gradients], index: int) -> None:
+    """Let linear layers write the gradient of the unsharded parameter ``leaf`` where ``gradients`` wants it."""
+    leaf.__dict__[_SINK] = (gradients, index)
+
+
+def adopt_linear(module: nn.Module) -> None:
+    """Run ``module`` through :class:`_Linear` where that pays, if it is an ``nn.Linear`` whose forward is torch's."""
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
+        module.forward = _Forward(module)  # type: ignore[method-assign,assignment]
+
+
+class _Forward:
+    """``nn.Linear.forward`` of one module, without keeping it alive."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        module = self._module()
+        assert module is not None
+        weight, bias = module.weight, module.bias
+        if torch.compiler.is_compiling() or not _pays(input, weight):
+            return F.linear(input, weight, bias)
+        out: torch.Tensor = _Linear.apply(input, weight, bias, weight.__dict__[_SINK])
+        return out
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a sharded nn.Linear can't be pickled or copied: save its state_dict")
+
+
+def _pays(input: torch.Tensor, weight: torch.Tensor) -> bool:
+    sink = weight.__dict__.get(_SINK)
+    if sink is None or not weight.requires_grad or weight.numel() < LEAST_NUMEL or not torch.is_grad_enabled():
+        return False
+    owner = sink[0]()
+    return (
+        owner is not None
+        and owner.reduce_dtype == weight.dtype == input.dtype
+        and input.layout is torch.strided
+        and type(input) in (torch.Tensor, nn.Parameter)
+        and not torch.is_autocast_enabled(input.device.type)
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+class _Linear(torch.autograd.Function):
+    """``F.linear`` with the formulas of torch's own backward, and a place for the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sink: Sink) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.sink = sink
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        (grad,) = grads
+        wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        of_input = grad @ weight if wants_input else None
+        rows = grad.reshape(-1, grad.shape[-1])
+        of_bias = rows.sum(0) if wants_bias else None
+        accumulates = wants_weight and _will_accumulate(ctx.next_functions[1][0])
+        if accumulates is False:
+            return of_input, None, of_bias, None
+        columns = input.reshape(-1, input.shape[-1])
+        owner, index = ctx.sink[0](), ctx.sink[1]
+        place = owner.claim(index, rows) if owner is not None and accumulates and not torch.is_grad_enabled() else None
+        if place is None:
+            return of_input, rows.t() @ columns, of_bias, None
+        torch.mm(rows.t(), columns, out=place)
+        # Autograd steals a gradient that no one else holds: a new object on the same memory.
+        return of_input, place.view_as(place), of_bias, None
+
+
+def _will_accumulate(node: Any) -> bool | None:
+    """Whether the backward that runs will add to ``.grad`` of the leaf behind ``node``; None: it hands the gradient to its caller."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+    except RuntimeError:  # what torch says of a leaf in autograd.grad
+        return None
