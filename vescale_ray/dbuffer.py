@@ -11,7 +11,7 @@ are one kernel for all tensors. A DBuffer owns no process group and no stream: :
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 import torch
@@ -168,11 +168,11 @@ class KeptShard:
         self.kept, self.flat = kept, flat
 
     @classmethod
-    def empty(cls, layout: Layout, kept: Kept, *, rank: int, dtype: torch.dtype, device: torch.device | str) -> KeptShard:
-        """Uninitialised, but for zeros where no tensor is; ``device`` may be "meta"."""
-        if kept.in_place:
-            return cls(kept, DBuffer.empty(layout, rank=rank, dtype=dtype, device=device).flat)
-        return cls(kept, torch.zeros(kept.numel, dtype=dtype, device=device))
+    def empty(
+        cls, kept: Kept, part: Callable[[torch.dtype, torch.device], torch.Tensor], *, dtype: torch.dtype, device: torch.device
+    ) -> KeptShard:
+        """Uninitialised, but for zeros where no tensor is; ``device`` may be "meta". ``part`` makes a part of the buffer."""
+        return cls(kept, part(dtype, device) if kept.in_place else torch.zeros(kept.numel, dtype=dtype, device=device))
 
     def tensor(self, name: str) -> torch.Tensor:
         """This rank's elements of the tensor: a 1-D view."""

@@ -836,8 +836,14 @@ def misuses(rank, world):
         copy.deepcopy(model)
     with pytest.raises(ValueError, match="must divide"):
         fully_shard(Tower(), reshard_after_forward=5)
-    with pytest.raises(NotImplementedError, match="block_policy"):
-        fully_shard(Tower(), shard_placement_fn=lambda p: torch.distributed.tensor.Shard(0))
+    with pytest.raises(ValueError, match=r"must return Shard\(dim\) or None"):
+        fully_shard(Tower(), shard_placement_fn=lambda p: torch.distributed.tensor.Replicate())
+    with pytest.raises(ValueError, match="it has no dimension 3"):
+        fully_shard(Tower(), shard_placement_fn=lambda p: torch.distributed.tensor.Shard(3))
+    with pytest.raises(NotImplementedError, match="only dimension 0 may be uneven"):
+        fully_shard(Tower(width=21), shard_placement_fn=lambda p: torch.distributed.tensor.Shard(p.dim() - 1) if p.dim() > 1 else None)
+    with pytest.raises(ValueError, match="give it one of them"):
+        fully_shard(Tower(), shard_placement_fn=lambda p: torch.distributed.tensor.Shard(0), block_policy=lambda n, p: Block.rows(2))
     with pytest.raises(ValueError, match="on cpu"):
         model.set_symm_mem_for_comm()
     hooked = Tower()

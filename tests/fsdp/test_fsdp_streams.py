@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 
 from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, shard_tower
 from tests.ranks import run_gloo, run_threads
 from vescale_ray import compat
 from vescale_ray.fsdp import comm, memory
+from vescale_ray.fsdp.division import Chunks
 from vescale_ray.fsdp.gradients import Gradients
 from vescale_ray.fsdp.memory import Buffer, Pool
 
@@ -129,6 +131,16 @@ def streams(monkeypatch):
         here().note("gradient shard used", out, True)
         original_deliver(self, out, used)
 
+    def join(self, parts, flat):
+        here().note("parts read", parts, False)
+        here().note("parameters written", flat, True)
+        original_join(self, parts, flat)
+
+    def split(self, flat, parts):
+        here().note("gradients read", flat, False)
+        here().note("parts written", parts, True)
+        original_split(self, flat, parts)
+
     def start_pool(self, device):
         original_pool(self, device)
         self.hands_on = False
@@ -144,9 +156,12 @@ def streams(monkeypatch):
             here().free(self)
         original_free(self)
 
+    original_join, original_split = Chunks.join, Chunks.split
     original_pool, original_allocate, original_free = Pool.__init__, Buffer.allocate, Buffer.free
     original_gather, original_scatter = compat.all_gather_single, compat.reduce_scatter_single
     original_accumulate, original_deliver = Gradients.accumulate, Gradients._deliver
+    monkeypatch.setattr(Chunks, "join", join)
+    monkeypatch.setattr(Chunks, "split", split)
     monkeypatch.setattr(memory, "MAPPED_BYTES", 0)
     monkeypatch.setattr(Pool, "__init__", start_pool)
     monkeypatch.setattr(Buffer, "allocate", allocate)
@@ -195,6 +210,16 @@ def test_every_use_of_a_buffer_is_ordered_by_events(streams, mixed):
         assert accesses > 200
         assert gathered == 2, "memory for prefetch depth + 1 units, kept over steps"
         assert gradients == 2, "one gradient buffer is filled while the other is reduced"
+
+
+@pytest.mark.parametrize("which", ["all", "weights"])
+def test_parameters_that_are_copied_from_where_they_are_gathered(streams, which):
+    def along_rows(param):
+        return Shard(0) if which == "all" or param.dim() == 2 else None
+
+    for races, accesses, *_ in run_threads(2, train, streams, {"shard_placement_fn": along_rows}):
+        assert races == []
+        assert accesses > 200
 
 
 def test_the_checker_finds_a_missing_wait(streams, monkeypatch):

@@ -49,7 +49,7 @@ def build(kind: str) -> nn.Module:
 
 def measure(rank: int, world: int, compute: str, optimizer: str, kind: str, rows: int | None) -> dict[str, int]:
     """Train three steps; bytes of the engine's tensors of each kind, the most at any time for those that come and go."""
-    from vescale_ray import Block, fully_shard
+    from vescale_ray import Block, explain, fully_shard
     from vescale_ray.fsdp.memory import Pool
     from vescale_ray.fsdp.schedule import unit_of
 
@@ -85,13 +85,17 @@ def measure(rank: int, world: int, compute: str, optimizer: str, kind: str, rows
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
     states = [s.to_local() for state in step.state.values() for s in state.values() if isinstance(s, torch.Tensor) and s.dim()]
-    return {
+    told = explain(model, state_bytes={"adamw": 8.0, "sgd": 4.0}[optimizer]).memory
+    held = {
         "master": storages([g.master.flat for g in groups]),
         "low_precision": sum(g._cast.nbytes for g in groups if g._cast is not None),
         "gradients": storages([p.grad.to_local() for p in parameters if p.grad is not None and p.grad.to_local().numel()]),
         "optimizer": sum(s.numel() * s.element_size() for s in states),
         **most,
     }
+    for what, nbytes in held.items():
+        assert abs(told[what] - nbytes) <= 0.05 * nbytes, ("explain", what, told[what], nbytes)
+    return held
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ def fully_shard(
         reshard_after_forward: free the parameters after forward and gather them again in backward; None: yes, except for the
             root. An int that divides the shard size: between forward and backward each rank keeps that fraction of the
             parameters, and backward gathers them within groups of so many neighbours (the GPUs of one host).
-        shard_placement_fn: must return None for every parameter; say with ``block_policy`` where parameters may be cut.
+        shard_placement_fn: ``parameter -> Shard(dim) | None``: a plain ``Shard`` placement for that parameter, as with FSDP2, with
+            its copies before and after collectives; None: cut by the planner.
         mp_policy: compute, reduction and output dtypes.
         offload_policy: ``CPUOffloadPolicy`` keeps the shards, and so the optimizer, in host memory.
         ignored_params: neither sharded, moved nor reduced.
@@ -105,7 +106,7 @@ def fully_shard(
                 if all(ref() is not one or attr != attribute for ref, attr in entry):
                     entry.append((weakref.ref(one), attribute))
     for param, (fqn, _) in owners.items():
-        _check_parameter(fqn, param, shard_placement_fn)
+        _check_parameter(fqn, param)
     parallel = {param: _parallel(fqn, param, mesh, whole_mesh, dp_mesh_dims) for param, (fqn, _) in owners.items()}
     on_meta = [fqn for param, (fqn, _) in owners.items() if param.is_meta]
     if on_meta and len(on_meta) < len(owners):
@@ -117,13 +118,14 @@ def fully_shard(
     for param, (fqn, where) in owners.items():
         block = block_policy(fqn, param) if block_policy is not None else None
         gaps = param.dim() >= 3 and bool(allow_gaps(fqn, param) if callable(allow_gaps) else allow_gaps)
-        source = Source(fqn, param, tuple(where), block, parallel[param], gaps)
+        shard_dim = _shard_dim(fqn, param, shard_placement_fn, block, parallel[param])
+        source = Source(fqn, param, tuple(where), block, parallel[param], gaps, shard_dim)
         by_kind.setdefault((param.dtype, param.requires_grad), []).append(source)
     name = type(modules[0]).__name__
     groups = [
-        Group(name, members, layout, mesh, mp_policy, offload_policy, device)
+        Group(name, members, division, mesh, mp_policy, offload_policy, device)
         for sources in by_kind.values()
-        for members, layout in plan_groups(sources, mesh.size(mesh.ndim - 1), mp_policy)
+        for members, division in plan_groups(sources, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1), mp_policy)
     ]
     for param in owners:
         # The original is out of the model now. Whoever still holds it (an optimizer, a module tied to it) can be told so.
@@ -131,7 +133,8 @@ def fully_shard(
 
     if neighbours is not None:
         for group in groups:
-            group.subgroup = Subgroup(mesh, neighbours, device)
+            if not group.division.copies:
+                group.subgroup = Subgroup(mesh, neighbours, device)
 
     unit = Unit(modules, groups, mp_policy, reshard, device)
     for one in modules:
@@ -221,7 +224,7 @@ def _managed_modules(roots: list[nn.Module]) -> set[nn.Module]:
     return found
 
 
-def _check_parameter(fqn: str, param: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Any] | None) -> None:
+def _check_parameter(fqn: str, param: nn.Parameter) -> None:
     if param.__dict__.get("_vescale_replaced"):
         raise ValueError(
             f"parameter {fqn!r} is tied to one that an earlier fully_shard call took: put both modules into one unit, "
@@ -233,11 +236,31 @@ def _check_parameter(fqn: str, param: nn.Parameter, shard_placement_fn: Callable
             f"parameter {fqn!r} is a {type(held).__name__} with all-gather hooks of its own, which vescale_ray does not call: "
             f"shard it as a plain tensor, or use torch's fully_shard"
         )
-    if shard_placement_fn is not None and (placement := shard_placement_fn(param)) is not None:
-        raise NotImplementedError(
-            f"shard_placement_fn gave {placement} for {fqn!r}: vescale_ray places parameters itself; say with block_policy where "
-            f"it may cut them"
-        )
+
+
+def _shard_dim(
+    fqn: str,
+    param: nn.Parameter,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    block: Block | None,
+    parallel: Parallel | None,
+) -> int | None:
+    """The dimension along which the user wants the parameter to be sharded.
+
+    Raises:
+        ValueError: something else than a ``Shard`` or None; a block as well.
+        NotImplementedError: of a DTensor.
+    """
+    placement = shard_placement_fn(param) if shard_placement_fn is not None else None
+    if placement is None:
+        return None
+    if type(placement) is not Shard:
+        raise ValueError(f"shard_placement_fn gave {placement!r} for {fqn!r}: it must return Shard(dim) or None")
+    if block is not None:
+        raise ValueError(f"{fqn!r} has {placement} from shard_placement_fn and {block} from block_policy: give it one of them")
+    if parallel is not None:
+        raise NotImplementedError(f"shard_placement_fn gave {placement} for {fqn!r}, which is a DTensor already: return None for it")
+    return placement.dim
 
 
 def _data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> DeviceMesh:

@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
 
 from vescale_ray.dbuffer import DBuffer, KeptShard
-from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.fsdp import comm
+from vescale_ray.fsdp.division import Division
 from vescale_ray.fsdp.linear import offer_sink
 from vescale_ray.fsdp.memory import Buffer, Pool
-from vescale_ray.fsdp.parameters import GroupParam, Place, local_of
-from vescale_ray.planner import Layout
-from vescale_ray.planner.layout import Kept
+from vescale_ray.fsdp.parameters import GroupParam, Place, as_dtensor, local_of
 
 
 @dataclass
@@ -39,16 +38,14 @@ class Gradients:
     """The gradients of one group.
 
     Args:
-        kept: this rank's places in ``layout``.
-        params: in the order of ``layout.specs``.
+        params: in the order of ``division.layout.specs``.
         in_place: one rank holds everything: gradients are written into their shard at once.
         offload: shards of gradients are handed over in host memory.
     """
 
-    def __init__(
-        self, place: Place, layout: Layout, kept: Kept, params: Sequence[GroupParam], *, in_place: bool, offload: bool
-    ) -> None:
-        self.place, self.layout, self.kept, self.params = place, layout, kept, params
+    def __init__(self, place: Place, division: Division, params: Sequence[GroupParam], *, in_place: bool, offload: bool) -> None:
+        self.place, self.division, self.params = place, division, params
+        self.layout, self.kept = division.layout, division.kept
         self.in_place, self.offload = in_place, offload
         self.orig_dtype = self.reduce_dtype = torch.float32
         self.pool: Pool | None = None
@@ -66,13 +63,13 @@ class Gradients:
         graph task."""
         self._aside: dict[int, torch.Tensor] = {}
         """Gradients of such parameters that came in another graph task meanwhile (reentrant checkpoints)."""
-        self._views_key = (layout.fingerprint, tuple(p.name for p in params))
+        self._views_key = (self.layout.fingerprint, tuple(p.name for p in params))
         self._flat: torch.Tensor | None = None
         self._buffer: Buffer | None = None
         self._views: list[torch.Tensor] = []
         self._reductions: list[Reduction] = []
         self._shard: torch.Tensor | None = None
-        self._wrappers: list[RaggedDTensor | None] = []
+        self._wrappers: list[DTensor | None] = []
         self._partial: torch.Tensor | None = None
         self._partial_used: set[int] = set()
 
@@ -200,7 +197,9 @@ class Gradients:
                 flat.mul_(factor)
             self._reductions.append(Reduction(comm.Done(), flat, buffer, used))
             return
-        out = torch.empty(self.layout.shard_numel, dtype=self.orig_dtype, device=self.place.device)
+        if self.division.copies:
+            flat, buffer = self._split(flat, buffer)
+        out = torch.empty(self.division.part_numel, dtype=self.orig_dtype, device=self.place.device)
         pending = comm.reduce_scatter(
             out,
             flat,
@@ -213,6 +212,20 @@ class Gradients:
             custom=self.custom_scatter,
         )
         self._reductions.append(Reduction(pending, out, buffer, used))
+
+    def _split(self, flat: torch.Tensor, buffer: Buffer | None) -> tuple[torch.Tensor, Buffer]:
+        """Copy the gradients into parts for the ranks; the buffer that they were in is free then."""
+        assert self.pool is not None
+        numel = self.division.part_numel * self.place.world
+        nbytes = numel * self.reduce_dtype.itemsize
+        if self.custom_scatter is None:
+            parts = self.pool.take(nbytes, self.place.device)
+        else:
+            parts = Buffer(nbytes, self.place.device, comm.allocate(self.custom_scatter, numel, self.reduce_dtype, self.place.device))
+        parts.clean_for = None
+        self.division.split(flat, parts.flat(self.reduce_dtype))
+        self._give_back(buffer)
+        return parts.flat(self.reduce_dtype), parts
 
     def finish(self) -> None:
         """Wait for the reductions under way and hand their results to the sharded parameters as ``.grad``."""
@@ -264,7 +277,7 @@ class Gradients:
                     local_of(grad).add_(self._local_view(shard, index))
         for index in fresh:
             param = self.params[index]
-            grad = RaggedDTensor.from_spec(self._local_view(shard, index), param.spec)
+            grad = as_dtensor(self._local_view(shard, index), param.spec)
             param.sharded.grad = grad
             if self._shard is out:
                 self._wrappers[index] = grad
@@ -304,7 +317,7 @@ class Gradients:
             self._views = [whole.tensor(param.name) for param in self.params]
             return
         assert self.pool is not None
-        if self.custom_scatter is not None:
+        if self.custom_scatter is not None and not self.division.copies:
             memory = comm.allocate(self.custom_scatter, self.layout.numel, self.reduce_dtype, self.place.device)
             buffer = Buffer(self.buffer_bytes, self.place.device, memory)
         else:

@@ -16,32 +16,41 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.dbuffer import DBuffer, KeptShard
-from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
+from vescale_ray.dbuffer import KeptShard
+from vescale_ray.dtensor import distribute_tensor
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.debug import agree
+from vescale_ray.fsdp.division import Chunks, Cuts, Division
 from vescale_ray.fsdp.gradients import Gradients
 from vescale_ray.fsdp.memory import Buffer, Pool
-from vescale_ray.fsdp.parameters import GroupParam, Place, Source, Subgroup, local_of
+from vescale_ray.fsdp.parameters import GroupParam, Place, Source, Subgroup, as_dtensor, local_of
 from vescale_ray.fsdp.phases import Residency
-from vescale_ray.placement import RaggedShard
-from vescale_ray.planner import Layout, TensorSpec, plan_buffers
+from vescale_ray.planner import TensorSpec, plan_buffers, plan_layout
 
 
-def plan_groups(sources: Sequence[Source], world: int, policy: MixedPrecisionPolicy) -> list[tuple[list[Source], Layout]]:
+def plan_groups(
+    sources: Sequence[Source], rank: int, world: int, policy: MixedPrecisionPolicy
+) -> list[tuple[list[Source], Division]]:
     """The groups of parameters of one dtype and one ``requires_grad``: one, or several where that saves much padding; with gaps
-    behind the matrices of stacks that may have them, where that does.
+    behind the matrices of stacks that may have them, where that does. Those that have a dimension to be sharded along are a group of
+    their own.
 
     Raises:
-        ValueError: a block that does not fit its parameter.
+        ValueError: a block that does not fit its parameter; a dimension that is not there.
+        NotImplementedError: a dimension that can't be sharded evenly.
     """
     orig = sources[0].param.dtype
     narrowest = min((orig, *_dtypes(orig, policy)), key=lambda d: d.itemsize)
     by_name = {source.name: source for source in sources}
     # With one rank nothing is cut, and so no room is needed for a last block that is shorter.
-    specs = [TensorSpec(s.name, s.shape, None if world == 1 and s.gaps else s.block, narrowest) for s in sources]
-    layouts = plan_buffers(specs, world, allow_gaps={s.name for s in sources if s.gaps} if world > 1 else ())
-    return [([by_name[spec.name] for spec in layout.specs], layout) for layout in layouts]
+    specs = [TensorSpec(s.name, s.shape, None if world == 1 and s.gaps else s.block, narrowest) for s in sources if s.shard_dim is None]
+    layouts = plan_buffers(specs, world, allow_gaps={s.name for s in sources if s.gaps} if world > 1 else ()) if specs else ()
+    divisions: list[Division] = [Cuts(layout, rank) for layout in layouts]
+    dims = {s.name: s.shard_dim for s in sources if s.shard_dim is not None}
+    if dims:
+        whole = plan_layout([TensorSpec(name, by_name[name].shape, None, narrowest) for name in dims], 1, order="given")
+        divisions.append(Chunks(whole, dims, rank, world))
+    return [([by_name[spec.name] for spec in division.layout.specs], division) for division in divisions]
 
 
 def _dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype]:
@@ -56,8 +65,8 @@ class Group:
 
     Args:
         name: for messages.
-        sources: parameters of one dtype and one ``requires_grad``, in the order of ``layout.specs``.
-        layout: from :func:`plan_groups`.
+        sources: parameters of one dtype and one ``requires_grad``, in the order of ``division.layout.specs``.
+        division: from :func:`plan_groups`.
         mesh: 1-D (shard) or 2-D (replicate, shard).
         device: where unsharded parameters live.
     """
@@ -66,7 +75,7 @@ class Group:
         self,
         name: str,
         sources: Sequence[Source],
-        layout: Layout,
+        division: Division,
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
         offload: OffloadPolicy,
@@ -77,8 +86,9 @@ class Group:
         self.pin_memory = self.offload and bool(getattr(offload, "pin_memory", False))
         self.orig_dtype = sources[0].param.dtype
         self.compute_dtype, self.reduce_dtype = _dtypes(self.orig_dtype, policy)
-        self.layout, self.kept = layout, layout.kept(self.place.rank)
-        self.in_place = not self.offload and (self.place.world == 1 or not self.layout.shard_numel)
+        self.division, self.layout = division, division.layout
+        alone = self.place.world == 1 and not division.copies
+        self.in_place = not self.offload and (alone or not division.part_numel)
         """With one rank (or no elements) the shard is the whole: parameters are views of it, nothing is gathered."""
 
         self.residency = Residency.SHARDED
@@ -87,7 +97,7 @@ class Group:
         self.unshard_in_backward = True
         self.params: list[GroupParam] = []
         self._shard_parameters(sources)
-        self.grads = Gradients(self.place, self.layout, self.kept, self.params, in_place=False, offload=self.offload)
+        self.grads = Gradients(self.place, division, self.params, in_place=False, offload=self.offload)
         self._tell_gradients()
 
         self.custom_gather: AllGather | None = None
@@ -97,7 +107,9 @@ class Group:
         """That part, between forward and backward."""
         self._pool: Pool | None = None
         self._buffer: Buffer | None = None
-        """Where the parameters are gathered: the same storage each time, since autograd keeps views of it."""
+        """Where the unsharded parameters are: the same storage each time, since autograd keeps views of it."""
+        self._parts: Buffer | None = None
+        """Where the parts are gathered, if they are copied from there."""
         self._gather: comm.Pending | None = None
         self._bound_to: torch.Tensor | None = None
         self._cast: torch.Tensor | None = None
@@ -117,29 +129,28 @@ class Group:
         home = torch.device("cpu") if self.offload else self.place.device
         self.master = self._new_master(torch.device("meta") if meta else home)
         for source in sources:
+            local = self._local_view(source.name)
             if not meta:
-                start, end = self.layout.tensor_range(source.name, self.place.rank)
-                self.master.tensor(source.name).copy_(source.value.reshape(-1)[start:end])
-            ragged = RaggedShard(self.layout.dims(source.name), self.layout.units(source.name))
-            spec = self.place.spec(ragged, source.shape, self.orig_dtype, source.parallel)
-            local = self._local_view(source.name, source.shape, ragged)
-            sharded = nn.Parameter(RaggedDTensor.from_spec(local, spec), requires_grad=source.param.requires_grad)
+                local.copy_(self.division.own(source.name, source.value))
+            placement = self.division.placement(source.name)
+            spec = self.place.spec(placement, source.shape, self.orig_dtype, source.parallel)
+            sharded = nn.Parameter(as_dtensor(local, spec), requires_grad=source.param.requires_grad)
             sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter detached it, and with it the version counter
             for key, value in source.param.__dict__.items():  # marks that users and optimizers put on parameters
                 if key not in ("_local_tensor", "_spec"):  # of a DTensor
                     sharded.__dict__.setdefault(key, value)
-            param = GroupParam(source, sharded, ragged, spec)
+            param = GroupParam(source, sharded, placement, spec)
             param.install(sharded)
             self.params.append(param)
 
     def _new_master(self, device: torch.device) -> KeptShard:
-        master = KeptShard.empty(self.layout, self.kept, rank=self.place.rank, dtype=self.orig_dtype, device=device)
+        master = KeptShard.empty(self.division.kept, self.division.empty_part, dtype=self.orig_dtype, device=device)
         if self.pin_memory and device.type == "cpu":
             master.flat = master.flat.pin_memory()
         return master
 
-    def _local_view(self, name: str, shape: tuple[int, ...], placement: RaggedShard) -> torch.Tensor:
-        return self.master.tensor(name).view(placement.local_shape(shape, self.place.rank))
+    def _local_view(self, name: str) -> torch.Tensor:
+        return self.master.tensor(name).view(self.division.local_shape(name))
 
     def attach(self, pool: Pool) -> None:
         """Join the pool of a schedule: once the root is known, and again if that changes."""
@@ -148,6 +159,8 @@ class Group:
         self.reshard()
         self._pool = self.grads.pool = pool
         sizes = {self.unsharded_bytes} if not self.in_place else set()
+        if self.division.copies:
+            sizes.add(self.parts_bytes)
         if self.grads.trainable_count and not self.grads.in_place:
             sizes.add(self.grads.buffer_bytes)
         for nbytes in sizes:
@@ -156,6 +169,10 @@ class Group:
     @property
     def unsharded_bytes(self) -> int:
         return self.layout.numel * self.compute_dtype.itemsize
+
+    @property
+    def parts_bytes(self) -> int:
+        return self.division.part_numel * self.place.world * self.compute_dtype.itemsize
 
     # -- unshard, wait, reshard --------------------------------------------------------------------------------------
 
@@ -186,6 +203,10 @@ class Group:
             with torch.no_grad(), lane.context():
                 self._pool.provide(self._buffer)
             out = self._buffer.flat(self.compute_dtype)
+            if self.division.copies:
+                self._parts = self._new_parts()
+                out = self._parts.flat(self.compute_dtype)
+                lane.after_current()  # the last copy from there
             with torch.no_grad():
                 self._gather = comm.all_gather(
                     out, shard, group, lane, together=together, pairwise=pairwise, custom=self.custom_gather
@@ -195,9 +216,17 @@ class Group:
 
     def _new_buffer(self) -> Buffer:
         memory = None
-        if self.custom_gather is not None:
+        if self.custom_gather is not None and not self.division.copies:
             memory = comm.allocate(self.custom_gather, self.layout.numel, self.compute_dtype, self.place.device)
         return Buffer(self.unsharded_bytes, self.place.device, memory)
+
+    def _new_parts(self) -> Buffer:
+        assert self._pool is not None
+        if self.custom_gather is None:
+            return self._pool.take(self.parts_bytes, self.place.device)
+        numel = self.parts_bytes // self.compute_dtype.itemsize
+        memory = comm.allocate(self.custom_gather, numel, self.compute_dtype, self.place.device)
+        return Buffer(self.parts_bytes, self.place.device, memory)
 
     def set_custom_gather(self, custom: AllGather | None) -> None:
         """Gather with the user's collective, into memory that it allocated, from the next unshard on."""
@@ -208,7 +237,7 @@ class Group:
         """Make the gathered parameters usable and give them to the modules."""
         if self.residency is not Residency.GATHERING:
             return
-        self._finish_gather()
+        self._finish_gather(join=True)
         self._bind(self._shard_to_gather(None) if self.in_place or self._buffer is None else self._buffer.flat(self.compute_dtype))
         trainable = 0
         for param in self.params:
@@ -237,10 +266,18 @@ class Group:
         if not self.in_place and self._buffer is not None and self._pool is not None:
             self._pool.release(self._buffer, comm.current_event(self.place.device))
 
-    def _finish_gather(self) -> None:
+    def _finish_gather(self, *, join: bool = False) -> None:
         gather, self._gather = self._gather, None
+        parts, self._parts = self._parts, None
         if gather is not None:
             gather.wait()
+        if parts is not None:
+            assert self._buffer is not None and self._pool is not None
+            if join:
+                with torch.no_grad():
+                    self.division.join(parts.flat(self.compute_dtype), self._buffer.flat(self.compute_dtype))
+            if not parts.fixed:
+                self._pool.give_back(parts)
 
     def drop_prefetch(self) -> None:
         """Leave the buffer if the parameters were gathered ahead and then not needed."""
@@ -250,11 +287,11 @@ class Group:
     def _shard_to_gather(self, lane: comm.Lane | None) -> torch.Tensor:
         """This rank's part of the buffer, in the compute dtype: the master itself, or its cast, made once per optimizer step."""
         master = self.master.flat
-        if self.compute_dtype == self.orig_dtype and not self.offload and self.kept.in_place:
+        if self.compute_dtype == self.orig_dtype and not self.offload and self.division.kept.in_place:
             return master
         if self._cast is None:
             with torch.inference_mode(False):
-                self._cast = DBuffer.empty(self.layout, rank=self.place.rank, dtype=self.compute_dtype, device=self.place.device).flat
+                self._cast = self.division.empty_part(self.compute_dtype, self.place.device)
             self._cast_of = None
         # Also the counter of the flat buffer itself: it sees writes to local tensors.
         version = (*self._spmd_version(), master._version)
@@ -327,16 +364,16 @@ class Group:
             self._tell_gradients()
         self.master = self._new_master(self.place.device if device_type == self.place.device.type else torch.device(device_type))
         for param, new in zip(self.params, current, strict=True):
-            view = self._local_view(param.name, param.shape, param.ragged)
+            view = self._local_view(param.name)
             if device_type != "meta":
                 with torch.no_grad():
                     view.copy_(self._part_of(param, new))
-            param.spec = self.place.spec(param.ragged, param.shape, dtype, param.parallel)
-            if isinstance(new, RaggedDTensor):
-                param.sharded = new
+            param.spec = self.place.spec(param.placement, param.shape, dtype, param.parallel)
+            if isinstance(new, DTensor) and type(new) is type(param.sharded):
+                param.sharded = new  # type: ignore[assignment]
                 new._local_tensor, new._spec = view, param.spec
             else:
-                param.sharded = nn.Parameter(RaggedDTensor.from_spec(view, param.spec), requires_grad=new.requires_grad)
+                param.sharded = nn.Parameter(as_dtensor(view, param.spec), requires_grad=new.requires_grad)
                 param.sharded._local_tensor = view  # type: ignore[attr-defined]
             param.install(param.sharded)
             if param.unsharded is not None and param.unsharded.dtype != self.compute_dtype:
@@ -348,11 +385,11 @@ class Group:
         """This rank's part of a value that was put in place of a parameter: sharded as ours, otherwise, or not at all."""
         if new.shape != param.spec.shape:
             raise ValueError(f"parameter {param.fqn!r} of shape {tuple(param.spec.shape)} was replaced by one of shape {tuple(new.shape)}")
-        if isinstance(new, RaggedDTensor) and new.placements == param.spec.placements:
-            return local_of(new).view(param.ragged.local_shape(param.shape, self.place.rank))
+        if isinstance(new, DTensor) and new.placements == param.spec.placements:
+            return local_of(new).view(self.division.local_shape(param.name))
         whole = new.full_tensor() if isinstance(new, DTensor) else new.detach()
         return local_of(distribute_tensor(whole.detach(), param.spec.mesh, param.spec.placements, src_data_rank=None))
 
 
 def _is_view_of(param: nn.Parameter, flat: torch.Tensor) -> bool:
-    return isinstance(param, RaggedDTensor) and local_of(param).untyped_storage()._cdata == flat.untyped_storage()._cdata
+    return isinstance(param, DTensor) and local_of(param).untyped_storage()._cdata == flat.untyped_storage()._cdata

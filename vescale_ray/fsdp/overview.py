@@ -9,6 +9,8 @@ from torch import nn
 
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.schedule import unit_of
+from vescale_ray.fsdp.unit import Unit
+from vescale_ray.planner.step_buffers import Travel, device_buffers, host_buffers
 
 _RESHARD = {
     True: "reshards after forward",
@@ -67,6 +69,9 @@ class Report:
     """Print it. Units are in the order of ``named_modules``."""
 
     units: tuple[UnitReport, ...]
+    memory: dict[str, int]
+    """Bytes of this rank at the peak of a step, by kind: ``master``, ``low_precision`` (shards as they are gathered), ``gathered``,
+    ``gradients`` (shards), ``gradient_buffers``, ``optimizer``. Predicted, if units run in this order; without activations."""
 
     @property
     def parameter_count(self) -> int:
@@ -79,6 +84,8 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{len(self.units)} units, {self.parameter_count:,} parameters, {_size(self.shard_bytes)} of them on each rank"]
+        kinds = ", ".join(f"{_size(nbytes)} {kind.replace('_', ' ')}" for kind, nbytes in self.memory.items() if nbytes)
+        lines.append(f"at the peak of a step {_size(sum(self.memory.values()))} and activations: {kinds}")
         for unit in self.units:
             kept = f", to groups of {unit.subgroup_size} ranks" if unit.subgroup_size else ""
             lines.append(f"unit {unit.name}: {_RESHARD[unit.reshard_after_forward]}{kept}")
@@ -100,22 +107,66 @@ class Report:
         return "\n".join(lines)
 
 
-def explain(module: nn.Module) -> Report:
-    """Report how ``module`` is sharded: units, groups, bytes, padding, order in the buffer, and which rank holds what.
+def explain(module: nn.Module, *, state_bytes: float | None = None) -> Report:
+    """Report how ``module`` is sharded: units, groups, bytes, padding, order in the buffer, which rank holds what, and the memory of a
+    step.
+
+    Args:
+        state_bytes: of the optimizer, for each trainable element; None: two states in the parameter's dtype, as AdamW has.
 
     Raises:
         ValueError: no ``fully_shard`` was applied to the module or below it.
     """
-    units, seen = [], set()
+    units, seen, own = [], set(), []
     for name, one in module.named_modules():
         unit = unit_of(one)
         if unit is not None and id(unit) not in seen:
             seen.add(id(unit))
+            own.append(unit)
             subgroup = next((g.subgroup.size for g in unit.groups if g.subgroup is not None), None)
             units.append(UnitReport(name or "(root)", unit.reshard_after_forward, subgroup, tuple(_group(g) for g in unit.groups)))
     if not units:
         raise ValueError(f"{type(module).__name__} is not sharded: apply fully_shard first")
-    return Report(tuple(units))
+    return Report(tuple(units), _memory(own, unit_of(module), state_bytes))
+
+
+def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> dict[str, int]:
+    groups = [group for unit in units for group in unit.groups]
+
+    def travel(group: Group) -> Travel:
+        reduced = group.grads.trainable_count and not group.grads.in_place
+        return Travel(group.unsharded_bytes + group.division.copies * group.parts_bytes, group.grads.buffer_bytes if reduced else 0)
+
+    def travels(unit: Unit) -> list[Travel]:
+        return [travel(group) for group in unit.groups if not group.in_place]
+
+    def stays(unit: Unit) -> bool:
+        return unit is root if unit.reshard_after_forward is None else not unit.reshard_after_forward
+
+    passing = [travels(unit) for unit in units if not stays(unit)]
+    staying = [travel for unit in units if stays(unit) for travel in travels(unit)]
+    place = groups[0].place if groups else None
+    if place is not None and place.device.type == "cpu":
+        gathered, gradients = host_buffers(passing, staying, place.world)
+    else:
+        gathered, gradients = device_buffers(passing, staying)
+    trained = [g for g in groups if g.grads.trainable_count]
+    spread = [g for g in groups if g.compute_dtype != g.orig_dtype or g.offload or not g.division.kept.in_place]
+    return {
+        "master": sum(g.division.kept.numel * g.orig_dtype.itemsize for g in groups if not g.offload),
+        "low_precision": sum(g.division.part_numel * g.compute_dtype.itemsize for g in spread),
+        "gathered": gathered,
+        "gradients": sum(g.division.kept.numel * g.orig_dtype.itemsize for g in trained if not g.offload),
+        "gradient_buffers": gradients,
+        "optimizer": round(
+            sum(
+                p.local.numel() * (2.0 * g.orig_dtype.itemsize if state_bytes is None else state_bytes)
+                for g in trained
+                for p in g.params
+                if p.sharded.requires_grad and not g.offload
+            )
+        ),
+    }
 
 
 def _group(group: Group) -> GroupReport:
@@ -126,8 +177,12 @@ def _group(group: Group) -> GroupReport:
             name,
             specs[name].shape,
             layout.offsets[name],
-            str(specs[name].block) if specs[name].block else f"cut at {layout.granularity[name]}",
-            tuple(layout.tensor_range(name, rank) for rank in range(layout.num_shards)),
+            str(group.division.placement(name))
+            if group.division.copies
+            else str(specs[name].block)
+            if specs[name].block
+            else f"cut at {layout.granularity[name]}",
+            group.division.ranges(name),
             math.prod(layout.stored_shape(name)[-2:]) - math.prod(specs[name].shape[-2:]),
         )
         for name in layout.order
@@ -140,8 +195,8 @@ def _group(group: Group) -> GroupReport:
         trainable=group.grads.trainable_count > 0,
         ranks=group.place.world,
         replicas=group.place.replicas,
-        shard_numel=layout.shard_numel,
-        shard_bytes=layout.shard_numel * group.compute_dtype.itemsize,
+        shard_numel=group.division.part_numel,
+        shard_bytes=group.division.part_numel * group.compute_dtype.itemsize,
         gathered_bytes=group.unsharded_bytes,
         padding_ratio=layout.padding_ratio,
         optimal=layout.optimal,

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.dtensor_spec import contiguous_stride, make_spec
 from vescale_ray.fsdp.comm import is_pairwise
 from vescale_ray.geometry import Block
@@ -33,6 +34,8 @@ class Source:
     parallel: Parallel | None = None
     gaps: bool = False
     """A stack of matrices that may be stored with a gap behind each."""
+    shard_dim: int | None = None
+    """The dimension of a plain ``Shard`` placement, if it is to have one."""
 
     @property
     def value(self) -> torch.Tensor:
@@ -86,9 +89,11 @@ class Place:
         self.pairwise = is_pairwise(self.shard_group, device)
         self._joint: dict[int, DeviceMesh] = {}
 
-    def spec(self, ragged: RaggedShard, shape: tuple[int, ...], dtype: torch.dtype, parallel: Parallel | None) -> DTensorSpec:
+    def spec(self, own: Placement, shape: tuple[int, ...], dtype: torch.dtype, parallel: Parallel | None) -> DTensorSpec:
         """The layout of a sharded parameter: ours on the data-parallel mesh, and beside it what tensor or expert parallelism did."""
-        placements: tuple[Placement, ...] = (ragged,) if self.replicate_group is None else (Replicate(), ragged)
+        placements: tuple[Placement, ...] = (own,) if self.replicate_group is None else (Replicate(), own)
+        if not isinstance(own, RaggedShard):
+            return DTensorSpec(self.mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
         if parallel is None:
             return make_spec(self.mesh, placements, shape, dtype)
         mesh = self.mesh
@@ -122,13 +127,13 @@ _SUBGROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] 
 
 
 class GroupParam:
-    """One parameter: sharded (an ``nn.Parameter`` of type RaggedDTensor) and unsharded (a plain leaf, once it was gathered)."""
+    """One parameter: sharded (an ``nn.Parameter`` of type RaggedDTensor, or DTensor) and unsharded (a plain leaf, once it was gathered)."""
 
-    __slots__ = ("fqn", "name", "owners", "parallel", "ragged", "shape", "sharded", "spec", "unsharded")
+    __slots__ = ("fqn", "name", "owners", "parallel", "placement", "shape", "sharded", "spec", "unsharded")
 
-    def __init__(self, source: Source, sharded: nn.Parameter, ragged: RaggedShard, spec: DTensorSpec) -> None:
+    def __init__(self, source: Source, sharded: nn.Parameter, placement: Placement, spec: DTensorSpec) -> None:
         self.name, self.fqn, self.owners, self.parallel = source.name, source.name, source.owners, source.parallel
-        self.sharded, self.ragged, self.spec = sharded, ragged, spec
+        self.sharded, self.placement, self.spec = sharded, placement, spec
         self.shape = source.shape
         """Of what is shared out: the parameter's own, or that of the part which tensor or expert parallelism left here."""
         self.unsharded: nn.Parameter | None = None
@@ -176,3 +181,10 @@ def local_of(param: torch.Tensor) -> torch.Tensor:
     """The local part of a DTensor, without autograd."""
     local: torch.Tensor = param._local_tensor  # type: ignore[attr-defined]
     return local
+
+
+def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """``local`` as a DTensor: ours if it has a ragged placement, else torch's."""
+    if any(isinstance(placement, RaggedShard) for placement in spec.placements):
+        return RaggedDTensor.from_spec(local, spec)
+    return DTensor(local, spec, requires_grad=False)

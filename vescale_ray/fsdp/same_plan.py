@@ -32,7 +32,7 @@ def check_same_plan(units: Sequence[Unit]) -> None:
         for index, group in enumerate(unit.groups):
             if group.place.world > 1:
                 head = f"{unit.name}[{index}]: {len(group.params)} parameters, {group.compute_dtype}/{group.reduce_dtype}"
-                plans.setdefault(id(group.place.shard_group), (group, []))[1].append((head, *group.layout.description))
+                plans.setdefault(id(group.place.shard_group), (group, []))[1].append((head, *group.division.describe()))
     for group, descriptions in plans.values():
         _compare(group, descriptions)
 

@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 
 from vescale_ray.errors import BadInput
-from vescale_ray.planner.host_memory import Travel, host_buffers
 from vescale_ray.planner.shapes import ModelShapes, UnitShape
+from vescale_ray.planner.step_buffers import Travel, device_buffers, host_buffers
 from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
 
 Optimizer = Literal["adamw", "adamw8bit", "muon", "sgd"]
@@ -196,7 +196,7 @@ def predict_memory(plan: ModelPlan, policy: Policy, *, backend: str = "nccl", ra
     """The memory of ``rank`` at the peak of a step.
 
     Args:
-        backend: ``"gloo"`` for ranks on the CPU, whose pool works otherwise (:mod:`vescale_ray.planner.host_memory`).
+        backend: ``"gloo"`` for ranks on the CPU, whose pool works otherwise (:mod:`vescale_ray.planner.step_buffers`).
     """
     group, compute = plan.group, policy.compute_dtype
     master = policy.master_dtype.itemsize
@@ -205,7 +205,7 @@ def predict_memory(plan: ModelPlan, policy: Policy, *, backend: str = "nccl", ra
     trained = sum(k.numel * u.count for u, _, k in buffers if u.trainable)
     # The cast; where gaps are left out of what is kept, also a shard with them to gather from.
     spread = sum(layout.shard_numel * u.count for u, layout, k in buffers if compute != policy.master_dtype or not k.in_place)
-    gathered, gradients = (0, 0) if group == 1 else (_host_buffers if backend == "gloo" else _device_buffers)(plan, policy)
+    gathered, gradients = (0, 0) if group == 1 else _buffers(plan, policy, backend)
     return Memory(
         master=kept * master,
         low_precision=spread * compute.itemsize + (_scales(plan, compute) if compute != policy.master_dtype else 0),
@@ -228,24 +228,17 @@ def _units(plan: ModelPlan) -> tuple[list[list[PlannedUnit]], list[PlannedUnit]]
     return in_order, [u for u in plan.units if u.resident]
 
 
-def _host_buffers(plan: ModelPlan, policy: Policy) -> tuple[int, int]:
+def _buffers(plan: ModelPlan, policy: Policy, backend: str) -> tuple[int, int]:
+    """Most bytes of gathered parameters, and of gradient buffers."""
+
     def travels(groups: Sequence[PlannedUnit]) -> list[Travel]:
         cast, wide = policy.compute_dtype.itemsize, policy.reduce_dtype.itemsize
         return [Travel(b.numel * cast, b.numel * wide * u.trainable) for u in groups for b in u.plan.buffers]
 
     units, root = _units(plan)
-    return host_buffers([travels(groups) for groups in units], travels(root), plan.group)
-
-
-def _device_buffers(plan: ModelPlan, policy: Policy) -> tuple[int, int]:
-    """On an accelerator: the unit that computes and the next one are gathered; one gradient buffer is filled while another is
-    reduced; what is freed, torch's allocator hands to the next."""
-    units, root = _units(plan)
-    numel = [sum(u.plan.numel for u in groups) for groups in units]
-    trained = sorted(sum(u.plan.numel for u in groups if u.trainable) for groups in units)
-    gathered = sum(u.plan.numel for u in root) + max((a + b for a, b in zip(numel, [*numel[1:], 0], strict=True)), default=0)
-    gradients = sum(u.plan.numel for u in root if u.trainable) + sum(trained[-2:])
-    return gathered * policy.compute_dtype.itemsize, gradients * policy.reduce_dtype.itemsize
+    if backend == "gloo":
+        return host_buffers([travels(groups) for groups in units], travels(root), plan.group)
+    return device_buffers([travels(groups) for groups in units], travels(root))
 
 
 def _scales(plan: ModelPlan, dtype: torch.dtype) -> int:

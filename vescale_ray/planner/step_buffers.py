@@ -1,9 +1,10 @@
-"""The buffers that come and go in a step of ranks on the CPU, followed through forward and backward.
+"""The buffers that come and go in a step, followed through forward and backward.
 
-What the pool of ``vescale_ray/fsdp/memory.py`` does in host memory: a buffer of a size that several groups use is kept when it is
-released, for the next one of that size; one of a size that a single group uses is freed. The next unit is gathered while one
-computes. A gradient buffer is filled and reduced before the next one is opened, the root's is open from first to last; with more
-than two ranks the exchange that stands for gloo's missing reduce-scatter needs as much again.
+On an accelerator torch's allocator hands on what is freed (:func:`device_buffers`). On the CPU (:func:`host_buffers`), what the
+pool of ``vescale_ray/fsdp/memory.py`` does in host memory: a buffer of a size that several groups use is kept when it is released, for
+the next one of that size; one of a size that a single group uses is freed. The next unit is gathered while one computes. A gradient
+buffer is filled and reduced before the next one is opened, the root's is open from first to last; with more than two ranks the
+exchange that stands for gloo's missing reduce-scatter needs as much again.
 """
 
 from __future__ import annotations
@@ -32,6 +33,15 @@ def host_buffers(units: Sequence[Unit], root: Unit, ranks: int) -> tuple[int, in
     """
     users = Counter(size for unit in [*units, root] for group in unit for size in {group.gathered, group.gradient} if size)
     return _gathered(units, root, users), _gradients(units, root, users, 1 if ranks == 2 else 2)
+
+
+def device_buffers(units: Sequence[Unit], root: Unit) -> tuple[int, int]:
+    """The same on an accelerator: the unit that computes and the next one are gathered; one gradient buffer is filled while another
+    is reduced."""
+    gathered = [sum(group.gathered for group in unit) for unit in units]
+    trained = sorted(sum(group.gradient for group in unit) for unit in units)
+    most = max((a + b for a, b in zip(gathered, [*gathered[1:], 0], strict=True)), default=0)
+    return sum(group.gathered for group in root) + most, sum(group.gradient for group in root) + sum(trained[-2:])
 
 
 class _Held:

@@ -1,0 +1,184 @@
+"""``shard_placement_fn``: parameters with a plain ``Shard`` placement, alone and beside ragged ones, against torch's fully_shard."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from tests.fsdp.transformer import apart, full, part
+from tests.ranks import run_gloo, run_threads
+from vescale_ray import RaggedDTensor, explain, fully_shard
+from vescale_ray.optim import clip_grad_norm_
+
+Choice = Callable[[nn.Parameter], Shard | None]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 24), nn.Linear(24, 12, bias=False)
+        self.experts = nn.Parameter(torch.randn(4, 12, 8) * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(self.up(self.norm(x)).tanh())
+        return x + torch.einsum("bi,eij->bj", x, self.experts).repeat(1, 2)[:, :12]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def seeded(model: Any) -> Any:
+    """The same on every rank. (torch's own random state is one for all threads.)"""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    return model
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(12, 12, generator=torch.Generator().manual_seed(step))
+
+
+def largest(param: nn.Parameter) -> Shard:
+    return Shard(max(range(param.dim()), key=lambda d: (param.shape[d], -d)))
+
+
+def last(param: nn.Parameter) -> Shard:
+    return Shard(-1)
+
+
+def first(param: nn.Parameter) -> Shard:
+    return Shard(0)
+
+
+def matrices_only(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.dim() == 2 else None
+
+
+CHOICES: dict[str, Choice] = {"largest": largest, "last": last, "first": first, "matrices only": matrices_only}
+
+
+def shard(model: Any, how: Callable[..., Any], **options: Any) -> Any:
+    for layer in model.layers:
+        how(layer, **options)
+    return how(model, **options)
+
+
+def trains_as_torchs(rank: int, world: int, choice: str, shape: tuple[int, ...], dtype: str, foreach: bool) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
+    base = seeded(Model())
+    pick = CHOICES[choice]
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision}
+    ours = shard(copy.deepcopy(base), fully_shard, shard_placement_fn=pick, **options)
+    theirs = shard(copy.deepcopy(base), torch_fully_shard, shard_placement_fn=lambda p: pick(p) or Shard(0), **options)
+    for p, q, original in zip(ours.parameters(), theirs.parameters(), base.parameters(), strict=True):
+        assert isinstance(p, DTensor)
+        if pick(original) is None:
+            assert isinstance(p, RaggedDTensor)
+            continue
+        assert type(p) is DTensor and p.placements == q.placements and p.device_mesh == q.device_mesh
+        assert torch.equal(p.to_local(), q.to_local()) and p.stride() == q.stride()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=foreach) for m in (ours, theirs)]
+    for step in range(3):
+        for model in (ours, theirs):
+            for micro in range(2):
+                model.set_requires_gradient_sync(micro == 1)
+                model(part(batch(10 * step + micro), rank, world)).float().square().mean().backward()
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert apart(full(p.grad), full(q.grad)) <= (1e-5 if dtype == "float32" else 2e-2), name
+        norms = [float(clip_grad_norm_(m.parameters(), 0.5)) for m in (ours, theirs)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5 if dtype == "float32" else 2e-2)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert apart(full(p), full(q)) <= (1e-4 if dtype == "float32" else 3e-2), name
+    assert "S(" in str(explain(ours)) or "Shard" in str(explain(ours))
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(("shape", "dtype", "foreach"), [((2,), "float32", True), ((2, 2), "float32", False), ((4,), "bfloat16", True)])
+def test_training_is_that_of_torchs_fully_shard(choice: str, shape: tuple[int, ...], dtype: str, foreach: bool) -> None:
+    run_threads(4 if len(shape) == 2 or shape == (4,) else 2, trains_as_torchs, choice, shape, dtype, foreach)
+
+
+def test_on_gloo_and_on_one_rank() -> None:
+    run_gloo(3, trains_as_torchs, "first", (3,), "float32", True)
+    run_threads(1, trains_as_torchs, "largest", (1,), "float32", True)
+
+
+class Uneven(nn.Module):
+    """Fewer rows than ranks, and rows that the ranks don't divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 2), nn.Linear(2, 7)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).tanh()) + self.empty.sum()
+
+
+def uneven(rank: int, world: int, root: str) -> None:
+    base = seeded(Uneven())
+    ours, plain = fully_shard(copy.deepcopy(base), shard_placement_fn=first), copy.deepcopy(base)
+    x = torch.randn(2 * world, 6, generator=torch.Generator().manual_seed(1))
+    ours(part(x, rank, world)).square().mean().backward()
+    plain(x).square().mean().backward()
+    for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert p.shape == q.shape
+        if q.numel():
+            assert apart(full(p.grad), q.grad) <= 1e-5, name
+    # DCP and state dicts are torch's own for such parameters.
+    state = {"model": ours.state_dict()}
+    dcp.save(state, checkpoint_id=root)
+    other = fully_shard(Uneven())
+    loaded = {"model": other.state_dict()}
+    dcp.load(loaded, checkpoint_id=root)
+    other.load_state_dict(loaded["model"])
+    for p, q in zip(other.parameters(), base.parameters(), strict=True):
+        assert torch.equal(full(p), q)
+    # Cast and moved, the chunks stay one buffer.
+    ours.double()
+    assert torch.allclose(ours(x.double()).float(), base(x))
+
+
+def test_uneven_rows_checkpoints_and_casts(tmp_path: Any) -> None:
+    run_gloo(3, uneven, str(tmp_path))
+
+
+def from_meta(rank: int, world: int) -> None:
+    with torch.device("meta"):
+        model = Model()
+    shard(model, fully_shard, shard_placement_fn=largest)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.fill_(0.01 * i)
+    model(batch(0)).square().mean().backward()
+    assert all(torch.all(full(p) == torch.tensor(0.01 * i)) for i, p in enumerate(model.parameters()))
+
+
+def test_from_the_meta_device() -> None:
+    run_threads(2, from_meta)

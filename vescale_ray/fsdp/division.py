@@ -1,0 +1,199 @@
+"""How a group's unsharded buffer is divided into the parts of its ranks.
+
+By default at the layout's boundaries (:class:`Cuts`): each part is a piece of the buffer, and the all-gather writes where parameters are
+read. Parameters that are to have a plain ``Shard`` placement (``shard_placement_fn``) are divided each for itself (:class:`Chunks`): a part
+holds this rank's chunk of every one of them, and what was gathered is copied to where the parameters are, as FSDP2 does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.distributed.tensor import Placement, Shard
+
+from vescale_ray.dbuffer import DBuffer
+from vescale_ray.placement import RaggedShard
+from vescale_ray.planner import START_BYTES, Layout
+from vescale_ray.planner.layout import Kept
+
+
+class Division(Protocol):
+    """What a group asks of its division. ``rank`` is this rank."""
+
+    layout: Layout
+    """Of the unsharded buffer."""
+    kept: Kept
+    """Where this rank keeps its elements."""
+    part_numel: int
+    """Elements of each rank's part of what is gathered."""
+    copies: bool
+    """Whether parts are copied into the unsharded buffer, and out of it."""
+
+    def placement(self, name: str) -> Placement: ...
+    def local_shape(self, name: str) -> tuple[int, ...]: ...
+    def own(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of the whole tensor ``value``, of ``local_shape``."""
+        ...
+
+    def empty_part(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """This rank's part, zero where no tensor is."""
+        ...
+
+    def join(self, parts: torch.Tensor, flat: torch.Tensor) -> None:
+        """Copy the ranks' parts, one after another, into the unsharded buffer."""
+        ...
+
+    def split(self, flat: torch.Tensor, parts: torch.Tensor) -> None:
+        """The reverse, for gradients; padding becomes zero."""
+        ...
+
+    def describe(self) -> tuple[str, ...]:
+        """Everything that decides who holds what."""
+        ...
+
+    def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
+        """Flat elements ``[start, end)`` of each rank, of a tensor that is divided along its first dimensions; else how many."""
+        ...
+
+
+class Cuts:
+    """At the layout's boundaries between shards."""
+
+    copies = False
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self.layout, self.rank = layout, rank
+        self.kept = layout.kept(rank)
+        self.part_numel = layout.shard_numel
+
+    def placement(self, name: str) -> RaggedShard:
+        return RaggedShard(self.layout.dims(name), self.layout.units(name))
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        return self.placement(name).local_shape(self._shape(name), self.rank)
+
+    def own(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        start, end = self.layout.tensor_range(name, self.rank)
+        return value.reshape(-1)[start:end].view(self.local_shape(name))
+
+    def empty_part(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return DBuffer.empty(self.layout, rank=self.rank, dtype=dtype, device=device).flat
+
+    def join(self, parts: torch.Tensor, flat: torch.Tensor) -> None:
+        raise AssertionError("parts are gathered where they are read")
+
+    def split(self, flat: torch.Tensor, parts: torch.Tensor) -> None:
+        raise AssertionError("gradients are where they are reduced")
+
+    def describe(self) -> tuple[str, ...]:
+        return self.layout.description
+
+    def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
+        return tuple(self.layout.tensor_range(name, rank) for rank in range(self.layout.num_shards))
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return next(s.shape for s in self.layout.specs if s.name == name)
+
+
+@dataclass(frozen=True)
+class _Chunked:
+    """One tensor, divided along ``dim`` into chunks of ``size`` (the last ones shorter or empty), as ``torch.chunk`` does."""
+
+    shape: tuple[int, ...]
+    dim: int
+    size: int
+    offset: int
+    """Of the chunk in each part."""
+
+    def chunk_shape(self, rank: int) -> tuple[int, ...]:
+        length = max(0, min(self.size, self.shape[self.dim] - rank * self.size))
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+
+class Chunks:
+    """Every tensor for itself along one of its dimensions, evenly but for the first: a ``Shard`` placement.
+
+    Args:
+        layout: of the unsharded buffer, for one rank.
+        dims: the dimension of each tensor.
+
+    Raises:
+        ValueError: a tensor has no such dimension.
+        NotImplementedError: a dimension other than the first that the ranks don't divide evenly (as with FSDP2).
+    """
+
+    copies = True
+
+    def __init__(self, layout: Layout, dims: Mapping[str, int], rank: int, world: int) -> None:
+        self.layout, self.rank, self.world = layout, rank, world
+        self._tensors: dict[str, _Chunked] = {}
+        itemsize = min(s.dtype.itemsize for s in layout.specs)
+        quantum, end = max(1, START_BYTES // itemsize), 0
+        for spec in layout.specs:
+            dim = dims[spec.name]
+            if not -len(spec.shape) <= dim < len(spec.shape):
+                raise ValueError(f"shard_placement_fn gave Shard({dim}) for {spec.name!r} of shape {spec.shape}: it has no dimension {dim}")
+            dim %= len(spec.shape)
+            if dim and spec.shape[dim] % world:
+                raise NotImplementedError(
+                    f"shard_placement_fn gave Shard({dim}) for {spec.name!r} of shape {spec.shape}, which {world} ranks do not divide: "
+                    f"only dimension 0 may be uneven"
+                )
+            one = _Chunked(spec.shape, dim, -(-spec.shape[dim] // world), end)
+            self._tensors[spec.name] = one
+            end += -(-math.prod(one.chunk_shape(0)) // quantum) * quantum
+        part = max(1, 128 // itemsize)
+        self.part_numel = -(-end // part) * part
+        lengths = {name: math.prod(one.chunk_shape(rank)) for name, one in self._tensors.items()}
+        offsets = {name: one.offset for name, one in self._tensors.items()}
+        pieces: dict[str, tuple[tuple[int, int], ...]] = {n: ((offsets[n], offsets[n] + k),) if k else () for n, k in lengths.items()}
+        self.kept = Kept(offsets, lengths, pieces, self.part_numel, True)
+
+    def placement(self, name: str) -> Shard:
+        return Shard(self._tensors[name].dim)
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].chunk_shape(self.rank)
+
+    def own(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        return self._chunk(name, value, self.rank)
+
+    def empty_part(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(self.part_numel, dtype=dtype, device=device)
+
+    def join(self, parts: torch.Tensor, flat: torch.Tensor) -> None:
+        for whole, part in self._pairs(parts, flat):
+            whole.copy_(part)
+
+    def split(self, flat: torch.Tensor, parts: torch.Tensor) -> None:
+        parts.zero_()
+        for whole, part in self._pairs(parts, flat):
+            part.copy_(whole)
+
+    def describe(self) -> tuple[str, ...]:
+        return (f"{self.world} parts of {self.part_numel}", *(f"{n}: {list(t.shape)} Shard({t.dim})" for n, t in self._tensors.items()))
+
+    def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
+        one = self._tensors[name]
+        counts = [math.prod(one.chunk_shape(rank)) for rank in range(self.world)]
+        starts = [sum(counts[:rank]) for rank in range(self.world)]
+        return tuple((a, a + n) for a, n in zip(starts, counts, strict=True))
+
+    def _chunk(self, name: str, value: torch.Tensor, rank: int) -> torch.Tensor:
+        one = self._tensors[name]
+        length = one.chunk_shape(rank)[one.dim]
+        return value.narrow(one.dim, min(rank * one.size, one.shape[one.dim]), length)
+
+    def _pairs(self, parts: torch.Tensor, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Every chunk in the unsharded buffer, and in its rank's part."""
+        by_rank: Sequence[torch.Tensor] = parts.view(self.world, self.part_numel).unbind()
+        for name, one in self._tensors.items():
+            whole = self.layout.view(flat, name)
+            for rank, part in enumerate(by_rank):
+                shape = one.chunk_shape(rank)
+                if math.prod(shape):
+                    yield self._chunk(name, whole, rank), part[one.offset : one.offset + math.prod(shape)].view(shape)
