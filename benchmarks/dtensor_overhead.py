@@ -36,26 +36,42 @@ def build(count: int, mesh: Any) -> dict[str, list[Any]]:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor import distribute_tensor as torch_distribute
 
-    from vescale_ray import RaggedShard, distribute_tensor
+    from vescale_ray import RaggedDTensor, RaggedShard
 
     generator = torch.Generator().manual_seed(0)
     made: dict[str, list[Any]] = {"ours": [], "peer": []}
+    values, grads = torch.empty(count * 128), torch.empty(count * 128)  # flat, as the engine keeps them
+    end = 0
     for i in range(count):
         shape = (8, 16) if i % 4 else (16,)
         full, grad = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
-        for name, placement, distribute in (("ours", RaggedShard((0,), (1,)), distribute_tensor), ("peer", Shard(0), torch_distribute)):
-            p = nn.Parameter(distribute(full.clone(), mesh, [placement]))
-            p.grad = distribute(grad.clone(), mesh, [placement])
-            made[name].append(p)
+        p = nn.Parameter(torch_distribute(full.clone(), mesh, [Shard(0)]))
+        p.grad = torch_distribute(grad.clone(), mesh, [Shard(0)])
+        made["peer"].append(p)
+        views = [flat[end : end + full.numel()].view(shape).copy_(value) for flat, value in ((values, full), (grads, grad))]
+        end += full.numel()
+        ragged = [RaggedDTensor.from_local(view, mesh, [RaggedShard((0,), (1,))], shape=shape) for view in views]
+        q = nn.Parameter(ragged[0])
+        q.grad = ragged[1]
+        made["ours"].append(q)
     return made
 
 
-def cases(params: list[Any]) -> dict[str, Callable[[], Any]]:
+def cases(params: list[Any], name: str) -> dict[str, Callable[[], Any]]:
+    """``Flat`` is ours alone: its peer is the same optimizer over FSDP2's DTensors."""
     import torch
 
+    from vescale_ray.optim import Flat
+
     optim, clip = torch.optim, torch.nn.utils.clip_grad_norm_
+
+    def flat(**options: Any) -> Callable[[], Any]:
+        return Flat(params, optim.AdamW, **options).step if name == "ours" else optim.AdamW(params, **options).step
+
     return {
         "AdamW foreach": optim.AdamW(params, lr=1e-4, foreach=True).step,
+        "Flat AdamW foreach": flat(lr=1e-4, foreach=True),
+        "Flat AdamW fused": flat(lr=1e-4, fused=True),
         "AdamW fused": optim.AdamW(params, lr=1e-4, fused=True).step,
         "SGD momentum foreach": optim.SGD(params, lr=1e-4, momentum=0.9, foreach=True).step,
         "SGD foreach": optim.SGD(params, lr=1e-4, foreach=True).step,
@@ -83,7 +99,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(os.path.join(folder, "store"), 1), rank=0, world_size=1)
         made = build(options.parameters, init_device_mesh("cpu", (1,)))
-        runs = {name: cases(params) for name, params in made.items()}
+        runs = {name: cases(params, name) for name, params in made.items()}
         worst = 0.0
         for case in list(runs["ours"])[:-1]:  # all but the last, which clears the gradients
             for name in runs:

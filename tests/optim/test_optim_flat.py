@@ -1,0 +1,199 @@
+"""Flat: the same updates and states as the optimizer that it makes flat, over the same sharded parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from tests.ranks import run_gloo, run_threads
+from vescale_ray import RaggedDTensor, fully_shard
+from vescale_ray.optim import Flat
+
+WIDTH = 22
+CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
+    "fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "one by one": (torch.optim.Adam, {"lr": 1e-2, "foreach": False}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-2, "centered": True, "momentum": 0.5}),
+    "nadam": (torch.optim.NAdam, {"lr": 1e-2}),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(3))
+        self.gain, self.frozen = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x * self.gain * self.frozen[0]
+
+
+def model() -> Any:
+    net, generator = Net(), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.4)
+    for layer in net.layers:
+        fully_shard(layer)
+    return fully_shard(net)
+
+
+def groups(net: nn.Module, kind: str) -> list[Any]:
+    params = [p for p in net.parameters() if p.requires_grad]
+    if kind == "one":
+        return params
+    return [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.2},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0, "lr": 0.03},
+    ]
+
+
+def backward(net: Any, step: int) -> None:
+    net(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+
+
+def same(ours: Any, theirs: Any, of_ours: torch.optim.Optimizer, of_theirs: torch.optim.Optimizer, exact: bool) -> None:
+    def check(a: torch.Tensor, b: torch.Tensor) -> None:
+        assert a.shape == b.shape and a.dtype == b.dtype
+        if isinstance(b, RaggedDTensor):
+            assert isinstance(a, RaggedDTensor) and a.placements == b.placements
+            a, b = a.to_local(), b.to_local()
+        assert torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-6, atol=1e-7)
+
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        check(p.detach(), q.detach())
+        assert of_ours.state.get(p, {}).keys() == of_theirs.state.get(q, {}).keys()
+        for key, value in of_theirs.state.get(q, {}).items():
+            mine = of_ours.state[p][key]
+            check(mine, value) if isinstance(value, torch.Tensor) else pytest.approx(value) == mine
+
+
+def trains_alike(rank: int, world: int, kind: str, grouping: str) -> int:
+    cls, options = CLASSES[kind]
+    ours, theirs = model(), model()
+    flat, plain = Flat(groups(ours, grouping), cls, **options), cls(groups(theirs, grouping), **options)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in (flat, plain)]
+    for step in range(4):
+        for net, optimizer, schedule in zip((ours, theirs), (flat, plain), schedules, strict=True):
+            backward(net, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        same(ours, theirs, flat, plain, exact=not options.get("fused"))
+        if step == 1:  # from one to the other and back
+            state = flat.state_dict()
+            assert state["state"].keys() == plain.state_dict()["state"].keys()
+            plain.load_state_dict(state)
+            again = Flat(groups(ours, grouping), cls, **options)
+            again.load_state_dict(plain.state_dict())
+            schedules[0].optimizer = flat = again
+    return sum(piece.numel > 0 for pieces in flat._pieces for piece in pieces)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("grouping", ["one", "two"])
+def test_updates_states_and_schedules_are_those_of_the_optimizer_itself(kind: str, grouping: str) -> None:
+    for pieces in run_threads(3, trains_alike, kind, grouping):
+        assert grouping == "two" or pieces <= 4, "at most one for each buffer"
+
+
+def test_on_one_rank_there_is_a_piece_for_each_buffer() -> None:
+    assert run_threads(1, trains_alike, "adamw", "one") == [4]
+
+
+def saved(rank: int, world: int, root: str) -> None:
+    """Through DCP, at another world's cuts, into the optimizer itself."""
+    net = model()
+    flat = Flat(groups(net, "one"), torch.optim.AdamW, lr=1e-2)
+    for step in range(2):
+        backward(net, step)
+        flat.step()
+        flat.zero_grad()
+    expected = [{k: full(v) for k, v in flat.state[p].items()} for p in net.parameters() if p.requires_grad]
+    dcp.save({"model": net.state_dict(), "optimizer": get_optimizer_state_dict(net, flat)}, checkpoint_id=root)
+    other = model()
+    into = Flat(groups(other, "one"), torch.optim.AdamW, lr=1e-2)
+    backward(other, 9)
+    into.step()
+    state = {"model": other.state_dict(), "optimizer": get_optimizer_state_dict(other, into)}
+    dcp.load(state, checkpoint_id=root)
+    set_optimizer_state_dict(other, into, state["optimizer"])
+    got = [{k: full(v) for k, v in into.state[p].items()} for p in other.parameters() if p.requires_grad]
+    for a, b in zip(got, expected, strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def full(value: Any) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, RaggedDTensor) else value
+
+
+def test_states_go_through_dcp(tmp_path: Any) -> None:
+    run_gloo(2, saved, str(tmp_path))
+
+
+def accumulated_and_refused(rank: int, world: int) -> None:
+    ours, theirs = model(), model()
+    flat, plain = Flat(ours.parameters(), torch.optim.SGD, lr=0.1), torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for net in (ours, theirs):
+        backward(net, 1)
+        backward(net, 2)  # gradients add up in the sharded parameters
+        for p in net.parameters():
+            if p.grad is not None:
+                p.grad = p.grad * 2  # no longer where the engine put it
+    flat.step()
+    plain.step()
+    same(ours, theirs, flat, plain, exact=True)
+    flat.zero_grad()
+    flat.step()  # nothing has a gradient: nothing is done
+    same(ours, theirs, flat, plain, exact=True)
+    backward(ours, 3)
+    ours.layers[0][0].bias.grad = None
+    if any(len(piece.members) > 1 and any(m is ours.layers[0][0].bias for m in piece.members) for p in flat._pieces for piece in p):
+        with pytest.raises(RuntimeError, match="1 of .* parameters that share a buffer have no gradient"):
+            flat.step()
+    backward(ours, 3)
+    ours.double()
+    with pytest.raises(RuntimeError, match="moved or cast since the Flat optimizer was built"):
+        flat.step()
+
+
+def test_gradients_elsewhere_missing_or_parameters_moved() -> None:
+    run_threads(2, accumulated_and_refused)
+
+
+def test_what_can_not_be_flat_is_refused() -> None:
+    with pytest.raises(ValueError, match="Adafactor is not element-wise"):
+        Flat([nn.Parameter(torch.ones(3))], torch.optim.Adafactor)
+    with pytest.raises(ValueError, match="not contiguous in memory"):
+        Flat([nn.Parameter(torch.ones(3, 4).t())], torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        Flat([nn.Parameter(torch.ones(3))], torch.optim.SGD, lr=-1.0)
+
+
+def late_group(rank: int, world: int) -> None:
+    ours, theirs = model(), model()
+    first, rest = [groups(net, "two")[0] for net in (ours, theirs)], [groups(net, "two")[1] for net in (ours, theirs)]
+    flat, plain = Flat([first[0]], torch.optim.AdamW, lr=0.1), torch.optim.AdamW([first[1]], lr=0.1)
+    for step in range(3):
+        if step == 1:
+            flat.add_param_group(rest[0])
+            plain.add_param_group(rest[1])
+        for net, optimizer in ((ours, flat), (theirs, plain)):
+            backward(net, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        same(ours, theirs, flat, plain, exact=True)
+
+
+def test_a_group_may_be_added_later() -> None:
+    run_threads(2, late_group)

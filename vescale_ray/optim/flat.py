@@ -1,0 +1,256 @@
+"""Flat: an element-wise optimizer with one tensor per buffer instead of one per parameter.
+
+The sharded parameters of a group are neighbours in one flat shard, and so are their gradients. An optimizer that treats every element
+alike (SGD, Adam, AdamW, RMSprop, Lion, ..) need not know where one ends and the next begins: it gets the flat pieces, and takes one kernel
+where it would take one for each parameter, and no dispatch of DTensors at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from vescale_ray.dtensor import RaggedDTensor
+
+_GAP_BYTES = 128
+"""Parameters of one storage that lie no further apart are one piece: what is between them is padding, zero and without gradient."""
+
+_SCALARS = {"step", "mu_product", "eta", "mu"}
+"""States of one element of torch's optimizers, whatever the parameter's shape."""
+
+NOT_ELEMENTWISE = {"Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "AdamW8bit", "SparseAdam"}
+
+
+class _Piece:
+    """Neighbours of one param group: ``flat`` is the memory from the first one's start to the last one's end."""
+
+    def __init__(self, members: list[torch.Tensor]) -> None:
+        self.members = members
+        locals_ = [_local(p) for p in members]
+        base, last = locals_[0], locals_[-1]
+        self.starts = [t.storage_offset() - base.storage_offset() for t in locals_]
+        self.numel = self.starts[-1] + last.numel()
+        self.flat = torch.nn.Parameter(base.as_strided((self.numel,), (1,), base.storage_offset()))
+        self._from = (base.untyped_storage()._cdata, base.storage_offset())
+
+    def check(self) -> None:
+        """The parameters are still where they were.
+
+        Raises:
+            RuntimeError: they were moved (``model.to(..)``, ``to_empty``) since the optimizer was built.
+        """
+        base = _local(self.members[0])
+        if (base.untyped_storage()._cdata, base.storage_offset()) != self._from:
+            raise RuntimeError("the model's parameters were moved or cast since the Flat optimizer was built: build it again")
+
+    def gradient(self) -> torch.Tensor | None:
+        """The gradients of all members, as one: where they lie if they lie as the parameters do, else copied together.
+
+        Raises:
+            RuntimeError: some members have a gradient and others have none.
+        """
+        grads = [p.grad for p in self.members]
+        if all(grad is None for grad in grads):
+            return None
+        missing = sum(grad is None for grad in grads)
+        if missing:
+            raise RuntimeError(
+                f"{missing} of {len(grads)} parameters that share a buffer have no gradient: a Flat optimizer steps all or none; use "
+                f"set_reduce_scatter_unused_params(True), or the optimizer itself"
+            )
+        locals_ = [_local(grad) for grad in grads if grad is not None]
+        base = locals_[0]
+        storage = base.untyped_storage()
+        together = all(
+            t.untyped_storage()._cdata == storage._cdata and t.storage_offset() - base.storage_offset() == start and t.is_contiguous()
+            for t, start in zip(locals_, self.starts, strict=True)
+        )
+        if together:
+            return base.as_strided((self.numel,), (1,), base.storage_offset())
+        whole = base.new_zeros(self.numel)
+        for grad, start in zip(locals_, self.starts, strict=True):
+            whole[start : start + grad.numel()] = grad.reshape(-1)
+        return whole
+
+    def view(self, state: torch.Tensor, index: int) -> torch.Tensor:
+        """Member ``index``'s part of a state of ``flat``'s shape, as a tensor like that parameter."""
+        param, start = self.members[index], self.starts[index]
+        local = _local(param)
+        part = state[start : start + local.numel()].view(local.shape)
+        return RaggedDTensor.from_spec(part, param._spec) if isinstance(param, RaggedDTensor) else part
+
+
+class Flat(torch.optim.Optimizer):
+    """``optimizer_class`` over the flat shards of ``params``.
+
+    An ``Optimizer`` like any other: param groups (parameters of several groups in one buffer are several pieces), learning-rate
+    schedulers, hooks, closures, and a ``state_dict`` with a state for each parameter, as ``optimizer_class`` would have.
+
+    Args:
+        params: as for any optimizer; sharded by ``fully_shard``, or plain tensors. The order does not matter.
+        optimizer_class: of ``torch.optim``, or with its interface; element-wise, with states shaped like the parameter or of one
+            element.
+        options: for ``optimizer_class``.
+
+    Raises:
+        ValueError: an optimizer that is known not to be element-wise; parameters that ``fully_shard`` has replaced.
+    """
+
+    def __init__(self, params: Iterable[Any], optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> None:
+        if optimizer_class.__name__ in NOT_ELEMENTWISE:
+            raise ValueError(f"{optimizer_class.__name__} is not element-wise: it needs to know where a parameter begins; use it by itself")
+        self._class, self._options = optimizer_class, options
+        self._inner: torch.optim.Optimizer | None = None
+        self._pieces: list[list[_Piece]] = []
+        # The class knows the defaults of its options, and checks them.
+        super().__init__(params, optimizer_class([torch.nn.Parameter(torch.zeros(1))], **options).defaults)
+        self._build()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        given = param_group["params"]
+        param_group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
+        tensors = [p[1] if isinstance(p, tuple) else p for p in param_group["params"]]
+        stale = sum(bool(getattr(p, "_vescale_replaced", False)) for p in tensors)
+        if stale:
+            raise ValueError(
+                f"{stale} of {len(tensors)} parameters are not in the model any more, since fully_shard replaced them by sharded ones: "
+                f"build the optimizer after fully_shard, from model.parameters()"
+            )
+        super().add_param_group(param_group)
+        if self._inner is not None:
+            states = self.state_dict()["state"]
+            self._build()
+            self._fill(states)
+
+    def _build(self) -> None:
+        self._pieces = [_pieces(group["params"]) for group in self.param_groups]
+        groups = [
+            {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": [piece.flat for piece in pieces]}
+            for group, pieces in zip(self.param_groups, self._pieces, strict=True)
+        ]
+        self._inner = self._class(groups, **self._options)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        assert self._inner is not None
+        found = [[piece.gradient() for piece in pieces] for pieces in self._pieces]
+        for group, inner, pieces, grads in zip(self.param_groups, self._inner.param_groups, self._pieces, found, strict=True):
+            inner.update((key, value) for key, value in group.items() if key not in ("params", "param_names"))
+            for piece, grad in zip(pieces, grads, strict=True):
+                piece.check()
+                piece.flat.grad = grad
+        self._inner.step()
+        for pieces in self._pieces:
+            for piece in pieces:
+                piece.flat.grad = None
+                self._show(piece)
+        return loss
+
+    def _show(self, piece: _Piece) -> None:
+        """Let :attr:`state` of every parameter look into the states of the piece; once, since these stay where they are."""
+        assert self._inner is not None
+        states = self._inner.state.get(piece.flat)
+        if not states or all(p in self.state and self.state[p].keys() == states.keys() for p in piece.members):
+            return
+        for index, param in enumerate(piece.members):
+            self.state[param] = {
+                key: piece.view(value, index) if isinstance(value, torch.Tensor) and value.shape == piece.flat.shape else value
+                for key, value in states.items()
+            }
+
+    def state_dict(self) -> dict[str, Any]:
+        """A state for each parameter, as ``optimizer_class`` over the parameters would have it. Tensors are the states themselves, but
+        for those of one element (``step``), which parameters of a piece share here: each gets its own."""
+        found: dict[str, Any] = super().state_dict()
+        ordered = [p for group in self.param_groups for p in group["params"]]
+        for index, states in found["state"].items():
+            found["state"][index] = {
+                key: value.clone() if isinstance(value, torch.Tensor) and not _is_like(key, [value], [ordered[index]]) else value
+                for key, value in states.items()
+            }
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state dict of a Flat optimizer, or of ``optimizer_class`` over the same parameters.
+
+        Raises:
+            ValueError: parameters that share a buffer have states of different kinds, or at different steps.
+        """
+        super().load_state_dict(state_dict)
+        ordered = [p for group in self.param_groups for p in group["params"]]
+        self._fill({index: dict(self.state[p]) for index, p in enumerate(ordered) if p in self.state})
+
+    @torch.no_grad()
+    def _fill(self, states: dict[int, dict[str, Any]]) -> None:
+        """States by the position of the parameter, written into the pieces."""
+        assert self._inner is not None
+        position = {id(p): index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        filled: list[tuple[_Piece, dict[str, Any]]] = []
+        for piece in (piece for pieces in self._pieces for piece in pieces):
+            given = [states.get(position[id(p)], {}) for p in piece.members]
+            if not any(given):
+                continue
+            if any(one.keys() != given[0].keys() for one in given):
+                raise ValueError("parameters that share a buffer have states of different kinds: load it into the optimizer itself")
+            joined: dict[str, Any] = {}
+            for key, value in given[0].items():
+                values = [one[key] for one in given]
+                if _is_like(key, values, piece.members):
+                    flat = torch.zeros_like(piece.flat, dtype=_local(value).dtype)
+                    for part, start in zip(map(_local, values), piece.starts, strict=True):
+                        flat[start : start + part.numel()] = part.reshape(-1)
+                    joined[key] = flat
+                else:
+                    if any(_number(other) != _number(value) for other in values):
+                        raise ValueError(f"parameters that share a buffer have different {key!r}: load it into the optimizer itself")
+                    joined[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            filled.append((piece, joined))
+        self.state.clear()
+        for piece, joined in filled:
+            self._inner.state[piece.flat] = joined
+            self._show(piece)
+
+
+def _is_like(key: str, values: list[Any], params: list[torch.Tensor]) -> bool:
+    """Whether a state has an element for each of its parameter's. Of a plain parameter without dimensions its name has to tell."""
+    for value, param in zip(values, params, strict=True):
+        if not isinstance(value, torch.Tensor) or value.shape != param.shape or isinstance(value, DTensor) != isinstance(param, DTensor):
+            return False
+        if not param.dim() and not isinstance(param, DTensor) and key in _SCALARS:
+            return False
+    return True
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _pieces(params: list[torch.Tensor]) -> list[_Piece]:
+    """Neighbours in memory, together. Parameters of which this rank has nothing are pieces of no elements, so that they have states."""
+    runs: list[list[torch.Tensor]] = []
+    end, where = -1, None
+    for param in sorted(params, key=lambda p: (_local(p).untyped_storage()._cdata, _local(p).storage_offset())):
+        local = _local(param)
+        if not local.is_contiguous():
+            raise ValueError(f"a parameter of shape {tuple(param.shape)} is not contiguous in memory: use the optimizer itself")
+        if not local.numel():
+            continue
+        kind = (local.untyped_storage()._cdata, local.dtype, param.requires_grad)
+        gap = (local.storage_offset() - end) * local.element_size()
+        if runs and kind == where and 0 <= gap <= _GAP_BYTES:
+            runs[-1].append(param)
+        else:
+            runs.append([param])
+        end, where = int(local.storage_offset()) + local.numel(), kind
+    return [_Piece(run) for run in (*runs, *([p] for p in params if not _local(p).numel()))]
