@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, shard_tower
 from tests.ranks import run_gloo, run_threads
 from vescale_ray import compat
-from vescale_ray.fsdp import comm, memory
+from vescale_ray.fsdp import Sharding, comm, memory
 from vescale_ray.fsdp.division import Chunks
 from vescale_ray.fsdp.gradients import Gradients
 from vescale_ray.fsdp.memory import Buffer, Pool
@@ -220,6 +220,12 @@ def test_parameters_that_are_copied_from_where_they_are_gathered(streams, which)
     for races, accesses, *_ in run_threads(2, train, streams, {"shard_placement_fn": along_rows}):
         assert races == []
         assert accesses > 200
+
+
+def test_parameters_that_are_kept_until_the_optimizer_step(streams):
+    for races, accesses, *_ in run_threads(2, train, streams, {"sharding": Sharding.zero2()}):
+        assert races == []
+        assert accesses > 100
 
 
 def test_the_checker_finds_a_missing_wait(streams, monkeypatch):

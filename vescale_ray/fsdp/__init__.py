@@ -42,6 +42,7 @@ from vescale_ray.fsdp.debug import OrderError, set_debug
 from vescale_ray.fsdp.module import FSDPModule
 from vescale_ray.fsdp.overview import explain
 from vescale_ray.fsdp.phases import PhaseError
+from vescale_ray.fsdp.sharding import Sharding
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -50,6 +51,7 @@ __all__ = [
     "OffloadPolicy",
     "OrderError",
     "PhaseError",
+    "Sharding",
     "UnshardHandle",
     "explain",
     "fully_shard",

@@ -15,13 +15,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Shard
 
-from vescale_ray.fsdp.group import Group, plan_groups
+from vescale_ray.fsdp.group import Group, Retain, plan_groups
 from vescale_ray.fsdp.linear import adopt_linear
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
 from vescale_ray.fsdp.parameters import Owner, Parallel, Source, Subgroup
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.pipelining import leave_state
 from vescale_ray.fsdp.schedule import Lanes, unit_of
+from vescale_ray.fsdp.sharding import Sharding, plan_sharding
 from vescale_ray.fsdp.unit import Unit
 from vescale_ray.geometry import Block
 
@@ -40,6 +41,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     block_policy: BlockPolicy | None = None,
     allow_gaps: bool | Callable[[str, nn.Parameter], bool] = False,
+    sharding: Sharding | None = None,
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer states over the data-parallel ranks, in place.
 
@@ -70,6 +72,8 @@ def fully_shard(
             matrix, where that saves padding: True, or ``(name, parameter) -> bool``. Such a parameter is then a strided view in
             forward (each matrix contiguous), which ``bmm``, indexing and grouped products take, and ``view(-1)`` does not. Its
             block need not divide ``n``. Sharded, it is as any other. :func:`explain` shows the gaps.
+        sharding: which dimensions of ``mesh`` (of any number, named) parameters, gradients and optimizer states are sharded over:
+            DDP, ZeRO-1, 2, 3, HSDP with or without a sharded optimizer; None: all over the last one.
 
     Returns:
         The same object(s); their class is now a subclass of :class:`FSDPModule` and of what it was.
@@ -83,11 +87,21 @@ def fully_shard(
     if dp_mesh_dims is not None:
         whole_mesh, mesh = mesh, _data_mesh(mesh, dp_mesh_dims)
     mesh = mesh if mesh is not None else _default_mesh()
+    axes = None
+    if sharding is not None:
+        if dp_mesh_dims is not None or (reshard_after_forward is not None and not isinstance(reshard_after_forward, bool)):
+            raise ValueError("sharding says where everything is sharded: leave out dp_mesh_dims and an int for reshard_after_forward")
+        axes = plan_sharding(sharding, mesh)
+        mesh = axes.mesh
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard needs a mesh of 1 or 2 dimensions, not {mesh.ndim}: {mesh}")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ValueError("a 2-D mesh needs mesh_dim_names, as ('replicate', 'shard')")
     reshard, neighbours = _reshard_after_forward(reshard_after_forward, mesh.size(mesh.ndim - 1))
+    retain = Retain.NOTHING
+    if axes is not None:
+        neighbours = axes.neighbours
+        retain = Retain.ALL if axes.keep else Retain.PART if neighbours is not None else Retain.NOTHING
     device = _device_of(mesh)
     ignored = ignored_params or set()
 
@@ -131,12 +145,15 @@ def fully_shard(
         # The original is out of the model now. Whoever still holds it (an optimizer, a module tied to it) can be told so.
         param.__dict__["_vescale_replaced"] = True
 
+    for group in groups:
+        group.retain = retain
     if neighbours is not None:
         for group in groups:
             if not group.division.copies:
                 group.subgroup = Subgroup(mesh, neighbours, device)
 
     unit = Unit(modules, groups, mp_policy, reshard, device)
+    unit.hold_gradients = axes is None or axes.hold
     for one in modules:
         one.__dict__["_vescale_unit"] = unit
         leave_state(one, unit)

@@ -8,6 +8,7 @@ See [Note: the tensors of a group] in ``vescale_ray/fsdp/__init__.py`` for every
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
 import torch
 from torch import nn
@@ -26,6 +27,15 @@ from vescale_ray.fsdp.memory import Buffer, Pool
 from vescale_ray.fsdp.parameters import GroupParam, Place, Source, Subgroup, as_dtensor, local_of
 from vescale_ray.fsdp.phases import Residency
 from vescale_ray.planner import TensorSpec, plan_buffers, plan_layout
+
+
+class Retain(Enum):
+    """What of the gathered parameters stays until the next optimizer step."""
+
+    NOTHING = "nothing"
+    PART = "part"
+    """This rank's part of its subgroup's."""
+    ALL = "all"
 
 
 def plan_groups(
@@ -105,6 +115,9 @@ class Group:
         """After forward this rank keeps a larger part of the parameters, and backward gathers them from fewer ranks."""
         self._part: torch.Tensor | None = None
         """That part, between forward and backward."""
+        self.retain = Retain.NOTHING
+        self._whole_of: tuple[int, ...] | None = None
+        """The buffer holds all parameters of this version, though the modules have the sharded ones."""
         self._pool: Pool | None = None
         self._buffer: Buffer | None = None
         """Where the unsharded parameters are: the same storage each time, since autograd keeps views of it."""
@@ -186,8 +199,14 @@ class Group:
         if self.residency is not Residency.SHARDED:
             return
         assert self._pool is not None
+        whole, self._whole_of = self._whole_of, None
+        if whole is not None and whole == self._spmd_version():
+            self._whole_of, self._gather, self.residency = whole, comm.Done(), Residency.GATHERING
+            return
         group, pairwise = self.place.shard_group, self.place.pairwise
-        part, self._part = self._part, None
+        part = self._part
+        if self.retain is not Retain.PART or self._gathered_of != self._spmd_version():
+            self._part = None
         if part is not None and self.subgroup is not None and self._gathered_of == self._spmd_version():
             shard, group, pairwise = part, self.subgroup.group, self.subgroup.pairwise
             lane.after_current()
@@ -199,9 +218,12 @@ class Group:
             if self._buffer is None or self._buffer.nbytes != self.unsharded_bytes:  # the parameters were cast
                 self._buffer = self._new_buffer()
             agree(f"all-gather of {self.name!r}", group, self.place.device)
-            lane.after(self._pool.released_event)
-            with torch.no_grad(), lane.context():
-                self._pool.provide(self._buffer)
+            if whole is None:
+                lane.after(self._pool.released_event)
+                with torch.no_grad(), lane.context():
+                    self._pool.provide(self._buffer)
+            else:
+                lane.after_current()
             out = self._buffer.flat(self.compute_dtype)
             if self.division.copies:
                 self._parts = self._new_parts()
@@ -251,18 +273,46 @@ class Group:
         self.grads.trainable_count = trainable
         self.residency = Residency.UNSHARDED
 
-    def reshard(self, *, after_forward: bool = False) -> None:
-        """Give the sharded parameters back to the modules and the buffer back to the pool; ``after_forward``, keep this rank's
-        part of the subgroup's, if there is one."""
+    def rest(self, *, after_forward: bool) -> None:
+        """A pass needs the parameters no longer: reshard, but keep what is to be kept until backward or the next optimizer step."""
         if self.residency is Residency.SHARDED:
             return
-        self._finish_gather()
-        if after_forward and self.subgroup is not None and not self.in_place and self._buffer is not None:
+        version, part = self._spmd_version(), self._part
+        unused = self.residency is Residency.GATHERING and self._whole_of is None
+        if unused or self._gathered_of != version or self._buffer is None:
+            self.reshard()
+            self._part = part if self.retain is Retain.PART else None
+            return
+        if self.retain is Retain.ALL and not self.in_place:
+            self._give_back_sharded()
+            self._gather, self._whole_of = None, version
+            return
+        keeps = self.subgroup is not None and (after_forward or self.retain is Retain.PART)
+        if keeps and part is None:
+            assert self.subgroup is not None
             with torch.no_grad():
-                self._part = self._buffer.flat(self.compute_dtype).chunk(self.subgroup.size)[self.subgroup.rank].clone()
+                part = self._buffer.flat(self.compute_dtype).chunk(self.subgroup.size)[self.subgroup.rank].clone()
+        self.reshard()
+        self._part = part
+
+    def reshard(self) -> None:
+        """Give the sharded parameters back to the modules and the buffer back to the pool."""
+        self._part = None
+        if self.residency is Residency.SHARDED:
+            if self._whole_of is not None:
+                self._release()
+            return
+        self._finish_gather()
+        self._give_back_sharded()
+        self._release()
+
+    def _give_back_sharded(self) -> None:
         for param in self.params:
             param.install(param.sharded)
         self.residency, self.requested = Residency.SHARDED, False
+
+    def _release(self) -> None:
+        self._whole_of = None
         if not self.in_place and self._buffer is not None and self._pool is not None:
             self._pool.release(self._buffer, comm.current_event(self.place.device))
 
@@ -282,7 +332,7 @@ class Group:
     def drop_prefetch(self) -> None:
         """Leave the buffer if the parameters were gathered ahead and then not needed."""
         if self.residency is Residency.GATHERING and not self.requested:
-            self.reshard()
+            self.rest(after_forward=False)
 
     def _shard_to_gather(self, lane: comm.Lane | None) -> torch.Tensor:
         """This rank's part of the buffer, in the compute dtype: the master itself, or its cast, made once per optimizer step."""
@@ -335,7 +385,6 @@ class Group:
         """Forget everything of an unfinished step: gradients, reductions, gathered parameters."""
         self.grads.discard()
         self.reshard()
-        self._part = None
 
     # -- the parameters changed under us: .to(), to_empty(), load_state_dict(assign=True) --------------------------------
 
@@ -356,6 +405,7 @@ class Group:
         kinds = {(c.dtype, c.device.type) for c in current}
         if len(kinds) > 1:
             return
+        self.reshard()
         dtype, device_type = kinds.pop()
         if dtype != self.orig_dtype:
             self.orig_dtype = dtype
@@ -378,7 +428,7 @@ class Group:
             param.install(param.sharded)
             if param.unsharded is not None and param.unsharded.dtype != self.compute_dtype:
                 param.unsharded = None
-        self._bound_to = self._part = None
+        self._bound_to = None
         self.refresh()
 
     def _part_of(self, param: GroupParam, new: torch.Tensor) -> torch.Tensor:

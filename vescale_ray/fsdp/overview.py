@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.group import Group, Retain
 from vescale_ray.fsdp.schedule import unit_of
 from vescale_ray.fsdp.unit import Unit
 from vescale_ray.planner.step_buffers import Travel, device_buffers, host_buffers
@@ -141,6 +141,8 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
         return [travel(group) for group in unit.groups if not group.in_place]
 
     def stays(unit: Unit) -> bool:
+        if any(group.retain is Retain.ALL for group in unit.groups):
+            return True
         return unit is root if unit.reshard_after_forward is None else not unit.reshard_after_forward
 
     passing = [travels(unit) for unit in units if not stays(unit)]

@@ -82,6 +82,8 @@ class Unit:
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.gradient_sync = True
+        self.hold_gradients = True
+        """Without gradient sync, gradients add up unsharded; else as shards."""
         self.reshard_after_backward = True
         self.reduce_unused = False
         self.max_reductions = 1
@@ -172,7 +174,7 @@ class Unit:
         self._waiting.clear()
         if reshard and self.resharding_after_forward:
             for group in self.groups:
-                group.reshard(after_forward=torch.is_grad_enabled())
+                group.rest(after_forward=torch.is_grad_enabled())
         self.set_phase(Phase.RESTING)
 
     @property
@@ -258,9 +260,9 @@ class Unit:
         if self.phase is Phase.BACKWARD:
             self.set_phase(Phase.RESTING)
         self._open_call = None
-        if self.reshard_after_backward:
-            self.reshard()
         for group in self.groups:
+            if self.reshard_after_backward:
+                group.rest(after_forward=False)
             group.grads.end_window()
         self.reduce()
 
@@ -273,7 +275,7 @@ class Unit:
 
     def reduce(self) -> None:
         """Start to reduce the gradients that have come, unless they are only to be added up for now."""
-        if not self.gradient_sync:
+        if not self.gradient_sync and self.hold_gradients:
             return
         self.prefetch_backward()
         assert self.schedule is not None
@@ -288,7 +290,7 @@ class Unit:
         """The whole backward is over: close what is still open."""
         if self.phase is Phase.FORWARD:  # a backward inside the model's forward, of a part that this unit is not in
             return
-        if self.reduce_unused and self.gradient_sync and not self.reduced:
+        if self.reduce_unused and (self.gradient_sync or not self.hold_gradients) and not self.reduced:
             for group in self.groups:
                 if group.grads.trainable_count and any(p.unsharded is not None for p in group.params):
                     group.grads.open_unused()

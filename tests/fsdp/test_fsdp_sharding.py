@@ -1,0 +1,182 @@
+"""``Sharding``: every way gives one process's training; what is sent and kept is what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded
+from tests.fsdp.transformer import full
+from tests.ranks import run_gloo, run_threads
+from vescale_ray.fsdp import Sharding, explain, fully_shard
+
+WAYS: dict[str, tuple[tuple[int, ...], tuple[str, ...], Sharding]] = {
+    "ddp": ((4,), ("shard",), Sharding.ddp()),
+    "zero1": ((4,), ("shard",), Sharding.zero1()),
+    "zero2": ((4,), ("shard",), Sharding.zero2()),
+    "zero3": ((4,), ("shard",), Sharding.zero3()),
+    "hsdp": ((2, 2), ("replicate", "shard"), Sharding.zero3()),
+    "hsdp, shards first": ((2, 2), ("shard", "replicate"), Sharding.zero3()),
+    "hsdp, zero1": ((2, 2), ("replicate", "shard"), Sharding.zero1()),
+    "hsdp, sharded optimizer": (
+        (2, 2),
+        ("replicate", "shard"),
+        Sharding("shard", ("replicate", "shard"), ("replicate", "shard")),
+    ),
+    "three dimensions": ((2, 2, 2), ("pods", "hosts", "devices"), Sharding("devices", ("hosts", "devices"), ("hosts", "devices"))),
+}
+
+
+def shard(model: Any, way: str, **options: Any) -> Any:
+    shape, names, sharding = WAYS[way]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, sharding=sharding, **options)
+    return fully_shard(model, mesh=mesh, sharding=sharding, **options)
+
+
+def trains(rank: int, world: int, way: str, dtype: str) -> list[tuple[int, int]]:
+    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
+    ours, alone = shard(seeded(Tower), way, mp_policy=precision), seeded(Tower)
+    bound = 1e-5 if dtype == "float32" else 5e-2
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ours, alone)]
+    lanes, sent = None, []
+    for step in range(3):
+        for micro in range(2):
+            ours.set_requires_gradient_sync(micro == 1)
+            before = (0, 0) if lanes is None else (lanes.gather.issued, lanes.reduce.issued)
+            for model, r, w in ((ours, rank, world), (alone, 0, 1)):
+                model(inputs(r, w, 2 * step + micro, rows=24)).float().square().mean().backward()
+            lanes = ours._get_fsdp_state().lanes
+            sent.append((lanes.gather.issued - before[0], lanes.reduce.issued - before[1]))
+            assert all(hasattr(p, "full_tensor") for p in ours.parameters()), "between passes the modules have the sharded parameters"
+        same(grads(ours), grads(alone), bound)
+        with torch.no_grad():
+            ours(inputs(rank, world, 9, rows=24))  # sees the same parameters, and changes nothing
+        ours.reshard()  # the root's stay gathered after a forward, as with FSDP2
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    same({n: full(p) for n, p in ours.named_parameters()}, dict(alone.named_parameters()), 1e-4 if dtype == "float32" else 5e-2)
+    return sent
+
+
+UNITS = 6  # five layers and the root, which stays gathered from forward to backward
+
+EXPECTED = {
+    # gathers and reductions of a step's first micro-batch, and of its second one
+    "zero1": [(UNITS, 0), (0, UNITS)],
+    "zero2": [(UNITS, UNITS), (0, UNITS)],
+    "zero3": [(2 * UNITS - 1, UNITS), (2 * UNITS - 1, UNITS)],
+    "hsdp, zero1": [(UNITS, 0), (0, UNITS)],
+    "hsdp": [(2 * UNITS - 1, UNITS), (2 * UNITS - 1, UNITS)],
+    "hsdp, sharded optimizer": [(2 * UNITS - 1, UNITS), (2 * UNITS - 1, UNITS)],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("way", WAYS)
+def test_training_is_that_of_one_process(way: str, dtype: str) -> None:
+    world = 8 if way == "three dimensions" else 4
+    for sent in run_threads(world, trains, way, dtype):
+        if way in EXPECTED:
+            assert sent[2:4] == EXPECTED[way] and sent[4:] == EXPECTED[way], sent
+
+
+def test_on_gloo() -> None:
+    for way in ("zero1", "hsdp, sharded optimizer"):
+        run_gloo(4, trains, way, "float32")
+
+
+def kept(rank: int, world: int, way: str) -> tuple[int, list[int], int]:
+    """Elements of a layer's master shard, the sizes of the groups that it was gathered in, and bytes held between passes."""
+    model = shard(seeded(Tower), way)
+    layer = model.layers[2]._get_fsdp_state().groups[0]
+    sizes: list[int] = []
+    own = layer.unshard
+
+    def unshard(lane: Any, together: Any, *, fresh: bool = False) -> None:
+        whole = layer._whole_of is not None
+        own(lane, together, fresh=fresh)
+        if not whole:
+            part = layer._part is not None and layer._gathered_of == layer._spmd_version()
+            sizes.append(layer.subgroup.size if part else layer.place.world)
+
+    layer.unshard = unshard
+    for step in range(2):
+        model(inputs(rank, world, step, rows=24)).square().mean().backward()
+    pool = model._get_fsdp_state().lanes.pool
+    return layer.division.part_numel, sizes, pool.bytes_held()
+
+
+def test_what_is_kept_and_from_whom_parameters_come() -> None:
+    numel = 20 * 20 + 20
+    for master, sizes, _ in run_threads(4, kept, "hsdp, sharded optimizer"):
+        assert master < numel / 3, "a quarter of a layer, and padding"
+        assert set(sizes[2:]) == {2}, "after the first gather of a step, from the neighbour alone"
+    for master, _, held in run_threads(4, kept, "zero2"):
+        assert master < numel / 3 and held >= 5 * numel * 4, "all layers are kept"
+    for master, _, held in run_threads(4, kept, "zero3"):
+        assert master < numel / 3 and held < 3 * numel * 4
+    for master, _, _ in run_threads(4, kept, "ddp"):
+        assert master >= numel
+
+
+def interrupted(rank: int, world: int) -> None:
+    """Parameters that are kept follow every way of writing them."""
+    model = shard(seeded(Tower), "zero2")
+    x = inputs(rank, world, 0, rows=24)
+
+    def expect() -> None:
+        model.reshard()
+        whole = {n: full(p) for n, p in model.named_parameters()}
+        plain = Tower()
+        plain.load_state_dict(whole)
+        assert torch.allclose(model(x), plain(x), atol=1e-6)
+
+    expect()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    expect()
+    model.load_state_dict({n: p * 3 for n, p in model.state_dict().items()})
+    expect()
+    model.layers[1].reshard()
+    expect()
+    assert sum(explain(model).memory.values()) > 0
+    model.double()
+    x = x.double()
+    model.reshard()
+    whole = {n: full(p) for n, p in model.named_parameters()}
+    plain = Tower().double()
+    plain.load_state_dict(whole)
+    assert torch.allclose(model(x), plain(x))
+    model.layers[0].unshard()
+    assert type(model.layers[0][0].weight) is nn.Parameter
+    model.layers[0].reshard()
+    model(x).sum().backward()
+
+
+def test_kept_parameters_follow_writes_loads_and_casts() -> None:
+    run_threads(4, interrupted)
+
+
+def refusals(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(ValueError, match="the mesh has replicate, shard"):
+        fully_shard(Tower(), mesh=mesh, sharding=Sharding.zero3("rows"))
+    with pytest.raises(ValueError, match="parameters need the last of these"):
+        fully_shard(Tower(), mesh=mesh, sharding=Sharding("replicate", ("replicate", "shard"), ("replicate", "shard")))
+    with pytest.raises(ValueError, match="leave out dp_mesh_dims and an int"):
+        fully_shard(Tower(), mesh=mesh, sharding=Sharding.zero3(), reshard_after_forward=2)
+    with pytest.raises(ValueError, match="gradients are sharded over 'shard' but optimizer are not"):
+        Sharding((), "shard", ())
+
+
+def test_what_does_not_fit_is_refused_in_one_sentence() -> None:
+    run_threads(2, refusals)
