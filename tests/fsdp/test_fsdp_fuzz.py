@@ -1,4 +1,5 @@
-"""Random programs: units, orders, checkpoints, branches without gradient, switches. Ours on two ranks against a plain module.
+"""Random programs: units, ways of sharding, orders, checkpoints, branches without gradient, switches. Ours on two ranks against a
+plain module.
 
 Buffers are address ranges here whatever their size, so that reading one whose memory has moved on ends the process.
 """
@@ -10,11 +11,12 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.test_fsdp_behaviour import grads, inputs, same, seeded
 from tests.ranks import run_threads
-from vescale_ray.fsdp import fully_shard, memory
+from vescale_ray.fsdp import Sharding, fully_shard, memory
 
 
 class Program(nn.Module):
@@ -54,10 +56,12 @@ def run_program(rank, world, seed):
     rnd = random.Random(seed)
     layers = rnd.randint(2, 5)
     ours, alone = seeded(lambda: Program(layers)), seeded(lambda: Program(layers))
+    sharding = rnd.choice([None, None, None, Sharding.zero1(), Sharding.zero2(), Sharding.zero3(), Sharding.ddp()])
+    along_rows = rnd.choice([None, None, lambda p: Shard(0), lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % world == 0 else None])
     for layer in ours.layers:
         if rnd.random() < 0.85:
-            fully_shard(layer, reshard_after_forward=rnd.choice([None, True, False]))
-    fully_shard(ours, reshard_after_forward=rnd.choice([None, True, False]))
+            fully_shard(layer, reshard_after_forward=rnd.choice([None, True, False]), sharding=sharding, shard_placement_fn=along_rows)
+    fully_shard(ours, reshard_after_forward=rnd.choice([None, True, False]), sharding=sharding, shard_placement_fn=along_rows)
     plans = [random_plan(rnd, layers), random_plan(rnd, layers)]
     mode = "plain"
     for step in range(12):

@@ -1,0 +1,270 @@
+"""EMULATION: a process group of one real rank that claims to be one of many, for benchmarks without a cluster.
+
+Nothing is sent. A collective fills its outputs as if every rank held what this one holds, and then takes as long as a model of the
+wire says: collectives of all groups queue on one link, each for a latency and for its bytes over the bandwidth
+(:func:`vescale_ray.planner.cost.collective_time`, 16-byte alignment included). Kernels, allocator, streams and overlap around it are real,
+so that two engines can be compared at 8 to 1024 claimed ranks on one device, or on none. What it can't show: stragglers, contention of
+communication kernels for the device, and numbers that mean anything.
+
+On the CPU a collective is done when its time has come, and ``wait`` sleeps until then. On an accelerator its time is spent by a sleeping
+kernel on the stream that called it, or for asynchronous calls on a stream of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from vescale_ray.planner.cost import HARDWARE, Hardware, collective_time
+
+BACKEND = "emulated"
+
+
+@dataclass
+class Wire:
+    """The link that all groups of the process share.
+
+    Attributes:
+        hardware: what the time of a collective is computed for.
+        scale: all times are multiplied by it: with a small model on a CPU, so that communication stays in proportion.
+        log: (operation, bytes of the whole, claimed ranks, seconds) of every collective.
+    """
+
+    hardware: Hardware
+    scale: float = 1.0
+    log: list[tuple[str, int, int, float]] = field(default_factory=list)
+    free_at: float = 0.0
+    stream: Any = None
+    cycles_per_second: float = 0.0
+
+    def seconds(self, name: str, nbytes: int, ranks: int, part: int) -> float:
+        taken = self.scale * collective_time(nbytes, ranks, self.hardware, rank_bytes=part)
+        self.log.append((name, nbytes, ranks, taken))
+        return taken
+
+
+_WIRE: list[Wire] = []
+_ProcessGroup: Any = dist.ProcessGroup  # its stubs have the signatures that callers use, not those of what is called
+
+
+class _Timed(dist.Work):
+    """Done when its time on the wire is over."""
+
+    def __init__(self, ends: float, outputs: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._ends, self._outputs = ends, outputs
+
+    def is_completed(self) -> bool:
+        return time.perf_counter() >= self._ends
+
+    def wait(self, timeout: Any = None) -> bool:
+        left = self._ends - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        return True
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def get_future(self) -> Any:
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
+
+
+class _OnStream(dist.Work):
+    """Done when the stream is; waiting makes the current stream wait."""
+
+    def __init__(self, event: Any, outputs: list[torch.Tensor], device: torch.device) -> None:
+        super().__init__()
+        self._event, self._outputs, self._device = event, outputs, device
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self, timeout: Any = None) -> bool:
+        torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
+        return True
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def get_future(self) -> Any:
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
+
+
+class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
+    """See the module. Other operations than those here raise what ``ProcessGroup`` raises for them."""
+
+    def __init__(self, rank: int, world: int, wire: Wire) -> None:
+        super().__init__(rank, world)
+        self._rank, self._world, self._wire = rank, world, wire
+        self._name = ""
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def size(self) -> int:
+        return self._world
+
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        return
+
+    def __repr__(self) -> str:
+        return f"EmulatedGroup(rank {self._rank} of {self._world}, claimed)"
+
+    # -- the operations: fill, then take time ----------------------------------------------------------------------------
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        own = output.view(-1)[self._rank * input.numel() : (self._rank + 1) * input.numel()]
+
+        def fill() -> None:
+            if own.data_ptr() != input.data_ptr():
+                own.copy_(input.reshape(-1))
+
+        return self._take("all-gather", [output], output.nbytes, input.nbytes, fill, opts)
+
+    def allgather_into_tensor_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        works = [self._allgather_base(out, one, opts) for out, one in zip(outputs, inputs, strict=True)]
+        return works[-1]
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        def fill() -> None:
+            for parts, one in zip(outputs, inputs, strict=True):
+                parts[self._rank].copy_(one)
+
+        size = sum(t.nbytes for parts in outputs for t in parts)
+        return self._take("all-gather", [t for parts in outputs for t in parts], size, inputs[0].nbytes, fill, opts)
+
+    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        own = input.view(-1)[self._rank * output.numel() : (self._rank + 1) * output.numel()]
+
+        def fill() -> None:
+            output.view(-1).copy_(own)
+
+        return self._take("reduce-scatter", [output], input.nbytes, output.nbytes, fill, opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        works = [self._reduce_scatter_base(out, one, opts) for out, one in zip(outputs, inputs, strict=True)]
+        return works[-1]
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        size = 2 * sum(t.nbytes for t in tensors)  # a reduce-scatter and an all-gather
+        return self._take("all-reduce", tensors, size, -(-size // (2 * self._world)), lambda: None, opts)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        return self.allreduce(tensors, opts)
+
+    def alltoall_base(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> dist.Work:
+        def fill() -> None:
+            count = min(output.numel(), input.numel())
+            output.view(-1)[:count].copy_(input.reshape(-1)[:count])
+
+        return self._take("all-to-all", [output], input.nbytes, -(-input.nbytes // self._world), fill, opts)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        return self._take("broadcast", tensors, sum(t.nbytes for t in tensors), 16, lambda: None, opts)
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> dist.Work:
+        def fill() -> None:
+            for out, parts in zip(outputs, inputs, strict=False):
+                out.copy_(parts[self._rank])
+
+        return self._take("scatter", outputs, sum(t.nbytes for t in outputs) * self._world, 16, fill, opts)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return _Timed(0.0, [])
+
+    # Their names since torch 2.13.
+    all_gather_single, reduce_scatter_single = _allgather_base, _reduce_scatter_base
+    all_gather_single_coalesced, reduce_scatter_single_coalesced = allgather_into_tensor_coalesced, reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+    def _take(self, name: str, outputs: list[torch.Tensor], nbytes: int, part: int, fill: Any, opts: Any) -> dist.Work:
+        wire = self._wire
+        taken = wire.seconds(name, nbytes, self._world, part)
+        device = outputs[0].device if outputs else torch.device("cpu")
+        if device.type == "cpu":
+            fill()
+            wire.free_at = max(wire.free_at, time.perf_counter()) + taken
+            return _Timed(wire.free_at, outputs)
+        module = torch.get_device_module(device)
+        current = module.current_stream(device)
+        stream = current
+        if bool(getattr(opts, "asyncOp", False)):
+            wire.stream = wire.stream or module.Stream(device=device)
+            stream = wire.stream
+            stream.wait_stream(current)
+        if not wire.cycles_per_second:
+            wire.cycles_per_second = _calibrate(module)
+        with module.stream(stream):
+            fill()
+            module._sleep(int(taken * wire.cycles_per_second))
+            return _OnStream(stream.record_event(), outputs, device)
+
+
+def _calibrate(module: Any) -> float:
+    """Cycles of the sleeping kernel in a second."""
+    cycles = 20_000_000
+    module._sleep(cycles)
+    start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
+    start.record()
+    module._sleep(cycles)
+    end.record()
+    module.synchronize()
+    return float(cycles / (start.elapsed_time(end) / 1e3))
+
+
+def _create(store: Any, rank: int, world: int, timeout: Any) -> EmulatedGroup:
+    return EmulatedGroup(rank, world, _WIRE[-1])
+
+
+@contextmanager
+def emulated_world(world: int, hardware: str | Hardware = "h100", *, scale: float = 1.0) -> Iterator[Wire]:
+    """Rank 0 of a claimed world of ``world`` ranks, as the default process group, until the block ends.
+
+    Args:
+        hardware: whose links the times are of.
+        scale: multiplies all times.
+
+    Raises:
+        ValueError: fewer than 1 rank; a process group exists already.
+    """
+    if world < 1:
+        raise ValueError(f"a world of {world} ranks: give at least 1")
+    if dist.is_initialized():
+        raise ValueError("a process group exists already: destroy it before an emulated world is made")
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
+    wire = Wire(HARDWARE[hardware] if isinstance(hardware, str) else hardware, scale)
+    _WIRE.append(wire)
+    try:
+        dist.init_process_group(BACKEND, rank=0, world_size=world, store=FakeStore())
+        yield wire
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _WIRE.pop()
