@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale_ray.fsdp.group import Group, Retain, plan_groups
+from vescale_ray.fsdp.hooked import HookedGroup, has_gather_hooks
 from vescale_ray.fsdp.linear import adopt_linear
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
 from vescale_ray.fsdp.parameters import Owner, Parallel, Source, Subgroup
@@ -128,16 +129,17 @@ def fully_shard(
         raise ValueError(f"parameter {on_meta[0]!r} is on the meta device but {real!r} is not: a unit is built on one or the other")
     _move_buffers(managed, device)
 
-    by_kind: dict[tuple[torch.dtype, bool], list[Source]] = {}
+    by_kind: dict[tuple[torch.dtype, bool, bool], list[Source]] = {}
     for param, (fqn, where) in owners.items():
         block = block_policy(fqn, param) if block_policy is not None else None
         gaps = param.dim() >= 3 and bool(allow_gaps(fqn, param) if callable(allow_gaps) else allow_gaps)
         shard_dim = _shard_dim(fqn, param, shard_placement_fn, block, parallel[param])
-        source = Source(fqn, param, tuple(where), block, parallel[param], gaps, shard_dim)
-        by_kind.setdefault((param.dtype, param.requires_grad), []).append(source)
+        hooked = _has_hooks(fqn, param, block, shard_dim)
+        source = Source(fqn, param, tuple(where), block, parallel[param], gaps, 0 if hooked else shard_dim, hooked)
+        by_kind.setdefault((param.dtype, param.requires_grad, hooked), []).append(source)
     name = type(modules[0]).__name__
     groups = [
-        Group(name, members, division, mesh, mp_policy, offload_policy, device)
+        (HookedGroup if members[0].hooked else Group)(name, members, division, mesh, mp_policy, offload_policy, device)
         for sources in by_kind.values()
         for members, division in plan_groups(sources, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1), mp_policy)
     ]
@@ -247,12 +249,22 @@ def _check_parameter(fqn: str, param: nn.Parameter) -> None:
             f"parameter {fqn!r} is tied to one that an earlier fully_shard call took: put both modules into one unit, "
             f"as fully_shard([module_a, module_b]), or leave both to the root"
         )
-    held = param._local_tensor if isinstance(param, DTensor) else param
-    if hasattr(held, "fsdp_pre_all_gather"):
-        raise NotImplementedError(
-            f"parameter {fqn!r} is a {type(held).__name__} with all-gather hooks of its own, which vescale_ray does not call: "
-            f"shard it as a plain tensor, or use torch's fully_shard"
-        )
+
+
+def _has_hooks(fqn: str, param: nn.Parameter, block: Block | None, shard_dim: int | None) -> bool:
+    """Whether the parameter's tensor class says what is gathered.
+
+    Raises:
+        ValueError: it has one hook only; a block; a dimension other than the first.
+        NotImplementedError: it is a DTensor.
+    """
+    if not has_gather_hooks(param._local_tensor if isinstance(param, DTensor) else param):
+        return False
+    if isinstance(param, DTensor):
+        raise NotImplementedError(f"{fqn!r} is a DTensor of tensors with all-gather hooks: quantize it after it was sharded")
+    if block is not None or shard_dim not in (None, 0):
+        raise ValueError(f"{fqn!r} has all-gather hooks of its own, and is sharded along dimension 0: no block, no other dimension")
+    return True
 
 
 def _shard_dim(

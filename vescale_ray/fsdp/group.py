@@ -53,7 +53,8 @@ def plan_groups(
     narrowest = min((orig, *_dtypes(orig, policy)), key=lambda d: d.itemsize)
     by_name = {source.name: source for source in sources}
     # With one rank nothing is cut, and so no room is needed for a last block that is shorter.
-    specs = [TensorSpec(s.name, s.shape, None if world == 1 and s.gaps else s.block, narrowest) for s in sources if s.shard_dim is None]
+    free = [s for s in sources if s.shard_dim is None]
+    specs = [TensorSpec(s.name, s.shape, None if world == 1 and s.gaps else s.block, narrowest) for s in free]
     layouts = plan_buffers(specs, world, allow_gaps={s.name for s in sources if s.gaps} if world > 1 else ()) if specs else ()
     divisions: list[Division] = [Cuts(layout, rank) for layout in layouts]
     dims = {s.name: s.shard_dim for s in sources if s.shard_dim is not None}
@@ -131,6 +132,14 @@ class Group:
         self._writes = 0
 
     # -- construction ------------------------------------------------------------------------------------------------
+
+    def _take_dtype(self, dtype: torch.dtype) -> None:
+        """The parameters are of this dtype from now on."""
+        if dtype != self.orig_dtype:
+            self.orig_dtype = dtype
+            self.compute_dtype, self.reduce_dtype = _dtypes(dtype, self.policy)
+            self._cast = None
+            self._tell_gradients()
 
     def _tell_gradients(self) -> None:
         self.grads.orig_dtype, self.grads.reduce_dtype = self.orig_dtype, self.reduce_dtype
@@ -407,11 +416,7 @@ class Group:
             return
         self.reshard()
         dtype, device_type = kinds.pop()
-        if dtype != self.orig_dtype:
-            self.orig_dtype = dtype
-            self.compute_dtype, self.reduce_dtype = _dtypes(dtype, self.policy)
-            self._cast = None
-            self._tell_gradients()
+        self._take_dtype(dtype)
         self.master = self._new_master(self.place.device if device_type == self.place.device.type else torch.device(device_type))
         for param, new in zip(self.params, current, strict=True):
             view = self._local_view(param.name)

@@ -63,6 +63,7 @@ def _pays(input: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         owner is not None
         and owner.reduce_dtype == weight.dtype == input.dtype
+        and type(weight) is nn.Parameter
         and input.layout is torch.strided
         and type(input) in (torch.Tensor, nn.Parameter)
         and not torch.is_autocast_enabled(input.device.type)

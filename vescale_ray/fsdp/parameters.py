@@ -36,6 +36,8 @@ class Source:
     """A stack of matrices that may be stored with a gap behind each."""
     shard_dim: int | None = None
     """The dimension of a plain ``Shard`` placement, if it is to have one."""
+    hooked: bool = False
+    """Its tensor class says what is gathered."""
 
     @property
     def value(self) -> torch.Tensor:

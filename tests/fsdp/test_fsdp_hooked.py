@@ -1,0 +1,189 @@
+"""Tensor classes that say what is gathered: ours against torch's fully_shard with the same class, in the same test."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from tests.fsdp.transformer import apart, part
+from tests.ranks import run_gloo, run_threads
+from vescale_ray.fsdp import fully_shard
+
+
+class Rounded(torch.Tensor):
+    """A weight that is sent as int8 with a scale for each row, and used as what comes of that."""
+
+    calls: list[str] = []
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> Rounded:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.size(), strides=data.stride(), storage_offset=data.storage_offset(), dtype=data.dtype, device=data.device
+        )
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data_inside = data
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Rounded({self.data_inside})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data_inside"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: Any) -> Rounded:
+        return Rounded(inner["data_inside"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        def bare(value: Any) -> Any:
+            return value.data_inside if isinstance(value, Rounded) else value
+
+        def wrapped(value: Any) -> Any:
+            return Rounded(value) if isinstance(value, torch.Tensor) and not isinstance(value, Rounded) else value
+
+        out = function(*pytree.tree_map(bare, args), **pytree.tree_map(bare, kwargs or {}))
+        if function in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar):
+            return args[0]
+        return pytree.tree_map(wrapped, out)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        data = self.data_inside
+        scale = data.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+        return ((data / scale).round().to(torch.int8), scale), tuple(outer_size)
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> Any:
+        codes, scale = outputs
+        whole = (codes.to(torch.float32) * scale).to(param_dtype)
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(whole[: out.shape[0]])
+            return None
+        return whole, (whole,)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(12, 12), nn.LayerNorm(12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x)).tanh()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def models() -> tuple[Any, Any]:
+    base, generator = Model(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in base.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    pair: tuple[Any, Any] = (copy.deepcopy(base), copy.deepcopy(base))
+    for model in pair:
+        for layer in model.layers:
+            layer.linear.weight = nn.Parameter(Rounded(layer.linear.weight.detach().clone()))
+    return pair
+
+
+def shard(model: Any, how: Any, **options: Any) -> Any:
+    for layer in model.layers:
+        how(layer, **options)
+    return how(model, **options)
+
+
+def bare(value: Any) -> torch.Tensor:
+    local = value.detach()._local_tensor if hasattr(value, "_local_tensor") else value.detach()
+    return local.data_inside if isinstance(local, Rounded) else local
+
+
+def trains_as_torchs(rank: int, world: int, shape: tuple[int, ...], dtype: str | None, reshard: bool) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
+    pair = models()
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard}
+    ours, theirs = (shard(model, how, **options) for model, how in zip(pair, (fully_shard, torch_fully_shard), strict=True))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
+    for step in range(4):
+        for model in (ours, theirs):
+            for micro in range(2):
+                model.set_requires_gradient_sync(micro == 1)
+                data = torch.randn(24, 12, generator=torch.Generator().manual_seed(10 * step + micro))
+                model(part(data, rank, world)).float().square().mean().backward()
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            if "linear.weight" in name:
+                assert isinstance(p._local_tensor, Rounded) and p.placements == q.placements
+                assert apart(bare(p.grad), bare(q.grad)) <= (1e-5 if dtype is None else 3e-2), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for layer, other in zip(ours.layers, theirs.layers, strict=True):
+        assert apart(bare(layer.linear.weight), bare(other.linear.weight)) <= (1e-5 if dtype is None else 3e-2)
+
+
+@pytest.mark.parametrize(("shape", "dtype", "reshard"), [((2,), None, True), ((4,), "bfloat16", True), ((2, 2), None, False)])
+def test_training_is_that_of_torchs_fully_shard(shape: tuple[int, ...], dtype: str | None, reshard: bool) -> None:
+    run_threads(4 if shape == (2, 2) else shape[0], trains_as_torchs, shape, dtype, reshard)
+
+
+def test_on_gloo() -> None:
+    run_gloo(2, trains_as_torchs, (2,), None, True)
+
+
+def uneven(rank: int, world: int) -> None:
+    """12 rows over 5 ranks: 3, 3, 3, 3 and none. The hook sees what the rank has; padding is ours."""
+    (ours, _), x = models(), torch.randn(10, 12, generator=torch.Generator().manual_seed(3))
+    plain: Any = copy.deepcopy(models()[0])
+    for layer in plain.layers:
+        data = layer.linear.weight.data_inside
+        scale = data.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+        layer.linear.weight = nn.Parameter((data / scale).round() * scale)
+    shard(ours, fully_shard)
+    ours(part(x, rank, world)).square().mean().backward()
+    plain(x).square().mean().backward()
+    rows = slice(3 * rank, min(12, 3 * rank + 3))
+    for layer, other in zip(ours.layers, plain.layers, strict=True):
+        got, expected = bare(layer.linear.weight.grad), other.linear.weight.grad[rows]
+        assert got.shape == expected.shape and apart(got, expected) <= 1e-5
+    # What was gathered is freed between passes.
+    group = next(g for g in ours.layers[0]._get_fsdp_state().groups if g.params[0].name == "linear.weight")
+    assert all(t.untyped_storage().nbytes() == 0 for t in group._gathered[0].outputs)
+
+
+def test_rows_that_the_ranks_do_not_divide() -> None:
+    run_threads(5, uneven)
+
+
+def refused(rank: int, world: int) -> None:
+    from torch.distributed.tensor import Shard
+
+    from vescale_ray.geometry import Block
+
+    with pytest.raises(ValueError, match="'linear.weight' has all-gather hooks of its own"):
+        fully_shard(models()[0].layers[0], block_policy=lambda name, p: Block.rows(2) if name == "linear.weight" else None)
+    with pytest.raises(ValueError, match="sharded along dimension 0"):
+        fully_shard(models()[0].layers[0], shard_placement_fn=lambda p: Shard(1) if isinstance(p.data, Rounded) else None)
+
+
+def test_blocks_and_other_dimensions_are_refused() -> None:
+    run_threads(2, refused)

@@ -1,0 +1,243 @@
+"""Parameters whose tensor class says itself what is gathered (``fsdp_pre_all_gather``) and what comes of it (``fsdp_post_all_gather``).
+
+FSDP2's extension point, with its meaning: float8 and quantized weights use it to send less. Such parameters are sharded along dimension 0,
+one by one; each of the tensors that the first hook returns is gathered for itself, and the second one makes the unsharded parameter of
+them. Gradients take the usual way.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from vescale_ray import compat
+from vescale_ray.dtensor_spec import contiguous_stride
+from vescale_ray.fsdp import comm
+from vescale_ray.fsdp.debug import agree
+from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.memory import Pool
+from vescale_ray.fsdp.parameters import GroupParam, as_dtensor, local_of
+from vescale_ray.fsdp.phases import Residency
+
+
+def has_gather_hooks(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's class has both hooks.
+
+    Raises:
+        ValueError: it has only one of them.
+    """
+    before, after = hasattr(tensor, "fsdp_pre_all_gather"), hasattr(tensor, "fsdp_post_all_gather")
+    if before != after:
+        missing = "fsdp_post_all_gather" if before else "fsdp_pre_all_gather"
+        raise ValueError(f"a {type(tensor).__name__} has no {missing}: define both all-gather hooks, or none")
+    return before
+
+
+class _Gathered:
+    """What was gathered for one parameter: memory that comes and goes, tensors that stay."""
+
+    __slots__ = ("inner", "metadata", "outputs", "sizes")
+
+    def __init__(self) -> None:
+        self.outputs: list[torch.Tensor] = []
+        self.inner: tuple[torch.Tensor, ...] = ()
+        self.sizes: list[torch.Size] = []
+        self.metadata: Any = None
+
+    def receive(self, inputs: tuple[torch.Tensor, ...], world: int) -> None:
+        """Make room for ``world`` times these."""
+        self.sizes = [t.size() for t in inputs]
+        numels = [t.numel() * world for t in inputs]
+        if [(o.numel(), o.dtype) for o in self.outputs] != [(n, t.dtype) for n, t in zip(numels, inputs, strict=True)]:
+            self.outputs = [torch.empty(n, dtype=t.dtype, device=t.device) for n, t in zip(numels, inputs, strict=True)]
+        for output in self.outputs:
+            _allocate(output)
+
+    def views(self) -> tuple[torch.Tensor, ...]:
+        return tuple(o.view(-1, *size[1:]) for o, size in zip(self.outputs, self.sizes, strict=True))
+
+    def free(self) -> None:
+        for tensor in (*self.outputs, *self.inner):
+            tensor.untyped_storage().resize_(0)
+
+
+def _allocate(tensor: torch.Tensor) -> None:
+    storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
+    if storage.nbytes() < nbytes:
+        storage.resize_(nbytes)
+
+
+class HookedGroup(Group):
+    """A group of such parameters; ``division`` is one of chunks along dimension 0."""
+
+    def _shard_parameters(self, sources: Any) -> None:
+        self._gathered: list[_Gathered] = []
+        self._padded: list[torch.Tensor] = []
+        self._locals: list[torch.Tensor] = []
+        self._inputs: list[torch.Tensor] = []
+        for source in sources:
+            own = self.division.own(source.name, source.value)
+            padded, local = self._pad(own, source.shape)
+            if self.offload and padded.device.type != "meta":
+                padded, local = self._pad(own.cpu(), source.shape)
+            placement = self.division.placement(source.name)
+            spec = self.place.spec(placement, source.shape, self.orig_dtype, source.parallel)
+            sharded = nn.Parameter(as_dtensor(local, spec), requires_grad=source.param.requires_grad)
+            sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter detached it
+            self._locals.append(local)
+            for key, value in source.param.__dict__.items():
+                if key not in ("_local_tensor", "_spec"):
+                    sharded.__dict__.setdefault(key, value)
+            param = GroupParam(source, sharded, placement, spec)
+            param.install(sharded)
+            self.params.append(param)
+            self._padded.append(padded)
+            self._gathered.append(_Gathered())
+        self.in_place = False
+
+    def _pad(self, own: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """``own`` in memory of the size that every rank sends, and the part of that which it is."""
+        rows = -(-shape[0] // self.place.world)
+        with torch.no_grad():
+            padded = own.new_zeros((rows, *shape[1:]))
+            if own.shape[0] and own.device.type != "meta":
+                padded.narrow(0, 0, own.shape[0]).copy_(own)
+            return padded, padded.narrow(0, 0, own.shape[0])
+
+    def attach(self, pool: Pool) -> None:
+        if self._pool is pool:
+            return
+        self.reshard()
+        self._pool = self.grads.pool = pool
+        if self.grads.trainable_count:
+            pool.expect(self.grads.buffer_bytes)
+
+    def unshard(self, lane: comm.Lane, together: comm.Together, *, fresh: bool = False) -> None:
+        if fresh and self.residency is not Residency.SHARDED and self._gathered_of != self._spmd_version():
+            self.reshard()
+        if self.residency is not Residency.SHARDED:
+            return
+        assert self._pool is not None
+        agree(f"all-gather of {self.name!r}", self.place.shard_group, self.place.device)
+        lane.after(self._pool.released_event)
+        works = []
+        with torch.no_grad(), lane.context():
+            for param, padded, gathered in zip(self.params, self._padded, self._gathered, strict=True):
+                inputs = self._before(param, padded, gathered)
+                gathered.receive(inputs, self.place.world)
+                for output, one in zip(gathered.outputs, inputs, strict=True):
+                    flat = one.contiguous().view(-1)
+                    self._inputs.append(flat)
+                    works.append(compat.all_gather_single(output, flat, group=self.place.shard_group, async_op=lane.stream is None))
+                    lane.issued += 1
+        self._gather = comm.Works(*works) if lane.stream is None else lane.mark()
+        self._gathered_of = self._spmd_version()
+        self.residency = Residency.GATHERING
+
+    def _before(self, param: GroupParam, padded: torch.Tensor, gathered: _Gathered) -> tuple[torch.Tensor, ...]:
+        """Call the first hook.
+
+        Raises:
+            ValueError: it takes other arguments, or returns tensors that differ in size from rank to rank.
+        """
+        local: Any = local_of(param.sharded)
+        if self.offload:
+            local = local.to(self.place.device)
+        hook = local.fsdp_pre_all_gather
+        count = len(inspect.signature(hook).parameters)
+        mesh, shape = self.place.mesh, torch.Size(param.shape)
+        if count == 1:
+            inputs, gathered.metadata = hook(mesh)
+        elif count == 5:
+            inputs, gathered.metadata = hook(mesh, shape, contiguous_stride(shape), param.owners[0][0](), self.policy)
+        else:
+            raise ValueError(
+                f"fsdp_pre_all_gather of {type(local).__name__} takes {count} arguments: it must take (mesh), or (mesh, outer_size, "
+                f"outer_stride, module, mp_policy)"
+            )
+        if not param.shape[0] % self.place.world:
+            return tuple(inputs)
+        # Cut unevenly: ranks with fewer rows, or none, have to send as much as the others.
+        rows, own = padded.shape[0], local.shape[0]
+        if any(not t.dim() or t.shape[0] not in (rows, own) for t in inputs):
+            raise ValueError(
+                f"{param.fqn!r} of shape {tuple(param.shape)} is cut unevenly: fsdp_pre_all_gather must return tensors of this rank's "
+                f"{own} rows, or of the {rows} rows that the first rank has, not {[tuple(t.shape) for t in inputs]}"
+            )
+        inputs = tuple(t if t.shape[0] == rows else torch.cat([t, t.new_zeros((rows - own, *t.shape[1:]))]) for t in inputs)
+        return tuple(inputs)
+
+    def wait(self) -> None:
+        if self.residency is not Residency.GATHERING:
+            return
+        self._finish()
+        trainable = 0
+        with torch.no_grad():
+            for index, (param, gathered) in enumerate(zip(self.params, self._gathered, strict=True)):
+                leaf = self._after(param, gathered, index)
+                if leaf.requires_grad != param.sharded.requires_grad:
+                    leaf.requires_grad_(param.sharded.requires_grad)
+                trainable += param.sharded.requires_grad
+                param.install(leaf)
+        self.grads.trainable_count = trainable
+        self.residency = Residency.UNSHARDED
+
+    def _after(self, param: GroupParam, gathered: _Gathered, index: int) -> nn.Parameter:
+        """Call the second hook: it makes the unsharded parameter, or fills it anew."""
+        local: Any = local_of(param.sharded)
+        metadata, gathered.metadata = gathered.metadata, None
+        if param.unsharded is not None:
+            for tensor in gathered.inner:
+                _allocate(tensor)
+            local.fsdp_post_all_gather(gathered.views(), metadata, self.compute_dtype, out=param.unsharded)
+            return param.unsharded
+        with torch.inference_mode(False):
+            whole, inner = local.fsdp_post_all_gather(gathered.views(), metadata, self.compute_dtype)
+            gathered.inner = tuple(inner)
+            leaf = nn.Parameter(torch.as_strided(whole, param.shape, contiguous_stride(param.shape), 0), requires_grad=False)
+        param.unsharded = leaf
+        leaf.requires_grad_(param.sharded.requires_grad)
+        self.grads.hook(leaf, index)
+        return leaf
+
+    def _finish(self) -> None:
+        gather, self._gather = self._gather, None
+        if gather is not None:
+            gather.wait()
+        self._inputs = []
+
+    def rest(self, *, after_forward: bool) -> None:
+        self.reshard()
+
+    def reshard(self) -> None:
+        if self.residency is Residency.SHARDED:
+            return
+        self._finish()
+        self._give_back_sharded()
+        for gathered in self._gathered:
+            gathered.free()
+        if self._pool is not None:
+            self._pool.released_event = comm.current_event(self.place.device)
+
+    def adopt(self) -> None:
+        installed = [param.installed() for param in self.params]
+        if self.residency is not Residency.SHARDED or any(one is None for one in installed):
+            return
+        for index, (param, current) in enumerate(zip(self.params, installed, strict=True)):
+            if not isinstance(current, DTensor) or local_of(current) is self._locals[index]:
+                continue
+            if current.shape != param.spec.shape or current.placements != param.spec.placements:
+                raise ValueError(
+                    f"parameter {param.fqn!r} of shape {tuple(param.shape)} and {param.placement} was replaced by one of shape "
+                    f"{tuple(current.shape)} and {current.placements}"
+                )
+            self._padded[index], local = self._pad(local_of(current), param.shape)
+            self._locals[index] = current._local_tensor = local
+            param.sharded, param.unsharded, param.spec = current, None, current._spec  # type: ignore[assignment]
+            self._gathered[index] = _Gathered()
+            self._take_dtype(current.dtype)
+            self.refresh()
