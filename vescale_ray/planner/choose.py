@@ -104,7 +104,7 @@ def choose_sharding(
     options = []
     for blocks, group in itertools.product(policy.block_options, sizes):
         stacked = any(len(p.shape) >= 3 and blocks.applies(p) for u in shapes.units for p in u.params)
-        for lever in _levers(policy, shapes, stacked=stacked, constrained=blocks.rows is not None):
+        for lever in _levers(policy, shapes, stacked=stacked, constrained=blocks.any):
             plan = plan_model(shapes, group, blocks, lever, dtype=policy.compute_dtype)
             memory = predict_memory(plan, policy)
             time = predict_time(plan, policy, hardware, num_devices // group)
@@ -177,7 +177,11 @@ def _notes(best: Option | None, options: list[Option], room: int, policy: Policy
     if best is None:
         least = min(options, key=lambda o: o.memory.total)
         missing = least.memory.total - room
-        first = "fewer tokens per device" if policy.recompute else "recompute activations"
+        kinds = least.memory.by_kind()
+        if max(kinds, key=lambda kind: kinds[kind]) == "gradient_buffers" and policy.reduce_dtype.itemsize > 2:
+            first = "gradients reduced in BF16, smaller units"
+        else:
+            first = "fewer tokens per device" if policy.recompute else "recompute activations"
         return (
             f"nothing fits: the least is {_gib(least.memory.total)} with {least}, {_gib(missing)} too much, mostly "
             f"{_largest(least.memory)}; {first}, more devices, tensor or expert parallelism, or an optimizer with smaller states",

@@ -104,7 +104,8 @@ class Policy:
         if self.compute_dtype.itemsize == 1:
             return (Blocks(128),)  # FP8 tiles of 128 x 128 (DeepSeek-V3 report, section 3.3.2)
         if self.optimizer == "adamw8bit":
-            return (Blocks(32),)
+            # Its usual block of 1024 elements in memory order, or bands of 32 rows (research/optim.md, table of formats).
+            return (Blocks(elements=1024), Blocks(32))
         # Muon needs whole matrices: sent to one rank for the update, or kept on one by the layout.
         return (Blocks(), Blocks(0)) if self.optimizer == "muon" else (Blocks(),)
 

@@ -41,23 +41,42 @@ class Blocks:
 
     Attributes:
         rows: rows of a block; None: no tensor has a requirement; 0: a whole matrix (each expert is one), as Muon likes it.
+        elements: blocks of so many elements in memory order, as 8-bit Adam's: the fewest rows that are a multiple of it.
         on: all matrices (embeddings included), or experts only. Norms, biases and other vectors never have one.
     """
 
     rows: int | None = None
     on: Literal["matrices", "experts"] = "matrices"
+    elements: int | None = None
 
     def __post_init__(self) -> None:
         if self.rows is not None and self.rows < 0:
             raise ValueError(f"blocks of {self.rows} rows: give at least 1, or 0 for whole matrices")
+        if self.elements is not None and (self.elements < 1 or self.rows is not None):
+            raise ValueError(f"blocks of {self.elements} elements and of {self.rows} rows: give one of them, at least 1 element")
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a requirement at all."""
+        return self.rows is not None or self.elements is not None
 
     def applies(self, param: ParamShape) -> bool:
-        return self.rows is not None and (param.kind == "expert" or (self.on == "matrices" and param.kind != "vector"))
+        return self.any and (param.kind == "expert" or (self.on == "matrices" and param.kind != "vector"))
+
+    def rows_of(self, param: ParamShape) -> int:
+        """Rows of a block of a parameter that has the requirement; at least 1."""
+        shape = param.shape
+        height = shape[-2] if len(shape) >= 2 else shape[0] if shape else 1
+        if self.elements is not None:
+            width = shape[-1] if len(shape) >= 2 else 1
+            return min(max(1, height), self.elements // math.gcd(self.elements, width)) if width else 1
+        return max(1, self.rows or height)
 
     def __str__(self) -> str:
-        if self.rows is None:
+        if not self.any:
             return "no requirement"
-        return ("whole matrices" if self.rows == 0 else f"{self.rows} rows") + (", experts only" if self.on == "experts" else "")
+        size = f"{self.elements} elements" if self.elements is not None else "whole matrices" if self.rows == 0 else f"{self.rows} rows"
+        return size + (", experts only" if self.on == "experts" else "")
 
 
 @dataclass(frozen=True)
@@ -207,11 +226,10 @@ def _specs(unit: UnitShape, blocks: Blocks, dtype: torch.dtype, lever: Lever) ->
         if not blocks.applies(param):
             specs.append(TensorSpec(name, param.shape, None, dtype))
             continue
-        assert blocks.rows is not None
         shape = param.shape
         stack = len(shape) >= 3
-        rows = blocks.rows or (shape[-2] if len(shape) >= 2 else shape[0] if shape else 1)
-        block = Block.rows(max(1, rows)) if shape else Block.tensor()
+        rows = blocks.rows_of(param)
+        block = Block.rows(rows) if shape else Block.tensor()
         if stack and rows < shape[-2] and shape[-2] % rows and not lever.strided:
             shape = (math.prod(shape[:-1]), shape[-1])
             across.append(name)
