@@ -11,10 +11,8 @@ their median and range.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
-import platform
 import shutil
 import statistics
 import sys
@@ -26,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.reporting import write
 
 GOALS = {
     "save_vs_raw": (">= 0.8", "raw O_DIRECT write + fsync"),
@@ -177,15 +177,7 @@ def report(total: int, seconds: list[dict[str, float]], ranks: int, out: str | N
         middle = statistics.median(rates)
         figures[f"{name}_rate"] = {"value": middle, "spread": [min(rates), max(rates)], "unit": "GB/s", "goal": None, "peer": None}
         print(f"{name:14}{middle:10.2f}{min(rates):10.2f}{max(rates):10.2f}  GB/s")
-    if out:
-        import torch
-
-        document = {
-            "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "loadavg": os.getloadavg()[0]},
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "kernel": platform.release()},
-            "figures": figures,
-        }
-        Path(out).write_text(json.dumps(document, indent=2) + "\n")
+    write(Path(out) if out else None, figures)
 
 
 if __name__ == "__main__":

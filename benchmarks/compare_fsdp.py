@@ -14,9 +14,7 @@ Memory: one system per set of processes, peak resident size over the size before
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import resource
 import statistics
 import sys
@@ -27,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.reporting import figure, write
 
 MODELS = {
     # name: (layers, width, ffn, vocabulary, experts, batch, sequence)
@@ -325,13 +325,6 @@ def _status(key: str) -> int:
     return int(line.split()[1])
 
 
-def figure(values: list[float], unit: str, goal: str | None = None, peer: str = "fsdp2") -> dict[str, Any]:
-    """Median and the half-width between the quartiles."""
-    quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
-    spread = (quartiles[2] - quartiles[0]) / 2
-    return {"value": statistics.median(values), "spread": spread, "unit": unit, "goal": goal, "peer": peer}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="6 rounds, no memory runs")
@@ -387,13 +380,7 @@ def main() -> int:
             figures[f"{name}.{system}.peak_mib"] = figure([peaks[system]], "MiB")
         figures[f"{name}.ours.peak_ratio"] = figure([peaks["ours"] / peaks["fsdp2"]], "ratio", "<= 0.90")
         print(f"{'':<14}ratio {peaks['ours'] / peaks['fsdp2']:.3f}")
-    if options.json:
-        import torch
-
-        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": machine, "versions": versions, "figures": figures}, indent=1) + "\n")
+    write(options.json, figures)
     return 0
 
 

@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
-import statistics
 import sys
 import tempfile
 import time
@@ -25,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.reporting import figure, write
 
 GOAL = "<= 1.0"
 
@@ -128,11 +127,7 @@ def main() -> int:
                 f"{noise['value']:>8.3f}{noise['spread']:>7.3f}"
             )
         dist.destroy_process_group()
-    if options.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": machine, "versions": versions, "figures": figures}, indent=1) + "\n")
+    write(options.json, figures)
     return 0
 
 
@@ -144,12 +139,6 @@ def _seconds(run: Callable[[], Any]) -> float:
         run()
         best = min(best, time.process_time() - began)
     return best
-
-
-def figure(values: list[float], unit: str, goal: str | None = None) -> dict[str, Any]:
-    """Median and half the distance of the quartiles."""
-    quartiles = statistics.quantiles(values, n=4)
-    return {"value": statistics.median(values), "spread": (quartiles[2] - quartiles[0]) / 2, "unit": unit, "goal": goal, "peer": "fsdp2"}
 
 
 if __name__ == "__main__":

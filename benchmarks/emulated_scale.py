@@ -18,10 +18,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
-import os
-import platform
 import statistics
 import sys
 import time
@@ -38,6 +35,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Shard
 
+from benchmarks.reporting import figure, write
 from vescale_ray.emulation import emulated_world
 from vescale_ray.fsdp import fully_shard, group
 from vescale_ray.geometry import Block
@@ -191,12 +189,6 @@ def measure(name: str, ranks: int, device: torch.device, rounds: int, scale: flo
     return figures
 
 
-def figure(values: list[float], unit: str) -> dict[str, Any]:
-    """Median and half the distance of the quartiles."""
-    quartiles = statistics.quantiles(values, n=4)
-    return {"value": statistics.median(values), "spread": (quartiles[2] - quartiles[0]) / 2, "unit": unit, "goal": None, "peer": "fsdp2"}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="5 rounds, 64 ranks")
@@ -218,14 +210,7 @@ def main() -> int:
         for count in ranks:
             figures |= measure(name, count, device, rounds, scale, rows)
             gc.collect()
-    if options.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
-        if device.type == "cuda":
-            machine["gpu"] = torch.cuda.get_device_name()
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        written = {"emulated": True, "scale": scale, "machine": machine, "versions": versions, "figures": figures}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(written, indent=1) + "\n")
+    write(options.json, figures, emulated=True, scale=scale)
     return 0
 
 

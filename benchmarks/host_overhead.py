@@ -11,8 +11,6 @@ dropped after it.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.reporting import figure, write
 
 SYSTEMS = ("fsdp2", "fsdp2_again", "ours")
 
@@ -79,20 +79,14 @@ def main() -> int:
 
     print(f"{options.units} units of 16 elements, {options.world} pretended ranks, {options.rounds} rounds; CPU time of one thread")
     print(f"{'system':14}{'ms a step':>10}{'us a unit':>11}{'ratio':>8}{'+-':>7}")
-    result = {}
+    figures = {}
     for system in SYSTEMS:
-        times = [row[system] for row in rows]
-        ratios = [row[system] / row["fsdp2"] for row in rows]
-        quartiles = statistics.quantiles(ratios, n=4)
-        result[system] = {
-            "ms": statistics.median(times) * 1e3,
-            "ratio": statistics.median(ratios),
-            "spread": (quartiles[2] - quartiles[0]) / 2,
-        }
-        r = result[system]
-        print(f"{system:14}{r['ms']:>10.2f}{r['ms'] * 1e3 / options.units:>11.1f}{r['ratio']:>8.3f}{r['spread']:>7.3f}")
-    if options.json is not None:
-        options.json.write_text(json.dumps({"units": options.units, "world": options.world, "systems": result}, indent=1) + "\n")
+        ms = figure([row[system] * 1e3 for row in rows], "ms")
+        ratio = figure([row[system] / row["fsdp2"] for row in rows], "ratio", "<= 0.7" if system == "ours" else None)
+        figures[f"{system}.ms"], figures[f"{system}.ratio"] = ms, ratio
+        unit = ms["value"] * 1e3 / options.units
+        print(f"{system:14}{ms['value']:>10.2f}{unit:>11.1f}{ratio['value']:>8.3f}{ratio['spread']:>7.3f}")
+    write(options.json, figures, units=options.units, world=options.world)
     return 0
 
 

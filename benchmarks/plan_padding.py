@@ -17,12 +17,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -32,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.reporting import machine, write
 from vescale_ray.geometry import Block
 from vescale_ray.planner import Blocks, TensorSpec, model_shapes, plan_layout
 from vescale_ray.planner.advice import advise
@@ -199,22 +196,9 @@ def main() -> None:
     print(f"plan times: median {figures['plan_time']['value']:.2f} ms, worst {max(seconds) * 1e3:.1f} ms (goal: every one < 50 ms)")
     widest = max(cells, key=lambda c: found[c[0]]["gaps"][c[2]])
     print(f"widest gap: {max(gaps):.2f} % at {widest[1]} ranks, {widest[0]}")
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    machine = {"cpu": cpu or platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    load = f"{machine['cores']} cores, load {machine['load']:.1f}"
-    print(f"machine: {machine['cpu']}, {load}; Python {versions['python']}, torch {versions['torch']}")
-    if options.json:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() or None
-        document = {
-            "machine": machine,
-            "versions": versions,
-            "commit": commit,
-            "figures": figures,
-            "groups": groups,
-            "tables": _rounded(found),
-        }
-        options.json.write_text(json.dumps(document) + "\n")
+    here = machine()
+    print(f"machine: {here['cpu']}, {here['cores']} cores, load {here['load'][0]:.1f}; torch {torch.__version__}")
+    write(options.json, figures, groups=groups, tables=_rounded(found))
     if options.png:
         draw(found, groups, options.png)
 
