@@ -3,5 +3,6 @@ here is what needs to know about shards. Imports torch and :mod:`vescale_ray.dte
 
 from vescale_ray.optim.adamw import AdamW
 from vescale_ray.optim.clip import clip_grad_norm_, total_norm
+from vescale_ray.optim.muon import Muon
 
-__all__ = ["AdamW", "clip_grad_norm_", "total_norm"]
+__all__ = ["AdamW", "Muon", "clip_grad_norm_", "total_norm"]

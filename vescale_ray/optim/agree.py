@@ -59,15 +59,16 @@ class Agreement:
     Args:
         parameters: DTensors (ragged or torch's) and plain tensors, in an order that all ranks share. Plain tensors have no
             mesh: each rank decides for itself, and the finite flag covers them where a DTensor is present, too.
-        timeout: seconds to wait for the other ranks; None: as long as the process group does.
+        also: what else has to be equal on all ranks; compared with the parameters' shapes, before the first decision.
+        timeout: seconds to wait for the other ranks; None: as long as a process group waits for any collective, its own timeout.
 
     Where parameters live on several meshes, each is asked, smaller ones first: a decision is then the same on all ranks of the
     largest mesh, if that holds the others.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], *, timeout: float | None = 300.0) -> None:
+    def __init__(self, parameters: Sequence[Tensor], *, also: str = "", timeout: float | None = None) -> None:
         self._parameters = list(parameters)
-        self._timeout = timeout
+        self._timeout, self._also = timeout, also
         meshes: dict[DeviceMesh, list[int]] = {}
         for index, parameter in enumerate(self._parameters):
             if isinstance(parameter, DTensor):
@@ -132,7 +133,7 @@ class Agreement:
             if mesh.size() == 1:
                 continue
             shapes = [(tuple(self._parameters[i].shape), str(self._parameters[i].dtype)) for i in indices]
-            digest = hashlib.sha256(repr(shapes).encode()).digest()[:16]
+            digest = hashlib.sha256(repr((shapes, self._also)).encode()).digest()[:16]
             mine = torch.tensor([*digest, *(255 - byte for byte in digest)], dtype=torch.uint8)
             told = self._largest(mine, mesh)
             if not torch.equal(told, mine) or not torch.equal(told[:16], 255 - told[16:]):
