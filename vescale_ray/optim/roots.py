@@ -50,23 +50,34 @@ class Roots:
 def assign_roots(costs: Sequence[int], held: Sequence[Mapping[int, int]], world: int, *, slack: float = SLACK) -> Roots:
     """Choose roots for matrices of ``costs``, of which rank r holds ``held[i].get(r, 0)`` elements of matrix i.
 
-    O(n (log world + holders)). Locality never makes the slowest rank slower than ``1 + slack`` times the mean, or than without it.
+    A matrix that is whole on one rank stays there, unless that would make the slowest rank slower, and others are on the move anyway.
+    Else locality never makes the slowest rank slower than ``1 + slack`` times the mean, or than it is without locality.
+    O(n (log world + holders)).
     """
     if len(costs) != len(held):
         raise ValueError(f"{len(costs)} costs for {len(held)} matrices")
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     bound = (1 + slack) * sum(costs) / world
-    local = _greedy(costs, held, world, order, bound)
-    if max(local.load, default=0) <= bound:
-        return local
-    balanced = _greedy(costs, held, world, order, -1.0)
-    return local if max(local.load) <= max(balanced.load) else balanced
+    whole = {i: next(iter(ranks)) for i, ranks in enumerate(held) if len(ranks) == 1}
+    pinned = _greedy(costs, held, world, order, bound, whole)
+    if max(pinned.load, default=0) <= bound or len(whole) == len(costs):
+        return pinned
+    balanced = _greedy(costs, held, world, order, -1.0, {})
+    fastest = max(bound, max(balanced.load))
+    candidates = (pinned, _greedy(costs, held, world, order, bound, {}), balanced)
+    return next(choice for choice in candidates if max(choice.load) <= fastest)
 
 
-def _greedy(costs: Sequence[int], held: Sequence[Mapping[int, int]], world: int, order: Sequence[int], bound: float) -> Roots:
+def _greedy(
+    costs: Sequence[int], held: Sequence[Mapping[int, int]], world: int, order: Sequence[int], bound: float, fixed: Mapping[int, int]
+) -> Roots:
     load, root = [0] * world, [0] * len(costs)
-    heap = [(0, rank) for rank in range(world)]  # with stale entries: an entry counts if it tells the rank's load
-    for i in order:
+    for i, rank in fixed.items():
+        root[i] = rank
+        load[rank] += costs[i]
+    heap = [(load[rank], rank) for rank in range(world)]  # with stale entries: an entry counts if it tells the rank's load
+    heapq.heapify(heap)
+    for i in (i for i in order if i not in fixed):
         fits = [(-n, load[r], r) for r, n in held[i].items() if n and load[r] + costs[i] <= bound]
         if fits:
             chosen = min(fits)[2]
