@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from tests.dtensor.layouts import Case, one_dim_mesh
 from tests.optim.test_muon import SHAPES, alone, equal, give_gradients, random_cases, sharded, steps_on_shards

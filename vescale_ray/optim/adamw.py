@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from vescale_ray.optim.parameters import listed, refuse_replaced
-
 
 class AdamW(torch.optim.AdamW):
     """``torch.optim.AdamW``, with one check: parameters that ``fully_shard`` has replaced are refused.
@@ -19,6 +17,14 @@ class AdamW(torch.optim.AdamW):
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        param_group["params"], _ = listed(param_group["params"])
-        refuse_replaced(param_group["params"])
+        params = param_group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        tensors = [p[1] if isinstance(p, tuple) else p for p in params]
+        stale = sum(bool(getattr(p, "_vescale_replaced", False)) for p in tensors)
+        if stale:
+            raise ValueError(
+                f"{stale} of {len(tensors)} parameters are not in the model any more, since fully_shard replaced them by sharded ones: "
+                f"build the optimizer after fully_shard, from model.parameters()"
+            )
+        param_group["params"] = params
         super().add_param_group(param_group)

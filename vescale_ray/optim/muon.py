@@ -24,7 +24,7 @@ from vescale_ray.optim.exchange import BUCKET_BYTES, Exchange, Itinerary, Job, d
 from vescale_ray.optim.matrices import RowBlocks, check_gradient, flat_local, flat_values, holding, matrices, wide
 from vescale_ray.optim.newton_schulz import KELLER_JORDAN, NewtonSchulz, coefficients
 from vescale_ray.optim.normuon import RowMoments
-from vescale_ray.optim.parameters import listed, refuse_replaced
+from vescale_ray.optim.parameters import refuse_replaced
 
 MOMENTUM = "momentum_buffer"
 
@@ -113,12 +113,11 @@ class Muon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; checks the parameters and makes their states."""
-        param_group["params"], names = listed(param_group["params"])
-        refuse_replaced(param_group["params"])
+        refuse_replaced(param_group)
         group = {**self.defaults, **param_group}
         _check_numbers(group)
-        for entry, name in zip(param_group["params"], names, strict=True):
-            parameter = entry[1] if isinstance(entry, tuple) else entry
+        for index, entry in enumerate(param_group["params"]):
+            name, parameter = entry if isinstance(entry, tuple) else (f"parameter {index}", entry)
             if parameter.is_complex() or not parameter.is_floating_point():
                 raise ValueError(f"Muon does not support {parameter.dtype} parameters such as {name}: give it to AdamW")
             held = holding(parameter, name)
