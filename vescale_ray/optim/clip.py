@@ -21,12 +21,16 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    leave_out: Iterable[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Scale all gradients so that their norm, taken together, is at most ``max_norm``. Collective: one all-reduce per mesh.
 
     Args:
         parameters: sharded, plain, or both; those without a gradient are left out.
         foreach: accepted for compatibility; the fused kernels are used where they exist.
+        leave_out: of ``parameters``, those that are neither counted nor scaled: Muon's, for example. Muon's update does not depend on
+            the size of its gradients, until clipping makes them so small that Newton-Schulz takes them for zero.
 
     Returns:
         The norm before clipping: a plain FP32 tensor of shape (), the same on all ranks.
@@ -36,7 +40,8 @@ def clip_grad_norm_(
         ValueError: a gradient still has a pending sum (Partial).
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    grads = [p.grad for p in parameters if p.grad is not None]
+    without = {id(p) for p in leave_out}
+    grads = [p.grad for p in parameters if p.grad is not None and id(p) not in without]
     if not grads:
         return torch.tensor(0.0)
     norm = total_norm(grads, norm_type)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def refuse_replaced(param_group: dict[str, Any]) -> None:
-    """Make ``param_group["params"]`` a list; refuse parameters that ``fully_shard`` has replaced: an optimizer would train nothing with them.
+    """Make ``param_group["params"]`` a list; refuse parameters that ``fully_shard`` has replaced: they would train nothing.
 
     Raises:
         ValueError: naming how many parameters are such originals.
