@@ -2,7 +2,17 @@
 here is what needs to know about shards. Imports torch and :mod:`vescale_ray.dtensor`; never Ray."""
 
 from vescale_ray.optim.adamw import AdamW
+from vescale_ray.optim.build import CombinedOptimizer, OptimizerConfig, build_optimizer, route_parameters
 from vescale_ray.optim.clip import clip_grad_norm_, total_norm
 from vescale_ray.optim.muon import Muon
 
-__all__ = ["AdamW", "Muon", "clip_grad_norm_", "total_norm"]
+__all__ = [
+    "AdamW",
+    "CombinedOptimizer",
+    "Muon",
+    "OptimizerConfig",
+    "build_optimizer",
+    "clip_grad_norm_",
+    "route_parameters",
+    "total_norm",
+]

@@ -67,10 +67,10 @@ class Agreement:
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, also: str = "", timeout: float | None = None) -> None:
-        self._parameters = list(parameters)
+        self.parameters = list(parameters)
         self._timeout, self._also = timeout, also
         meshes: dict[DeviceMesh, list[int]] = {}
-        for index, parameter in enumerate(self._parameters):
+        for index, parameter in enumerate(self.parameters):
             if isinstance(parameter, DTensor):
                 meshes.setdefault(parameter.device_mesh, []).append(index)
         self._meshes = sorted(meshes.items(), key=lambda item: item[0].size())
@@ -94,8 +94,8 @@ class Agreement:
         if not self._compared and self.communicates:
             self._compare()
         self._compared = True
-        said = [_evidence(parameter) for parameter in self._parameters]
-        bad = check_finite and not _all_finite([p.grad for p in self._parameters if p.grad is not None])
+        said = [_evidence(parameter) for parameter in self.parameters]
+        bad = check_finite and not _all_finite([p.grad for p in self.parameters if p.grad is not None])
         for mesh, indices in self._meshes:
             if mesh.size() > 1:
                 words = torch.tensor([int(bad), *(bit for i in indices for bit in said[i])], dtype=torch.uint8)
@@ -132,7 +132,7 @@ class Agreement:
         for mesh, indices in self._meshes:
             if mesh.size() == 1:
                 continue
-            shapes = [(tuple(self._parameters[i].shape), str(self._parameters[i].dtype)) for i in indices]
+            shapes = [(tuple(self.parameters[i].shape), str(self.parameters[i].dtype)) for i in indices]
             digest = hashlib.sha256(repr((shapes, self._also)).encode()).digest()[:16]
             mine = torch.tensor([*digest, *(255 - byte for byte in digest)], dtype=torch.uint8)
             told = self._largest(mine, mesh)

@@ -94,7 +94,7 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"nonfinite = {nonfinite!r}: give skip, raise or propagate")
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes = {bucket_bytes}: give at least 1")
-        self._nonfinite, self._share_replicas, self._bucket_bytes = nonfinite, share_replicas, bucket_bytes
+        self.nonfinite, self._share_replicas, self._bucket_bytes = nonfinite, share_replicas, bucket_bytes
         self._newton_schulz = NewtonSchulz(batched)
         self._route: _Route | None = None
         defaults = {
@@ -159,12 +159,12 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         route = self._routed()
         if decision is None:
-            decision = route.agreement.decide(check_finite=self._nonfinite != "propagate")
+            decision = route.agreement.decide(check_finite=self.nonfinite != "propagate")
             if decision.split:
                 names = ", ".join(route.names[i] for i in decision.split[:3])
                 warnings.warn(f"{names}: a gradient on some ranks only; left out of this step on all of them", stacklevel=2)
-        if not decision.finite and self._nonfinite != "propagate":
-            if self._nonfinite == "raise":
+        if not decision.finite and self.nonfinite != "propagate":
+            if self.nonfinite == "raise":
                 raise NonFiniteGradients("a gradient holds NaN or Inf on some rank: the step was not taken (nonfinite='skip' goes on)")
             warnings.warn("a gradient holds NaN or Inf on some rank: all ranks skip this optimizer step", stacklevel=2)
             return loss
