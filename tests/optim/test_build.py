@@ -105,7 +105,7 @@ def test_routes_are_the_same_after_sharding_on_every_rank_though_local_shapes_di
     ],
 )
 def test_each_parameter_gets_the_block_that_its_optimizer_needs(settings: dict[str, Any], block: Block | None) -> None:
-    zoo = Zoo()
+    zoo: Any = Zoo()
     routing = route_parameters(zoo, OptimizerConfig("muon", **settings))
     assert routing.block_policy("anything", zoo.square.weight) == block
     assert routing.block_policy("anything", zoo.last.weight) is None
@@ -148,7 +148,7 @@ def test_the_table_is_printed_and_patterns_overrule_roles(capsys: pytest.Capture
         ({"routes": {"norm.*": "muon"}}, "is no matrix"),
         ({"routes": {"square.*": "sgd"}}, "the optimizers of this run are muon and adamw"),
         ({"routes": {"square.*": "adam"}}, "no optimizer 'adam': known are adamw"),
-        ({"options": {"nesterof": True}}, "nesterof"),
+        ({"options": {"nesterof": True}}, "muon has no option 'nesterof': it takes momentum, nesterov"),
     ):
         with pytest.raises(ValueError, match=message):
             build_optimizer(zoo, {"name": "muon", **bad}, log=None)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vescale_ray.optim.adamw import AdamW
 from vescale_ray.optim.agree import Agreement, Decision
 from vescale_ray.optim.muon import Muon, NonFiniteGradients
 from vescale_ray.optim.routing import Name, OptimizerConfig, Route, Routing, optimizer_class, route_parameters
@@ -71,22 +70,19 @@ def _made(name: Name, routes: Sequence[Route], named: Mapping[str, nn.Parameter]
     lr = config.matrix_lr if main and config.matrix_lr is not None and name not in ("adamw", "sgd") else config.lr
     common: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay}
     pairs = [(route.name, named[route.name]) for route in routes]
-    try:
-        if name == "sgd":
-            return torch.optim.SGD(pairs, momentum=config.betas[0], **common, **options)
-        if name == "adamw":
-            return AdamW(pairs, betas=config.betas, eps=config.eps, **common, **options)
-        if name == "muon":
-            options.setdefault("adjust_lr_fn", "match_rms_adamw")  # so that one learning rate serves AdamW and Muon
-            groups: dict[str, dict[str, Any]] = {}
-            for route, pair in zip(routes, pairs, strict=True):
-                group = groups.setdefault(repr(route.row_blocks), {"params": [], "row_blocks": route.row_blocks})
-                group["params"].append(pair)
-            return Muon(list(groups.values()), **common, **options)
-        optimizer: torch.optim.Optimizer = optimizer_class(name)(pairs, betas=config.betas, eps=config.eps, **common, **options)
-        return optimizer
-    except TypeError as error:
-        raise ValueError(f"options = {options} of {name}: {error}; its docstring names what it takes") from None
+    made = optimizer_class(name)
+    if name == "muon":
+        options.setdefault("adjust_lr_fn", "match_rms_adamw")  # so that one learning rate serves AdamW and Muon
+        groups: dict[str, dict[str, Any]] = {}
+        for route, pair in zip(routes, pairs, strict=True):
+            group = groups.setdefault(repr(route.row_blocks), {"params": [], "row_blocks": route.row_blocks})
+            group["params"].append(pair)
+        optimizer: torch.optim.Optimizer = Muon(list(groups.values()), **common, **options)
+    elif name == "sgd":
+        optimizer = made(pairs, **common, **{"momentum": config.betas[0], **options})
+    else:
+        optimizer = made(pairs, betas=config.betas, eps=config.eps, **common, **options)
+    return optimizer
 
 
 @torch.no_grad()

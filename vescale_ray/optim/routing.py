@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -33,7 +35,8 @@ Name = Literal["adamw", "adamw8bit", "muon", "shampoo", "soap", "sgd"]
 
 MATRIX_OPTIMIZERS = frozenset({"muon", "shampoo", "soap", "adamw8bit"})
 """Those that take matrices and experts; AdamW steps the rest beside them."""
-CLASSES = {"muon": "Muon", "adamw8bit": "AdamW8bit", "shampoo": "Shampoo", "soap": "SOAP"}
+CLASSES = {"adamw": "AdamW", "muon": "Muon", "adamw8bit": "AdamW8bit", "shampoo": "Shampoo", "soap": "SOAP"}
+_OURS = frozenset({"params", "lr", "weight_decay", "betas", "eps", "row_blocks"})
 _HEADS = frozenset({"head", "lm_head", "output", "unembed", "classifier", "score"})
 
 
@@ -97,11 +100,13 @@ class Routing:
         return self._by_name[name]
 
     def block_policy(self, name: str, parameter: nn.Parameter) -> Block | None:
-        """For ``fully_shard(.., block_policy=routing.block_policy)``.
+        """For ``fully_shard(.., block_policy=routing.block_policy)``. Frozen parameters may be cut anywhere.
 
         Raises:
-            ValueError: a parameter that the model did not have when it was routed.
+            ValueError: a trainable parameter that the model did not have when it was routed.
         """
+        if not parameter.requires_grad:
+            return None
         route = self._by_parameter.get(parameter)
         if route is None:
             raise ValueError(f"parameter {name!r} was not in the model when its parameters were routed: route the model that is sharded")
@@ -129,8 +134,14 @@ def route_parameters(model: nn.Module, config: OptimizerConfig) -> Routing:
     """Route the trainable parameters of ``model``, sharded, on the meta device, or neither.
 
     Raises:
-        ValueError: a pattern of ``routes`` or ``row_blocks`` that matches nothing, or a matrix optimizer for what is no matrix.
+        ValueError: a pattern of ``routes`` or ``row_blocks`` that matches nothing, a matrix optimizer for what is no matrix, or options
+            that the optimizer doesn't have.
     """
+    taken = inspect.signature(optimizer_class(config.name)).parameters
+    for option in config.options:
+        if option not in taken or option in _OURS:
+            free = ", ".join(name for name in taken if name not in _OURS)
+            raise ValueError(f"{config.name} has no option {option!r}: it takes {free}")
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     roles = _roles(model)
     for what, patterns in (("routes", config.routes), ("row_blocks", config.row_blocks)):
@@ -171,11 +182,13 @@ def _block(name: str, parameter: nn.Parameter, optimizer: Name, config: Optimize
 
 
 def optimizer_class(name: Name) -> Any:
-    """The class of a matrix optimizer.
+    """The class that ``name`` stands for.
 
     Raises:
         ValueError: this installation does not have it.
     """
+    if name == "sgd":
+        return torch.optim.SGD
     try:
         return getattr(importlib.import_module(f"vescale_ray.optim.{name}"), CLASSES[name])
     except ModuleNotFoundError as error:
