@@ -5,6 +5,7 @@ from vescale_ray.optim.adamw import AdamW
 from vescale_ray.optim.build import CombinedOptimizer, OptimizerConfig, build_optimizer, route_parameters
 from vescale_ray.optim.clip import clip_grad_norm_, total_norm
 from vescale_ray.optim.muon import Muon
+from vescale_ray.optim.qk_clip import qk_clip_
 
 __all__ = [
     "AdamW",
@@ -13,6 +14,7 @@ __all__ = [
     "OptimizerConfig",
     "build_optimizer",
     "clip_grad_norm_",
+    "qk_clip_",
     "route_parameters",
     "total_norm",
 ]

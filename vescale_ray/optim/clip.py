@@ -79,7 +79,7 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
             for dim in dims:
                 assert mesh is not None
                 if mesh.size(dim) > 1:
-                    part = _largest(part, mesh.get_group(dim)) if infinite else _sum(part, mesh.get_group(dim))
+                    part = largest_of_ranks(part, mesh.get_group(dim)) if infinite else _sum(part, mesh.get_group(dim))
             total = torch.maximum(total, part) if infinite else total + part
     return total if infinite else total.pow(1.0 / norm_type)
 
@@ -89,7 +89,7 @@ def _sum(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return part
 
 
-def _largest(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def largest_of_ranks(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The maximum over the ranks; NaN if there is one. (gloo's own loses it, depending on the rank that has it.)"""
     both = torch.stack([part.nan_to_num(nan=0.0, posinf=torch.inf), part.isnan().to(part.dtype)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
