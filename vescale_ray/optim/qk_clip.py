@@ -69,7 +69,8 @@ def qk_clip_(
             if query.device_mesh.size(dim) > 1:
                 largest = largest_of_ranks(largest, query.device_mesh.get_group(dim))
     if not bool(torch.isfinite(largest).all()):
-        raise ValueError(f"max_logits of head {int((~torch.isfinite(largest)).nonzero()[0])} is not finite on some rank: nothing was scaled")
+        head = int((~torch.isfinite(largest)).nonzero()[0])
+        raise ValueError(f"max_logits of head {head} is not finite on some rank: nothing was scaled")
     eta = (tau / largest.view(kv_heads, -1).amax(dim=1).clamp(min=tau)).clamp(max=1.0)
     if not bool((eta < 1).any()):
         return eta
