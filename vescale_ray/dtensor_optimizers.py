@@ -26,9 +26,10 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             if isinstance(p, DTensor) and ragged_mesh_dim(p.placements) is not None:
+                held = p.placements[ragged_mesh_dim(p.placements) or 0]
                 raise TypeError(
-                    f"torch.optim.{type(optimizer).__name__} needs whole matrices, but a parameter of shape {tuple(p.shape)} is sharded with "
-                    f"{p.placements[ragged_mesh_dim(p.placements) or 0]}: use {instead}, which takes the same arguments"
+                    f"torch.optim.{type(optimizer).__name__} needs whole matrices, but a parameter of shape {tuple(p.shape)} is sharded "
+                    f"with {held}: use {instead}, which takes the same arguments"
                 )
 
 
