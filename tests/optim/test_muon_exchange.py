@@ -95,6 +95,38 @@ def test_whole_tensors_and_whole_experts_need_no_exchange(monkeypatch: pytest.Mo
     assert collectives == 0 and sum(planned) == 0
 
 
+def in_order(rank: int, world: int, cases: list[Case]) -> list[str]:
+    parameters = sharded(cases, rank, one_dim_mesh(world))
+    muon = Muon(parameters, bucket_bytes=1500)
+    give_gradients(cases, parameters, rank, 0)
+    (exchange,) = muon._routed().exchanges
+    sends, seen = exchange._send, []
+
+    def noted(buffer: Any, given: Any, wanted: Any, group: Any) -> Any:
+        arriving, work = sends(buffer, given, wanted, group)
+
+        class Noted:
+            def wait(self) -> None:
+                seen.append(f"wait {number}")
+                work.wait()
+
+        number = sum(entry.startswith("send") for entry in seen)
+        seen.append(f"send {number}")
+        return arriving, Noted()
+
+    exchange._send = noted  # type: ignore[method-assign, assignment]
+    muon.step()
+    return seen
+
+
+def test_two_buckets_are_under_way_and_no_rank_waits_for_a_bucket_before_the_next_is_sent() -> None:
+    world = 2
+    for seen in run_threads(world, in_order, [even(shape, world) for shape in EVEN]):
+        # Bucket 0 goes out, then bucket 1; only then bucket 0 is waited for, computed and sent back; and so on.
+        assert seen[:8] == ["send 0", "send 1", "wait 0", "send 2", "send 3", "wait 1", "send 4", "wait 2"]
+        assert sum(entry.startswith("wait") for entry in seen) == sum(entry.startswith("send") for entry in seen)
+
+
 def test_whole_tensors_give_the_same_bits_too() -> None:
     cases = [Case(shape, 0, tuple(int(r == i % 3) for r in range(3))) for i, shape in enumerate(SHAPES)]
     equal(run_threads(3, steps_on_shards, cases, 3, {}), alone(SHAPES, 3))
