@@ -21,7 +21,8 @@ from tests.optim.test_muon import alone, give_gradients, gradient, random_cases,
 from tests.ranks import run_gloo, run_threads
 from vescale_ray.dtensor import distribute_tensor
 from vescale_ray.fsdp import fully_shard
-from vescale_ray.optim import AdamW, Muon
+from vescale_ray.optim import AdamW, CombinedOptimizer, Muon
+from vescale_ray.optim.agree import DisagreementError
 from vescale_ray.optim.muon import NonFiniteGradients
 from vescale_ray.state_dict import get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 
@@ -240,6 +241,28 @@ def poisoned(rank: int, world: int, policy: str, where: int) -> Any:
 def test_inf_on_one_rank_is_the_same_decision_on_all(policy: str, where: int, expected: Any) -> None:
     with pytest.warns(UserWarning, match="all ranks skip") if policy == "skip" else contextlib.nullcontext():
         assert run_threads(3, poisoned, policy, where) == [expected] * 3
+
+
+def laid_out_wrong(rank: int, world: int, combined: bool) -> str:
+    case = Case((9, 4), 1, (3, 2, 4))
+    parameters = [nn.Parameter(ragged(case, start((9, 4), i), one_dim_mesh(world), rank)) for i in range(2)]
+    muon = Muon(parameters[:1] if combined else parameters, lr=0.1)
+    optimizer = CombinedOptimizer([muon, AdamW(parameters[1:])]) if combined else muon
+    give_gradients([case] * 2, parameters, rank, 0)
+    if rank == 1:
+        other = Case((9, 4), 1, (3, 3, 3))
+        parameters[0].grad = ragged(other, gradient((9, 4), 0, 0), one_dim_mesh(world), rank)
+    before = [whole(p.detach()).clone() for p in parameters]
+    with pytest.raises((ValueError, DisagreementError)) as caught:
+        optimizer.step()
+    assert all(torch.equal(whole(p.detach()), b) for p, b in zip(parameters, before, strict=True))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_a_gradient_that_one_rank_can_not_step_stops_all_of_them(combined: bool) -> None:
+    told = run_threads(3, laid_out_wrong, combined)
+    assert "redistribute the gradient" in told[1] and told[0] == told[2] and "another rank can't take this optimizer step" in told[0]
 
 
 def failing(rank: int, world: int) -> bool:

@@ -82,27 +82,33 @@ class Agreement:
         return any(mesh.size() > 1 for mesh, _ in self._meshes)
 
     @torch.no_grad()
-    def decide(self, *, check_finite: bool = True) -> Decision:
+    def decide(self, *, check_finite: bool = True, fault: Exception | None = None) -> Decision:
         """The decision for the gradients that are there now. Collective: one all-reduce per mesh dimension of more than one rank.
 
         Args:
             check_finite: read all gradients for NaN and Inf (one pass over this rank's part).
+            fault: why this rank can't take the step. It is raised here, and a DisagreementError on the other ranks.
 
         Raises:
-            DisagreementError: ranks hold different lists of parameters, or did not all come within the timeout.
+            DisagreementError: ranks hold different lists of parameters, did not all come within the timeout, or one has a fault.
         """
         if not self._compared and self.communicates:
             self._compare()
         self._compared = True
         said = [_evidence(parameter) for parameter in self.parameters]
-        bad = check_finite and not _all_finite([p.grad for p in self.parameters if p.grad is not None])
+        bad = check_finite and fault is None and not _all_finite([p.grad for p in self.parameters if p.grad is not None])
+        faulty = fault is not None
         for mesh, indices in self._meshes:
             if mesh.size() > 1:
-                words = torch.tensor([int(bad), *(bit for i in indices for bit in said[i])], dtype=torch.uint8)
+                words = torch.tensor([int(bad), int(faulty), *(bit for i in indices for bit in said[i])], dtype=torch.uint8)
                 told = self._largest(words, mesh).tolist()
-                bad = bool(told[0])
+                bad, faulty = bool(told[0]), bool(told[1])
                 for position, i in enumerate(indices):
-                    said[i] = (told[1 + 2 * position], told[2 + 2 * position])
+                    said[i] = (told[2 + 2 * position], told[3 + 2 * position])
+        if fault is not None:
+            raise fault
+        if faulty:
+            raise DisagreementError("another rank can't take this optimizer step, and tells why: no rank has taken it")
         return Decision(
             active=tuple(bool(s[_HERE]) and not s[_MISSING] for s in said),
             split=tuple(i for i, s in enumerate(said) if s[_HERE] and s[_MISSING]),

@@ -183,7 +183,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
         if self._agreement is None or [*map(id, self._agreement.parameters)] != [*map(id, parameters)]:
             self._agreement = Agreement(parameters)
         policy = muons[0].nonfinite
-        decision = self._agreement.decide(check_finite=policy != "propagate")
+        fault = next((found for found in (muon.fault() for muon in muons) if found is not None), None)
+        decision = self._agreement.decide(check_finite=policy != "propagate", fault=fault)
         if not decision.finite:
             if policy == "raise":
                 raise NonFiniteGradients("a gradient holds NaN or Inf on some rank: the step was not taken (nonfinite='skip' goes on)")

@@ -133,29 +133,33 @@ class Exchange:
 
     Args:
         held: any of the domain's parameters' holding: they share the groups.
-        device: of the buffers.
+        device: of the buffers and of Newton-Schulz.
+        home: of the parameters, where updates are wanted: another one with CPU offload.
     """
 
-    def __init__(self, itinerary: Itinerary, held: Holding, device: torch.device, newton_schulz: NewtonSchulz) -> None:
+    def __init__(
+        self, itinerary: Itinerary, held: Holding, device: torch.device, newton_schulz: NewtonSchulz, *, home: torch.device | None = None
+    ) -> None:
         self.itinerary = itinerary
-        self.group, self.rank, self.device = held.group, held.rank, device
-        self._newton_schulz = newton_schulz
-        self._shared = itinerary.replicas > 1
-        self._replica = held.replica if self._shared else 0
-        self._replicate_group = held.replicate_group
+        self.group, self.rank, self.device, self.home = held.group, held.rank, device, home or device
+        self.shared = itinerary.replicas > 1
+        self.replica = held.replica if self.shared else 0
+        self.replicate_group = held.replicate_group
+        self.newton_schulz = newton_schulz
+        self._legs: tuple[frozenset[int], list[_Leg]] | None = None
 
     def run(self, update: Update, active: frozenset[int]) -> dict[int, Tensor]:
         """Orthogonalized updates of this rank's pieces, flat BF16, by job index; of the jobs whose parameters are ``active``.
 
         Collective over the domain; every rank calls it with the same ``active``.
         """
+        if self._legs is None or self._legs[0] != active:
+            chosen = ([i for i in bucket if self.itinerary.jobs[i].param in active] for bucket in self.itinerary.buckets)
+            self._legs = active, [_Leg(self, indices) for indices in chosen if indices]
         landed: dict[int, Tensor] = {}
         under_way: list[_Bucket] = []
-        for indices in self.itinerary.buckets:
-            chosen = [i for i in indices if self.itinerary.jobs[i].param in active]
-            if not chosen:
-                continue
-            under_way.append(_Bucket(self, chosen))
+        for leg in self._legs[1]:
+            under_way.append(_Bucket(self, leg))
             under_way[-1].depart(update)
             if len(under_way) >= 2:
                 under_way[-2].compute()
@@ -165,119 +169,152 @@ class Exchange:
             under_way[-1].compute()
         for bucket in under_way:
             landed.update(bucket.land())
-        return landed
+        return landed if self.home == self.device else {i: tensor.to(self.home) for i, tensor in landed.items()}
 
     def _send(self, buffer: Tensor, given: Sequence[int], wanted: Sequence[int], group: dist.ProcessGroup | None) -> tuple[Tensor, Any]:
         arriving = buffer.new_empty(sum(wanted))
         return arriving, dist.all_to_all_single(arriving, buffer, list(wanted), list(given), group=group, async_op=True)
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Elements ``[begin, end)`` of a job's matrix, which are elements ``[at, at + end - begin)`` of a message."""
+
+    job: int
+    begin: int
+    end: int
+    at: int
+
+
+class _Leg:
+    """What one rank sends, receives and computes of a bucket; found once, used in every step.
+
+    Attributes:
+        mine: jobs that are rooted here.
+        own: of these, which elements this rank holds itself.
+        outgoing, incoming: pieces in the message to the roots, by root; and in that from the holders, by holder.
+        given, wanted: elements of these messages, by rank.
+        theirs: with shared replicas: by replica, this rank's pieces that are rooted there; with their sizes.
+    """
+
+    def __init__(self, exchange: Exchange, chosen: Sequence[int]) -> None:
+        plan, rank = exchange.itinerary, exchange.rank
+        by_root: list[list[int]] = [[] for _ in range(plan.world)]
+        by_holder: list[list[int]] = [[] for _ in range(plan.world)]
+        self.mine: list[int] = []
+        self.own: dict[int, tuple[int, int]] = {}
+        self.theirs: list[list[int]] = [[] for _ in range(plan.replicas)]
+        for i in chosen:
+            (replica, root), cuts = plan.where(i), plan.jobs[i].cuts
+            if rank in cuts:
+                self.theirs[replica].append(i)
+            if replica != exchange.replica:
+                continue
+            if root == rank:
+                self.mine.append(i)
+                for holder in cuts:
+                    if holder == rank:
+                        self.own[i] = cuts[rank]
+                    else:
+                        by_holder[holder].append(i)
+            elif rank in cuts:
+                by_root[root].append(i)
+        self.travels = plan.travels(chosen, exchange.replica)
+        """Whether anything has to be sent, by any rank of the group: all of them know."""
+        self.outgoing, self.given = _message(by_root, lambda i, _: plan.jobs[i].cuts[rank])
+        self.incoming, self.wanted = _message(by_holder, lambda i, holder: plan.jobs[i].cuts[holder])
+        self.sizes = [sum(_numel(plan.jobs[i], rank) for i in indices) for indices in self.theirs]
+        self.alike: dict[tuple[int, int, Coefficients, float], list[int]] = {}
+        for i in self.mine:
+            job = plan.jobs[i]
+            self.alike.setdefault((job.span.rows, job.span.cols, job.rounds, job.eps), []).append(i)
+
+
+def _message(by_rank: Sequence[Sequence[int]], cut: Callable[[int, int], tuple[int, int]]) -> tuple[list[_Piece], list[int]]:
+    """Pieces one after the other, and how many elements are of each rank."""
+    pieces: list[_Piece] = []
+    sizes: list[int] = []
+    position = 0
+    for rank, indices in enumerate(by_rank):
+        before = position
+        for i in indices:
+            begin, end = cut(i, rank)
+            pieces.append(_Piece(i, begin, end, position))
+            position += end - begin
+        sizes.append(position - before)
+    return pieces, sizes
+
+
 class _Bucket:
     """One bucket of one step, on its way."""
 
-    def __init__(self, exchange: Exchange, chosen: Sequence[int]) -> None:
-        self._exchange, self._plan, self._rank = exchange, exchange.itinerary, exchange.rank
-        self._chosen = chosen
-        self._here = [i for i in chosen if self._plan.where(i)[0] == exchange._replica]
-        self._mine = [i for i in self._here if self._plan.where(i)[1] == self._rank]
-        jobs = self._plan.jobs
-        self._travels = self._plan.travels(chosen, exchange._replica)  # the same on all ranks of the group
-        world = range(self._plan.world)
-        self._out = [[i for i in self._here if self._plan.where(i)[1] == r and self._rank in jobs[i].cuts] for r in world]
-        self._in = [[i for i in self._mine if r in jobs[i].cuts] for r in world]
-        self._out[self._rank], self._in[self._rank] = [], []
-        self._given = [sum(_numel(jobs[i], self._rank) for i in indices) for indices in self._out]
-        self._wanted = [sum(_numel(jobs[i], r) for i in indices) for r, indices in enumerate(self._in)]
+    def __init__(self, exchange: Exchange, leg: _Leg) -> None:
+        self._exchange, self._leg, self._jobs = exchange, leg, exchange.itinerary.jobs
         self._arriving: Tensor | None = None
         self._work: Any = None
         self._own: dict[int, Tensor] = {}
 
     def depart(self, update: Update) -> None:
-        jobs, rank = self._plan.jobs, self._rank
-        buffer = torch.empty(sum(self._given), dtype=WIRE, device=self._exchange.device)
-        position = 0
-        for indices in self._out:
-            for i in indices:
-                numel = _numel(jobs[i], rank)
-                buffer[position : position + numel].copy_(update(jobs[i], jobs[i].local(rank)))
-                position += numel
-        if self._travels:
-            self._arriving, self._work = self._exchange._send(buffer, self._given, self._wanted, self._exchange.group)
-        self._own = {i: update(jobs[i], jobs[i].local(rank)).to(WIRE) for i in self._mine if rank in jobs[i].cuts}
+        leg, jobs, rank, device = self._leg, self._jobs, self._exchange.rank, self._exchange.device
+        buffer = torch.empty(sum(leg.given), dtype=WIRE, device=device)
+        for piece in leg.outgoing:
+            buffer[piece.at : piece.at + piece.end - piece.begin].copy_(update(jobs[piece.job], jobs[piece.job].local(rank)))
+        if leg.travels:
+            self._arriving, self._work = self._exchange._send(buffer, leg.given, leg.wanted, self._exchange.group)
+        self._own = {i: update(jobs[i], jobs[i].local(rank)).to(device, WIRE) for i in leg.own}
 
     def compute(self) -> None:
-        jobs, rank = self._plan.jobs, self._rank
+        leg = self._leg
         arrived = self._waited()
-        whole = {i: self._joined(jobs[i], i) for i in self._mine}
-        position = 0
-        for source, indices in enumerate(self._in):
-            for i in indices:
-                begin, end = jobs[i].cuts[source]
-                assert arrived is not None
-                whole[i].view(-1)[begin:end] = arrived[position : position + end - begin]
-                position += end - begin
+        whole = {i: self._joined(i) for i in leg.mine}
+        for piece in leg.incoming:
+            assert arrived is not None
+            whole[piece.job].view(-1)[piece.begin : piece.end] = arrived[piece.at : piece.at + piece.end - piece.begin]
         self._own = {}
         del arrived
-        alike: dict[tuple[int, int, Coefficients, float], list[int]] = {}
-        for i in self._mine:
-            alike.setdefault((jobs[i].span.rows, jobs[i].span.cols, jobs[i].rounds, jobs[i].eps), []).append(i)
-        for (_, _, rounds, eps), indices in alike.items():
-            results = self._exchange._newton_schulz([whole[i] for i in indices], rounds, eps)
+        for (_, _, rounds, eps), indices in leg.alike.items():
+            results = self._exchange.newton_schulz([whole[i] for i in indices], rounds, eps)
             whole.update(zip(indices, (result.contiguous().view(-1) for result in results), strict=True))
-        buffer = torch.empty(sum(self._wanted), dtype=WIRE, device=self._exchange.device)
-        position = 0
-        for source, indices in enumerate(self._in):
-            for i in indices:
-                begin, end = jobs[i].cuts[source]
-                buffer[position : position + end - begin] = whole[i][begin:end]
-                position += end - begin
-        for i in self._mine:
-            if rank in jobs[i].cuts:
-                begin, end = jobs[i].cuts[rank]
-                # A copy of a part, so that the matrix does not stay alive for it.
-                self._own[i] = whole[i] if end - begin == whole[i].numel() else whole[i][begin:end].clone()
-        if self._travels:
-            self._arriving, self._work = self._exchange._send(buffer, self._wanted, self._given, self._exchange.group)
+        buffer = torch.empty(sum(leg.wanted), dtype=WIRE, device=self._exchange.device)
+        for piece in leg.incoming:
+            buffer[piece.at : piece.at + piece.end - piece.begin] = whole[piece.job][piece.begin : piece.end]
+        for i, (begin, end) in leg.own.items():
+            # A copy of a part, so that the matrix does not stay alive for it.
+            self._own[i] = whole[i] if end - begin == whole[i].numel() else whole[i][begin:end].clone()
+        if leg.travels:
+            self._arriving, self._work = self._exchange._send(buffer, leg.wanted, leg.given, self._exchange.group)
 
     def land(self) -> dict[int, Tensor]:
-        jobs, rank = self._plan.jobs, self._rank
-        arrived, landed, position = self._waited(), dict(self._own), 0
-        for indices in self._out:
-            for i in indices:
-                numel = _numel(jobs[i], rank)
-                assert arrived is not None
-                landed[i] = arrived[position : position + numel]
-                position += numel
-        return self._shared_with_replicas(landed) if self._exchange._shared else landed
+        arrived, landed = self._waited(), dict(self._own)
+        for piece in self._leg.outgoing:
+            assert arrived is not None
+            landed[piece.job] = arrived[piece.at : piece.at + piece.end - piece.begin]
+        return self._shared_with_replicas(landed) if self._exchange.shared else landed
 
     def _shared_with_replicas(self, landed: dict[int, Tensor]) -> dict[int, Tensor]:
         """The updates of this rank's pieces that other replicas computed, for ours: one all-to-all between the replicas."""
-        jobs, rank, replicas = self._plan.jobs, self._rank, self._plan.replicas
-        theirs = [[i for i in self._chosen if self._plan.where(i)[0] == q and rank in jobs[i].cuts] for q in range(replicas)]
-        sizes = [sum(_numel(jobs[i], rank) for i in indices) for indices in theirs]
-        me = self._exchange._replica
-        mine = [landed[i] for i in theirs[me]]
+        leg, me, replicas = self._leg, self._exchange.replica, self._exchange.itinerary.replicas
+        mine = [landed[i] for i in leg.theirs[me]]
         packed = torch.cat(mine) if mine else torch.empty(0, dtype=WIRE, device=self._exchange.device)
-        given = [0 if q == me else sizes[me] for q in range(replicas)]
-        wanted = [0 if q == me else sizes[q] for q in range(replicas)]
-        arrived, work = self._exchange._send(packed.repeat(replicas - 1), given, wanted, self._exchange._replicate_group)
+        given = [0 if q == me else leg.sizes[me] for q in range(replicas)]
+        wanted = [0 if q == me else leg.sizes[q] for q in range(replicas)]
+        arrived, work = self._exchange._send(packed.repeat(replicas - 1), given, wanted, self._exchange.replicate_group)
         work.wait()
         position = 0
-        for q, indices in enumerate(theirs):
-            for i in indices if q != me else ():
-                numel = _numel(jobs[i], rank)
-                landed[i] = arrived[position : position + numel]
-                position += numel
+        for i in (i for q, indices in enumerate(leg.theirs) if q != me for i in indices):
+            numel = _numel(self._jobs[i], self._exchange.rank)
+            landed[i] = arrived[position : position + numel]
+            position += numel
         return landed
 
-    def _joined(self, job: Job, index: int) -> Tensor:
+    def _joined(self, index: int) -> Tensor:
         """The matrix with this rank's own part in its place."""
-        own = self._own.get(index)
-        if own is not None and own.numel() == job.span.numel:
-            return own.view(job.span.rows, job.span.cols)
-        matrix = torch.empty(job.span.rows, job.span.cols, dtype=WIRE, device=self._exchange.device)
+        span, own = self._jobs[index].span, self._own.get(index)
+        if own is not None and own.numel() == span.numel:
+            return own.view(span.rows, span.cols)
+        matrix = torch.empty(span.rows, span.cols, dtype=WIRE, device=self._exchange.device)
         if own is not None:
-            begin, end = job.cuts[self._rank]
+            begin, end = self._leg.own[index]
             matrix.view(-1)[begin:end] = own
         return matrix
 

@@ -159,7 +159,7 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         route = self._routed()
         if decision is None:
-            decision = route.agreement.decide(check_finite=self.nonfinite != "propagate")
+            decision = route.agreement.decide(check_finite=self.nonfinite != "propagate", fault=self.fault())
             if decision.split:
                 names = ", ".join(route.names[i] for i in decision.split[:3])
                 warnings.warn(f"{names}: a gradient on some ranks only; left out of this step on all of them", stacklevel=2)
@@ -188,6 +188,17 @@ class Muon(torch.optim.Optimizer):
         for part in parts.values():
             part.store()
         return loss
+
+    def fault(self) -> Exception | None:
+        """Why this rank could not take a step now: a gradient that is sparse, or laid out in another way than its parameter."""
+        route = self._routed()
+        for parameter, name in zip(route.parameters, route.names, strict=True):
+            if parameter.grad is not None:
+                try:
+                    check_gradient(parameter, name)
+                except (RuntimeError, ValueError) as error:
+                    return error
+        return None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, and refuses a state that would silently start from zero, or that is laid out for other shards.
@@ -242,8 +253,6 @@ class Muon(torch.optim.Optimizer):
 
     def _part(self, route: _Route, index: int) -> _Part:
         parameter, group = route.parameters[index], route.groups[index]
-        if parameter.grad is not None:
-            check_gradient(parameter, route.names[index])
         self._make_state(parameter, group)
         return _Part(parameter, self.state[parameter], group)
 
@@ -277,8 +286,11 @@ class _Route:
             first = held[indices[0]]
             replicas = first.replicas if share else 1
             itinerary = plan(jobs, len(first.intervals), replicas=replicas, bucket_bytes=bucket_bytes)
-            device = flat_local(self.parameters[indices[0]]).device
-            self.exchanges.append(Exchange(itinerary, first, device, newton_schulz))
+            one = self.parameters[indices[0]]
+            home = flat_local(one).device
+            # With CPU offload the group, and with it the exchange, is the accelerator's.
+            device = torch.device(one.device_mesh.device_type) if isinstance(one, DTensor) and home.type == "cpu" else home
+            self.exchanges.append(Exchange(itinerary, first, device, newton_schulz, home=home))
         self.agreement = Agreement(self.parameters, also="".join(e.itinerary.fingerprint() for e in self.exchanges))
 
 

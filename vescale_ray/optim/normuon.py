@@ -76,7 +76,7 @@ class RowMoments:
         if not wanted:
             return None
         found: dict[int, tuple[Tensor, Tensor]] = {}
-        norms = torch.zeros(len(wanted), 2, dtype=torch.float64, device=exchange.device)
+        norms = torch.zeros(len(wanted), 2, dtype=torch.float64, device=exchange.home)
         for k, i in enumerate(wanted):
             if i in updates:
                 job = jobs[i]
@@ -88,7 +88,9 @@ class RowMoments:
                 found[i] = (held, new)
                 norms[k, 0], norms[k, 1] = squares.sum(), _normalized(rows, new).double().square().sum()
         if exchange.itinerary.world > 1:
+            norms = norms.to(exchange.device)
             dist.all_reduce(norms, group=exchange.group)
+            norms = norms.to(exchange.home)
         factors = (norms[:, 0] / norms[:, 1]).sqrt().nan_to_num(nan=1.0, posinf=1.0).float()
         return cls(exchange, {i: (*found[i], factors[k]) for k, i in enumerate(wanted) if i in found})
 
