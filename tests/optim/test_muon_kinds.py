@@ -298,6 +298,22 @@ def test_numbers_out_of_range_are_refused(settings: dict[str, Any], message: str
         Muon([nn.Parameter(torch.zeros(4, 4))], **settings)
 
 
+def test_what_has_no_elements_is_stepped_and_what_has_no_row_major_memory_is_refused() -> None:
+    some, none = nn.Parameter(torch.ones(3, 4)), [nn.Parameter(torch.zeros(shape)) for shape in ((0, 4), (4, 0), (0, 3, 4))]
+    muon = Muon([some, *none])
+    for p in (some, *none):
+        p.grad = torch.ones_like(p)
+    muon.step()
+    assert not torch.equal(some, torch.ones(3, 4))
+    only = Muon(none)
+    only.step()
+    assert only.itineraries[0].collectives == 0 and only.itineraries[0].roots.balance == 1.0
+    with pytest.raises(ValueError, match="row-major memory"):
+        Muon([nn.Parameter(torch.zeros(3, 4).T)])
+    with pytest.raises(ValueError, match="to_empty"):
+        Muon([nn.Parameter(torch.zeros(3, 4, device="meta"))])
+
+
 @pytest.mark.parametrize("parameter", [torch.zeros(4), torch.zeros(()), torch.zeros(2, 2, 2, 2), torch.zeros(4, 4, dtype=torch.complex64)])
 def test_parameters_that_are_no_matrices_are_refused(parameter: Tensor) -> None:
     with pytest.raises(ValueError, match=r"give it to AdamW"):

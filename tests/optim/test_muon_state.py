@@ -185,9 +185,12 @@ def test_the_torch_optimizer_interface_holds() -> None:
     torch.save(muon, buffer)
     buffer.seek(0)
     again = torch.load(buffer, weights_only=False)
-    muon.step()
-    for p in again.param_groups[0]["params"] + again.param_groups[1]["params"]:
-        p.grad = 2 * p.detach()
+    for optimizer in (muon, again, copy.deepcopy(again)):
+        copies = [p for group in optimizer.param_groups for p in group["params"]]
+        for i, p in enumerate(copies):
+            p.grad = gradient(tuple(p.shape), i, 9)
+        optimizer.step()
+        assert all(torch.equal(p, q) for p, q in zip(copies, (first, second), strict=True))
     named = Muon([("first", nn.Parameter(start((6, 4), 0)))])
     assert named.param_groups[0]["param_names"] == ["first"]
 

@@ -120,8 +120,11 @@ class Muon(torch.optim.Optimizer):
             name, parameter = entry if isinstance(entry, tuple) else (f"parameter {index}", entry)
             if parameter.is_complex() or not parameter.is_floating_point():
                 raise ValueError(f"Muon does not support {parameter.dtype} parameters such as {name}: give it to AdamW")
+            if parameter.is_meta:
+                raise ValueError(f"{name} is on the meta device, it has no storage: call to_empty(device=..) on the model first")
             held = holding(parameter, name)
             spans = matrices(held.shape, group["row_blocks"], name)
+            flat_local(parameter)
             if group["normuon"] is not None:
                 RowMoments.check(spans, held, name)
         super().add_param_group(param_group)
@@ -236,6 +239,10 @@ class Muon(torch.optim.Optimizer):
             if value is not None:  # torch casts states to the parameter's dtype; these stay FP32
                 self.state[parameter][RowMoments.KEY] = value.detach().to(parameter.device, torch.float32).clone()
         self._route = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        settings = {key: self.__dict__[key] for key in ("nonfinite", "_share_replicas", "_bucket_bytes", "_newton_schulz")}
+        return {**super().__getstate__(), **settings}  # not the route: it holds process groups, and is found again
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
