@@ -122,13 +122,13 @@ def _check_port(host: str, port: int) -> None:
 
 def _expected(config: RunConfig) -> dict[str, _Expected]:
     """Shape and optimizer of each parameter; on the meta device, so that it costs nothing."""
-    from vescale_ray.optim import route_parameters
-    from vescale_ray.workers.trainer import build_model, optimizer_config, select_units
+    from vescale_ray.optim import OptimizerConfig, route_parameters
+    from vescale_ray.workers.trainer import build_model, select_units
 
     try:
         model = build_model(config)
         select_units(model, config.model.units)
-        routing = route_parameters(model, optimizer_config(config.train))
+        routing = route_parameters(model, OptimizerConfig.of(config.train))
     except BadInput:
         raise
     except ValueError as error:

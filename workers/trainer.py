@@ -41,9 +41,8 @@ from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.schedule import lr_at
 
 if TYPE_CHECKING:
-    from vescale_ray.config import RunConfig, TrainSection
+    from vescale_ray.config import RunConfig
     from vescale_ray.data.corpus import Corpus
-    from vescale_ray.optim import OptimizerConfig
 
 STOP, RESCALE, CHECKPOINT = 1, 2, 4
 """Names for the flag bits that a controller asks for; the trainer only ORs them over the ranks."""
@@ -340,33 +339,14 @@ def select_units(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
     return [module for _, module in sorted(found.values(), key=lambda item: -item[0])]
 
 
-def optimizer_config(train: TrainSection) -> OptimizerConfig:
-    """The optimizer that a run's configuration describes.
-
-    Raises:
-        ValueError: a combination that makes no sense.
-    """
-    from vescale_ray.optim import OptimizerConfig
-
-    return OptimizerConfig(
-        name=train.optimizer,
-        lr=train.lr,
-        matrix_lr=train.matrix_lr,
-        weight_decay=train.weight_decay,
-        betas=train.betas,
-        eps=train.eps,
-        options=train.optimizer_options,
-    )
-
-
 def _build(config: RunConfig, device: torch.device, world: int) -> tuple[Any, torch.optim.Optimizer]:
     """The sharded model, without values, and its optimizer, whose states all exist: they can be filled or given away before a step."""
     from vescale_ray.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-    from vescale_ray.optim import build_optimizer, route_parameters
+    from vescale_ray.optim import OptimizerConfig, build_optimizer, route_parameters
 
     train = config.train
     model = build_model(config)
-    chosen = optimizer_config(train)
+    chosen = OptimizerConfig.of(train)
     routing = route_parameters(model, chosen)
     mesh = init_device_mesh(device.type, (world,))
     dtypes = {name: getattr(torch, name) for name in ("float32", "bfloat16")}

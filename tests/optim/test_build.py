@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from tests.dtensor.layouts import one_dim_mesh, whole
 from tests.ranks import run_gloo, run_threads
+from vescale_ray.config import load_config
 from vescale_ray.fsdp import fully_shard
 from vescale_ray.geometry import Block
 from vescale_ray.models.llama import Llama, LlamaConfig
@@ -170,6 +171,16 @@ def test_one_optimizer_for_all_is_that_optimizer_with_its_states() -> None:
         assert not any(bool(v.any()) for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
         assert all(torch.equal(before[n], p) and p.grad is None for n, p in model.named_parameters())
         assert all(group["lr"] == 1e-3 for group in optimizer.param_groups)
+
+
+def test_a_run_s_configuration_says_which_optimizer() -> None:
+    keys = ["train.optimizer=muon", "train.lr=0.02", "train.matrix_lr=0.05", "train.optimizer_options={nesterov: false}"]
+    config = load_config(None, keys)
+    for given in (config, config.train):
+        combined: Any = build_optimizer(llama(), given, log=None)
+        muon, adamw = combined.optimizers
+        assert muon.param_groups[0]["lr"] == 0.05 and muon.param_groups[0]["nesterov"] is False and adamw.param_groups[0]["lr"] == 0.02
+    assert isinstance(build_optimizer(llama(), "adamw", log=None), AdamW)
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,15 @@ from vescale_ray.optim.agree import Agreement, Decision
 from vescale_ray.optim.muon import Muon, NonFiniteGradients
 from vescale_ray.optim.routing import Name, OptimizerConfig, Route, Routing, optimizer_class, route_parameters
 
+if TYPE_CHECKING:
+    from vescale_ray.config import RunConfig, TrainSection
+
 __all__ = ["CombinedOptimizer", "OptimizerConfig", "Routing", "build_optimizer", "route_parameters"]
 
 
 def build_optimizer(
     model: nn.Module,
-    config: OptimizerConfig | Mapping[str, Any] | str,
+    config: OptimizerConfig | RunConfig | TrainSection | Mapping[str, Any] | str,
     *,
     routing: Routing | None = None,
     log: Callable[[str], object] | None = print,
@@ -32,7 +35,7 @@ def build_optimizer(
     """The optimizer of ``model``'s trainable parameters, after sharding; all its states exist, and are zero.
 
     Args:
-        config: an :class:`OptimizerConfig`, its fields as a mapping, or just a name.
+        config: an :class:`OptimizerConfig`, or what :meth:`OptimizerConfig.of` makes one of: a run's configuration, a mapping, a name.
         routing: from :func:`route_parameters`; None: routed now, which gives the same.
         log: gets the routing table, on rank 0; None: nobody.
 
@@ -42,9 +45,8 @@ def build_optimizer(
     Raises:
         ValueError: as :func:`route_parameters`; no trainable parameter; one on the meta device; what the optimizers themselves refuse.
     """
-    if not isinstance(config, OptimizerConfig):
-        config = OptimizerConfig(name=config) if isinstance(config, str) else OptimizerConfig(**config)  # type: ignore[arg-type]
-    routing = routing or route_parameters(model, config)
+    chosen = OptimizerConfig.of(config)
+    routing = routing or route_parameters(model, chosen)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         raise ValueError("the model has no trainable parameter: there is nothing to optimize")
@@ -58,7 +60,7 @@ def build_optimizer(
         by_optimizer.setdefault(routing[name].optimizer, []).append(routing[name])
     # What communicates in its step comes first: nothing is written yet if it fails.
     order = sorted(by_optimizer, key=lambda name: name != "muon")
-    made = [_made(name, by_optimizer[name], named, config) for name in order]
+    made = [_made(name, by_optimizer[name], named, chosen) for name in order]
     for optimizer in made:
         create_states(optimizer)
     return made[0] if len(made) == 1 else CombinedOptimizer(made)

@@ -21,7 +21,7 @@ import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale_ray.geometry import Block
 from vescale_ray.optim.matrices import RowBlocks
+
+if TYPE_CHECKING:
+    from vescale_ray.config import RunConfig, TrainSection
 
 Role = Literal["matrix", "expert", "embedding", "head", "norm", "vector", "other"]
 Name = Literal["adamw", "adamw8bit", "muon", "shampoo", "soap", "sgd"]
@@ -73,6 +76,26 @@ class OptimizerConfig:
                 raise ValueError(f"there is no optimizer {given!r}: known are {', '.join(get_args(Name))}")
         if self.row_blocks and self.name != "muon":
             raise ValueError(f"row_blocks are Muon's, but the optimizer is {self.name}: leave them out, or use muon")
+
+    @classmethod
+    def of(cls, given: OptimizerConfig | RunConfig | TrainSection | Mapping[str, Any] | str) -> OptimizerConfig:
+        """From a run's configuration or its ``train`` section, from the fields as a mapping, or from just a name."""
+        if isinstance(given, OptimizerConfig):
+            return given
+        if isinstance(given, str):
+            return cls(name=given)  # type: ignore[arg-type]
+        if isinstance(given, Mapping):
+            return cls(**given)
+        train: Any = getattr(given, "train", given)
+        return cls(
+            name=train.optimizer,
+            lr=train.lr,
+            matrix_lr=train.matrix_lr,
+            weight_decay=train.weight_decay,
+            betas=train.betas,
+            eps=train.eps,
+            options=train.optimizer_options,
+        )
 
 
 @dataclass(frozen=True)
