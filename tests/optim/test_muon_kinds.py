@@ -247,6 +247,49 @@ def test_normuon_normalizes_rows_alike_wherever_they_are(counts: tuple[int, ...]
         assert (got - plain).norm() / plain.norm() > 0.01, "it is not plain Muon"
 
 
+def normuon_elsewhere(rank: int, world: int, where: str) -> list[Tensor]:
+    """On FSDP2's tensors, with replicas that share the work, and with experts that are sharded first."""
+    torch.set_num_threads(1)
+    if where == "fsdp2":
+        model = Two()
+        torch_fully_shard(model, mesh=one_dim_mesh(world))
+        parameters = list(model.parameters())
+        mesh, placements = one_dim_mesh(world), [[Shard(0)]] * 2
+    else:
+        mesh = init_device_mesh("cpu", (2, 2))
+        other = Replicate() if where == "replicas" else Shard(0)
+        shapes = ((7, 10), (33, 20)) if where == "replicas" else ((4, 6, 10), (2, 33, 20))
+        placements = [[other, RaggedShard((0,), (3, 4))], [other, RaggedShard((0,), (11, 22))]]  # type: ignore[list-item]
+        if where == "experts":
+            placements = [[RaggedShard((0, 1), (5, 7)), other], [RaggedShard((0, 1), (1, 2)), other]]  # type: ignore[list-item]
+        parameters = [
+            nn.Parameter(distribute_tensor(start(s, i), mesh, p)) for i, (s, p) in enumerate(zip(shapes, placements, strict=True))
+        ]
+    muon = Muon(parameters, **SETTINGS, normuon=0.9, share_replicas=where == "replicas")
+    for step in range(3):
+        for i, p in enumerate(parameters):
+            full = gradient(tuple(p.shape), i, step)
+            give = torch_distribute if where == "fsdp2" else distribute_tensor
+            p.grad = give(full, mesh, placements[i], src_data_rank=None)
+        muon.step()
+    return [whole(p).detach() for p in parameters] + [whole(muon.state[p]["row_second_moment"]) for p in parameters]
+
+
+@pytest.mark.parametrize(("where", "world"), [("fsdp2", 3), ("replicas", 4), ("experts", 4)])
+def test_normuon_is_the_same_on_other_meshes_and_tensors(where: str, world: int) -> None:
+    shapes = ((4, 6, 10), (2, 33, 20)) if where == "experts" else ((7, 10), (33, 20))
+    parameters = [nn.Parameter(start(s, i)) for i, s in enumerate(shapes)]
+    muon = Muon(parameters, **SETTINGS, normuon=0.9)
+    for step in range(3):
+        for i, p in enumerate(parameters):
+            p.grad = gradient(tuple(p.shape), i, step)
+        muon.step()
+    expected = [p.detach() for p in parameters] + [muon.state[p]["row_second_moment"] for p in parameters]
+    for got in run_threads(world, normuon_elsewhere, where):
+        for g, e in zip(got, expected, strict=True):
+            torch.testing.assert_close(g, e, rtol=1e-6, atol=1e-7)
+
+
 def refused(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for placements in ([RaggedShard((0,), (1, 1)), Shard(1)], [RaggedShard((0,), (1, 1)), Shard(0)]):
