@@ -345,3 +345,23 @@ def test_parts_that_do_not_communicate_follow_the_common_decision() -> None:
     missing, infinite = results[0]
     assert [n for n, moved in zip(names, missing, strict=True) if not moved] == ["embed.weight"]
     assert not any(infinite)
+
+
+def local_agreement(rank: int, world: int, agree: bool) -> list[bool]:
+    model = llama()
+    fully_shard(model, mesh=one_dim_mesh(world))
+    optimizer = build_optimizer(model, "adamw", log=None, agree=agree)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    if rank == 1:
+        local: Any = next(p for p in model.parameters() if p._local_tensor.numel()).grad  # type: ignore[attr-defined]
+        local._local_tensor.view(-1)[0] = math.inf
+    before = [whole(p.detach()).clone() for p in model.parameters()]
+    optimizer.step()
+    return [not torch.equal(whole(p.detach()), b) for p, b in zip(model.parameters(), before, strict=True)]
+
+
+def test_optimizers_that_do_not_communicate_agree_only_if_they_are_asked_to() -> None:
+    with pytest.warns(UserWarning, match="all ranks skip"):
+        assert not any(any(moved) for moved in run_threads(3, local_agreement, True))
+    assert all(all(moved) for moved in run_threads(3, local_agreement, False))

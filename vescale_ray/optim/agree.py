@@ -12,7 +12,8 @@ So the ranks tell each other, in one all-reduce of two bytes a parameter::
 A rank that holds no elements of a parameter (an empty shard) has no say: with or without a gradient, it follows the others.
 
 Who communicates in the step (Muon) has to agree. Purely local optimizers (AdamW, AdamW8bit, Shampoo, SOAP) promise not to
-communicate and never agree on their own; in a :class:`~vescale_ray.optim.build.CombinedOptimizer` with Muon they follow its decision.
+communicate and never agree on their own; in a :class:`~vescale_ray.optim.build.CombinedOptimizer` with Muon they follow its decision, and
+one with ``agree=True`` makes them agree.
 """
 
 from __future__ import annotations
