@@ -131,6 +131,50 @@ def check_memory(device: torch.device) -> str:
     return f"ratio {ratio:.2f} ({shown})"
 
 
+def check_muon(device: torch.device) -> str:
+    """Newton-Schulz and steps against the CPU's; on a GPU also the rate of batched Newton-Schulz, as a part of that of a matrix product."""
+    from vescale_ray.optim import Muon
+    from vescale_ray.optim.newton_schulz import coefficients, flops, orthogonalize, orthogonalize_batch
+
+    rounds, furthest = coefficients("keller-jordan", 5), 0.0
+    for shape in ((256, 512), (512, 128), (333, 257), (64, 64)):
+        many = torch.randn(6, *shape, generator=torch.Generator().manual_seed(0))
+        expected = torch.stack([orthogonalize(m, rounds) for m in many]).float()
+        for got in (orthogonalize_batch(many.to(device), rounds), torch.stack([orthogonalize(m, rounds) for m in many.to(device)])):
+            furthest = max(furthest, float((got.float().cpu() - expected).norm() / expected.norm()))
+    for shape in ((256, 512), (333, 257), (4, 96, 200)):
+        pair = [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(d)) for d in ("cpu", device)]
+        optimizers = [Muon([p], lr=0.02) for p in pair]
+        for step in range(3):
+            grad = torch.randn(shape, generator=torch.Generator().manual_seed(step + 2))
+            for p, optimizer in zip(pair, optimizers, strict=True):
+                p.grad = grad.to(p.device)
+                optimizer.step()
+        furthest = max(furthest, float((pair[0] - pair[1].cpu()).detach().norm() / pair[0].detach().norm()))
+    assert furthest <= 2e-2, f"results differ from the CPU's by {furthest:.1e}"
+    if device.type == "cpu":
+        return f"differ from the CPU's by {furthest:.1e}; the rate needs a GPU"
+    stack = torch.randn(4, 4096, 4096, device=device, dtype=torch.bfloat16)
+    rates = {}
+    for name, run, work in (
+        ("product", lambda: stack @ stack, 4 * 2 * 4096**3),
+        ("Newton-Schulz", lambda: orthogonalize_batch(stack, rounds), 4 * flops(4096, 4096, 5)),
+    ):
+        times = []
+        for turn in range(13):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times += [begin.elapsed_time(end) / 1e3] if turn >= 3 else []
+        rates[name] = work / sorted(times)[len(times) // 2] / 1e12
+    part = rates["Newton-Schulz"] / rates["product"]
+    shown = ", ".join(f"{name} {rate:.0f} TFLOP/s" for name, rate in rates.items())
+    assert part > 0.5, f"batched Newton-Schulz of 4096 x 4096 runs at {part:.2f} of a BF16 product's rate ({shown}), not above 0.5"
+    return f"differ from the CPU's by {furthest:.1e}; {part:.2f} of a product's rate ({shown})"
+
+
 def check_release(device: torch.device) -> str:
     """Steps allocate nothing for good, and deleting the model frees everything without the garbage collector."""
     from vescale_ray.fsdp import fully_shard
@@ -214,6 +258,7 @@ def main() -> int:
         "fp32, collectives": lambda: check_parity(device, True, None),
         "bf16 compute, fp32 reduce": lambda: check_parity(device, True, BF16),
         "cpu offload": lambda: check_parity(device, True, None, offload=True),
+        "muon": lambda: check_muon(device),
         "peak memory": lambda: check_memory(device),
         "release": lambda: check_release(device),
         "two ranks, one GPU": lambda: check_two_ranks(device),

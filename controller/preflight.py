@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.protocol import RunRefused, Source
@@ -21,8 +21,23 @@ if TYPE_CHECKING:
     from vescale_ray.checkpoint import Checkpoint
     from vescale_ray.data.corpus import Corpus
 
-STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-"""What each optimizer keeps per element, as checkpoints name it."""
+STATES: dict[str, tuple[str, ...]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "muon": ("momentum_buffer",),
+    "adamw8bit": (),
+    "shampoo": (),
+    "soap": (),
+}
+"""What each optimizer keeps per element, as checkpoints name it; nothing where that depends on the parameter: the workers know."""
+
+
+class _Expected(NamedTuple):
+    """Of one parameter: what a checkpoint has to hold."""
+
+    shape: tuple[int, ...]
+    states: tuple[str, ...]
+
 
 
 @dataclass(frozen=True)
@@ -56,8 +71,7 @@ def check(config: RunConfig) -> Preflight:
 
     corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
     stream = stream_of(config, corpus)
-    shapes = _model_shapes(config)
-    source, first = _resume(config, stream, shapes)
+    source, first = _resume(config, stream, _expected(config))
     return Preflight(config, source, first, stream)
 
 
@@ -106,21 +120,24 @@ def _check_port(host: str, port: int) -> None:
     MetricsServer(host, port, lambda: RunSnapshot("", ""), None, "").close()
 
 
-def _model_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter; on the meta device, so that it costs nothing."""
+def _expected(config: RunConfig) -> dict[str, _Expected]:
+    """Shape and optimizer of each parameter; on the meta device, so that it costs nothing."""
+    from vescale_ray.optim import OptimizerConfig, route_parameters
     from vescale_ray.workers.trainer import build_model, select_units
 
     try:
         model = build_model(config)
         select_units(model, config.model.units)
+        routing = route_parameters(model, OptimizerConfig.of(config.train))
     except BadInput:
         raise
     except ValueError as error:
         raise RunRefused(" ".join(str(error).split())) from None
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    trained = {route.name: STATES[route.optimizer] for route in routing.routes}
+    return {name: _Expected(tuple(p.shape), trained.get(name, ())) for name, p in model.named_parameters()}
 
 
-def _resume(config: RunConfig, stream: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Source, int]:
+def _resume(config: RunConfig, stream: Mapping[str, Any], expected: Mapping[str, _Expected]) -> tuple[Source, int]:
     from vescale_ray import checkpoint
 
     root, mode = str(config.checkpoint_dir), config.checkpoint.resume
@@ -134,7 +151,7 @@ def _resume(config: RunConfig, stream: Mapping[str, Any], shapes: Mapping[str, t
     if newest is None or mode == "never":
         return Source(Origin.FRESH, 0), first
     opened = checkpoint.open(root, newest)
-    _check_same_model(opened, config, shapes)
+    _check_same_model(opened, config, expected)
     _check_same_stream(opened, stream)
     if newest.step > config.train.steps:
         raise RunRefused(
@@ -144,19 +161,20 @@ def _resume(config: RunConfig, stream: Mapping[str, Any], shapes: Mapping[str, t
     return Source(Origin.CHECKPOINT, newest.step, commit=newest.name, path=newest.path), first
 
 
-def _check_same_model(opened: Checkpoint, config: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_same_model(opened: Checkpoint, config: RunConfig, expected: Mapping[str, _Expected]) -> None:
     where, remedy = opened.commit.path, "; use the model that saved it, another checkpoint.dir, or checkpoint.resume=never"
     stored = opened.tensors
-    for name, shape in shapes.items():
+    for name, (shape, states) in expected.items():
         if name not in stored:
             raise RunRefused(f"{where} is of another model: it has no {name}{remedy}")
         if tuple(stored[name].shape) != shape:
             raise RunRefused(f"{where} is of another model: {name} has shape {tuple(stored[name].shape)} there, {shape} here{remedy}")
-        for kind in STATES[config.train.optimizer]:
+        for kind in states:
             if kind not in stored[name].kinds:
                 kept = f"it has no {kind} of {name}"
                 raise RunRefused(f"{where} was saved with another optimizer than train.optimizer = {config.train.optimizer}: {kept}")
-    more = next((name for name in stored if name not in shapes), None)
+    # A state of a shape of its own is a tensor named after its parameter: layers.0.wq.weight/exp_avg_scale.
+    more = next((name for name in stored if name.partition("/")[0] not in expected), None)
     if more is not None:
         raise RunRefused(f"{where} is of another model: it has {more}, this model has not{remedy}")
 

@@ -89,8 +89,16 @@ class TrainSection(_Section):
     steps: Count = Field(default=200, description="optimizer steps of the whole run")
     slots: Count = Field(default=6, description="logical data-parallel positions, spread over the workers that are there")
     slot_batch: Count = Field(default=2, description="sequences per slot and step")
-    optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="optimizer")
+    optimizer: Literal["adamw", "adamw8bit", "muon", "shampoo", "soap", "sgd"] = Field(
+        default="adamw", description="optimizer; muon, shampoo and soap step matrices, adamw the rest beside them"
+    )
+    optimizer_options: dict[str, Any] = Field(
+        default={}, description="further arguments of the optimizer, as its docstring names them: {nesterov: false}"
+    )
     lr: Positive = Field(default=1e-3, description="highest learning rate")
+    matrix_lr: float | None = Field(
+        default=None, gt=0, description="highest learning rate of what another optimizer than adamw and sgd steps; null: lr"
+    )
     warmup_steps: CountOrZero = Field(default=20, description="steps of linear warm-up")
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1, description="last learning rate, as a part of lr (cosine decay)")
     weight_decay: PositiveOrZero = Field(default=0.1, description="decoupled weight decay")
@@ -411,6 +419,8 @@ def _remedy(error: ErrorDetails, inner: Any) -> str:
             return "give module and function as pkg.mod:fn"
         case "list_type" | "tuple_type":
             return "give a list in brackets"
+        case "dict_type":
+            return "give keys and values in braces, for example {nesterov: false}"
         case "missing" | "too_long":
             return "give as many entries as the default has"
         case "value_error":
@@ -440,14 +450,13 @@ def describe_type(field: FieldInfo) -> str:
         bounds += [m for extra in annotation.__metadata__ for m in (extra.metadata if isinstance(extra, FieldInfo) else [extra])]
         annotation = get_args(annotation)[0]
     words: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text"}
-    text = words.get(annotation) or (" | ".join(map(str, get_args(annotation))) if _is_literal(annotation) else "list")
+    origin = getattr(annotation, "__origin__", None)
+    text = words.get(annotation) or (
+        " | ".join(map(str, get_args(annotation))) if origin is Literal else "keys and values" if origin is dict else "list"
+    )
     for symbol, name in ((">=", "ge"), (">", "gt"), ("<=", "le"), ("<", "lt")):
         text += "".join(f" {symbol} {_number(getattr(bound, name))}" for bound in bounds if getattr(bound, name, None) is not None)
     return f"{text}, or null" if optional else text
-
-
-def _is_literal(annotation: Any) -> bool:
-    return getattr(annotation, "__origin__", None) is Literal
 
 
 def reference() -> str:

@@ -26,6 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types
 
+import vescale_ray.dtensor_optimizers  # noqa: F401  (hooks torch's optimizers)
 from vescale_ray.dtensor_ops import RaggedFallbackWarning, dispatch, wrap
 from vescale_ray.dtensor_spec import make_spec, ragged_mesh_dim, replicated, settled_placements, sharding_of
 from vescale_ray.geometry import Box, Shape

@@ -12,7 +12,7 @@ Gradients accumulate without communication until the last round. The loss of a s
 tokens, so that the plain sum over rounds and ranks is the mean's gradient, whatever the spread.
 
 A step writes parameters and optimizer states only after its last collective: whoever fails before that still has step
-``s``, whoever passed it has complete gradients of ``s + 1``.
+``s``, whoever passed it has complete gradients of ``s + 1``. (Muon communicates in its step, and keeps to this, too.)
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import fnmatch
 import functools
 import hashlib
 import importlib
+import math
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,8 +113,8 @@ class Trainer:
         self.completed = 0
         self._stream = SampleStream(corpus.num_samples, config.run.seed)
         torch.set_num_threads(config.train.threads)
-        self.model = _sharded_model(config, self.device, world)
-        self.optimizer = _make_optimizer(config, [p for p in self.model.parameters() if p.requires_grad])
+        self.model, self.optimizer = _build(config, self.device, world)
+        self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
 
     @property
     def consumed(self) -> int:
@@ -154,8 +154,8 @@ class Trainer:
         norm = self._clip()
         slot_nlls, all_ids, all_flags, seconds, memory = self._exchange(flags, nlls, fed, time.perf_counter() - begin, rounds)
         lr = lr_at(index, train)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = lr * (base / self.config.train.lr)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.completed = index + 1
@@ -223,10 +223,19 @@ class Trainer:
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.to(self.device, non_blocking=True).flatten(), reduction="sum")
 
     def _clip(self) -> float:
-        from vescale_ray.optim import clip_grad_norm_
+        """Clip what AdamW or SGD step; the norm of the whole gradient before that.
+
+        Muon's update does not depend on the size of the gradient, and clipping could shrink it below what Newton-Schulz tells from zero.
+        """
+        from vescale_ray.optim import Muon, clip_grad_norm_, total_norm
 
         limit = self.config.train.grad_clip or float("inf")
-        return float(clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], limit))
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        parts = getattr(self.optimizer, "optimizers", (self.optimizer,))
+        muons = [p for part in parts if isinstance(part, Muon) for group in part.param_groups for p in group["params"]]
+        norm = float(clip_grad_norm_(trained, limit, leave_out=muons))
+        grads = [p.grad for p in muons if p.grad is not None]
+        return math.hypot(norm, float(total_norm(grads))) if grads else norm
 
     def _exchange(
         self, flags: int, nlls: list[Tensor], fed: list[int], seconds: float, rounds: int
@@ -330,63 +339,36 @@ def select_units(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
     return [module for _, module in sorted(found.values(), key=lambda item: -item[0])]
 
 
-def _sharded_model(config: RunConfig, device: torch.device, world: int) -> Any:
+def _build(config: RunConfig, device: torch.device, world: int) -> tuple[Any, torch.optim.Optimizer]:
+    """The sharded model, without values, and its optimizer, whose states all exist: they can be filled or given away before a step."""
     from vescale_ray.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from vescale_ray.optim import OptimizerConfig, build_optimizer, route_parameters
 
     train = config.train
     model = build_model(config)
+    chosen = OptimizerConfig.of(train)
+    routing = route_parameters(model, chosen)
     mesh = init_device_mesh(device.type, (world,))
     dtypes = {name: getattr(torch, name) for name in ("float32", "bfloat16")}
     policy = MixedPrecisionPolicy(
         param_dtype=None if train.param_dtype == "float32" else dtypes[train.param_dtype],
         reduce_dtype=None if train.reduce_dtype == train.param_dtype else dtypes[train.reduce_dtype],
     )
+    shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "block_policy": routing.block_policy}
     units = select_units(model, config.model.units)
     for unit in units:
         if train.activation_checkpointing:
             # On the instance, inside of the sharding hooks: names stay as they are, and the recomputation in backward runs
             # while the unit is unsharded.
             unit.forward = functools.partial(recompute, unit.forward, use_reentrant=False)
-        fully_shard(unit, mesh=mesh, reshard_after_forward=train.reshard_after_forward, mp_policy=policy)
+        fully_shard(unit, reshard_after_forward=train.reshard_after_forward, **shared)
     # The root stays unsharded between forward and backward: its backward begins right away.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    fully_shard(model, reshard_after_forward=False, **shared)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
     model.to_empty(device=device)
-    return model
-
-
-def _make_optimizer(config: RunConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The configured optimizer, all its states in place and zero, so that they can be filled or given away before the first step."""
-    from vescale_ray.optim import AdamW
-
-    train = config.train
-    optimizer: torch.optim.Optimizer
-    if train.optimizer == "adamw":
-        optimizer = AdamW(parameters, lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
-    else:
-        optimizer = torch.optim.SGD(parameters, lr=train.lr, momentum=train.betas[0], weight_decay=train.weight_decay)
-    # The optimizer itself makes its states, in a step that moves nothing (lr 0, gradients 0); then they start from zero again.
-    # (torch's distributed checkpoint does the same.)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for _, value in _tensor_states(optimizer):
-        value.zero_()
-    for group in optimizer.param_groups:
-        group["lr"] = train.lr
-    return optimizer
-
-
-def _tensor_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for state in optimizer.state.values():
-        for kind, value in state.items():
-            if isinstance(value, Tensor):
-                yield kind, value
+    return model, build_optimizer(model, chosen, log=None)
 
 
 def _filler() -> tuple[Tensor, Tensor]:

@@ -180,7 +180,7 @@ def test_rates_and_times_must_be_positive_and_finite(key: str, value: str) -> No
         (["train.device=cuda"], "ray.gpus_per_worker=1"),
         (["train.betas=[0.9]"], "train.betas.1"),
         (["train.betas=[0.9, 1.0]"], "train.betas.1 = 1.0: give less than 1"),
-        (["train.optimizer=adam"], "train.optimizer = adam: give one of adamw or sgd"),
+        (["train.optimizer=adam"], "train.optimizer = adam: give one of adamw, adamw8bit, muon, shampoo, soap or sgd"),
         (["run.name=a/b"], "run.name = a/b"),
         (["run.name=.."], "run.name = .."),
         (["run.dir=''"], "run.dir = : must not be empty"),

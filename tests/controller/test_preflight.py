@@ -138,3 +138,8 @@ def test_paths_mean_the_same_in_every_process(tmp_path: Path, monkeypatch: pytes
     assert (absolute.run_folder, absolute.checkpoint_dir) == (tmp_path / "here" / "r", tmp_path / "there")
     assert absolute.data.corpus == str(tmp_path / "text.txt")
     assert preflight.absolute(tiny(tmp_path, "r", data_corpus="stdlib")).data.corpus == "stdlib"
+
+
+def test_an_option_that_the_optimizer_does_not_have_is_refused(tmp_path: Path) -> None:
+    line = refused(tiny(tmp_path, "r", train_optimizer="muon", train_optimizer_options={"nesterof": True}))
+    assert line.startswith("muon has no option 'nesterof': it takes momentum, nesterov")

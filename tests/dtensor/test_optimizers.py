@@ -151,16 +151,16 @@ def test_lbfgs_works_gathering() -> None:
 
 
 def _refused(rank: int, world: int) -> None:
-    sharded, _ = parameters(LAYOUTS[:1], one_dim_mesh(world), rank)
-    sharded[0].grad = RaggedDTensor.from_spec(torch.ones_like(sharded[0].to_local()), sharded[0]._spec)  # type: ignore[attr-defined]
-    before = sharded[0].to_local().clone()  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="gathered copy, not a view"):
-        torch.optim.Muon(sharded, lr=0.1).step()
-    assert torch.equal(sharded[0].to_local(), before)  # type: ignore[attr-defined]
+    for layout in (LAYOUTS[0], Case((7, 12), 1, (3, 0, 4))):  # tall and wide
+        sharded, _ = parameters((layout,), one_dim_mesh(world), rank)
+        sharded[0].grad = RaggedDTensor.from_spec(torch.ones_like(sharded[0].to_local()), sharded[0]._spec)  # type: ignore[attr-defined]
+        before = sharded[0].to_local().clone()  # type: ignore[attr-defined]
+        with pytest.raises(TypeError, match=r"needs whole matrices.* use vescale_ray\.optim\.Muon"):
+            torch.optim.Muon(sharded, lr=0.1).step()
+        assert torch.equal(sharded[0].to_local(), before)  # type: ignore[attr-defined]
 
 
-@pytest.mark.filterwarnings("ignore:.*has no ragged form")
-def test_torchs_muon_writes_through_a_transpose_and_is_refused() -> None:
+def test_torchs_muon_is_refused_and_ours_is_named() -> None:
     run_threads(3, _refused)
 
 

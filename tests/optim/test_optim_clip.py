@@ -59,6 +59,30 @@ def test_the_norm_is_the_same_bit_for_bit_on_any_number_of_ranks():
     assert len(set.union(*norms.values())) == 1, norms
 
 
+def without_the_first(rank, world):
+    model = fully_shard(Holder(), mesh=init_device_mesh("cpu", (world,)))
+    model().backward()
+    params = list(model.parameters())
+    norm = clip_grad_norm_(params, 0.5, leave_out=params[:1])
+    return norm, [p.grad.full_tensor() for p in params]
+
+
+def test_parameters_that_are_left_out_are_neither_counted_nor_scaled():
+    alone = Holder()
+    alone().backward()
+    first, *rest = alone.parameters()
+    expected = nn.utils.clip_grad_norm_(rest, 0.5)
+    norms = set()
+    for world in (1, 3):
+        for norm, grads in run_threads(world, without_the_first):
+            norms.add(norm.item())
+            torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+            torch.testing.assert_close(grads[0], gradients()[0], rtol=1e-6, atol=0)
+            for got, p in zip(grads[1:], rest, strict=True):
+                torch.testing.assert_close(got, p.grad, rtol=1e-5, atol=1e-12)
+    assert len(norms) == 1
+
+
 def mixed(rank, world):
     mesh = init_device_mesh("cpu", (world,))
     sharded = fully_shard(Holder(), mesh=mesh)

@@ -30,12 +30,13 @@ OTHER = {"train_optimizer": "sgd", "train_lr": 0.3, "train_activation_checkpoint
 
 
 @pytest.mark.parametrize(
-    ("changes", "worlds"),
-    [({}, (1, 2, 3, 4)), (OTHER, (1, 3))],
-    ids=["adamw", "sgd, checkpointing, tied, unclipped"],
+    ("changes", "worlds", "tolerance"),
+    # Muon rounds to BF16 on the way: where sums differ in their last bit, an update may differ in its third digit.
+    [({}, (1, 2, 3, 4), 1e-5), (OTHER, (1, 3), 1e-5), ({"train_optimizer": "muon", "train_lr": 0.01}, (1, 3), 5e-4)],
+    ids=["adamw", "sgd, checkpointing, tied, unclipped", "muon"],
 )
 def test_twenty_steps_at_world_sizes_1_to_4_equal_plain_pytorch_in_one_process(
-    text: str, changes: dict[str, Any], worlds: tuple[int, ...]
+    text: str, changes: dict[str, Any], worlds: tuple[int, ...], tolerance: float
 ) -> None:
     config = tiny(text, **changes)
     with Fleet(4) as fleet:
@@ -49,13 +50,13 @@ def test_twenty_steps_at_world_sizes_1_to_4_equal_plain_pytorch_in_one_process(
             assert all((first[key] == start[key]).all() for key in start), "initial values depend on the world size"
             records = run.train(20)
             losses, parameters, heldout = oracle = oracle or plain_run(config, start, 20)
-            np.testing.assert_allclose([r.loss for r in records], losses, rtol=1e-5)
+            np.testing.assert_allclose([r.loss for r in records], losses, rtol=tolerance)
             state = run.full_state()
-            assert _difference({k: v for k, v in state.items() if k[1] == "param"}, parameters) < 1e-5
+            assert _difference({k: v for k, v in state.items() if k[1] == "param"}, parameters) < (1e-5 if tolerance == 1e-5 else 0.1)
             answers = set(fleet.run(run.members, evaluate).values())
             assert len(answers) == 1
             loss, samples = answers.pop()
-            assert samples == 13 and loss == pytest.approx(heldout, rel=1e-5)
+            assert samples == 13 and loss == pytest.approx(heldout, rel=tolerance)
             assert losses[-1] < 0.75 * losses[0], "the model learns nothing: the comparison says little"
             run.end()
 

@@ -94,18 +94,23 @@ def with_buffer() -> nn.Module:
 
 
 def plain_run(config: RunConfig, start: FullState, steps: int) -> tuple[list[float], FullState, float]:
-    """Train one unsharded model on whole global batches with torch's own AdamW or SGD: losses, parameters at the end, held-out loss."""
+    """Train one unsharded model on whole global batches with torch's own optimizers: losses, parameters at the end, held-out loss."""
     corpus = text_of(config)
     m, t = config.model, config.train
     model = Llama(LlamaConfig(m.dim, m.layers, m.heads, m.kv_heads, m.ffn, max_seq=config.data.seq_len, rope_theta=m.rope_theta, tie=m.tie))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(start[name, "param"]))
-    optimizer: torch.optim.Optimizer
-    if t.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=t.lr, betas=t.betas, eps=t.eps, weight_decay=t.weight_decay)
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=t.lr, momentum=t.betas[0], weight_decay=t.weight_decay)
+    everything = list(model.parameters())
+    adamw = {"lr": t.lr, "betas": t.betas, "eps": t.eps, "weight_decay": t.weight_decay}
+    clipped, optimizers = everything, [torch.optim.AdamW(everything, **adamw)]  # type: ignore[arg-type]
+    if t.optimizer == "sgd":
+        optimizers = [torch.optim.SGD(everything, lr=t.lr, momentum=t.betas[0], weight_decay=t.weight_decay)]  # type: ignore[list-item]
+    if t.optimizer == "muon":
+        hidden = [p for name, p in model.named_parameters() if name.startswith("layers.") and p.ndim == 2]
+        clipped = [p for p in everything if not any(p is q for q in hidden)]
+        muon = torch.optim.Muon(hidden, lr=t.lr, weight_decay=t.weight_decay, adjust_lr_fn="match_rms_adamw")
+        optimizers = [muon, torch.optim.AdamW(clipped, **adamw)]  # type: ignore[list-item, arg-type]
     stream = SampleStream(corpus.num_samples, config.run.seed)
     batch = t.slots * t.slot_batch
     losses = []
@@ -114,11 +119,12 @@ def plain_run(config: RunConfig, start: FullState, steps: int) -> tuple[list[flo
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
         if t.grad_clip:
-            nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip)
-        for group in optimizer.param_groups:
-            group["lr"] = lr_at(step, t)
-        optimizer.step()
-        optimizer.zero_grad()
+            nn.utils.clip_grad_norm_(clipped, t.grad_clip)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr_at(step, t)
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.item())
     with torch.no_grad():
         count = min(config.data.eval_samples, corpus.heldout_samples)

@@ -21,12 +21,16 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    leave_out: Iterable[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Scale all gradients so that their norm, taken together, is at most ``max_norm``. Collective: one all-reduce per mesh.
 
     Args:
         parameters: sharded, plain, or both; those without a gradient are left out.
         foreach: accepted for compatibility; the fused kernels are used where they exist.
+        leave_out: of ``parameters``, those that are neither counted nor scaled: Muon's, for example. Muon's update does not depend on
+            the size of its gradients, until clipping makes them so small that Newton-Schulz takes them for zero.
 
     Returns:
         The norm before clipping: a plain FP32 tensor of shape (), the same on all ranks.
@@ -36,7 +40,8 @@ def clip_grad_norm_(
         ValueError: a gradient still has a pending sum (Partial).
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    grads = [p.grad for p in parameters if p.grad is not None]
+    without = {id(p) for p in leave_out}
+    grads = [p.grad for p in parameters if p.grad is not None and id(p) not in without]
     if not grads:
         return torch.tensor(0.0)
     norm = total_norm(grads, norm_type)
@@ -74,7 +79,7 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
             for dim in dims:
                 assert mesh is not None
                 if mesh.size(dim) > 1:
-                    part = _largest(part, mesh.get_group(dim)) if infinite else _sum(part, mesh.get_group(dim))
+                    part = largest_of_ranks(part, mesh.get_group(dim)) if infinite else _sum(part, mesh.get_group(dim))
             total = torch.maximum(total, part) if infinite else total + part
     return total if infinite else total.pow(1.0 / norm_type)
 
@@ -84,7 +89,7 @@ def _sum(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return part
 
 
-def _largest(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def largest_of_ranks(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The maximum over the ranks; NaN if there is one. (gloo's own loses it, depending on the rank that has it.)"""
     both = torch.stack([part.nan_to_num(nan=0.0, posinf=torch.inf), part.isnan().to(part.dtype)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)

@@ -1,0 +1,367 @@
+"""Routing by role from global shapes, and several optimizers behind one interface."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+from tests.dtensor.layouts import one_dim_mesh, whole
+from tests.ranks import run_gloo, run_threads
+from vescale_ray.config import load_config
+from vescale_ray.fsdp import fully_shard
+from vescale_ray.geometry import Block
+from vescale_ray.models.llama import Llama, LlamaConfig
+from vescale_ray.optim import AdamW, CombinedOptimizer, Muon, OptimizerConfig, build_optimizer, route_parameters
+from vescale_ray.state_dict import get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
+
+SIZES = LlamaConfig(dim=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab=32, max_seq=8)
+MUON = OptimizerConfig("muon", lr=0.02, weight_decay=0.5)
+
+
+def llama(tie: bool = False) -> Llama:
+    model = Llama(LlamaConfig(**{**SIZES.__dict__, "tie": tie}))
+    model.reset_parameters(3)
+    return model
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 6, 8))
+        self.bias = nn.Parameter(torch.zeros(4, 6))
+
+
+class Zoo(nn.Module):
+    """One of everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Parameter(torch.randn(50, 8))
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.router = nn.Linear(8, 4)
+        self.experts = Experts()
+        self.norm = nn.LayerNorm(8)
+        self.square = nn.Linear(50, 50, bias=False)
+        self.last = nn.Linear(8, 50, bias=False)
+
+
+def test_roles_follow_from_modules_names_and_global_shapes() -> None:
+    routing = route_parameters(llama(), MUON)
+    roles = {r.name: (r.role, r.optimizer) for r in routing.routes}
+    assert roles["embed.weight"] == ("embedding", "adamw") and roles["head.weight"] == ("head", "adamw")
+    assert roles["norm.weight"] == roles["layers.0.ffn_norm.weight"] == ("norm", "adamw")
+    assert roles["layers.1.ffn.down_proj.weight"] == roles["layers.0.attention.k_proj.weight"] == ("matrix", "muon")
+    assert sum(o == "muon" for _, o in roles.values()) == 14
+    assert {r.name: r.role for r in route_parameters(llama(tie=True), MUON).routes}["embed.weight"] == "embedding"
+    assert {r.name: r.role for r in route_parameters(Zoo(), MUON).routes} == {
+        "wte": "embedding",
+        "conv.weight": "other",
+        "conv.bias": "vector",
+        "router.weight": "matrix",
+        "router.bias": "vector",
+        "experts.up": "expert",
+        "experts.bias": "matrix",
+        "norm.weight": "norm",
+        "norm.bias": "norm",
+        "square.weight": "matrix",
+        "last.weight": "head",
+    }
+
+
+def sharded_roles(rank: int, world: int) -> dict[str, Any]:
+    with torch.device("meta"):
+        model = llama_on_meta()
+    before = route_parameters(model, MUON)
+    for layer in model.layers:
+        fully_shard(layer, mesh=one_dim_mesh(world))
+    fully_shard(model, mesh=one_dim_mesh(world))
+    assert route_parameters(model, MUON).routes == before.routes
+    return {r.name: r.optimizer for r in before.routes}
+
+
+def llama_on_meta() -> Llama:
+    return Llama(SIZES)
+
+
+def test_routes_are_the_same_after_sharding_on_every_rank_though_local_shapes_differ() -> None:
+    results = run_threads(5, sharded_roles)
+    assert all(r == results[0] for r in results) and "muon" in results[0].values()
+
+
+@pytest.mark.parametrize(
+    ("settings", "block"),
+    [
+        ({}, None),
+        ({"whole_matrices": True}, Block.tensor()),
+        ({"options": {"normuon": 0.9}}, Block.rows(1)),
+    ],
+)
+def test_each_parameter_gets_the_block_that_its_optimizer_needs(settings: dict[str, Any], block: Block | None) -> None:
+    zoo: Any = Zoo()
+    routing = route_parameters(zoo, OptimizerConfig("muon", **settings))
+    assert routing.block_policy("anything", zoo.square.weight) == block
+    assert routing.block_policy("anything", zoo.last.weight) is None
+    if settings.get("whole_matrices"):
+        assert routing.block_policy("up", zoo.experts.up) == Block.rows(6)
+    with pytest.raises(ValueError, match="route the model that is sharded"):
+        routing.block_policy("w", nn.Parameter(torch.zeros(2, 2)))
+
+
+def whole_matrices(rank: int, world: int) -> tuple[int, bool]:
+    model = llama()
+    config = OptimizerConfig("muon", whole_matrices=True)
+    routing = route_parameters(model, config)
+    for layer in model.layers:
+        fully_shard(layer, mesh=one_dim_mesh(world), block_policy=routing.block_policy)
+    fully_shard(model, mesh=one_dim_mesh(world), block_policy=routing.block_policy)
+    combined: Any = build_optimizer(model, config, log=None)
+    (itinerary,) = combined.optimizers[0].itineraries
+    return itinerary.collectives, all(len(job.cuts) == 1 for job in itinerary.jobs)
+
+
+def test_with_whole_matrices_muon_sends_nothing() -> None:
+    assert run_threads(3, whole_matrices) == [(0, True)] * 3
+
+
+def test_the_table_is_printed_and_patterns_overrule_roles(capsys: pytest.CaptureFixture[str]) -> None:
+    zoo = Zoo()
+    config = OptimizerConfig("muon", routes={"router.*": "adamw", "experts.bias": "adamw"}, row_blocks={"square.*": (20, 30)})
+    combined: Any = build_optimizer(zoo, config)
+    out = capsys.readouterr().out
+    assert "expert" in out and "experts.up [4, 6, 8]" in out and out.splitlines()[0].startswith("role")
+    muon, adamw = combined.optimizers
+    assert isinstance(muon, Muon) and isinstance(adamw, AdamW)
+    assert {name: group["row_blocks"] for group in muon.param_groups for name in group["param_names"]} == {
+        "experts.up": None,
+        "square.weight": (20, 30),
+    }
+    for bad, message in (
+        ({"routes": {"nothing.*": "adamw"}}, "matches no parameter"),
+        ({"routes": {"norm.*": "muon"}}, "is no matrix"),
+        ({"routes": {"square.*": "sgd"}}, "the optimizers of this run are muon and adamw"),
+        ({"routes": {"square.*": "adam"}}, "no optimizer 'adam': known are adamw"),
+        ({"options": {"nesterof": True}}, "muon has no option 'nesterof': it takes momentum, nesterov"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_optimizer(zoo, {"name": "muon", **bad}, log=None)
+    with pytest.raises(ValueError, match="row_blocks are Muon's"):
+        OptimizerConfig("adamw", row_blocks={"x": 3})
+    with pytest.raises(ValueError, match="to_empty"):
+        build_optimizer(nn.Linear(3, 3, device="meta"), "adamw", log=None)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        build_optimizer(nn.Identity(), "adamw", log=None)
+
+
+def test_one_optimizer_for_all_is_that_optimizer_with_its_states() -> None:
+    model = llama()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for name, cls in (("adamw", AdamW), ("sgd", torch.optim.SGD)):
+        optimizer = build_optimizer(model, name, log=None)
+        assert type(optimizer) is cls
+        assert all(optimizer.state[p] for p in model.parameters())
+        assert not any(bool(v.any()) for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
+        assert all(torch.equal(before[n], p) and p.grad is None for n, p in model.named_parameters())
+        assert all(group["lr"] == 1e-3 for group in optimizer.param_groups)
+
+
+def test_a_run_s_configuration_says_which_optimizer() -> None:
+    keys = ["train.optimizer=muon", "train.lr=0.02", "train.matrix_lr=0.05", "train.optimizer_options={nesterov: false}"]
+    config = load_config(None, keys)
+    for given in (config, config.train):
+        combined: Any = build_optimizer(llama(), given, log=None)
+        muon, adamw = combined.optimizers
+        assert muon.param_groups[0]["lr"] == 0.05 and muon.param_groups[0]["nesterov"] is False and adamw.param_groups[0]["lr"] == 0.02
+    assert isinstance(build_optimizer(llama(), "adamw", log=None), AdamW)
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(step))
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def two_optimizers(steps: int) -> list[Tensor]:
+    """torch's own two, side by side, on one process."""
+    model = llama()
+    hidden = [p for n, p in model.named_parameters() if "_proj" in n]
+    rest = [p for n, p in model.named_parameters() if "_proj" not in n]
+    theirs = [
+        torch.optim.Muon(hidden, lr=0.02, weight_decay=0.5, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=0.02, weight_decay=0.5, betas=(0.9, 0.95)),
+    ]
+    for step in range(steps):
+        loss_of(model, step).backward()
+        for optimizer in theirs:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def test_a_combined_step_is_the_steps_of_its_parts_and_schedulers_hooks_and_closures_work() -> None:
+    model = llama()
+    combined: Any = build_optimizer(model, MUON, log=None)
+    assert isinstance(combined, CombinedOptimizer) and isinstance(combined, torch.optim.Optimizer)
+    calls: list[str] = []
+    combined.register_step_post_hook(lambda *_: calls.append("post"))
+    schedule = torch.optim.lr_scheduler.LambdaLR(combined, lambda step: 1.0)
+
+    def closure() -> Tensor:
+        combined.zero_grad()
+        loss = loss_of(model, len(calls))
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        assert combined.step(closure).item() > 0
+        schedule.step()
+    assert calls == ["post"] * 3
+    for p, q in zip(model.parameters(), two_optimizers(3), strict=True):
+        assert torch.equal(p, q)
+    torch.optim.lr_scheduler.LambdaLR(combined, lambda step: 0.5)
+    assert all(group["lr"] == 0.01 for part in combined.optimizers for group in part.param_groups)
+    with pytest.raises(ValueError, match=r"add the group to one of \.optimizers"):
+        combined.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
+    with pytest.raises(ValueError, match="in two of the combined"):
+        CombinedOptimizer([combined.optimizers[0], combined.optimizers[0]])
+    again = pickle.loads(pickle.dumps(combined))
+    assert isinstance(again, CombinedOptimizer) and len(again.state) == len(combined.state)
+
+
+def test_its_state_dict_is_loaded_by_each_part_and_nothing_changes_if_one_refuses() -> None:
+    model = llama()
+    combined: Any = build_optimizer(model, MUON, log=None)
+    for step in range(2):
+        loss_of(model, step).backward()
+        combined.step()
+        combined.zero_grad()
+    saved, weights = copy.deepcopy(combined.state_dict()), copy.deepcopy(model.state_dict())
+    other = llama()
+    other.load_state_dict(weights)
+    fresh: Any = build_optimizer(other, MUON, log=None)
+    fresh.load_state_dict(saved)
+    for m, o in ((model, combined), (other, fresh)):
+        loss_of(m, 2).backward()
+        o.step()
+    for p, q, r in zip(model.parameters(), other.parameters(), two_optimizers(3), strict=True):
+        assert torch.equal(p, q) and torch.equal(p, r)
+    before = copy.deepcopy(fresh.state_dict())
+    broken = copy.deepcopy(saved)
+    del broken["state"][0]
+    broken["param_groups"][1]["lr"] = 7.0
+    for wrong in (broken, {"state": saved["state"], "param_groups": saved["param_groups"][:1]}):
+        with pytest.raises(ValueError, match=r"start from zero|has 1 parameter groups"):
+            fresh.load_state_dict(wrong)
+    after = fresh.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for key, state in before["state"].items():
+        assert all(torch.equal(v, after["state"][key][k]) for k, v in state.items())
+
+
+def trained(rank: int, world: int, folder: str, save: bool) -> list[Any]:
+    torch.set_num_threads(1)
+    model = llama()
+    routing = route_parameters(model, MUON)
+    for layer in model.layers:
+        fully_shard(layer, mesh=one_dim_mesh(world), block_policy=routing.block_policy)
+    fully_shard(model, mesh=one_dim_mesh(world), block_policy=routing.block_policy)
+    combined: Any = build_optimizer(model, MUON, log=None)
+    if not save:
+        state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, combined)}
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, combined, state["optim"])
+    for step in range(2) if save else range(2, 3):
+        for i, p in enumerate(model.parameters()):
+            full = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i))
+            p.grad = torch.zeros_like(p)
+            p.grad.copy_(full)
+        combined.step()
+    if save:
+        dcp.save({"model": model.state_dict(), "optim": get_optimizer_state_dict(model, combined)}, checkpoint_id=folder)
+        whole_state = get_optimizer_state_dict(model, combined, options=StateDictOptions(full_state_dict=True))
+        assert len(whole_state["state"]) == len(list(model.parameters()))
+    return [whole(p.detach()).numpy() for p in model.parameters()]
+
+
+def test_a_checkpoint_of_a_sharded_model_goes_on_at_another_world_size(tmp_path: Path) -> None:
+    run_gloo(3, trained, str(tmp_path), True)
+    resumed = run_gloo(2, trained, str(tmp_path), False)[0]
+    model = llama()
+    hidden = [p for n, p in model.named_parameters() if "_proj" in n]
+    rest = [p for n, p in model.named_parameters() if "_proj" not in n]
+    theirs = [
+        torch.optim.Muon(hidden, lr=0.02, weight_decay=0.5, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=0.02, weight_decay=0.5, betas=(0.9, 0.95)),
+    ]
+    for step in range(3):
+        for i, p in enumerate(model.parameters()):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * step + i))
+        for optimizer in theirs:
+            optimizer.step()
+    for got, p in zip(resumed, model.parameters(), strict=True):
+        assert torch.equal(torch.as_tensor(got), p)
+
+
+def combined_agreement(rank: int, world: int) -> tuple[list[bool], list[bool]]:
+    model = llama()
+    fully_shard(model, mesh=one_dim_mesh(world))
+    combined: Any = build_optimizer(model, MUON, log=None)
+    named = dict(model.named_parameters())
+
+    def attempt(spoil: Any) -> list[bool]:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        spoil()
+        before = [whole(p.detach()).clone() for p in model.parameters()]
+        combined.step()
+        return [not torch.equal(whole(p.detach()), b) for p, b in zip(model.parameters(), before, strict=True)]
+
+    def missing() -> None:
+        p: Any = named["embed.weight"]
+        if rank == 0 and p._local_tensor.numel():
+            p.grad = None
+
+    def infinite() -> None:
+        local = named["embed.weight"].grad._local_tensor
+        if local.numel():
+            local.view(-1)[0] = math.nan
+
+    return attempt(missing), attempt(infinite)
+
+
+def test_parts_that_do_not_communicate_follow_the_common_decision() -> None:
+    names = [n for n, _ in llama().named_parameters()]
+    with pytest.warns(UserWarning, match="all ranks skip|some ranks only"):
+        results = run_threads(3, combined_agreement)
+    assert all(r == results[0] for r in results)
+    missing, infinite = results[0]
+    assert [n for n, moved in zip(names, missing, strict=True) if not moved] == ["embed.weight"]
+    assert not any(infinite)
+
+
+def local_agreement(rank: int, world: int, agree: bool) -> list[bool]:
+    model = llama()
+    fully_shard(model, mesh=one_dim_mesh(world))
+    optimizer = build_optimizer(model, "adamw", log=None, agree=agree)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    if rank == 1:
+        local: Any = next(p for p in model.parameters() if p._local_tensor.numel()).grad  # type: ignore[attr-defined]
+        local._local_tensor.view(-1)[0] = math.inf
+    before = [whole(p.detach()).clone() for p in model.parameters()]
+    optimizer.step()
+    return [not torch.equal(whole(p.detach()), b) for p, b in zip(model.parameters(), before, strict=True)]
+
+
+def test_optimizers_that_do_not_communicate_agree_only_if_they_are_asked_to() -> None:
+    with pytest.warns(UserWarning, match="all ranks skip"):
+        assert not any(any(moved) for moved in run_threads(3, local_agreement, True))
+    assert all(all(moved) for moved in run_threads(3, local_agreement, False))

@@ -1,0 +1,296 @@
+"""One optimizer for a whole model: parameters routed by role, several optimizers behind one ``torch.optim.Optimizer``.
+
+routing = route_parameters(model, config)                       # from global shapes: before or after sharding
+fully_shard(layer, block_policy=routing.block_policy)           # the blocks that the optimizers need stay whole
+optimizer = build_optimizer(model, config)                      # prints the routing; all states exist
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vescale_ray.optim.agree import Agreement, Decision
+from vescale_ray.optim.muon import Muon, NonFiniteGradients
+from vescale_ray.optim.routing import Name, OptimizerConfig, Route, Routing, optimizer_class, route_parameters
+
+if TYPE_CHECKING:
+    from vescale_ray.config import RunConfig, TrainSection
+
+__all__ = ["CombinedOptimizer", "OptimizerConfig", "Routing", "build_optimizer", "route_parameters"]
+
+
+def build_optimizer(
+    model: nn.Module,
+    config: OptimizerConfig | RunConfig | TrainSection | Mapping[str, Any] | str,
+    *,
+    routing: Routing | None = None,
+    log: Callable[[str], object] | None = print,
+    agree: bool = False,
+) -> torch.optim.Optimizer:
+    """The optimizer of ``model``'s trainable parameters, after sharding; all its states exist, and are zero.
+
+    Args:
+        config: an :class:`OptimizerConfig`, or what :meth:`OptimizerConfig.of` makes one of: a run's configuration, a mapping, a name.
+        routing: from :func:`route_parameters`; None: routed now, which gives the same.
+        log: gets the routing table, on rank 0; None: nobody.
+        agree: agree with the other ranks before each step even where no optimizer communicates (with Muon they always do): the same
+            parameters everywhere, and no step where a gradient of any rank is NaN or Inf. Costs one small all-reduce.
+
+    Returns:
+        The one optimizer that steps everything, or a :class:`CombinedOptimizer`.
+
+    Raises:
+        ValueError: as :func:`route_parameters`; no trainable parameter; one on the meta device; what the optimizers themselves refuse.
+    """
+    chosen = OptimizerConfig.of(config)
+    routing = routing or route_parameters(model, chosen)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not named:
+        raise ValueError("the model has no trainable parameter: there is nothing to optimize")
+    on_meta = next((name for name, p in named.items() if p.is_meta), None)
+    if on_meta is not None:
+        raise ValueError(f"parameter {on_meta!r} is on the meta device, it has no storage: call to_empty(device=..) on the model first")
+    if log is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+        log(str(routing))
+    by_optimizer: dict[Name, list[Route]] = {}
+    for name in named:
+        by_optimizer.setdefault(routing[name].optimizer, []).append(routing[name])
+    # What communicates in its step comes first: nothing is written yet if it fails.
+    order = sorted(by_optimizer, key=lambda name: name != "muon")
+    made = [_made(name, by_optimizer[name], named, chosen) for name in order]
+    for optimizer in made:
+        create_states(optimizer)
+    return made[0] if len(made) == 1 and not agree else CombinedOptimizer(made, agree=agree)
+
+
+def _made(name: Name, routes: Sequence[Route], named: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    main = name == config.name
+    options = dict(config.options) if main else {}
+    lr = config.matrix_lr if main and config.matrix_lr is not None and name not in ("adamw", "sgd") else config.lr
+    common: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay}
+    pairs = [(route.name, named[route.name]) for route in routes]
+    made = optimizer_class(name)
+    if name == "muon":
+        options.setdefault("adjust_lr_fn", "match_rms_adamw")  # so that one learning rate serves AdamW and Muon
+        groups: dict[str, dict[str, Any]] = {}
+        for route, pair in zip(routes, pairs, strict=True):
+            group = groups.setdefault(repr(route.row_blocks), {"params": [], "row_blocks": route.row_blocks})
+            group["params"].append(pair)
+        optimizer: torch.optim.Optimizer = Muon(list(groups.values()), **common, **options)
+    elif name == "sgd":
+        optimizer = made(pairs, **common, **{"momentum": config.betas[0], **options})
+    else:
+        optimizer = made(pairs, betas=config.betas, eps=config.eps, **common, **options)
+    return optimizer
+
+
+@torch.no_grad()
+def create_states(optimizer: torch.optim.Optimizer) -> None:
+    """Let ``optimizer`` make the states that it would make in its first step, and set them to zero; parameters and gradients stay.
+
+    States that exist from the start can be checkpointed, moved to other ranks, and filled before the first step. Optimizers that make
+    theirs at construction are left alone. (torch's ``get_optimizer_state_dict`` does the same.)
+    """
+    without = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+    if not without:
+        return
+    grads = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for p, _ in grads:
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for p, grad in grads:
+            p.grad = grad
+        for group, lr in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = lr
+    for p in without:
+        for value in optimizer.state[p].values():
+            if isinstance(value, Tensor):
+                value.zero_()
+
+
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers over different parameters as one: their param groups, states, state dicts and steps, one after the other.
+
+    Where one of them agrees with the other ranks before a step (Muon), all follow that one decision: on the same parameters, and all of
+    them skip a step whose gradients are not finite (or what Muon's ``nonfinite`` says).
+
+    Args:
+        agree: agree also where none of them does by itself.
+
+    Attributes:
+        optimizers: in the order of their steps; groups and states are theirs.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], *, agree: bool = False) -> None:
+        self.optimizers = tuple(optimizers)
+        self._agree = agree
+        seen: set[int] = set()
+        for p in self._parameters():
+            if id(p) in seen:
+                raise ValueError(f"a parameter of shape {tuple(p.shape)} is in two of the combined optimizers: give it to one")
+            seen.add(id(p))
+        self._agreement: Agreement | None = None
+        self._built = False
+        super().__init__([{"params": self._parameters()}], {})
+        self._built = True
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+
+    # torch's Optimizer assigns these two in its constructor; here they are views of what the parts have.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        pass
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return _States(self.optimizers)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        pass
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not here: add it to one of ``optimizers``. (torch's constructor calls this once.)"""
+        if self._built:
+            raise ValueError(
+                "a combined optimizer does not know which part should step new parameters: add the group to one of .optimizers"
+            )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of every part. Collective if one of them communicates.
+
+        Raises:
+            NonFiniteGradients, DisagreementError: as :meth:`Muon.step`; then no part has stepped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        muons = [optimizer for optimizer in self.optimizers if isinstance(optimizer, Muon)]
+        if not muons and not self._agree:
+            for optimizer in self.optimizers:
+                optimizer.step()
+            return loss
+        parameters = self._parameters()
+        if self._agreement is None or [*map(id, self._agreement.parameters)] != [*map(id, parameters)]:
+            self._agreement = Agreement(parameters)
+        policy = muons[0].nonfinite if muons else "skip"
+        fault = next((found for found in (muon.fault() for muon in muons) if found is not None), None)
+        decision = self._agreement.decide(check_finite=policy != "propagate", fault=fault)
+        if not decision.finite:
+            if policy == "raise":
+                raise NonFiniteGradients("a gradient holds NaN or Inf on some rank: the step was not taken (nonfinite='skip' goes on)")
+            warnings.warn("a gradient holds NaN or Inf on some rank: all ranks skip this optimizer step", stacklevel=2)
+            return loss
+        if decision.split:
+            warnings.warn(
+                f"{len(decision.split)} parameters have a gradient on some ranks only; left out of this step on all of them", stacklevel=2
+            )
+        position = 0
+        hidden: list[tuple[Tensor, Tensor]] = []
+        try:
+            parts: list[tuple[torch.optim.Optimizer, Decision]] = []
+            for optimizer in self.optimizers:
+                count = sum(len(group["params"]) for group in optimizer.param_groups)
+                active = decision.active[position : position + count]
+                parts.append((optimizer, Decision(active, (), True)))
+                for p, steps in zip(parameters[position : position + count], active, strict=True):
+                    if not steps and p.grad is not None and not isinstance(optimizer, Muon):
+                        hidden.append((p, p.grad))
+                        p.grad = None
+                position += count
+            for optimizer, part in parts:
+                if isinstance(optimizer, Muon):
+                    optimizer.step(decision=part)
+                else:
+                    optimizer.step()
+        finally:
+            for p, grad in hidden:
+                p.grad = grad
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, each part by its own rules (checks, dtypes).
+
+        Raises:
+            ValueError: other groups, or a state that a part refuses. Nothing is changed then.
+        """
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = changed if changed is not None else state_dict
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise ValueError(f"loaded state dict has {len(groups)} parameter groups, this optimizer {len(self.param_groups)}")
+        before = [(optimizer, optimizer.state, optimizer.param_groups) for optimizer in self.optimizers]
+        position = 0
+        try:
+            for optimizer in self.optimizers:
+                own = groups[position : position + len(optimizer.param_groups)]
+                position += len(own)
+                ids = [i for group in own for i in group["params"]]
+                optimizer.load_state_dict(
+                    {"state": {i: state_dict["state"][i] for i in ids if i in state_dict["state"]}, "param_groups": own}
+                )
+        except BaseException:
+            for optimizer, state, param_groups in before:
+                optimizer.state, optimizer.param_groups = state, param_groups
+            raise
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizers": self.optimizers, "agree": self._agree}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["optimizers"], agree=state["agree"])  # type: ignore[misc]
+
+
+class _States(MutableMapping[Any, Any]):
+    """The states of several optimizers, by parameter."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def _of(self, parameter: Any) -> MutableMapping[Any, Any]:
+        for optimizer in self._optimizers:
+            if any(p is parameter for group in optimizer.param_groups for p in group["params"]):
+                return optimizer.state
+        raise KeyError(parameter)
+
+    def __getitem__(self, parameter: Any) -> Any:
+        for optimizer in self._optimizers:
+            if parameter in optimizer.state:
+                return optimizer.state[parameter]
+        return self._of(parameter)[parameter]
+
+    def __setitem__(self, parameter: Any, value: Any) -> None:
+        self._of(parameter)[parameter] = value
+
+    def __delitem__(self, parameter: Any) -> None:
+        del self._of(parameter)[parameter]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (parameter for optimizer in self._optimizers for parameter in optimizer.state)
+
+    def __len__(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
+
+    def get(self, parameter: Any, default: Any = None) -> Any:
+        return next((o.state[parameter] for o in self._optimizers if parameter in o.state), default)

@@ -1,0 +1,366 @@
+"""Muon on sharded parameters: every matrix orthogonalized whole, on one rank, wherever its pieces lie.
+
+``torch.optim.Muon`` (torch 2.13) on ragged shards, bit for bit for FP32 parameters, at any world size and any cut: momentum lives on
+the shard, BF16 pieces go to the matrix's root, Newton-Schulz runs there, the result comes back (``exchange.py``; [veScale-FSDP],
+section 4). Jordan et al. 2024; Liu et al. 2025 (arXiv 2502.16982) for the update's size.
+
+A step has two halves: the first agrees, communicates and computes, and writes nothing; the second writes momentum and parameters and
+can't fail for want of a peer. So whoever fails in a step still holds the state before it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from vescale_ray.optim.agree import Agreement, Decision
+from vescale_ray.optim.exchange import BUCKET_BYTES, Exchange, Itinerary, Job, domains, plan
+from vescale_ray.optim.matrices import RowBlocks, check_gradient, flat_local, flat_values, holding, matrices, wide
+from vescale_ray.optim.newton_schulz import KELLER_JORDAN, NewtonSchulz, coefficients
+from vescale_ray.optim.normuon import RowMoments
+from vescale_ray.optim.parameters import refuse_replaced
+
+MOMENTUM = "momentum_buffer"
+
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
+    "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
+    "spectral": lambda rows, cols: math.sqrt(max(rows, cols)),
+    "spectral_unclamped": lambda rows, cols: math.sqrt(rows / cols),
+}
+"""Factor on the learning rate of an ``rows x cols`` matrix: of Jordan et al.; Liu et al. (as large as AdamW's update); NVIDIA's
+Emerging-Optimizers; torchtitan and dion."""
+
+
+class NonFiniteGradients(RuntimeError):
+    """A gradient holds NaN or Inf on some rank; raised on all of them."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon. The arguments of ``torch.optim.Muon`` mean the same; the rest is by keyword.
+
+    Args:
+        params: matrices ``[m, n]`` and stacks of them ``[E, m, n]`` (experts; each is orthogonalized alone): RaggedDTensors, torch's
+            DTensors under Shard(0), or plain tensors.
+        lr, weight_decay, momentum, nesterov: per group. The decay is decoupled: ``lr * weight_decay``, without the scaling rule.
+        ns_coefficients, ns_steps, eps: of Newton-Schulz, per group; the name of a set, one triple or several
+            (:func:`~vescale_ray.optim.newton_schulz.coefficients`).
+        adjust_lr_fn: per group: a rule of :data:`SCALES`; None: ``original``. Rows and columns are those of the matrix as it is
+            orthogonalized: an expert, a row block, never a shard.
+        row_blocks: per group: rows that are orthogonalized alone: of each head (a number), or of each part of a fused projection
+            (all of them, in order).
+        normuon: per group: decay of the second moment of each row (NorMuon, Li et al. 2025, arXiv 2510.05491; 0.95 is theirs); None:
+            off. Needs cuts at whole rows.
+        nonfinite: what all ranks do when a gradient of any of them holds NaN or Inf: ``skip`` the step, with a warning; ``raise``
+            :class:`NonFiniteGradients`; or ``propagate`` it, as torch does (and save one pass over the gradients).
+        share_replicas: with replicated shards (HSDP), let each replica do a part of the Newton-Schulz, at the cost of one more
+            exchange between replicas.
+        batched: see :class:`~vescale_ray.optim.newton_schulz.NewtonSchulz`.
+        bucket_bytes: BF16 bytes that a root gets in one bucket, about.
+
+    Every rank of the parameters' meshes has to call :meth:`step` equally often. All states exist from the start.
+
+    Raises:
+        ValueError: a parameter that is no matrix, is complex, is cut in a way that isn't supported, or was replaced by
+            ``fully_shard``; a number outside of its range. With the remedy.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = KELLER_JORDAN,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        row_blocks: RowBlocks = None,
+        normuon: float | None = None,
+        nonfinite: str = "skip",
+        share_replicas: bool = False,
+        batched: bool | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        if nonfinite not in ("skip", "raise", "propagate"):
+            raise ValueError(f"nonfinite = {nonfinite!r}: give skip, raise or propagate")
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes = {bucket_bytes}: give at least 1")
+        self.nonfinite, self._share_replicas, self._bucket_bytes = nonfinite, share_replicas, bucket_bytes
+        self._newton_schulz = NewtonSchulz(batched)
+        self._route: _Route | None = None
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "row_blocks": row_blocks,
+            "normuon": normuon,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; checks the parameters and makes their states."""
+        refuse_replaced(param_group)
+        group = {**self.defaults, **param_group}
+        _check_numbers(group)
+        for index, entry in enumerate(param_group["params"]):
+            name, parameter = entry if isinstance(entry, tuple) else (f"parameter {index}", entry)
+            if parameter.is_complex() or not parameter.is_floating_point():
+                raise ValueError(f"Muon does not support {parameter.dtype} parameters such as {name}: give it to AdamW")
+            if parameter.is_meta:
+                raise ValueError(f"{name} is on the meta device, it has no storage: call to_empty(device=..) on the model first")
+            held = holding(parameter, name)
+            spans = matrices(held.shape, group["row_blocks"], name)
+            flat_local(parameter)
+            if group["normuon"] is not None:
+                RowMoments.check(spans, held, name)
+        super().add_param_group(param_group)
+        self._route = None
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.requires_grad:
+                self._make_state(parameter, group)
+
+    def _make_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(parameter, requires_grad=False)
+        if group["normuon"] is not None and RowMoments.KEY not in state:
+            state[RowMoments.KEY] = RowMoments.zeros(parameter)
+
+    @property
+    def itineraries(self) -> tuple[Itinerary, ...]:
+        """The plan of the communication, one for each set of ranks that share parameters: roots, buckets, balance, bytes."""
+        return tuple(exchange.itinerary for exchange in self._routed().exchanges)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, decision: Decision | None = None) -> Any:  # type: ignore[override]
+        """One step. Collective over the parameters' meshes.
+
+        Args:
+            decision: what the ranks agreed on already, for these parameters in this order; None: they agree now.
+
+        Raises:
+            NonFiniteGradients: as ``nonfinite`` says. DisagreementError: ranks with other parameters, or that did not come.
+            ValueError: a gradient that is laid out in another way than its parameter. Whatever is raised: nothing was written.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        route = self._routed()
+        if decision is None:
+            decision = route.agreement.decide(check_finite=self.nonfinite != "propagate", fault=self.fault())
+            if decision.split:
+                names = ", ".join(route.names[i] for i in decision.split[:3])
+                warnings.warn(f"{names}: a gradient on some ranks only; left out of this step on all of them", stacklevel=2)
+        if not decision.finite and self.nonfinite != "propagate":
+            if self.nonfinite == "raise":
+                raise NonFiniteGradients("a gradient holds NaN or Inf on some rank: the step was not taken (nonfinite='skip' goes on)")
+            warnings.warn("a gradient holds NaN or Inf on some rank: all ranks skip this optimizer step", stacklevel=2)
+            return loss
+        active = frozenset(i for i, is_active in enumerate(decision.active) if is_active)
+        parts = {i: self._part(route, i) for i in sorted(active)}
+        landed = [(exchange, exchange.run(lambda job, where: _update(parts[job.param], where), active)) for exchange in route.exchanges]
+        moments = [
+            RowMoments.of(
+                exchange, updates, {i: part.moments for i, part in parts.items() if part.moments is not None}, self._beta2s(parts)
+            )
+            for exchange, updates in landed
+        ]
+        # Nothing below communicates.
+        for part in parts.values():
+            part.advance()
+        for (exchange, updates), rows in zip(landed, moments, strict=True):
+            for index, update in updates.items():
+                job = exchange.itinerary.jobs[index]
+                scaled = rows.scaled(index, update) if rows is not None and rows.covers(index) else update
+                parts[job.param].apply(job, exchange.rank, scaled)
+        for part in parts.values():
+            part.store()
+        return loss
+
+    def fault(self) -> Exception | None:
+        """Why this rank could not take a step now: a gradient that is sparse, or laid out in another way than its parameter."""
+        route = self._routed()
+        for parameter, name in zip(route.parameters, route.names, strict=True):
+            if parameter.grad is not None:
+                try:
+                    check_gradient(parameter, name)
+                except (RuntimeError, ValueError) as error:
+                    return error
+        return None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, and refuses a state that would silently start from zero, or that is laid out for other shards.
+
+        Raises:
+            ValueError: a parameter's momentum is missing or has another shape or placement. Nothing is changed then.
+        """
+        packed = [i for group in state_dict["param_groups"] for i in group["params"]]
+        parameters = [(p, group) for group in self.param_groups for p in group["params"]]
+        for (parameter, group), index in zip(parameters, packed, strict=False):
+            if not parameter.requires_grad:
+                continue
+            given = state_dict["state"].get(index, {})
+            wanted = {MOMENTUM: tuple(parameter.shape)}
+            if group["normuon"] is not None:
+                wanted[RowMoments.KEY] = tuple(parameter.shape[:-1])
+            for key, shape in wanted.items():
+                value = given.get(key)
+                if value is None:
+                    raise ValueError(
+                        f"the state dict has no {key} of parameter {index}: it would start from zero. Load one that was saved by Muon "
+                        f"with the same parameters, or build a new optimizer to start anew"
+                    )
+                mine = self.state[parameter][key]
+                same = isinstance(value, DTensor) == isinstance(mine, DTensor)
+                same = same and tuple(value.shape) == shape and getattr(value, "placements", None) == getattr(mine, "placements", None)
+                if not same:
+                    raise ValueError(
+                        f"the state dict's {key} of parameter {index} is {_shown(value)}, here {_shown(mine)}: load it with "
+                        f"vescale_ray.state_dict.set_optimizer_state_dict or a checkpoint, which cut states anew"
+                    )
+        super().load_state_dict(state_dict)
+        for (parameter, _), index in zip(parameters, packed, strict=True):
+            value = state_dict["state"].get(index, {}).get(RowMoments.KEY)
+            if value is not None:  # torch casts states to the parameter's dtype; these stay FP32
+                self.state[parameter][RowMoments.KEY] = value.detach().to(parameter.device, torch.float32).clone()
+        self._route = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        settings = {key: self.__dict__[key] for key in ("nonfinite", "_share_replicas", "_bucket_bytes", "_newton_schulz")}
+        return {**super().__getstate__(), **settings}  # not the route: it holds process groups, and is found again
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._route = None
+        for group in self.param_groups:
+            group.setdefault("row_blocks", None)
+            group.setdefault("normuon", None)
+
+    # -- inside ----------------------------------------------------------------------------------------------------------
+
+    def _routed(self) -> _Route:
+        if self._route is None:
+            self._route = _Route(self.param_groups, self._newton_schulz, self._bucket_bytes, self._share_replicas)
+        return self._route
+
+    def _part(self, route: _Route, index: int) -> _Part:
+        parameter, group = route.parameters[index], route.groups[index]
+        self._make_state(parameter, group)
+        return _Part(parameter, self.state[parameter], group)
+
+    @staticmethod
+    def _beta2s(parts: dict[int, _Part]) -> dict[int, float]:
+        return {i: part.group["normuon"] for i, part in parts.items() if part.group["normuon"] is not None}
+
+
+class _Route:
+    """What is derived from the param groups once: the matrices, and who orthogonalizes them."""
+
+    def __init__(self, param_groups: Iterable[dict[str, Any]], newton_schulz: NewtonSchulz, bucket_bytes: int, share: bool) -> None:
+        self.parameters: list[Tensor] = []
+        self.names: list[str] = []
+        self.groups: list[dict[str, Any]] = []
+        for group in param_groups:
+            names = group.get("param_names")
+            for k, parameter in enumerate(group["params"]):
+                self.names.append(names[k] if names else f"parameter {len(self.parameters)}")
+                self.parameters.append(parameter)
+                self.groups.append(group)
+        held = {i: holding(p, self.names[i]) for i, p in enumerate(self.parameters)}
+        self.exchanges: list[Exchange] = []
+        for indices in domains(held.items()).values():
+            jobs = []
+            for i in indices:
+                group = self.groups[i]
+                rounds = coefficients(group["ns_coefficients"], group["ns_steps"])
+                for span in matrices(held[i].shape, group["row_blocks"], self.names[i]):
+                    jobs.append(Job.of(i, span, held[i].intervals, rounds, group["eps"]))
+            first = held[indices[0]]
+            replicas = first.replicas if share else 1
+            itinerary = plan(jobs, len(first.intervals), replicas=replicas, bucket_bytes=bucket_bytes)
+            one = self.parameters[indices[0]]
+            home = flat_local(one).device
+            # With CPU offload the group, and with it the exchange, is the accelerator's.
+            device = torch.device(one.device_mesh.device_type) if isinstance(one, DTensor) and home.type == "cpu" else home
+            self.exchanges.append(Exchange(itinerary, first, device, newton_schulz, home=home))
+        self.agreement = Agreement(self.parameters, also="".join(e.itinerary.fingerprint() for e in self.exchanges))
+
+
+class _Part:
+    """One parameter's elements on this rank, during a step. FP32 parameters are written in place; narrower ones through a FP32 copy
+    with one rounding, since BF16 arithmetic rounds differently at vector tails."""
+
+    def __init__(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        self.group, self._parameter = group, parameter
+        self._value, self._momentum = flat_local(parameter), flat_local(state[MOMENTUM])
+        dtype = wide(self._value.dtype)
+        # A rank that holds nothing of it may have no gradient.
+        self._gradient = flat_values(parameter.grad).to(dtype) if parameter.grad is not None else self._value.new_zeros(0, dtype=dtype)
+        self._wide = self._value
+        self.moments: Tensor | None = flat_local(state[RowMoments.KEY]) if group["normuon"] is not None else None
+        lr = group["lr"]
+        self._lr = float(lr.item() if isinstance(lr, Tensor) else lr)
+
+    def direction(self, where: slice) -> Tensor:
+        """What is to be orthogonalized of these elements; nothing is written."""
+        gradient, mu = self._gradient[where], self.group["momentum"]
+        new = self._momentum[where].to(gradient.dtype).lerp(gradient, 1 - mu)
+        return gradient.lerp(new, mu) if self.group["nesterov"] else new
+
+    def advance(self) -> None:
+        """Write the momentum, and decay the parameter."""
+        momentum = self._momentum.to(self._gradient.dtype)  # itself, for FP32
+        momentum.lerp_(self._gradient, 1 - self.group["momentum"])
+        if momentum is not self._momentum:
+            self._momentum.copy_(momentum)
+        self._wide = self._value.to(self._gradient.dtype)
+        self._wide.mul_(1 - self._lr * self.group["weight_decay"])
+
+    def apply(self, job: Job, rank: int, update: Tensor) -> None:
+        scale = SCALES[self.group["adjust_lr_fn"] or "original"](job.span.rows, job.span.cols)
+        self._wide[job.local(rank)].add_(update, alpha=-(self._lr * scale))
+
+    def store(self) -> None:
+        if self._wide is not self._value:
+            self._value.copy_(self._wide)
+        torch.autograd.graph.increment_version([self._parameter])
+
+
+def _update(part: _Part, where: slice) -> Tensor:
+    return part.direction(where)
+
+
+def _check_numbers(group: dict[str, Any]) -> None:
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    for key in ("lr", "weight_decay", "momentum", "eps"):
+        if not 0.0 <= float(group[key]) < math.inf:
+            raise ValueError(f"{key} = {float(group[key])}: give a number of at least 0")
+    if group["momentum"] > 1:
+        raise ValueError(f"momentum = {group['momentum']}: give a number between 0 and 1")
+    if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in SCALES:
+        raise ValueError(f"adjust_lr_fn = {group['adjust_lr_fn']!r}: known rules are {', '.join(SCALES)}")
+    if group["normuon"] is not None and not 0.0 <= group["normuon"] < 1.0:
+        raise ValueError(f"normuon = {group['normuon']}: give the second moment's decay, at least 0 and below 1, or None")
+    coefficients(group["ns_coefficients"], group["ns_steps"])
+
+
+def _shown(value: Any) -> str:
+    placements = getattr(value, "placements", None)
+    return f"{tuple(value.shape)} with placements {list(cast(Any, placements))}" if placements else f"{tuple(value.shape)}, not sharded"

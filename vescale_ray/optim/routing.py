@@ -1,0 +1,263 @@
+"""Which optimizer a parameter gets, by its role in the model; and the block that this optimizer needs of the sharding.
+
+| role      | which parameters                                                     | muon, shampoo, soap | adamw8bit |
+|-----------|----------------------------------------------------------------------|---------------------|-----------|
+| matrix    | 2-D, of hidden layers (routers and gates, too)                       | it                  | 8 bits    |
+| expert    | 3-D: a stack of matrices                                             | it                  | 8 bits    |
+| embedding | of ``nn.Embedding``, or named so; also when it is tied to the head   | adamw               | FP32      |
+| head      | named so, or the last projection, with as many rows as an embedding  | adamw               | FP32      |
+| norm      | of a module whose class is a norm                                    | adamw               | FP32      |
+| vector    | what else has fewer than two dimensions                              | adamw               | FP32      |
+| other     | four dimensions and more (convolutions)                              | adamw               | FP32      |
+
+Roles follow from modules, names and *global* shapes, so that they are the same before and after sharding, on every rank, at every world
+size. (Roles from local shapes once made every parameter 1-D, and Muon silently AdamW: DeepSpeed issue 8438.)
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from vescale_ray.geometry import Block
+from vescale_ray.optim.matrices import RowBlocks
+
+if TYPE_CHECKING:
+    from vescale_ray.config import RunConfig, TrainSection
+
+Role = Literal["matrix", "expert", "embedding", "head", "norm", "vector", "other"]
+Name = Literal["adamw", "adamw8bit", "muon", "shampoo", "soap", "sgd"]
+
+MATRIX_OPTIMIZERS = frozenset({"muon", "shampoo", "soap", "adamw8bit"})
+"""Those that take matrices and experts; AdamW steps the rest beside them."""
+CLASSES = {"adamw": "AdamW", "muon": "Muon", "adamw8bit": "AdamW8bit", "shampoo": "Shampoo", "soap": "SOAP"}
+_OURS = frozenset({"params", "lr", "weight_decay", "betas", "eps", "row_blocks"})
+_HEADS = frozenset({"head", "lm_head", "output", "unembed", "classifier", "score"})
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Which optimizer, and its numbers.
+
+    Attributes:
+        name: ``adamw`` and ``sgd`` step everything; the others matrices and experts, and AdamW the rest.
+        lr: of AdamW (or SGD), and of the others unless ``matrix_lr`` is given.
+        matrix_lr: learning rate of matrices and experts where another optimizer than AdamW steps them; None: ``lr``.
+        weight_decay: decoupled (SGD: added to the gradient), of all parameters.
+        betas, eps: of AdamW and what derives from it. SGD's momentum is the first of ``betas``.
+        options: further keyword arguments of the optimizer ``name``, as its docstring names them (``{"normuon": 0.95}``).
+        routes: optimizer by pattern of parameter names, before roles count: ``{"*.router.weight": "adamw"}``.
+        row_blocks: of Muon, by pattern of parameter names: rows of each head, or of the parts of a fused projection.
+        whole_matrices: let the planner keep matrices (and each expert) whole on a rank: Muon then sends nothing. Costs padding.
+    """
+
+    name: Name = "adamw"
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    matrix_lr: float | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    routes: Mapping[str, Name] = field(default_factory=dict)
+    row_blocks: Mapping[str, RowBlocks] = field(default_factory=dict)
+    whole_matrices: bool = False
+
+    def __post_init__(self) -> None:
+        for given in (self.name, *self.routes.values()):
+            if given not in get_args(Name):
+                raise ValueError(f"there is no optimizer {given!r}: known are {', '.join(get_args(Name))}")
+        if self.row_blocks and self.name != "muon":
+            raise ValueError(f"row_blocks are Muon's, but the optimizer is {self.name}: leave them out, or use muon")
+
+    @classmethod
+    def of(cls, given: OptimizerConfig | RunConfig | TrainSection | Mapping[str, Any] | str) -> OptimizerConfig:
+        """From a run's configuration or its ``train`` section, from the fields as a mapping, or from just a name."""
+        if isinstance(given, OptimizerConfig):
+            return given
+        if isinstance(given, str):
+            return cls(name=given)  # type: ignore[arg-type]
+        if isinstance(given, Mapping):
+            return cls(**given)
+        train: Any = getattr(given, "train", given)
+        return cls(
+            name=train.optimizer,
+            lr=train.lr,
+            matrix_lr=train.matrix_lr,
+            weight_decay=train.weight_decay,
+            betas=train.betas,
+            eps=train.eps,
+            options=train.optimizer_options,
+        )
+
+
+@dataclass(frozen=True)
+class Route:
+    """One parameter's way. ``shape`` is the global one; ``block``: what no shard boundary may cut, None: anything may be."""
+
+    name: str
+    role: Role
+    optimizer: Name
+    shape: tuple[int, ...]
+    block: Block | None
+    row_blocks: RowBlocks = None
+
+
+class Routing:
+    """All parameters' ways, and the ``block_policy`` that follows from them. ``print(routing)`` shows the table."""
+
+    def __init__(self, routes: tuple[Route, ...], parameters: Mapping[str, nn.Parameter]) -> None:
+        self.routes = routes
+        self._by_name = {route.name: route for route in routes}
+        # fully_shard knows a parameter by its name inside of the unit, which is not its name in the model: so by itself.
+        self._by_parameter: Any = WeakIdKeyDictionary({parameters[route.name]: route for route in routes})
+
+    def __getitem__(self, name: str) -> Route:
+        return self._by_name[name]
+
+    def block_policy(self, name: str, parameter: nn.Parameter) -> Block | None:
+        """For ``fully_shard(.., block_policy=routing.block_policy)``. Frozen parameters may be cut anywhere.
+
+        Raises:
+            ValueError: a trainable parameter that the model did not have when it was routed.
+        """
+        if not parameter.requires_grad:
+            return None
+        route = self._by_parameter.get(parameter)
+        if route is None:
+            raise ValueError(f"parameter {name!r} was not in the model when its parameters were routed: route the model that is sharded")
+        block: Block | None = route.block
+        return block
+
+    def __str__(self) -> str:
+        rows: dict[tuple[str, ...], list[int]] = {}
+        for route in self.routes:
+            key = (route.role, route.optimizer, "-" if route.block is None else str(route.block))
+            count, numel = rows.setdefault(key, [0, 0])
+            size = 1
+            for n in route.shape:
+                size *= n
+            rows[key] = [count + 1, numel + size]
+        table = [("role", "optimizer", "block", "tensors", "parameters", "for example")]
+        for (role, optimizer, block), (count, numel) in rows.items():
+            example = next(r for r in self.routes if (r.role, r.optimizer) == (role, optimizer))
+            table.append((role, optimizer, block, str(count), f"{numel:,}", f"{example.name} {list(example.shape)}"))
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
+
+
+def route_parameters(model: nn.Module, config: OptimizerConfig) -> Routing:
+    """Route the trainable parameters of ``model``, sharded, on the meta device, or neither.
+
+    Raises:
+        ValueError: a pattern of ``routes`` or ``row_blocks`` that matches nothing, a matrix optimizer for what is no matrix, or options
+            that the optimizer doesn't have.
+    """
+    taken = inspect.signature(optimizer_class(config.name)).parameters
+    for option in config.options:
+        if option not in taken or option in _OURS:
+            free = ", ".join(name for name in taken if name not in _OURS)
+            raise ValueError(f"{config.name} has no option {option!r}: it takes {free}")
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    roles = _roles(model)
+    for what, patterns in (("routes", config.routes), ("row_blocks", config.row_blocks)):
+        for pattern in patterns:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in named):
+                raise ValueError(f"{what}: {pattern!r} matches no parameter; there are {', '.join(list(named)[:4])}, ..")
+    routes = []
+    for name, parameter in named.items():
+        role, shape = roles[name], tuple(parameter.shape)
+        rest: Name = "adamw" if config.name in MATRIX_OPTIMIZERS else config.name
+        optimizer = next(
+            (o for pattern, o in config.routes.items() if fnmatch.fnmatchcase(name, pattern)),
+            config.name if role in ("matrix", "expert") else rest,
+        )
+        if optimizer != config.name and optimizer != rest:
+            raise ValueError(f"routes: {name} to {optimizer}, but the optimizers of this run are {config.name} and {rest}")
+        if optimizer in MATRIX_OPTIMIZERS and not 2 <= len(shape) <= 3:
+            raise ValueError(f"routes: {name} of shape {shape} is no matrix, which {optimizer} needs: route it to adamw")
+        blocks = next((b for pattern, b in config.row_blocks.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        block = _block(name, parameter, optimizer, config)
+        routes.append(Route(name, role, optimizer, shape, block, blocks if optimizer == "muon" else None))
+    return Routing(tuple(routes), named)
+
+
+def _block(name: str, parameter: nn.Parameter, optimizer: Name, config: OptimizerConfig) -> Block | None:
+    """What the optimizer needs to keep whole of a parameter."""
+    shape = tuple(parameter.shape)
+    if optimizer == "muon":
+        if config.whole_matrices:
+            return Block.tensor() if len(shape) == 2 else Block.rows(max(1, shape[-2]))
+        return Block.rows(1) if config.options.get("normuon") is not None else None
+    if optimizer in ("adamw8bit", "shampoo", "soap"):
+        made = optimizer_class(optimizer)
+        chosen = {key: config.options[key] for key in ("block", "min_8bit_numel") if key in config.options}
+        block: Block | None = made.block_policy(**chosen)(name, parameter)
+        return block
+    return None
+
+
+def optimizer_class(name: Name) -> Any:
+    """The class that ``name`` stands for.
+
+    Raises:
+        ValueError: this installation does not have it.
+    """
+    if name == "sgd":
+        return torch.optim.SGD
+    try:
+        return getattr(importlib.import_module(f"vescale_ray.optim.{name}"), CLASSES[name])
+    except ModuleNotFoundError as error:
+        if error.name != f"vescale_ray.optim.{name}":
+            raise
+        raise ValueError(f"this installation of vescale_ray has no optimizer {name}: update it, or use adamw or muon") from None
+
+
+def _roles(model: nn.Module) -> dict[str, Role]:
+    """Every parameter's role, by its first name in the model."""
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((f"{module_name}.{attribute}".lstrip("."), module))
+    vocabularies = {
+        int(parameter.shape[0])
+        for _, parameter in model.named_parameters()
+        if any(_is_embedding(name, module, parameter) for name, module in owners[id(parameter)])
+    }
+    linears = [p for _, p in model.named_parameters() if p.ndim == 2 and any(isinstance(m, nn.Linear) for _, m in owners[id(p)])]
+    roles = {name: _role(parameter, owners[id(parameter)]) for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if roles[name] == "matrix" and linears and parameter is linears[-1] and int(parameter.shape[0]) in vocabularies:
+            roles[name] = "head"
+    return roles
+
+
+def _role(parameter: Tensor, owners: list[tuple[str, nn.Module]]) -> Role:
+    if any(_is_embedding(name, module, parameter) for name, module in owners):
+        return "embedding"
+    if parameter.ndim < 2:
+        return "norm" if any(type(module).__name__.lower().rstrip("123d").endswith("norm") for _, module in owners) else "vector"
+    if parameter.ndim == 2 and any(_is_head(name) for name, _ in owners):
+        return "head"
+    return "matrix" if parameter.ndim == 2 else "expert" if parameter.ndim == 3 else "other"
+
+
+def _is_head(name: str) -> bool:
+    """A module of a telling name, at the top of the model; ``lm_head`` anywhere."""
+    modules = name.split(".")[:-1]
+    return modules[-1:] == ["lm_head"] or (len(modules) == 1 and modules[0] in _HEADS)
+
+
+def _is_embedding(name: str, module: nn.Module, parameter: Tensor) -> bool:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return True
+    parts = name.lower().split(".")
+    return parameter.ndim == 2 and any(part in ("wte", "wpe") or "embed" in part for part in parts if not part.endswith("proj"))
