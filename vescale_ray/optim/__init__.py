@@ -1,7 +1,8 @@
 """Optimizers and gradient clipping for sharded parameters. Any element-wise ``torch.optim`` optimizer works on them as it is;
-here is what needs to know about shards. Imports torch and :mod:`vescale_ray.dtensor`; never Ray."""
+here is what needs to know about shards and blocks. Imports torch, :mod:`vescale_ray.dtensor` and geometry; never Ray."""
 
 from vescale_ray.optim.adamw import AdamW
+from vescale_ray.optim.adamw8bit import AdamW8bit
 from vescale_ray.optim.clip import clip_grad_norm_, total_norm
 
-__all__ = ["AdamW", "clip_grad_norm_", "total_norm"]
+__all__ = ["AdamW", "AdamW8bit", "clip_grad_norm_", "total_norm"]

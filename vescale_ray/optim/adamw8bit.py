@@ -1,0 +1,290 @@
+"""AdamW with block-wise 8-bit states: 2.01 bytes of state for each parameter instead of 8, and nothing communicated.
+
+For each 8-bit parameter there are four states, plain tensors that are placed as it is:
+
+    exp_avg_code      uint8, of the parameter's shape         m = map[code] * scale          (signed map)
+    exp_avg_scale     FP32, one per block
+    exp_avg_sq_code   uint8, of the parameter's shape         v = (map[code] * scale) ** 2   (map without a zero: see ``codec.py``)
+    exp_avg_sq_scale  FP32, one per block
+
+The step is [Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv 1711.05101] in FP32: a block's m and v are decoded,
+moved on, used for the update as they are, and only then coded again. What a block's states become depends on its own numbers alone;
+since no block is cut, codes and scales are the same on any number of ranks [veScale-FSDP, section 4].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from vescale_ray.geometry import Block
+from vescale_ray.optim.base import BlockOptimizer, check_common
+from vescale_ray.optim.blocks import (
+    BlockSpec,
+    Grid,
+    Region,
+    block_state,
+    block_text,
+    cut_of,
+    like_state,
+    local_of,
+    parse_block,
+    section_grid,
+)
+from vescale_ray.optim.codec import root_codebook, signed_codebook
+
+DEFAULT_BLOCK = 1024
+"""Elements in memory order; with two FP32 scales for each: 2 + 8 / 1024 bytes of state per parameter."""
+MIN_NUMEL = 4096
+"""Smaller tensors keep FP32 states: all of a model's together are a fraction of a percent of it."""
+CHUNK_NUMEL = 1 << 16
+"""Elements that the CPU path works on at a time: about 1.5 MiB of temporary memory, whatever the parameter's size (or one band
+of blocks, if that is more)."""
+
+_CODES = ("exp_avg_code", "exp_avg_scale", "exp_avg_sq_code", "exp_avg_sq_scale")
+
+
+class Hyper(NamedTuple):
+    """The numbers of one step of one parameter, as the formula needs them."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float
+    """1 - lr * weight_decay."""
+    step_size: float
+    """lr / (1 - beta1 ** t)."""
+    root_correction: float
+    """sqrt(1 - beta2 ** t)."""
+
+
+def keeps_fp32(name: str, numel: int, ndim: int, min_numel: int = MIN_NUMEL) -> bool:
+    """Whether a parameter's states stay in FP32: vectors, small tensors, and by name embeddings and output heads.
+
+    (An embedding's rows are updated when their token occurs: most of a block's v decays, a few rows' grow.)
+    """
+    if ndim < 2 or numel < min_numel:
+        return True
+    parts = name.lower().split(".")[:-1]
+    if any("embed" in part or part in ("wte", "wpe", "lm_head") for part in parts):
+        return True
+    return parts in (["head"], ["output"])
+
+
+class AdamW8bit(BlockOptimizer):
+    """AdamW whose m and v are kept in 8 bits each, block by block.
+
+    Args:
+        params: parameters, param groups, or ``model.named_parameters()``: with names, embeddings and output heads keep FP32 states.
+            Sharded parameters must not be cut inside a block: give ``fully_shard`` the ``block_policy`` of :meth:`block_policy`.
+        lr, betas, eps, weight_decay: as of ``torch.optim.AdamW``. A tensor ``lr`` is read in each step.
+        block: what shares a scale: a number of elements in memory order, ``Block.tile(r, c)``, ``Block.rows(r)``, or their text
+            (``"tile 32x32"``); None: FP32 states for the whole group, with ``torch.optim.AdamW``'s own arithmetic.
+        min_8bit_numel: parameters with fewer elements (of the whole tensor) keep FP32 states.
+
+    Per param group all of them can differ. What a parameter's states look like depends on its global shape, its name and ``block``, never
+    on how it is sharded. BF16 parameters are updated in FP32 and rounded once.
+
+    Raises:
+        ValueError: a parameter is cut inside a block, is on the meta device, or was replaced by ``fully_shard``; a hyperparameter is
+            out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        block: BlockSpec | str | None = DEFAULT_BLOCK,
+        min_8bit_numel: int = MIN_NUMEL,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "block": block, "min_8bit_numel": min_8bit_numel}
+        super().__init__(params, defaults)
+
+    @staticmethod
+    def block_policy(
+        block: BlockSpec | str | None = DEFAULT_BLOCK, min_8bit_numel: int = MIN_NUMEL
+    ) -> Callable[[str, nn.Parameter], Block | None]:
+        """The ``block_policy`` for ``fully_shard`` that keeps this optimizer's blocks whole."""
+        return lambda name, param: block_of(name, tuple(param.shape), block, min_8bit_numel)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_common(group)
+        if group["block"] is not None:
+            group["block"] = block_text(parse_block(group["block"]))
+
+    def _new_state(self, param: Tensor, name: str, group: dict[str, Any]) -> dict[str, Tensor]:
+        if group["block"] is None or keeps_fp32(name, param.numel(), param.ndim, group["min_8bit_numel"]):
+            return {"exp_avg": like_state(param, torch.float32), "exp_avg_sq": like_state(param, torch.float32)}
+        block = parse_block(group["block"])
+        cut = cut_of(param)
+        try:
+            grid = section_grid(param, cut, block)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; shard with fully_shard(.., block_policy=AdamW8bit.block_policy({group['block']!r})), which keeps blocks whole, "
+                "or give its param group block=None for FP32 states"
+            ) from None
+        state: dict[str, Tensor] = {}
+        for code, scale in (_CODES[:2], _CODES[2:]):
+            state[code] = like_state(param, torch.uint8)
+            state[scale] = block_state(param, cut, grid, (), torch.float32)
+        return state
+
+    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        lr, (beta1, beta2), eps = float(group["lr"]), map(float, group["betas"]), float(group["eps"])
+        weight_decay = float(group["weight_decay"])
+        exact = [p for p in params if "exp_avg" in self.state[p]]
+        if exact:
+            _step_fp32([(p, self.state[p]) for p in exact], lr, beta1, beta2, eps, weight_decay)
+        for param in params:
+            state = self.state[param]
+            if "exp_avg" in state:
+                continue
+            state["step"] += 1
+            step = state["step"].item()
+            cut = cut_of(param)
+            grid = Grid.of(cut.section, parse_block(group["block"]))
+            hyper = Hyper(beta1, beta2, eps, 1 - lr * weight_decay, lr / (1 - beta1**step), math.sqrt(1 - beta2**step))
+            assert param.grad is not None
+            target, grad = local_of(param), local_of(param.grad)
+            flat = target.reshape(-1)
+            step_blocks(flat, grad.reshape(-1), *(local_of(state[key]).view(-1) for key in _CODES), grid, cut.span, hyper)
+            if flat.data_ptr() != target.data_ptr():  # a plain parameter that is not contiguous
+                target.copy_(flat.view(target.shape))
+
+
+def block_of(
+    name: str, shape: tuple[int, ...], block: BlockSpec | str | None = DEFAULT_BLOCK, min_8bit_numel: int = MIN_NUMEL
+) -> Block | None:
+    """What :class:`AdamW8bit` needs of a parameter's sharding: the piece that must not be cut; None: cut it anywhere.
+
+    Args:
+        name: "" if it has none: embeddings and heads are known by name only.
+        shape: of the whole parameter.
+        block, min_8bit_numel: as the optimizer's.
+    """
+    if block is None or keeps_fp32(name, math.prod(shape), len(shape), min_8bit_numel):
+        return None
+    return Grid.of(shape, parse_block(block)).policy_block()
+
+
+def step_blocks(
+    param: Tensor,
+    grad: Tensor,
+    m_code: Tensor,
+    m_scale: Tensor,
+    v_code: Tensor,
+    v_scale: Tensor,
+    grid: Grid,
+    span: tuple[int, int],
+    hyper: Hyper,
+) -> None:
+    """One step of elements ``span`` of a tensor, all flat and changed in place: codes uint8, scales FP32 of the blocks in ``span``."""
+    step_region: Callable[..., None] = step_region_torch
+    if param.is_cuda:
+        from vescale_ray.optim.adamw8bit_triton import available, step_region_triton
+
+        if available():
+            step_region = step_region_triton
+    for region in grid.regions(*span):
+        here = slice(region.element, region.element + region.count * region.band_numel)
+        scales = slice(region.block, region.block + region.count * region.columns)
+        step_region(param[here], grad[here], m_code[here], m_scale[scales], v_code[here], v_scale[scales], region, hyper)
+
+
+def step_region_torch(
+    param: Tensor,
+    grad: Tensor,
+    m_code: Tensor,
+    m_scale: Tensor,
+    v_code: Tensor,
+    v_scale: Tensor,
+    region: Region,
+    hyper: Hyper,
+) -> None:
+    """The reference, in torch. Every operation is one IEEE operation per element (no fused multiply-add, whose use depends on
+    an element's place in a vector register), so that results don't depend on where a shard or a chunk begins."""
+    signed, root = signed_codebook(param.device), root_codebook(param.device)
+    columns = region.columns
+    per_chunk = max(1, CHUNK_NUMEL // region.band_numel)
+    for first in range(0, region.count, per_chunk):
+        count = min(per_chunk, region.count - first)
+        here = slice(first * region.band_numel, (first + count) * region.band_numel)
+        scales = slice(first * columns, (first + count) * columns)
+        g = grad[here].float().view(count, region.rows, region.cols)
+        m = _unscaled(signed.decode(m_code[here]), m_scale[scales], region)
+        m.mul_(hyper.beta1).add_(g * (1 - hyper.beta1))
+        v = _unscaled(root.decode(v_code[here]), v_scale[scales], region)
+        v.mul_(v).mul_(hyper.beta2).add_((g * g).mul_(1 - hyper.beta2))
+        v.sqrt_()
+        update = m / (v / hyper.root_correction).add_(hyper.eps)
+        moved = param[here].float() * hyper.decay
+        param[here].copy_(moved.sub_(update.mul_(hyper.step_size).view(-1)))
+        for x, codebook, code, scale in ((m, signed, m_code, m_scale), (v, root, v_code, v_scale)):
+            largest = _largest(x, count, region)
+            scale[scales].copy_(largest)
+            # A block of zeros has scale 0: any divisor but 0 will do.
+            code[here].copy_(codebook.encode(x.div_(_spread(largest.clamp_(min=torch.finfo(torch.float32).tiny), region)).view(-1)))
+
+
+def _unscaled(x: Tensor, scales: Tensor, region: Region) -> Tensor:
+    """``x`` (flat, whole bands) times its blocks' scales: ``(bands, rows, cols)``."""
+    return x.view(-1, region.rows, region.cols).mul_(_spread(scales, region))
+
+
+def _spread(scales: Tensor, region: Region) -> Tensor:
+    """The scales of whole bands, so that they broadcast against ``(bands, rows, cols)``."""
+    columns = region.columns
+    if columns == 1:
+        return scales.view(-1, 1, 1)
+    wide = scales.view(-1, columns, 1).expand(-1, -1, region.block_cols).reshape(-1, columns * region.block_cols)
+    return wide[:, None, : region.cols]
+
+
+def _largest(x: Tensor, count: int, region: Region) -> Tensor:
+    """The largest magnitude of each block of ``x`` ``(bands, rows, cols)``, in order; NaN if there is one."""
+    by_column = x.abs().amax(dim=1)
+    columns = region.columns
+    missing = columns * region.block_cols - region.cols
+    if missing:
+        by_column = torch.nn.functional.pad(by_column, (0, missing))
+    return by_column.view(count * columns, region.block_cols).amax(dim=1)
+
+
+def _step_fp32(
+    items: list[tuple[Tensor, dict[str, Tensor]]], lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
+) -> None:
+    """torch's own AdamW on local tensors; BF16 parameters through FP32 copies."""
+    params = [local_of(p) for p, _ in items]
+    wide = [p if p.dtype == torch.float32 else p.float() for p in params]
+    grads = []
+    for p, _ in items:
+        assert p.grad is not None
+        grads.append(local_of(p.grad).float())
+    adamw(
+        wide,
+        grads,
+        [local_of(s["exp_avg"]) for _, s in items],
+        [local_of(s["exp_avg_sq"]) for _, s in items],
+        [],
+        [s["step"] for _, s in items],
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=False,
+    )
+    for target, updated in zip(params, wide, strict=True):
+        if updated is not target:
+            target.copy_(updated)

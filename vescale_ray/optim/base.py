@@ -1,0 +1,212 @@
+"""What the optimizers over blocks share: states made at construction, loading that keeps every bit, refusals that say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vescale_ray.dtensor import RaggedDTensor
+from vescale_ray.dtensor_spec import sharding_of
+from vescale_ray.optim.blocks import local_of
+
+
+def refuse_replaced(param_group: dict[str, Any]) -> None:
+    """Make ``param_group["params"]`` a list; refuse parameters that ``fully_shard`` has replaced by sharded ones.
+
+    An optimizer built before ``fully_shard`` holds the original parameters: it would step without an error and train nothing.
+
+    Raises:
+        ValueError: naming how many parameters are such originals.
+    """
+    params = param_group["params"]
+    params = [params] if isinstance(params, Tensor) else list(params)
+    tensors = [p[1] if isinstance(p, tuple) else p for p in params]
+    stale = sum(bool(getattr(p, "_vescale_replaced", False)) for p in tensors)
+    if stale:
+        raise ValueError(
+            f"{stale} of {len(tensors)} parameters are not in the model any more, since fully_shard replaced them by sharded ones: "
+            f"build the optimizer after fully_shard, from model.parameters()"
+        )
+    param_group["params"] = params
+
+
+class BlockOptimizer(torch.optim.Optimizer):
+    """A local optimizer: each rank steps what it holds, and no step communicates.
+
+    Subclasses say in :meth:`_new_state` which states a parameter has, and in :meth:`_update` what a step does to one. All states exist
+    from construction on, zero, with the same keys on every rank, also where a rank holds no elements; each is placed as its
+    parameter is. Parameters without a gradient are left out of a step.
+    """
+
+    def _new_state(self, param: Tensor, name: str, group: dict[str, Any]) -> dict[str, Tensor]:
+        """All states but ``step``, zero. ``name`` is "" if it isn't known. Raises ValueError if there can be none."""
+        raise NotImplementedError
+
+    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        """Step ``params``, those of the group with a gradient (checked: dense, placed as the parameter); without autograd."""
+        raise NotImplementedError
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for hyperparameters that make no sense; may bring them into their stored form."""
+        raise NotImplementedError
+
+    # -- construction ------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the states of the new parameters are made at once.
+
+        Raises:
+            ValueError: a parameter that can't be stepped here; then no group was added.
+        """
+        refuse_replaced(param_group)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+            made = [(param, self._initial(param, name, group)) for name, param in named_of(group, len(self.param_groups) - 1)]
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        for param, state in made:
+            self.state[param] = state
+
+    def _initial(self, param: Tensor, name: str, group: dict[str, Any]) -> dict[str, Tensor]:
+        known = "" if name.startswith("#") else name
+        if param.is_meta:
+            raise ValueError(f"parameter {name} is on the meta device, where nothing can be stepped: call to_empty() on the model first")
+        if not param.is_floating_point():
+            raise ValueError(f"parameter {name} is {param.dtype}: {type(self).__name__} steps floating-point parameters")
+        try:
+            state = self._new_state(param, known, group)
+        except ValueError as error:
+            raise ValueError(f"parameter {name} of shape {tuple(param.shape)}: {error}") from None
+        return {"step": torch.zeros((), dtype=torch.float32), **state}
+
+    # -- step --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step; ``closure`` computes the loss anew, which is returned. Communicates nothing.
+
+        Raises:
+            RuntimeError: a gradient is sparse, or is not placed as its parameter.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        ready = []
+        for index, group in enumerate(self.param_groups):
+            params = [p for p in group["params"] if p.grad is not None]
+            for name, param in named_of(group, index):
+                if param.grad is not None:
+                    _check_gradient(name, param)
+            ready.append((group, params))
+        for group, params in ready:
+            if params:
+                self._update(group, params)
+        return loss
+
+    # -- loading -----------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """As torch's, but that states keep their dtype: torch casts them to the parameter's, FP32 scales of a BF16 parameter, too.
+
+        Values are copied into the states that are there.
+
+        Raises:
+            ValueError: a parameter's states are missing, or are of another kind, block or shape; before anything is changed.
+        """
+        loaded: dict[Tensor, Mapping[str, Any]] = {}
+        before = dict(self.state)
+
+        def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(self._matched(given))
+            return {**given, "state": {}}
+
+        def give(_: torch.optim.Optimizer) -> None:
+            with torch.no_grad():
+                for param, states in before.items():
+                    for key, target in states.items():
+                        value = loaded[param][key] if param in loaded else target
+                        if value is not target:
+                            target.copy_(value) if isinstance(value, Tensor) else target.fill_(value)
+                    self.state[param] = states
+
+        # Last before torch's own work and first after it: the user's hooks see what they would see of any optimizer.
+        hooks = [self.register_load_state_dict_pre_hook(take), self.register_load_state_dict_post_hook(give, prepend=True)]
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _matched(self, given: Mapping[str, Any]) -> dict[Tensor, Mapping[str, Any]]:
+        """The given states by parameter, all there and of the right form."""
+        groups = given["param_groups"]
+        mine = [len(group["params"]) for group in self.param_groups]
+        if [len(group["params"]) for group in groups] != mine:
+            return {}  # torch says what is wrong with it
+        matched: dict[Tensor, Mapping[str, Any]] = {}
+        for index, (group, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
+            self._check_loaded_group(group, theirs)
+            for (name, param), key in zip(named_of(group, index), theirs["params"], strict=True):
+                found, here = given["state"].get(key, {}), self.state[param]
+                if set(found) != set(here):
+                    raise ValueError(
+                        f"the state of parameter {name} has {sorted(found) or 'nothing'}, but {type(self).__name__} keeps {sorted(here)}: "
+                        "it is of another optimizer, or of another routing of parameters"
+                    )
+                for kind, value in found.items():
+                    if isinstance(value, Tensor) and value.shape != here[kind].shape:
+                        raise ValueError(
+                            f"{kind} of parameter {name} has shape {tuple(value.shape)}, not {tuple(here[kind].shape)}: "
+                            "it is of another parameter or of other blocks"
+                        )
+                matched[param] = found
+        return matched
+
+    def _check_loaded_group(self, group: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+        """Raise ValueError if the loaded group's states mean something else than this one's."""
+        if theirs.get("block") != group.get("block"):
+            raise ValueError(
+                f"the state is of blocks {theirs.get('block')!r}, this optimizer has {group.get('block')!r}: build it with the same block"
+            )
+
+
+def named_of(group: Mapping[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter of a group with its name, or with ``#<group>.<position>`` if the optimizer was given none."""
+    names = group.get("param_names") or [f"#{index}.{position}" for position in range(len(group["params"]))]
+    return zip(names, group["params"], strict=True)
+
+
+def check_common(group: Mapping[str, Any], *, betas: str = "betas") -> None:
+    """Raise ValueError for a learning rate, betas, eps or weight decay out of range."""
+    for key in ("lr", "eps", "weight_decay"):
+        if not float(group[key]) >= 0.0:
+            raise ValueError(f"{key} = {group[key]}: give at least 0")
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        raise ValueError(f"lr is a tensor of {group['lr'].numel()} elements: give one number")
+    for beta in chain(group[betas]):
+        if not 0.0 <= float(beta) < 1.0:
+            raise ValueError(f"{betas} = {group[betas]}: give numbers in [0, 1)")
+
+
+def _check_gradient(name: str, param: Tensor) -> None:
+    grad = param.grad
+    assert grad is not None
+    if grad.is_sparse:
+        raise RuntimeError(f"the gradient of parameter {name} is sparse: this optimizer needs dense ones (nn.Embedding(sparse=False))")
+    if isinstance(param, RaggedDTensor):
+        same = isinstance(grad, RaggedDTensor) and sharding_of(grad._spec).same_layout(sharding_of(param._spec))
+    else:
+        same = getattr(grad, "placements", None) == getattr(param, "placements", None)
+    if not same or local_of(grad).shape != local_of(param).shape:
+        raise RuntimeError(
+            f"the gradient of parameter {name} is placed {getattr(grad, 'placements', 'plain')}, the parameter "
+            f"{getattr(param, 'placements', 'plain')}: redistribute the gradient before the step"
+        )
