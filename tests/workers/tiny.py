@@ -18,11 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.workers.fleet import Fleet, State
-from vescale_ray import checkpoint
+from vescale_ray import checkpoint, fsdp
 from vescale_ray.config import RunConfig, parse_config
 from vescale_ray.data.corpus import Corpus, load_corpus
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.models.llama import Llama, LlamaConfig
+from vescale_ray.optim import AdamW8bit
+from vescale_ray.optim.adamw8bit import block_of
 from vescale_ray.schedule import lr_at
 from vescale_ray.workers import groups
 from vescale_ray.workers.groups import GroupFailed
@@ -136,6 +138,25 @@ def form(state: State, config: RunConfig, port: int, prefix: str, rank: int, wor
     state.setdefault("corpus", text_of(config))
     groups.form(HOST, port, prefix, rank, world, "gloo", config.elastic.collective_timeout_s)
     state["trainer"] = Trainer(config, rank, world, generation, "cpu", state["corpus"])
+
+
+def use_8bit(state: State) -> None:
+    """From now on this process trains with AdamW8bit, on small tensors, too; sharded as that needs."""
+    from vescale_ray.workers import trainer
+
+    def sharded(module: Any, **options: Any) -> Any:
+        return plain(module, block_policy=lambda name, p: block_of("", tuple(p.shape), "tile 8x16", 256), **options)
+
+    def made(config: RunConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return AdamW8bit(parameters, lr=config.train.lr, block="tile 8x16", min_8bit_numel=256)
+
+    plain = fsdp.fully_shard
+    setattr(fsdp, "fully_shard", sharded)  # noqa: B010
+    setattr(trainer, "_make_optimizer", made)  # noqa: B010
+
+
+def forget(state: State) -> None:
+    state["snapshots"].clear()
 
 
 def start_fresh(state: State, *where: Any) -> None:

@@ -130,8 +130,8 @@ class AdamW8bit(BlockOptimizer):
             grid = section_grid(param, cut, block)
         except ValueError as error:
             raise ValueError(
-                f"{error}; shard with fully_shard(.., block_policy=AdamW8bit.block_policy({group['block']!r})), which keeps blocks whole, "
-                "or give its param group block=None for FP32 states"
+                f"{error}; shard with fully_shard(.., block_policy=AdamW8bit.block_policy({group['block']!r})) and give the optimizer "
+                "model.named_parameters(), so that both know embeddings and heads by name; or give the param group block=None (FP32 states)"
             ) from None
         state: dict[str, Tensor] = {}
         for code, scale in (_CODES[:2], _CODES[2:]):
