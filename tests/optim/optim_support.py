@@ -49,7 +49,9 @@ def give_gradients(model: nn.Module, step: int, make: Callable[[tuple[int, ...],
     """``make(shape, name, step)`` as gradients, cut as the parameters are."""
     for name, param in model.named_parameters():
         full = make(tuple(param.shape), name, step).to(param.dtype)
-        param.grad = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None) if isinstance(param, DTensor) else full
+        if isinstance(param, DTensor):
+            full = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+        param.grad = full
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:

@@ -14,10 +14,13 @@ since no block is cut, codes and scales are the same on any number of ranks [veS
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
@@ -74,6 +77,21 @@ def keeps_fp32(name: str, numel: int, ndim: int, min_numel: int = MIN_NUMEL) -> 
     if any("embed" in part or part in ("wte", "wpe", "lm_head") for part in parts):
         return True
     return parts in (["head"], ["output"])
+
+
+class Held(NamedTuple):
+    """What a rank holds of a parameter, flat; all but ``grad`` are changed in place. Scales: of the blocks, in order."""
+
+    param: Tensor
+    grad: Tensor
+    m_code: Tensor
+    m_scale: Tensor
+    v_code: Tensor
+    v_scale: Tensor
+
+    def part(self, element: int, numel: int, block: int, blocks: int) -> Held:
+        here, scales = slice(element, element + numel), slice(block, block + blocks)
+        return Held(self.param[here], self.grad[here], self.m_code[here], self.m_scale[scales], self.v_code[here], self.v_scale[scales])
 
 
 class AdamW8bit(BlockOptimizer):
@@ -157,7 +175,8 @@ class AdamW8bit(BlockOptimizer):
             assert param.grad is not None
             target, grad = local_of(param), local_of(param.grad)
             flat = target.reshape(-1)
-            step_blocks(flat, grad.reshape(-1), *(local_of(state[key]).view(-1) for key in _CODES), grid, cut.span, hyper)
+            states = [local_of(state[key]).view(-1) for key in _CODES]
+            step_blocks(Held(flat, grad.reshape(-1), *states), grid, cut.span, hyper)
             if flat.data_ptr() != target.data_ptr():  # a plain parameter that is not contiguous
                 target.copy_(flat.view(target.shape))
 
@@ -177,63 +196,60 @@ def block_of(
     return Grid.of(shape, parse_block(block)).policy_block()
 
 
-def step_blocks(
-    param: Tensor,
-    grad: Tensor,
-    m_code: Tensor,
-    m_scale: Tensor,
-    v_code: Tensor,
-    v_scale: Tensor,
-    grid: Grid,
-    span: tuple[int, int],
-    hyper: Hyper,
-) -> None:
-    """One step of elements ``span`` of a tensor, all flat and changed in place: codes uint8, scales FP32 of the blocks in ``span``."""
-    step_region: Callable[..., None] = step_region_torch
-    if param.is_cuda:
-        from vescale_ray.optim.adamw8bit_triton import available, step_region_triton
+def step_blocks(held: Held, grid: Grid, span: tuple[int, int], hyper: Hyper) -> None:
+    """One step of elements ``span`` of a tensor."""
+    step_region: Callable[[Held, Region, Hyper], None] = step_region_torch
+    if held.param.is_cuda and has_triton():
+        from vescale_ray.optim.adamw8bit_triton import step_region_triton
 
-        if available():
-            step_region = step_region_triton
+        step_region = step_region_triton
     for region in grid.regions(*span):
-        here = slice(region.element, region.element + region.count * region.band_numel)
-        scales = slice(region.block, region.block + region.count * region.columns)
-        step_region(param[here], grad[here], m_code[here], m_scale[scales], v_code[here], v_scale[scales], region, hyper)
+        numel, blocks = region.bands * region.band_numel, region.bands * region.columns
+        step_region(held.part(region.element, numel, region.block, blocks), region, hyper)
 
 
-def step_region_torch(
-    param: Tensor,
-    grad: Tensor,
-    m_code: Tensor,
-    m_scale: Tensor,
-    v_code: Tensor,
-    v_scale: Tensor,
-    region: Region,
-    hyper: Hyper,
-) -> None:
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Whether the fused kernel can be built here; without it CUDA tensors take the torch path."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def step_region_torch(held: Held, region: Region, hyper: Hyper) -> None:
     """The reference, in torch. Every operation is one IEEE operation per element (no fused multiply-add, whose use depends on
     an element's place in a vector register), so that results don't depend on where a shard or a chunk begins."""
-    signed, root = signed_codebook(param.device), root_codebook(param.device)
-    columns = region.columns
     per_chunk = max(1, CHUNK_NUMEL // region.band_numel)
-    for first in range(0, region.count, per_chunk):
-        count = min(per_chunk, region.count - first)
-        here = slice(first * region.band_numel, (first + count) * region.band_numel)
-        scales = slice(first * columns, (first + count) * columns)
-        g = grad[here].float().view(count, region.rows, region.cols)
-        m = _unscaled(signed.decode(m_code[here]), m_scale[scales], region)
-        m.mul_(hyper.beta1).add_(g * (1 - hyper.beta1))
-        v = _unscaled(root.decode(v_code[here]), v_scale[scales], region)
-        v.mul_(v).mul_(hyper.beta2).add_((g * g).mul_(1 - hyper.beta2))
-        v.sqrt_()
-        update = m / (v / hyper.root_correction).add_(hyper.eps)
-        moved = param[here].float() * hyper.decay
-        param[here].copy_(moved.sub_(update.mul_(hyper.step_size).view(-1)))
-        for x, codebook, code, scale in ((m, signed, m_code, m_scale), (v, root, v_code, v_scale)):
-            largest = _largest(x, count, region)
-            scale[scales].copy_(largest)
-            # A block of zeros has scale 0: any divisor but 0 will do.
-            code[here].copy_(codebook.encode(x.div_(_spread(largest.clamp_(min=torch.finfo(torch.float32).tiny), region)).view(-1)))
+    for first in range(0, region.bands, per_chunk):
+        bands = min(per_chunk, region.bands - first)
+        size, blocks = region.band_numel, region.columns
+        _step_chunk(held.part(first * size, bands * size, first * blocks, bands * blocks), region, hyper)
+
+
+def _step_chunk(held: Held, region: Region, hyper: Hyper) -> None:
+    signed, root = signed_codebook(held.param.device), root_codebook(held.param.device)
+    g = held.grad.float().view(-1, region.rows, region.cols)
+    m = _unscaled(signed.decode(held.m_code), held.m_scale, region)
+    m.mul_(hyper.beta1).add_(g * (1 - hyper.beta1))
+    v = _unscaled(root.decode(held.v_code), held.v_scale, region)
+    v.mul_(v).mul_(hyper.beta2).add_((g * g).mul_(1 - hyper.beta2))
+    _sqrt_(v)
+    update = m / (v / hyper.root_correction).add_(hyper.eps)
+    moved = held.param.float() * hyper.decay
+    held.param.copy_(moved.sub_(update.mul_(hyper.step_size).view(-1)))
+    for x, codebook, code, scale in ((m, signed, held.m_code, held.m_scale), (v, root, held.v_code, held.v_scale)):
+        largest = _largest(x, region)
+        scale.copy_(largest)
+        # A block of zeros has scale 0: any divisor but 0 will do.
+        x.div_(_spread(largest.clamp_(min=torch.finfo(torch.float32).tiny), region))
+        code.copy_(codebook.encode(x.view(-1)))
+
+
+def _sqrt_(x: Tensor) -> None:
+    """The correctly rounded root, in place. torch's on a CPU is not (2.13, AVX-512: one unit off for 20 % of numbers, by vector
+    instructions that tails may not take); a GPU's is, and so is numpy's, as fast."""
+    if x.device.type == "cpu":
+        np.sqrt(x.numpy(), out=x.numpy())
+    else:
+        x.sqrt_()
 
 
 def _unscaled(x: Tensor, scales: Tensor, region: Region) -> Tensor:
@@ -250,14 +266,14 @@ def _spread(scales: Tensor, region: Region) -> Tensor:
     return wide[:, None, : region.cols]
 
 
-def _largest(x: Tensor, count: int, region: Region) -> Tensor:
+def _largest(x: Tensor, region: Region) -> Tensor:
     """The largest magnitude of each block of ``x`` ``(bands, rows, cols)``, in order; NaN if there is one."""
     by_column = x.abs().amax(dim=1)
     columns = region.columns
     missing = columns * region.block_cols - region.cols
     if missing:
         by_column = torch.nn.functional.pad(by_column, (0, missing))
-    return by_column.view(count * columns, region.block_cols).amax(dim=1)
+    return by_column.view(-1, region.block_cols).amax(dim=1)
 
 
 def _step_fp32(

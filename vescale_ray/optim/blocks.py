@@ -74,13 +74,13 @@ def parse_block(block: BlockSpec | str) -> BlockSpec:
 
 
 class Region(NamedTuple):
-    """Bands of one form in a row: ``count`` bands of ``rows`` x ``cols`` elements, in blocks of ``rows`` x ``block_cols``."""
+    """Bands of one form in a row: ``bands`` bands of ``rows`` x ``cols`` elements, in blocks of ``rows`` x ``block_cols``."""
 
     element: int
     """First element, counted from the first that the shard holds."""
     block: int
     """First block, counted likewise."""
-    count: int
+    bands: int
     rows: int
     cols: int
     block_cols: int
@@ -311,4 +311,3 @@ def like_state(param: Tensor, dtype: torch.dtype) -> Tensor:
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part, without autograd, sharing memory."""
     return arrived(tensor._local_tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
-
