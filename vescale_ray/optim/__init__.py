@@ -4,5 +4,7 @@ here is what needs to know about shards and blocks. Imports torch, :mod:`vescale
 from vescale_ray.optim.adamw import AdamW
 from vescale_ray.optim.adamw8bit import AdamW8bit
 from vescale_ray.optim.clip import clip_grad_norm_, total_norm
+from vescale_ray.optim.shampoo import Shampoo
+from vescale_ray.optim.soap import SOAP
 
-__all__ = ["AdamW", "AdamW8bit", "clip_grad_norm_", "total_norm"]
+__all__ = ["SOAP", "AdamW", "AdamW8bit", "Shampoo", "clip_grad_norm_", "total_norm"]

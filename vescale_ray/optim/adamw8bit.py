@@ -20,13 +20,11 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from vescale_ray.geometry import Block
-from vescale_ray.optim.base import BlockOptimizer, check_common
+from vescale_ray.optim.base import BlockOptimizer, check_common, is_embedding_or_head, sqrt_, step_adamw
 from vescale_ray.optim.blocks import (
     BlockSpec,
     Grid,
@@ -71,12 +69,7 @@ def keeps_fp32(name: str, numel: int, ndim: int, min_numel: int = MIN_NUMEL) -> 
 
     (An embedding's rows are updated when their token occurs: most of a block's v decays, a few rows' grow.)
     """
-    if ndim < 2 or numel < min_numel:
-        return True
-    parts = name.lower().split(".")[:-1]
-    if any("embed" in part or part in ("wte", "wpe", "lm_head") for part in parts):
-        return True
-    return parts in (["head"], ["output"])
+    return ndim < 2 or numel < min_numel or is_embedding_or_head(name)
 
 
 class Held(NamedTuple):
@@ -162,7 +155,7 @@ class AdamW8bit(BlockOptimizer):
         weight_decay = float(group["weight_decay"])
         exact = [p for p in params if "exp_avg" in self.state[p]]
         if exact:
-            _step_fp32([(p, self.state[p]) for p in exact], lr, beta1, beta2, eps, weight_decay)
+            step_adamw([(p, self.state[p]) for p in exact], lr, beta1, beta2, eps, weight_decay)
         for param in params:
             state = self.state[param]
             if "exp_avg" in state:
@@ -231,7 +224,7 @@ def _step_chunk(held: Held, region: Region, hyper: Hyper) -> None:
     m.mul_(hyper.beta1).add_(g * (1 - hyper.beta1))
     v = _unscaled(root.decode(held.v_code), held.v_scale, region)
     v.mul_(v).mul_(hyper.beta2).add_((g * g).mul_(1 - hyper.beta2))
-    _sqrt_(v)
+    sqrt_(v)
     update = m / (v / hyper.root_correction).add_(hyper.eps)
     moved = held.param.float() * hyper.decay
     held.param.copy_(moved.sub_(update.mul_(hyper.step_size).view(-1)))
@@ -241,15 +234,6 @@ def _step_chunk(held: Held, region: Region, hyper: Hyper) -> None:
         # A block of zeros has scale 0: any divisor but 0 will do.
         x.div_(_spread(largest.clamp_(min=torch.finfo(torch.float32).tiny), region))
         code.copy_(codebook.encode(x.view(-1)))
-
-
-def _sqrt_(x: Tensor) -> None:
-    """The correctly rounded root, in place. torch's on a CPU is not (2.13, AVX-512: one unit off for 20 % of numbers, by vector
-    instructions that tails may not take); a GPU's is, and so is numpy's, as fast."""
-    if x.device.type == "cpu":
-        np.sqrt(x.numpy(), out=x.numpy())
-    else:
-        x.sqrt_()
 
 
 def _unscaled(x: Tensor, scales: Tensor, region: Region) -> Tensor:
@@ -274,33 +258,3 @@ def _largest(x: Tensor, region: Region) -> Tensor:
     if missing:
         by_column = torch.nn.functional.pad(by_column, (0, missing))
     return by_column.view(-1, region.block_cols).amax(dim=1)
-
-
-def _step_fp32(
-    items: list[tuple[Tensor, dict[str, Tensor]]], lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
-) -> None:
-    """torch's own AdamW on local tensors; BF16 parameters through FP32 copies."""
-    params = [local_of(p) for p, _ in items]
-    wide = [p if p.dtype == torch.float32 else p.float() for p in params]
-    grads = []
-    for p, _ in items:
-        assert p.grad is not None
-        grads.append(local_of(p.grad).float())
-    adamw(
-        wide,
-        grads,
-        [local_of(s["exp_avg"]) for _, s in items],
-        [local_of(s["exp_avg_sq"]) for _, s in items],
-        [],
-        [s["step"] for _, s in items],
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=lr,
-        weight_decay=weight_decay,
-        eps=eps,
-        maximize=False,
-    )
-    for target, updated in zip(params, wide, strict=True):
-        if updated is not target:
-            target.copy_(updated)

@@ -4,7 +4,8 @@ Imported only where Triton and a GPU are. One program is one block: it decodes i
 the two scales, and encodes; in one pass where the block fits into registers, else in two over the same memory (the second reads
 what the first left in the cache). Per element of a BF16-gradient, FP32-parameter step it moves 4 + 4 + 2 + 2 + 2 bytes.
 
-Every operation is the reference's, in its order, rounded alike (``div_rn``, ``sqrt_rn``, no fused multiply-add), so that codes are equal. (Functions under ``triton.jit`` have no type annotations: Triton reads them, and knows none of Python's.)
+Every operation is the reference's, in its order, rounded alike (``div_rn``, ``sqrt_rn``, no fused multiply-add), so that codes are equal.
+Functions under ``triton.jit`` have no type annotations: Triton reads those, and knows none of Python's.
 """
 
 from __future__ import annotations
