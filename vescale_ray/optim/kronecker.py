@@ -37,15 +37,15 @@ class BlockView(NamedTuple):
 
     elements: Callable[[Tensor], Tensor]
     """Of a flat tensor the block's elements, a view of shape ``(rows, cols)``."""
-    index: int
+    entry: int
     rows: int
     cols: int
 
     def left(self, states: Tensor) -> Tensor:
-        return states[self.index, : self.rows, : self.rows]
+        return states[self.entry, : self.rows, : self.rows]
 
     def right(self, states: Tensor) -> Tensor:
-        return states[self.index, : self.cols, : self.cols]
+        return states[self.entry, : self.cols, : self.cols]
 
 
 def block_views(grid: Grid, span: tuple[int, int]) -> Iterator[BlockView]:
