@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from vescale_ray.optim.base import refuse_replaced
+from vescale_ray.optim.parameters import refuse_replaced
 
 
 class AdamW(torch.optim.AdamW):

@@ -14,26 +14,7 @@ from torch.optim.adamw import adamw
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.dtensor_spec import sharding_of
 from vescale_ray.optim.blocks import local_of
-
-
-def refuse_replaced(param_group: dict[str, Any]) -> None:
-    """Make ``param_group["params"]`` a list; refuse parameters that ``fully_shard`` has replaced by sharded ones.
-
-    An optimizer built before ``fully_shard`` holds the original parameters: it would step without an error and train nothing.
-
-    Raises:
-        ValueError: naming how many parameters are such originals.
-    """
-    params = param_group["params"]
-    params = [params] if isinstance(params, Tensor) else list(params)
-    tensors = [p[1] if isinstance(p, tuple) else p for p in params]
-    stale = sum(bool(getattr(p, "_vescale_replaced", False)) for p in tensors)
-    if stale:
-        raise ValueError(
-            f"{stale} of {len(tensors)} parameters are not in the model any more, since fully_shard replaced them by sharded ones: "
-            f"build the optimizer after fully_shard, from model.parameters()"
-        )
-    param_group["params"] = params
+from vescale_ray.optim.parameters import refuse_replaced
 
 
 class BlockOptimizer(torch.optim.Optimizer):
