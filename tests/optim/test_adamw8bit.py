@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tests.optim.optim_support import Collectives, State, Weights, full_state, g
 from tests.ranks import run_gloo, run_threads
 from vescale_ray import Block, RaggedShard, checkpoint, distribute_tensor
 from vescale_ray.dtensor import RaggedDTensor
-from vescale_ray.optim import AdamW8bit
+from vescale_ray.optim import SOAP, AdamW8bit, Shampoo, clip_grad_norm_
 from vescale_ray.optim.adamw8bit import block_of
 from vescale_ray.optim.codec import dynamic_values, root_values
 from vescale_ray.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
@@ -331,6 +332,7 @@ def _policies(rank: int, world: int) -> None:
     assert len(optimizer.param_groups) == 1 and uncut.get_parameter("v") not in optimizer.state, "a refused group must not be half there"
     original = Weights(shapes)
     early = list(original.parameters())
+    assert AdamW8bit.block_policy("rows 8")("output.weight", nn.Parameter(torch.zeros(512, 512))) == Block.rows(8), "whatever its name"
     from vescale_ray.fsdp import fully_shard
 
     fully_shard(original, block_policy=AdamW8bit.block_policy(500))
@@ -502,14 +504,59 @@ def test_states_that_are_missing_or_of_other_blocks_are_refused_and_nothing_chan
     partly = optimizer.state_dict()
     partly["state"] = {0: partly["state"][0]}
     for given, message in (
-        (fresh, "blocks None, this optimizer has 'flat 1024'"),
-        (other, "blocks 'tile 32x32', this optimizer has 'flat 1024': build it with the same block"),
+        (fresh, r"\(None, None\), this optimizer's of \('flat 1024', 1\)"),
+        (other, r"\('tile 32x32', 1\), this optimizer's of \('flat 1024', 1\): build it with the same block"),
         (partly, r"state of parameter #0.1 has nothing, but AdamW8bit keeps \['exp_avg_code'"),
         ({**optimizer.state_dict(), "param_groups": []}, "different number of parameter groups"),
     ):
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(given)
         assert not same(full_state(model, optimizer), before)
+
+
+def test_a_checkpoint_of_other_blocks_with_as_many_scales_can_not_be_stepped(tmp_path: Path) -> None:
+    """64 rows in blocks of 32 or of 40: two bands either way. The saved block comes back with the param group."""
+    model = Weights({"w": (64, 128)})
+    optimizer = AdamW8bit(model.parameters(), block="tile 40x32")
+    train(model, optimizer, range(1, 2))
+    checkpoint.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
+    other = AdamW8bit(model.parameters(), block="tile 32x32")
+    checkpoint.load({"model": model, "optimizer": other}, tmp_path)
+    give_gradients(model, 2)
+    before = full_state(model, other)
+    with pytest.raises(RuntimeError, match=r"param group 0 .*\('tile 40x32', 1\).*\('tile 32x32', 1\).*block that it was saved with"):
+        other.step()
+    assert not same(full_state(model, other), before)
+
+
+def test_copies_and_pickles_step_like_the_original() -> None:
+    model = Weights({"w": (64, 128), "small": (8, 8)})
+    optimizer = AdamW8bit(model.parameters(), lr=0.1)
+    train(model, optimizer, range(1, 3))
+    twin, other = copy.deepcopy((model, optimizer))
+    train(model, optimizer, range(3, 5))
+    train(twin, other, range(3, 5))
+    assert not same(full_state(model, optimizer), full_state(twin, other))
+
+
+def _one_bad_rank(rank: int, world: int) -> None:
+    for kind, options in ((AdamW8bit, {"min_8bit_numel": 1}), (Shampoo, {}), (SOAP, {})):
+        model = sharded({"w": (64, 64)}, world, AdamW8bit.block_policy("tile 8x8", 1))
+        optimizer = kind(model.parameters(), block="tile 8x8", **options)  # type: ignore[operator]
+        give_gradients(model, 1)
+        if rank == 1:
+            grad = model.get_parameter("w").grad
+            assert isinstance(grad, RaggedDTensor) and grad.to_local().numel()
+            grad.to_local().view(-1)[0] = math.inf
+        before = full_state(model, optimizer)
+        with pytest.raises(RuntimeError, match="gradients were not clipped"):
+            clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+            optimizer.step()
+        assert not same(full_state(model, optimizer), before)
+
+
+def test_an_infinite_gradient_on_one_rank_is_seen_by_all_before_the_step() -> None:
+    run_threads(3, _one_bad_rank)
 
 
 SAVED = {"wq_weight": (96, 64), "odd_experts": (3, 33, 50), "embed_weight": (70, 97), "bias": (5000,)}

@@ -37,7 +37,7 @@ from vescale_ray.optim.blocks import (
     parse_block,
     section_grid,
 )
-from vescale_ray.optim.codec import root_codebook, signed_codebook
+from vescale_ray.optim.codec import FORMAT_VERSION, root_codebook, signed_codebook
 
 DEFAULT_BLOCK = 1024
 """Elements in memory order; with two FP32 scales for each: 2 + 8 / 1024 bytes of state per parameter."""
@@ -117,15 +117,27 @@ class AdamW8bit(BlockOptimizer):
         block: BlockSpec | str | None = DEFAULT_BLOCK,
         min_8bit_numel: int = MIN_NUMEL,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "block": block, "min_8bit_numel": min_8bit_numel}
+        defaults = {
+            "codec_version": FORMAT_VERSION,
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "block": block,
+            "min_8bit_numel": min_8bit_numel,
+        }
         super().__init__(params, defaults)
 
     @staticmethod
     def block_policy(
         block: BlockSpec | str | None = DEFAULT_BLOCK, min_8bit_numel: int = MIN_NUMEL
     ) -> Callable[[str, nn.Parameter], Block | None]:
-        """The ``block_policy`` for ``fully_shard`` that keeps this optimizer's blocks whole."""
-        return lambda name, param: block_of(name, tuple(param.shape), block, min_8bit_numel)
+        """The ``block_policy`` for ``fully_shard`` that keeps this optimizer's blocks whole.
+
+        By shape alone, also for embeddings and heads: ``fully_shard`` knows a parameter by its name inside of a unit, which does not
+        tell the model's ``output`` from an attention's.
+        """
+        return lambda name, param: block_of("", tuple(param.shape), block, min_8bit_numel)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_common(group)
@@ -141,8 +153,8 @@ class AdamW8bit(BlockOptimizer):
             grid = section_grid(param, cut, block)
         except ValueError as error:
             raise ValueError(
-                f"{error}; shard with fully_shard(.., block_policy=AdamW8bit.block_policy({group['block']!r})) and give the optimizer "
-                "model.named_parameters(), so that both know embeddings and heads by name; or give the param group block=None (FP32 states)"
+                f"{error}; shard with fully_shard(.., block_policy=AdamW8bit.block_policy({group['block']!r})), "
+                "or give its param group block=None for FP32 states"
             ) from None
         state: dict[str, Tensor] = {}
         for code, scale in (_CODES[:2], _CODES[2:]):

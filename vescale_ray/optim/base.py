@@ -56,6 +56,12 @@ class BlockOptimizer(torch.optim.Optimizer):
             raise
         for param, state in made:
             self.state[param] = state
+        self._formats: list[tuple[Any, ...]] = [_format(g) for g in self.param_groups]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_formats" not in self.__dict__:  # unpickled or copied
+            self._formats = [_format(group) for group in self.param_groups]
 
     def _initial(self, param: Tensor, name: str, group: dict[str, Any]) -> dict[str, Tensor]:
         known = "" if name.startswith("#") else name
@@ -76,14 +82,20 @@ class BlockOptimizer(torch.optim.Optimizer):
         """One step; ``closure`` computes the loss anew, which is returned. Communicates nothing.
 
         Raises:
-            RuntimeError: a gradient is sparse, or is not placed as its parameter.
+            RuntimeError: a gradient is sparse, or is not placed as its parameter; or a param group's ``block`` is no more that of its
+                states. Before anything is changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         ready = []
-        for index, group in enumerate(self.param_groups):
+        for index, (group, format) in enumerate(zip(self.param_groups, self._formats, strict=True)):
+            if _format(group) != format:
+                raise RuntimeError(
+                    f"param group {index} says that its states are of (block, codec) {_format(group)}, but they were made as {format}: a "
+                    "loaded checkpoint is of other blocks; build the optimizer, and shard the model, with the block that it was saved with"
+                )
             params = [p for p in group["params"] if p.grad is not None]
             for name, param in named_of(group, index):
                 if param.grad is not None:
@@ -155,10 +167,15 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     def _check_loaded_group(self, group: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
         """Raise ValueError if the loaded group's states mean something else than this one's."""
-        if theirs.get("block") != group.get("block"):
+        if _format(theirs) != _format(group):
             raise ValueError(
-                f"the state is of blocks {theirs.get('block')!r}, this optimizer has {group.get('block')!r}: build it with the same block"
+                f"the state is of (block, codec) {_format(theirs)}, this optimizer's of {_format(group)}: build it with the same block"
             )
+
+
+def _format(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What the states' meaning depends on, beside the parameter's shape."""
+    return group.get("block"), group.get("codec_version")
 
 
 def named_of(group: Mapping[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:

@@ -77,8 +77,12 @@ class KroneckerOptimizer(BlockOptimizer):
 
     @classmethod
     def block_policy(cls, block: Block | str = DEFAULT_BLOCK) -> Callable[[str, nn.Parameter], Block | None]:
-        """The ``block_policy`` for ``fully_shard`` that keeps this optimizer's blocks whole."""
-        return lambda name, param: block_of(name, tuple(param.shape), block)
+        """The ``block_policy`` for ``fully_shard`` that keeps this optimizer's blocks whole.
+
+        By shape alone, also for embeddings and heads: ``fully_shard`` knows a parameter by its name inside of a unit, which does not
+        tell the model's ``output`` from an attention's.
+        """
+        return lambda name, param: block_of("", tuple(param.shape), block)
 
     def _element_states(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The states of a matrix that have its shape."""
@@ -110,8 +114,7 @@ class KroneckerOptimizer(BlockOptimizer):
         except ValueError as error:
             me = type(self).__name__
             raise ValueError(
-                f"{error}; shard with fully_shard(.., block_policy={me}.block_policy({group['block']!r})) and give the optimizer "
-                "model.named_parameters(), so that both know embeddings and heads by name"
+                f"{error}; shard with fully_shard(.., block_policy={me}.block_policy({group['block']!r})), or give the parameter to AdamW"
             ) from None
         whole = Grid.of(param.shape, block)
         sides = whole.band_rows, whole.block_cols
