@@ -540,9 +540,10 @@ def test_copies_and_pickles_step_like_the_original() -> None:
 
 
 def _one_bad_rank(rank: int, world: int) -> None:
-    for kind, options in ((AdamW8bit, {"min_8bit_numel": 1}), (Shampoo, {}), (SOAP, {})):
+    kinds: list[tuple[Any, dict[str, Any]]] = [(AdamW8bit, {"min_8bit_numel": 1}), (Shampoo, {}), (SOAP, {})]
+    for kind, options in kinds:
         model = sharded({"w": (64, 64)}, world, AdamW8bit.block_policy("tile 8x8", 1))
-        optimizer = kind(model.parameters(), block="tile 8x8", **options)  # type: ignore[operator]
+        optimizer = kind(model.parameters(), block="tile 8x8", **options)
         give_gradients(model, 1)
         if rank == 1:
             grad = model.get_parameter("w").grad
