@@ -390,6 +390,8 @@ def test_bad_arguments_are_refused_in_a_sentence() -> None:
         AdamW8bit([nn.Parameter(torch.zeros(64, 64, device="meta"))])
     with pytest.raises(ValueError, match="is torch.int64"):
         AdamW8bit([nn.Parameter(torch.zeros(64, 64, dtype=torch.int64), requires_grad=False)])
+    with pytest.raises(ValueError, match="is torch.float64: AdamW8bit computes in FP32"):
+        AdamW8bit([nn.Parameter(torch.zeros(64, 64, dtype=torch.float64))])
     optimizer = AdamW8bit([param])
     param.grad = torch.zeros(64, 64).to_sparse()
     with pytest.raises(RuntimeError, match="gradient of parameter #0.0 is sparse"):

@@ -31,7 +31,7 @@ from tests.workers.tiny import (
     tiny,
     train,
     train_or_fail,
-    use_8bit,
+    use_blocks,
     write_text,
 )
 from vescale_ray import checkpoint
@@ -270,11 +270,21 @@ def test_a_checkpoint_of_any_world_size_loads_into_any_other_bit_for_bit(text: s
                 run.end()
 
 
-def test_8_bit_states_and_their_scales_follow_their_blocks_through_rescales_a_death_and_a_checkpoint(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options", "states"),
+    [
+        ("AdamW8bit", {"block": "tile 8x16", "min_8bit_numel": 256}, ("exp_avg_scale", "exp_avg_sq_scale")),
+        ("SOAP", {"block": "tile 8x16"}, ("left", "right", "left_basis", "right_basis")),
+    ],
+    ids=["8-bit Adam", "SOAP"],
+)
+def test_states_of_blocks_follow_their_blocks_through_rescales_a_death_and_a_checkpoint(
+    text: str, tmp_path: Path, kind: str, options: dict[str, Any], states: tuple[str, ...]
+) -> None:
     config = tiny(text)
     root = str(tmp_path / "checkpoints")
     with Fleet(3) as fleet:
-        fleet.run([0, 1, 2], use_8bit)
+        fleet.run([0, 1, 2], use_blocks, kind, options)
         run = Run(fleet, config)
         run.fresh([0, 1, 2])
         undisturbed = [record.loss for record in run.train(9)]
@@ -288,9 +298,12 @@ def test_8_bit_states_and_their_scales_follow_their_blocks_through_rescales_a_de
             run.end()
             report = run.resume(survivors, members)
             assert same_bits(before, run.full_state()) and report.moved_bytes == report.lower_bound
-        codes = {name for name, kind in before if kind == "exp_avg_sq_code"}
-        assert codes and {f"{name}/exp_avg_scale" for name in codes} <= {name for name, kind in before if kind == "state"}
-        assert all(before[name, "exp_avg_code"].dtype == np.uint8 and before[name, "exp_avg_code"].any() for name in codes)
+        moved = {name for name, sort in before if sort == "state"}
+        assert moved and {name.rpartition("/")[2] for name in moved} == set(states)
+        assert all(before[name, "state"].any() for name in moved)
+        if kind == "AdamW8bit":
+            codes = [value for (_, sort), value in before.items() if sort == "exp_avg_code"]
+            assert codes and all(code.dtype == np.uint8 and len(np.unique(code)) > 10 for code in codes)
         _save(run, root)
         run.train(8)
         after = run.full_state()

@@ -18,13 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.workers.fleet import Fleet, State
-from vescale_ray import checkpoint, fsdp
+from vescale_ray import checkpoint, fsdp, optim
 from vescale_ray.config import RunConfig, parse_config
 from vescale_ray.data.corpus import Corpus, load_corpus
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.models.llama import Llama, LlamaConfig
-from vescale_ray.optim import AdamW8bit
-from vescale_ray.optim.adamw8bit import block_of
 from vescale_ray.schedule import lr_at
 from vescale_ray.workers import groups
 from vescale_ray.workers.groups import GroupFailed
@@ -140,15 +138,18 @@ def form(state: State, config: RunConfig, port: int, prefix: str, rank: int, wor
     state["trainer"] = Trainer(config, rank, world, generation, "cpu", state["corpus"])
 
 
-def use_8bit(state: State) -> None:
-    """From now on this process trains with AdamW8bit, on small tensors, too; sharded as that needs."""
+def use_blocks(state: State, kind: str, options: dict[str, Any]) -> None:
+    """From now on this process trains with AdamW8bit, Shampoo or SOAP; sharded as that needs."""
     from vescale_ray.workers import trainer
 
-    def sharded(module: Any, **options: Any) -> Any:
-        return plain(module, block_policy=lambda name, p: block_of("", tuple(p.shape), "tile 8x16", 256), **options)
+    policy = getattr(optim, kind).block_policy(**options)
+
+    def sharded(module: Any, **how: Any) -> Any:
+        return plain(module, block_policy=policy, **how)
 
     def made(config: RunConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return AdamW8bit(parameters, lr=config.train.lr, block="tile 8x16", min_8bit_numel=256)
+        built: torch.optim.Optimizer = getattr(optim, kind)(parameters, lr=config.train.lr, **options)
+        return built
 
     plain = fsdp.fully_shard
     setattr(fsdp, "fully_shard", sharded)  # noqa: B010

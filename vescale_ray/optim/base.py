@@ -67,8 +67,10 @@ class BlockOptimizer(torch.optim.Optimizer):
         known = "" if name.startswith("#") else name
         if param.is_meta:
             raise ValueError(f"parameter {name} is on the meta device, where nothing can be stepped: call to_empty() on the model first")
-        if not param.is_floating_point():
-            raise ValueError(f"parameter {name} is {param.dtype}: {type(self).__name__} steps floating-point parameters")
+        if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"parameter {name} is {param.dtype}: {type(self).__name__} computes in FP32, for parameters of at most 32 bits"
+            )
         try:
             state = self._new_state(param, known, group)
         except ValueError as error:
