@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -208,9 +209,10 @@ def step_blocks(held: Held, grid: Grid, span: tuple[int, int], hyper: Hyper) -> 
         from vescale_ray.optim.adamw8bit_triton import step_region_triton
 
         step_region = step_region_triton
-    for region in grid.regions(*span):
-        numel, blocks = region.bands * region.band_numel, region.bands * region.columns
-        step_region(held.part(region.element, numel, region.block, blocks), region, hyper)
+    with torch.cuda.device(held.param.device) if held.param.is_cuda else nullcontext():  # Triton launches on the current one
+        for region in grid.regions(*span):
+            numel, blocks = region.bands * region.band_numel, region.bands * region.columns
+            step_region(held.part(region.element, numel, region.block, blocks), region, hyper)
 
 
 @lru_cache(maxsize=1)
