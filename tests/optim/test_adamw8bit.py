@@ -155,7 +155,7 @@ def test_ranks_without_elements_step_along() -> None:
         assert not same(state, full_state(model, optimizer))
 
 
-def _with_other_dimensions(rank: int, world: int) -> State:
+def _with_other_dimensions(rank: int, world: int, block: Any) -> State:
     """Replicas, experts and columns on another mesh dimension, and torch's own Shard(0)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     shapes = {"replicated": (128, 64), "experts": (4, 32, 48), "columns": (96, 128), "torchs": (128, 64)}
@@ -168,7 +168,7 @@ def _with_other_dimensions(rank: int, world: int) -> State:
     for name, placements in places.items():
         setattr(model, name, nn.Parameter(distribute_tensor(getattr(model, name).detach(), mesh, placements, src_data_rank=None)))
     model.torchs = nn.Parameter(torch_distribute(model.get_parameter("torchs").detach(), mesh["a"], [Shard(0)], src_data_rank=None))
-    optimizer = AdamW8bit(model.parameters(), block="tile 32x32", **HOW)
+    optimizer = AdamW8bit(model.parameters(), block=block, **HOW)
     for step in (1, 2):
         for name, param in model.named_parameters():
             full = noise(shapes[name], name, step)
@@ -180,11 +180,12 @@ def _with_other_dimensions(rank: int, world: int) -> State:
     return full_state(model, optimizer)
 
 
-def test_replicas_experts_and_columns_on_other_mesh_dimensions_have_the_states_of_the_whole_tensor() -> None:
+@pytest.mark.parametrize("block", ["tile 32x32", 16])
+def test_replicas_experts_and_columns_on_other_mesh_dimensions_have_the_states_of_the_whole_tensor(block: Any) -> None:
     model = Weights({"replicated": (128, 64), "experts": (4, 32, 48), "columns": (96, 128), "torchs": (128, 64)})
-    optimizer = AdamW8bit(model.parameters(), block="tile 32x32", **HOW)
+    optimizer = AdamW8bit(model.parameters(), block=block, **HOW)
     train(model, optimizer, range(1, 3))
-    for state in run_threads(4, _with_other_dimensions):
+    for state in run_threads(4, _with_other_dimensions, block):
         assert not same(state, full_state(model, optimizer))
 
 

@@ -9,6 +9,8 @@ consecutive elements, and each band into *columns* of blocks; the last of each m
     n (flat)            a band is n elements,       one block each       (n elements in memory order, whatever the rows)
     Block.tensor()      a band is a whole matrix,   one block each
 
+A shard may end between bands.
+
 The blocks depend on the tensor's shape alone. A shard has to hold whole bands: then everything per block is local, and the same on
 any number of ranks.
 """
@@ -102,8 +104,9 @@ class Grid:
     Attributes:
         lead: dimensions before the matrix: () or (experts,).
         matrix_numel: elements of one matrix.
-        row_numel: elements of a row of blocks' elements: the matrix' columns; of flat blocks that no row is a multiple of, n.
+        row_numel: columns of the matrix; of flat blocks n.
         band_rows, block_cols: of a block that is not at an edge.
+        per_row: flat blocks in a row of the matrix, where it has a whole number of them; else 0.
     """
 
     shape: Shape
@@ -113,6 +116,7 @@ class Grid:
     row_numel: int
     band_rows: int
     block_cols: int
+    per_row: int = 0
 
     @classmethod
     def of(cls, shape: Sequence[int], block: BlockSpec) -> Grid:
@@ -125,7 +129,7 @@ class Grid:
         cols = math.prod(shape) // (rows * math.prod(lead))
         if isinstance(block, int):
             n = min(block, rows * cols)
-            return cls(shape, block, lead, rows * cols, cols if cols % n == 0 else n, 1, n)
+            return cls(shape, block, lead, rows * cols, n, 1, n, 0 if cols % n else cols // n)
         if block.kind == "tensor":
             return cls(shape, block, lead, rows * cols, cols, rows, cols)
         return cls(shape, block, lead, rows * cols, cols, min(block.row_count, rows), min(block.col_count or cols, cols))
@@ -146,8 +150,15 @@ class Grid:
 
     @property
     def state_shape(self) -> Shape:
-        """Of a state with one entry per block: ``(*lead, bands, columns)``."""
+        """Of a state with one entry per block: ``(*lead, bands, columns)``; flat blocks as they lie in rows, where they do."""
+        if self.per_row:
+            return (*self.lead, self.bands // self.per_row, self.per_row)
         return (*self.lead, self.bands, self.columns)
+
+    @property
+    def band_dims(self) -> int:
+        """Leading dimensions of ``state_shape`` that together count bands."""
+        return len(self.lead) + (2 if self.per_row else 1)
 
     def allows_cut(self, element: int) -> bool:
         """Whether a shard may end before ``element`` of the tensor: no block is cut there."""
@@ -179,8 +190,6 @@ class Grid:
             position = stop
 
     def _region(self, element: int, band: int, numel: int) -> Region:
-        if self.band_rows == 1 and self.row_numel % self.block_cols == 0:  # each block is a run: so many shorter bands
-            return Region(element, band * self.columns, numel // self.block_cols, 1, self.block_cols, self.block_cols)
         return Region(element, band * self.columns, numel // self.band_numel, self.band_rows, self.row_numel, self.block_cols)
 
     def policy_block(self) -> Block:
@@ -260,7 +269,7 @@ def _check_parallel(param: RaggedDTensor, whole: Grid) -> None:
     mesh_shape, shape = tuple(param.device_mesh.mesh.shape), tuple(int(n) for n in param.shape)
     others = tuple(Replicate() if isinstance(p, RaggedShard) else p for p in param.placements)
     steps = (1,) * len(whole.lead) + (whole.band_rows, whole.block_cols)
-    flat = whole.row_numel != whole.matrix_numel // (shape[len(whole.lead)])  # blocks run across rows
+    flat = isinstance(whole.block, int) and not whole.per_row  # blocks run across rows
     for coordinate in product(*(range(n) for n in mesh_shape)):
         offsets, sizes = section(mesh_shape, others, shape, coordinate)
         if sizes == shape:
@@ -290,7 +299,7 @@ def block_state(param: Tensor, cut: Cut, grid: Grid, tail: Sequence[int], dtype:
             return zeros
         return DTensor.from_local(zeros, cut.like.device_mesh, cut.like.placements, run_check=False)
     counts = [grid.band_of(end) - grid.band_of(start) for start, end in cut.spans]
-    ragged = RaggedShard(tuple(range(len(grid.lead) + 1)), counts)
+    ragged = RaggedShard(tuple(range(grid.band_dims)), counts)
     if isinstance(cut.like, RaggedDTensor) and any(type(p) is Shard for p in cut.like.placements):
         mine = sharding_of(cut.like._spec).placement
         if ragged.local_units != mine.local_units:
