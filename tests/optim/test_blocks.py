@@ -102,7 +102,7 @@ def test_a_step_over_shards_is_the_step_over_the_whole_bit_for_bit(case: tuple[t
         torch.randint(0, 256, (numel,), generator=generator, dtype=torch.uint8),
         torch.rand(blocks, generator=generator),
     )
-    hyper = Hyper(0.9, 0.999, 1e-8, 0.99, 0.1, 0.5)
+    hyper = Hyper(0.9, 0.999, 1e-8, 0.99, 0.1, 2.0)
     whole = Held(*(t.clone() for t in start))
     step_blocks(whole, grid, (0, numel), hyper)
     parts = Held(*(t.clone() for t in start))

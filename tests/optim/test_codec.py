@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vescale_ray.optim.codec import Codebook, dynamic_values, root_codebook, root_values, signed_codebook
+from vescale_ray.optim.codec import CELL_SHIFT, Codebook, dynamic_values, root_codebook, root_values, signed_codebook
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ def test_every_code_survives_decoding_and_encoding(codebook: Codebook) -> None:
 
 def test_no_cell_of_the_table_holds_two_midpoints() -> None:
     for codebook in (signed_codebook(CPU), root_codebook(CPU)):
-        cells = codebook.midpoints[:-1].view(torch.int32) >> 16
+        cells = codebook.midpoints[:-1].view(torch.int32) >> CELL_SHIFT
         assert cells.unique().numel() == 255
 
 

@@ -62,7 +62,7 @@ class Hyper(NamedTuple):
     step_size: float
     """lr / (1 - beta1 ** t)."""
     root_correction: float
-    """sqrt(1 - beta2 ** t)."""
+    """1 / sqrt(1 - beta2 ** t)."""
 
 
 def keeps_fp32(name: str, numel: int, ndim: int, min_numel: int = MIN_NUMEL) -> bool:
@@ -177,7 +177,7 @@ class AdamW8bit(BlockOptimizer):
             step = state["step"].item()
             cut = cut_of(param)
             grid = Grid.of(cut.section, parse_block(group["block"]))
-            hyper = Hyper(beta1, beta2, eps, 1 - lr * weight_decay, lr / (1 - beta1**step), math.sqrt(1 - beta2**step))
+            hyper = Hyper(beta1, beta2, eps, 1 - lr * weight_decay, lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step))
             assert param.grad is not None
             target, grad = local_of(param), local_of(param.grad)
             flat = target.reshape(-1)
@@ -239,14 +239,14 @@ def _step_chunk(held: Held, region: Region, hyper: Hyper) -> None:
     v = _unscaled(root.decode(held.v_code), held.v_scale, region)
     v.mul_(v).mul_(hyper.beta2).add_((g * g).mul_(1 - hyper.beta2))
     sqrt_(v)
-    update = m / (v / hyper.root_correction).add_(hyper.eps)
+    update = m / (v * hyper.root_correction).add_(hyper.eps)
     moved = held.param.float() * hyper.decay
     held.param.copy_(moved.sub_(update.mul_(hyper.step_size).view(-1)))
     for x, codebook, code, scale in ((m, signed, held.m_code, held.m_scale), (v, root, held.v_code, held.v_scale)):
         largest = _largest(x, region)
         scale.copy_(largest)
         # A block of zeros has scale 0: any divisor but 0 will do.
-        x.div_(_spread(largest.clamp_(min=torch.finfo(torch.float32).tiny), region))
+        x.mul_(_spread(largest.clamp_(min=torch.finfo(torch.float32).tiny).reciprocal_(), region))
         code.copy_(codebook.encode(x.view(-1)))
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from vescale_ray.optim.adamw8bit import Held, Hyper
 from vescale_ray.optim.blocks import Region
-from vescale_ray.optim.codec import root_codebook, signed_codebook
+from vescale_ray.optim.codec import CELL_SHIFT, root_codebook, signed_codebook
 
 ONE_PASS = 4096
 """Elements of the largest block that is worked on in one pass, and of a piece of a larger one."""
@@ -24,9 +24,9 @@ _TINY_BITS = 0x00800000
 
 
 @triton.jit
-def _encode(x, cells, midpoints, mask):
-    cell = (x.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
-    lower = tl.load(cells + cell, mask=mask, other=0)
+def _encode(x, cells, midpoints, mask, SHIFT: tl.constexpr):
+    cell = (x.to(tl.int32, bitcast=True) >> SHIFT) & 0x7FFF
+    lower = tl.load(cells + cell, mask=mask, other=0).to(tl.int32)
     above = x > tl.load(midpoints + lower, mask=mask, other=0.0)
     return (lower + above.to(tl.int32)).to(tl.uint8)
 
@@ -62,7 +62,7 @@ def _step(
     m_values, m_midpoints, m_cells, v_values, v_midpoints, v_cells,
     rows, cols, block_cols, columns, pieces,
     beta1, rest1, beta2, rest2, eps, decay, step_size, root_correction,
-    TINY_BITS: tl.constexpr, PIECE: tl.constexpr, ONE: tl.constexpr, FLAT: tl.constexpr,
+    TINY_BITS: tl.constexpr, SHIFT: tl.constexpr, PIECE: tl.constexpr, ONE: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     m_old, v_old = tl.load(m_scale + block), tl.load(v_scale + block)
@@ -75,17 +75,17 @@ def _step(
         # Magnitudes are compared as integers: the same order, and NaN is the largest, as in torch's amax.
         m_new = tl.maximum(m_new, tl.max(tl.abs(m).to(tl.int32, bitcast=True), 0))
         v_new = tl.maximum(v_new, tl.max(tl.abs(s).to(tl.int32, bitcast=True), 0))
-    m_by = tl.maximum(m_new, TINY_BITS).to(tl.float32, bitcast=True)
-    v_by = tl.maximum(v_new, TINY_BITS).to(tl.float32, bitcast=True)
+    m_by = tl.div_rn(1.0, tl.maximum(m_new, TINY_BITS).to(tl.float32, bitcast=True))
+    v_by = tl.div_rn(1.0, tl.maximum(v_new, TINY_BITS).to(tl.float32, bitcast=True))
     for piece in range(pieces):
         element, mask = _place(piece * PIECE + at, rows, cols, block_cols, columns, block, FLAT)
         if not ONE:
             m, s = _moved(element, mask, grad, m_code, v_code, m_old, v_old, m_values, v_values, beta1, rest1, beta2, rest2)
-        update = tl.div_rn(m, tl.div_rn(s, root_correction) + eps)
+        update = tl.div_rn(m, s * root_correction + eps)
         p = tl.load(param + element, mask=mask, other=0.0).to(tl.float32)
         tl.store(param + element, (p * decay - update * step_size).to(param.dtype.element_ty), mask=mask)
-        tl.store(m_code + element, _encode(tl.div_rn(m, m_by), m_cells, m_midpoints, mask), mask=mask)
-        tl.store(v_code + element, _encode(tl.div_rn(s, v_by), v_cells, v_midpoints, mask), mask=mask)
+        tl.store(m_code + element, _encode(m * m_by, m_cells, m_midpoints, mask, SHIFT), mask=mask)
+        tl.store(v_code + element, _encode(s * v_by, v_cells, v_midpoints, mask, SHIFT), mask=mask)
     tl.store(m_scale + block, m_new.to(tl.float32, bitcast=True))
     tl.store(v_scale + block, v_new.to(tl.float32, bitcast=True))
 
@@ -97,10 +97,10 @@ def step_region_triton(held: Held, region: Region, hyper: Hyper) -> None:
     piece = min(triton.next_power_of_2(numel), ONE_PASS)
     _step[(region.bands * region.columns,)](
         *held,
-        signed.values, signed.midpoints, signed.cells, root.values, root.midpoints, root.cells,
+        signed.values, signed.midpoints, signed.cells_uint8, root.values, root.midpoints, root.cells_uint8,
         region.rows, region.cols, region.block_cols, region.columns, -(-numel // piece),
         hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, hyper.eps, hyper.decay, hyper.step_size, hyper.root_correction,
-        TINY_BITS=_TINY_BITS, PIECE=piece, ONE=numel <= piece, FLAT=region.rows == 1 and region.columns == 1,
+        TINY_BITS=_TINY_BITS, SHIFT=CELL_SHIFT, PIECE=piece, ONE=numel <= piece, FLAT=region.rows == 1 and region.columns == 1,
         num_warps=max(1, min(8, piece // 256)),
         enable_fp_fusion=False,
     )  # fmt: skip
