@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -176,13 +176,13 @@ class AdamW8bit(BlockOptimizer):
             state["step"] += 1
             step = state["step"].item()
             cut = cut_of(param)
-            grid = Grid.of(cut.section, parse_block(group["block"]))
+            regions = _regions(cut.section, group["block"], cut.span)
             hyper = Hyper(beta1, beta2, eps, 1 - lr * weight_decay, lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step))
             assert param.grad is not None
             target, grad = local_of(param), local_of(param.grad)
             flat = target.reshape(-1)
             states = [local_of(state[key]).view(-1) for key in _CODES]
-            step_blocks(Held(flat, grad.reshape(-1), *states), grid, cut.span, hyper)
+            step_blocks(Held(flat, grad.reshape(-1), *states), regions, hyper)
             if flat.data_ptr() != target.data_ptr():  # a plain parameter that is not contiguous
                 target.copy_(flat.view(target.shape))
 
@@ -202,17 +202,23 @@ def block_of(
     return Grid.of(shape, parse_block(block)).policy_block()
 
 
-def step_blocks(held: Held, grid: Grid, span: tuple[int, int], hyper: Hyper) -> None:
-    """One step of elements ``span`` of a tensor."""
+@lru_cache(maxsize=65536)
+def _regions(section: tuple[int, ...], block: str, span: tuple[int, int]) -> tuple[Region, ...]:
+    return tuple(Grid.of(section, parse_block(block)).regions(*span))
+
+
+def step_blocks(held: Held, regions: Sequence[Region], hyper: Hyper) -> None:
+    """One step of the elements that ``held`` has, whose blocks ``regions`` describe."""
     step_region: Callable[[Held, Region, Hyper], None] = step_region_torch
     if held.param.is_cuda and has_triton():
         from vescale_ray.optim.adamw8bit_triton import step_region_triton
 
         step_region = step_region_triton
     with torch.cuda.device(held.param.device) if held.param.is_cuda else nullcontext():  # Triton launches on the current one
-        for region in grid.regions(*span):
+        for region in regions:
             numel, blocks = region.bands * region.band_numel, region.bands * region.columns
-            step_region(held.part(region.element, numel, region.block, blocks), region, hyper)
+            whole = numel == held.param.numel()
+            step_region(held if whole else held.part(region.element, numel, region.block, blocks), region, hyper)
 
 
 @lru_cache(maxsize=1)
