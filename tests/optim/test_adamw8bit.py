@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from tests.optim.optim_support import Collectives, State, Weights, full_state, give_gradients, noise, same, sharded, straddles, train
@@ -161,7 +161,7 @@ def _with_other_dimensions(rank: int, world: int, block: Any) -> State:
     shapes = {"replicated": (128, 64), "experts": (4, 32, 48), "columns": (96, 128), "torchs": (128, 64)}
     model = Weights(shapes)
     places: dict[str, Any] = {
-        "replicated": [torch.distributed.tensor.Replicate(), RaggedShard((0,), (1, 3))],
+        "replicated": [Replicate(), RaggedShard((0,), (1, 3))],
         "experts": [RaggedShard((0, 1), (1, 1)), Shard(0)],
         "columns": [RaggedShard((0,), (1, 2)), Shard(1)],
     }
@@ -561,6 +561,41 @@ def _one_bad_rank(rank: int, world: int) -> None:
 
 def test_an_infinite_gradient_on_one_rank_is_seen_by_all_before_the_step() -> None:
     run_threads(3, _one_bad_rank)
+
+
+def _agreed(rank: int, world: int) -> None:
+    kinds: list[tuple[Any, dict[str, Any]]] = [(AdamW8bit, {"min_8bit_numel": 1}), (Shampoo, {}), (SOAP, {})]
+    for kind, options in kinds:
+        for nonfinite in ("skip", "raise"):
+            model = sharded({"w": (64, 64), "v": (64, 64)}, world, AdamW8bit.block_policy("tile 8x8", 1))
+            optimizer = kind(model.parameters(), block="tile 8x8", nonfinite=nonfinite, **options)
+            w, v = model.get_parameter("w"), model.get_parameter("v")
+            give_gradients(model, 1)
+            if rank == 1:
+                w.grad.to_local().view(-1)[0] = math.nan  # type: ignore[union-attr, operator]
+            before = full_state(model, optimizer)
+            if nonfinite == "raise":
+                with pytest.raises(RuntimeError, match="NaN or Inf on some rank: no rank has taken the step"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            assert not same(full_state(model, optimizer), before)
+            give_gradients(model, 2)
+            if rank == 1:
+                v.grad = None
+            optimizer.step()
+            assert optimizer.state[w]["step"] == 1 and optimizer.state[v]["step"] == 0, "one rank has no gradient of v"
+            if rank == 1:
+                w.grad = DTensor.from_local(noise((64, 64), "w", 3), init_device_mesh("cpu", (world,)), [Replicate()])
+            with pytest.raises(RuntimeError, match="redistribute the gradient" if rank == 1 else "another rank can't take this"):
+                optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:a gradient holds NaN or Inf on some rank")
+def test_told_to_agree_all_ranks_skip_or_refuse_a_step_together() -> None:
+    run_threads(3, _agreed)
+    with pytest.raises(ValueError, match="nonfinite = 'maybe': give propagate, skip or raise"):
+        AdamW8bit([nn.Parameter(torch.zeros(3))], nonfinite="maybe")
 
 
 SAVED = {"wq_weight": (96, 64), "odd_experts": (3, 33, 50), "embed_weight": (70, 97), "bias": (5000,)}

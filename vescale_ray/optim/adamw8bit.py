@@ -98,6 +98,7 @@ class AdamW8bit(BlockOptimizer):
         block: what shares a scale: a number of elements in memory order, ``Block.tile(r, c)``, ``Block.rows(r)``, or their text
             (``"tile 32x32"``); None: FP32 states for the whole group, with ``torch.optim.AdamW``'s own arithmetic.
         min_8bit_numel: parameters with fewer elements (of the whole tensor) keep FP32 states.
+        nonfinite: ``propagate``, ``skip`` or ``raise``: see :class:`~vescale_ray.optim.base.BlockOptimizer`.
 
     Per param group all of them can differ. What a parameter's states look like depends on its global shape, its name and ``block``, never
     on how it is sharded. BF16 parameters are updated in FP32 and rounded once.
@@ -117,6 +118,7 @@ class AdamW8bit(BlockOptimizer):
         *,
         block: BlockSpec | str | None = DEFAULT_BLOCK,
         min_8bit_numel: int = MIN_NUMEL,
+        nonfinite: str = "propagate",
     ) -> None:
         defaults = {
             "codec_version": FORMAT_VERSION,
@@ -127,7 +129,7 @@ class AdamW8bit(BlockOptimizer):
             "block": block,
             "min_8bit_numel": min_8bit_numel,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, nonfinite)
 
     @staticmethod
     def block_policy(

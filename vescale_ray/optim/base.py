@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -13,17 +14,30 @@ from torch.optim.adamw import adamw
 
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.dtensor_spec import sharding_of
+from vescale_ray.optim.agree import Agreement
 from vescale_ray.optim.blocks import local_of
 from vescale_ray.optim.parameters import refuse_replaced
 
 
 class BlockOptimizer(torch.optim.Optimizer):
-    """A local optimizer: each rank steps what it holds, and no step communicates.
+    """A local optimizer: each rank steps what it holds, and no step communicates, unless it is told to agree with the others first.
 
     Subclasses say in :meth:`_new_state` which states a parameter has, and in :meth:`_update` what a step does to one. All states exist
     from construction on, zero, with the same keys on every rank, also where a rank holds no elements; each is placed as its
     parameter is. Parameters without a gradient are left out of a step.
+
+    Args:
+        nonfinite: what is done about NaN and Inf in gradients: ``propagate``, as torch does: nothing, each rank for itself. ``skip``
+            or ``raise``: the ranks agree before each step, in one all-reduce of two bytes a parameter, and all of them skip it, or all
+            raise, if a gradient of any of them isn't finite; parameters with a gradient on some ranks only are left out on all.
     """
+
+    def __init__(self, params: Any, defaults: dict[str, Any], nonfinite: str) -> None:
+        if nonfinite not in ("propagate", "skip", "raise"):
+            raise ValueError(f"nonfinite = {nonfinite!r}: give propagate, skip or raise")
+        self.nonfinite = nonfinite
+        self._agreement: Agreement | None = None
+        super().__init__(params, defaults)
 
     def _new_state(self, param: Tensor, name: str, group: dict[str, Any]) -> dict[str, Tensor]:
         """All states but ``step``, zero. ``name`` is "" if it isn't known. Raises ValueError if there can be none."""
@@ -58,8 +72,12 @@ class BlockOptimizer(torch.optim.Optimizer):
             self.state[param] = state
         self._formats: list[tuple[Any, ...]] = [_format(g) for g in self.param_groups]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "nonfinite": self.nonfinite}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._agreement = None
         if "_formats" not in self.__dict__:  # unpickled or copied
             self._formats = [_format(group) for group in self.param_groups]
 
@@ -81,32 +99,53 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step; ``closure`` computes the loss anew, which is returned. Communicates nothing.
+        """One step; ``closure`` computes the loss anew, which is returned. Communicates only if ``nonfinite`` says so.
 
         Raises:
             RuntimeError: a gradient is sparse, or is not placed as its parameter; or a param group's ``block`` is no more that of its
-                states. Before anything is changed.
+                states; or, with ``nonfinite="raise"``, a gradient that isn't finite. Before anything is changed.
+            DisagreementError: see :mod:`vescale_ray.optim.agree`.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        ready = []
+        fault: RuntimeError | None = None
+        try:
+            self._check_step()
+        except RuntimeError as error:
+            if self.nonfinite == "propagate":
+                raise
+            fault = error  # the others wait to hear of it
+        split: set[int] = set()
+        if self.nonfinite != "propagate":
+            params = [p for group in self.param_groups for p in group["params"]]
+            if self._agreement is None or [*map(id, self._agreement.parameters)] != [*map(id, params)]:
+                self._agreement = Agreement(params)
+            decision = self._agreement.decide(fault=fault)
+            if not decision.finite:
+                if self.nonfinite == "raise":
+                    raise RuntimeError("a gradient holds NaN or Inf on some rank: no rank has taken the step (nonfinite='skip' goes on)")
+                warnings.warn("a gradient holds NaN or Inf on some rank: all ranks skip this optimizer step", stacklevel=2)
+                return loss
+            split = {id(params[i]) for i in decision.split}
+        for group in self.param_groups:
+            stepped = [p for p in group["params"] if p.grad is not None and id(p) not in split]
+            if stepped:
+                self._update(group, stepped)
+        return loss
+
+    def _check_step(self) -> None:
+        """Raise RuntimeError if this rank can't take a step with what it has."""
         for index, (group, format) in enumerate(zip(self.param_groups, self._formats, strict=True)):
             if _format(group) != format:
                 raise RuntimeError(
                     f"param group {index} says that its states are of (block, codec) {_format(group)}, but they were made as {format}: a "
                     "loaded checkpoint is of other blocks; build the optimizer, and shard the model, with the block that it was saved with"
                 )
-            params = [p for p in group["params"] if p.grad is not None]
             for name, param in named_of(group, index):
                 if param.grad is not None:
                     _check_gradient(name, param)
-            ready.append((group, params))
-        for group, params in ready:
-            if params:
-                self._update(group, params)
-        return loss
 
     # -- loading -----------------------------------------------------------------------------------------------------
 

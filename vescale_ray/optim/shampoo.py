@@ -40,6 +40,7 @@ class Shampoo(KroneckerOptimizer):
         root: of both factors; 4 is Shampoo's, 2 the more aggressive choice.
         factor_beta: of the factors; None: betas[1]; 1: sums.
         factor_eps: added to eigenvalues.
+        nonfinite: ``propagate``, ``skip`` or ``raise``: see :class:`~vescale_ray.optim.base.BlockOptimizer`.
 
     State per parameter of square blocks, bytes: 8 factors, 8 roots, 4 momentum, 4 grafting (adamw, rmsprop).
 
@@ -65,6 +66,7 @@ class Shampoo(KroneckerOptimizer):
         root: float = 4.0,
         factor_beta: float | None = None,
         factor_eps: float = 1e-12,
+        nonfinite: str = "propagate",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -79,7 +81,7 @@ class Shampoo(KroneckerOptimizer):
             "factor_beta": factor_beta,
             "factor_eps": factor_eps,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, nonfinite)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

@@ -39,6 +39,7 @@ class SOAP(KroneckerOptimizer):
         precondition_frequency: steps between refreshes of the bases.
         start_preconditioning_step: at least 2; None: ``precondition_frequency``, or 2 if that is 1.
         factor_beta: of the factors; None: betas[1].
+        nonfinite: ``propagate``, ``skip`` or ``raise``: see :class:`~vescale_ray.optim.base.BlockOptimizer`.
 
     State per parameter of square blocks, bytes: 8 factors, 8 bases, 8 moments.
 
@@ -61,6 +62,7 @@ class SOAP(KroneckerOptimizer):
         precondition_frequency: int = 10,
         start_preconditioning_step: int | None = None,
         factor_beta: float | None = None,
+        nonfinite: str = "propagate",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -72,7 +74,7 @@ class SOAP(KroneckerOptimizer):
             "start_preconditioning_step": start_preconditioning_step,
             "factor_beta": factor_beta,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, nonfinite)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
