@@ -245,10 +245,17 @@ def test_the_largest_update_is_at_most_twice_fp32s_where_rows_differ_in_size(blo
 def test_with_the_plain_dynamic_map_for_v_updates_explode(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard: the experiment above tells a wrong map from a right one."""
     from vescale_ray.optim import adamw8bit
-    from vescale_ray.optim.codec import Codebook
 
-    plain = Codebook(dynamic_values(False), torch.device("cpu"))
-    monkeypatch.setattr(adamw8bit, "root_codebook", lambda device: plain)
+    class Plain:
+        values = dynamic_values(False)
+
+        def decode(self, codes: torch.Tensor) -> torch.Tensor:
+            return self.values[codes.long()]
+
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.bucketize(x, (self.values[1:] + self.values[:-1]) / 2).to(torch.uint8)
+
+    monkeypatch.setattr(adamw8bit, "root_codebook", lambda device: Plain())
     assert largest_updates((256, 64), Block.tile(32, 32), 4.0, False)[0] > 100
 
 

@@ -68,6 +68,8 @@ class Codebook:
     def __init__(self, values: Tensor, device: torch.device) -> None:
         exact = values.double()
         midpoints = torch.cat([(exact[:-1] + exact[1:]) / 2, torch.tensor([torch.inf], dtype=torch.float64)]).float()
+        if (midpoints[:-1].view(torch.int32) >> CELL_SHIFT).unique().numel() < values.numel() - 1:
+            raise ValueError("two midpoints of this map lie in one cell: its values are too close for cells of 6 bits of mantissa")
         bits = torch.arange(1 << 15, dtype=torch.int64) << CELL_SHIFT
         bits[1 << 14 :] += (1 << CELL_SHIFT) - 1  # of negative numbers the lower end has the largest magnitude
         lowest = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
