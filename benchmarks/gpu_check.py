@@ -241,6 +241,65 @@ def check_two_ranks(device: torch.device) -> str:
     return f"losses equal one process to {difference:.1e}"
 
 
+def check_adamw8bit(device: torch.device) -> str:
+    """The Triton kernel against the CPU reference, block kinds and tails; and its time against that of moving its bytes."""
+    from vescale_ray import Block
+    from vescale_ray.optim import AdamW8bit
+    from vescale_ray.optim.adamw8bit import has_triton
+
+    if device.type == "cpu" or not has_triton():
+        raise Skip("needs a GPU and Triton")
+    codes = wrong = 0
+    furthest = 0.0
+    for dtype in (torch.float32, torch.bfloat16):
+        for block in (1024, 256, 1000, Block.tile(32, 32), Block.tile(7, 30), Block.rows(32), Block.rows(300)):
+            for shape in ((512, 768), (333, 257), (3, 96, 200)):
+                start = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+                pair = [nn.Parameter(start.clone()), nn.Parameter(start.to(device))]
+                optimizers = [AdamW8bit([p], lr=0.01, weight_decay=0.1, block=block) for p in pair]
+                for step in range(3):
+                    grad = torch.randn(shape, generator=torch.Generator().manual_seed(step + 2)).to(dtype)
+                    for p, optimizer in zip(pair, optimizers, strict=True):
+                        p.grad = grad.to(p.device)
+                        optimizer.step()
+                here, there = (optimizer.state[p] for p, optimizer in zip(pair, optimizers, strict=True))
+                for kind in ("exp_avg_code", "exp_avg_sq_code"):
+                    codes += here[kind].numel()
+                    wrong += int((here[kind] != there[kind].cpu()).sum())
+                for kind in ("exp_avg_scale", "exp_avg_sq_scale"):
+                    torch.testing.assert_close(here[kind], there[kind].cpu(), rtol=1e-6, atol=0)
+                furthest = max(furthest, (pair[0].float() - pair[1].float().cpu()).abs().max().item())
+    assert wrong <= codes * 1e-6, f"{wrong} of {codes} codes differ from the CPU's"
+    assert furthest <= 2**-6, f"parameters differ from the CPU's by {furthest:.1e}"  # one unit of a BF16 number up to 4
+    numel = 1 << 26
+    param = nn.Parameter(torch.zeros(numel >> 12, 1 << 12, device=device))
+    param.grad = torch.randn_like(param)
+    shown = []
+    for block in (1024, Block.tile(32, 32)):
+        optimizer = AdamW8bit([param], block=block)
+        # Parameter and codes are read and written, the gradient is read: 16 bytes each. A copy of half as many moves as much.
+        source = torch.empty(numel * 16 // 2, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        ours, floor = _gpu_seconds(lambda optimizer=optimizer: optimizer.step()), _gpu_seconds(lambda s=source, t=target: t.copy_(s))
+        shown.append(f"{block}: {ours * 1e3:.2f} ms, {ours / floor:.2f} of the bandwidth floor")
+        assert ours <= 1.3 * floor, f"a step over {numel} parameters takes {shown[-1]}, more than 1.3"
+    return f"{wrong} of {codes} codes differ from the CPU's; " + "; ".join(shown)
+
+
+def _gpu_seconds(run: Callable[[], object], rounds: int = 20) -> float:
+    """Median seconds of one call, after three that warm up."""
+    times = []
+    for turn in range(rounds + 3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        if turn >= 3:
+            times.append(begin.elapsed_time(end) / 1e3)
+    return sorted(times)[len(times) // 2]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -262,6 +321,7 @@ def main() -> int:
         "peak memory": lambda: check_memory(device),
         "release": lambda: check_release(device),
         "two ranks, one GPU": lambda: check_two_ranks(device),
+        "8-bit Adam kernel": lambda: check_adamw8bit(device),
     }
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"torch {torch.__version__}, {name}")

@@ -1,8 +1,15 @@
 """One rank's part of the whole training state: flat ranges of named tensors, and a few scalars.
 
-A piece is ``(name, kind, [start, end))``: elements of the parameter ``name`` itself (kind ``param``) or of an optimizer state
-that is shaped like it (kind ``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, ..: whatever the optimizer keeps). That is all that a
-copy, a move to another layout, or a checkpoint needs to know: none of them knows the model, the optimizer or the engine.
+A piece is ``(name, kind, [start, end))``: elements of a global tensor. There are three sorts:
+
+    name                     kind                 elements of
+    the parameter's          param                the parameter itself
+    the parameter's          exp_avg, ..          an optimizer state of the parameter's shape: whatever the optimizer keeps
+    parameter's/state's      state                an optimizer state of another shape, a RaggedDTensor of its own: the scales of 8-bit
+                                                  states, Shampoo's factors (``layers.0.wq.weight/exp_avg_scale``)
+
+That is all that a copy, a move to another layout, or a checkpoint needs to know: none of them knows the model, the optimizer or the
+engine. Checkpoints name the tensors of :mod:`vescale_ray.checkpoint` in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from vescale_ray.workers.trainer import Trainer
 
-PARAM = "param"
+PARAM, STATE = "param", "state"
 _ALIGN = 16
 """Bytes: pieces in a packed buffer start at multiples, so that each can be viewed in its own dtype."""
 
@@ -129,23 +136,24 @@ def import_scalars(trainer: Trainer, scalars: Mapping[str, Any]) -> None:
 def collect(
     parameters: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer
 ) -> tuple[tuple[Piece, ...], dict[str, dict[str, float]]]:
-    """Pieces of sharded parameters and of the optimizer states shaped like them; and the other states' values by parameter.
+    """Pieces of sharded parameters and of their sharded optimizer states; and the other states' values by parameter.
 
     Raises:
-        ValueError: an optimizer state is neither shaped like its parameter nor one number.
+        ValueError: an optimizer state is neither sharded nor one number.
     """
     pieces: list[Piece] = []
     scalars: dict[str, dict[str, float]] = {}
     for name, parameter in parameters:
-        pieces.append(_piece(name, PARAM, parameter, parameter))
+        pieces.append(_piece(name, PARAM, parameter))
         for kind, value in optimizer.state.get(parameter, {}).items():
             if _is_sharded(value, parameter):
-                pieces.append(_piece(name, kind, value, parameter))
+                # Of the parameter's shape it is one of the tensor's kinds; a checkpoint's tensor has one shape, so others have a name.
+                pieces.append(_piece(name, kind, value) if value.shape == parameter.shape else _piece(f"{name}/{kind}", STATE, value))
             elif value is None or (isinstance(value, Tensor) and value.numel() != 1):
-                shape = None if value is None else tuple(value.shape)
+                what = "None" if value is None else f"a plain tensor of shape {tuple(value.shape)}"
                 raise ValueError(
-                    f"optimizer state {kind!r} of {name} has shape {shape}: only states of the parameter's shape "
-                    f"{tuple(parameter.shape)} or of one number can be moved"
+                    f"optimizer state {kind!r} of {name} is {what}: only numbers and sharded states (RaggedDTensor, of any shape) can be "
+                    "moved to other workers; make it a RaggedDTensor on the parameter's mesh"
                 )
             else:
                 scalars.setdefault(name, {})[kind] = value.item() if isinstance(value, Tensor) else value
@@ -153,17 +161,17 @@ def collect(
 
 
 def _is_sharded(value: Any, parameter: Tensor) -> bool:
-    # A parameter of one element: its state is sharded only if it is the same kind of tensor; `step` is a plain one.
-    return isinstance(value, Tensor) and value.shape == parameter.shape and isinstance(value, type(parameter.data))
+    # By its type, not its shape: a parameter of one element has a sharded state of one element; `step` is a plain tensor.
+    return isinstance(value, Tensor) and isinstance(value, type(parameter.data))
 
 
-def _piece(name: str, kind: str, tensor: Any, parameter: Any) -> Piece:
-    start, end = parameter.local_interval()
+def _piece(name: str, kind: str, tensor: Any) -> Piece:
+    start, end = tensor.local_interval()
     # Not tensor.detach(): below autograd that makes a view with a version counter of its own, and the engine would not see
     # that the parameters were written, and go on with an older low-precision copy.
     with torch.no_grad():
         flat = tensor.to_local().detach().view(-1)
-    return Piece(name, kind, tuple(parameter.shape), start, end, flat)
+    return Piece(name, kind, tuple(tensor.shape), start, end, flat)
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -21,6 +21,8 @@ TENSORS: Tensors = [
     ("norm.weight", "param", (3,), "bfloat16"),
     ("scale", "param", (), "float32"),
     ("head.weight", "param", (4, 9), "bfloat16"),
+    ("head.weight", "exp_avg_code", (4, 9), "uint8"),
+    ("head.weight/exp_avg_scale", "state", (2, 3), "float32"),
 ]
 
 
@@ -62,7 +64,7 @@ def _carry_out(planned: Plan, sources: Sequence[Sequence[Span]], wanted: Sequenc
 
 
 def _bytes_not_at_home(sources: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]]) -> int:
-    size = {"float32": 4, "bfloat16": 2}
+    size = {"float32": 4, "bfloat16": 2, "uint8": 1}
     total = 0
     for rank, spans in enumerate(wanted):
         own = {(s.name, s.kind, i) for s in (sources[rank] if rank < len(sources) else []) for i in range(s.start, s.end)}

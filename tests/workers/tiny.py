@@ -144,6 +144,10 @@ def form(state: State, config: RunConfig, port: int, prefix: str, rank: int, wor
     state["trainer"] = Trainer(config, rank, world, generation, "cpu", state["corpus"])
 
 
+def forget(state: State) -> None:
+    state["snapshots"].clear()
+
+
 def start_fresh(state: State, *where: Any) -> None:
     form(state, *where)
     state["trainer"].initialize()

@@ -1,19 +1,25 @@
 """Optimizers and gradient clipping for sharded parameters. Any element-wise ``torch.optim`` optimizer works on them as it is;
-here is what needs to know about shards. Imports torch and :mod:`vescale_ray.dtensor`; never Ray."""
+here is what needs to know about shards and blocks. Imports torch, :mod:`vescale_ray.dtensor` and geometry; never Ray."""
 
 from vescale_ray.optim.adamw import AdamW
+from vescale_ray.optim.adamw8bit import AdamW8bit
 from vescale_ray.optim.build import CombinedOptimizer, OptimizerConfig, build_optimizer, route_parameters
 from vescale_ray.optim.clip import clip_grad_norm_, total_norm
 from vescale_ray.optim.flat import Flat
 from vescale_ray.optim.muon import Muon
 from vescale_ray.optim.qk_clip import qk_clip_
+from vescale_ray.optim.shampoo import Shampoo
+from vescale_ray.optim.soap import SOAP
 
 __all__ = [
+    "SOAP",
     "AdamW",
+    "AdamW8bit",
     "CombinedOptimizer",
     "Flat",
     "Muon",
     "OptimizerConfig",
+    "Shampoo",
     "build_optimizer",
     "clip_grad_norm_",
     "qk_clip_",

@@ -1,0 +1,282 @@
+"""AdamW8bit as a torch optimizer: groups, schedulers, hooks; its states saved, loaded and copied; steps that ranks refuse together."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from tests.optim.optim_support import State, Weights, full_state, give_gradients, noise, same, sharded, train
+from tests.ranks import run_gloo, run_threads
+from vescale_ray import checkpoint
+from vescale_ray.dtensor import RaggedDTensor
+from vescale_ray.optim import SOAP, AdamW8bit, Shampoo, clip_grad_norm_
+from vescale_ray.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ------------------------------------------------------------------------------------- torch.optim.Optimizer's own interface
+
+
+def test_groups_schedulers_closures_hooks_and_tensor_learning_rates_work_as_torchs() -> None:
+    shapes = {"a": (64, 64), "b": (64, 64), "c": (64, 64)}
+    model, other = Weights(shapes), Weights(shapes)
+    optimizer = AdamW8bit(
+        [{"params": [model.get_parameter("a")], "lr": 0.1, "block": "tile 16x16"}, {"params": model.get_parameter("b")}],
+        lr=torch.tensor(0.01),
+    )
+    assert [g["block"] for g in optimizer.param_groups] == ["tile 16x16", "flat 1024"]
+    optimizer.add_param_group({"params": [model.get_parameter("c")], "block": None})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.stack([((p - 1) ** 2).sum() for p in model.parameters()]).sum()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item()]
+    scheduler.step()
+    losses.append(optimizer.step(closure).item())
+    assert losses[1] < losses[0] and called == ["before", "after"] * 2
+    assert [float(g["lr"]) for g in optimizer.param_groups] == pytest.approx([0.05, 0.005, 0.005])
+    # The same with plain numbers.
+    groups = [
+        {"params": [other.get_parameter("a")], "lr": 0.1, "block": "tile 16x16"},
+        {"params": other.get_parameter("b")},
+        {"params": other.get_parameter("c"), "block": None},
+    ]
+    plain = AdamW8bit(groups, lr=0.01)
+    for factor in (1.0, 0.5):
+        for group, lr in zip(plain.param_groups, (0.1, 0.01, 0.01), strict=True):
+            group["lr"] = lr * factor
+        plain.zero_grad()
+        torch.stack([((p - 1) ** 2).sum() for p in other.parameters()]).sum().backward()
+        plain.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_parameters_without_gradient_are_left_out() -> None:
+    model = Weights({"a": (64, 64), "b": (64, 64)})
+    optimizer = AdamW8bit(model.parameters())
+    before = model.get_parameter("b").detach().clone()
+    model.get_parameter("a").grad = noise((64, 64), "a", 1)
+    optimizer.step()
+    assert (
+        torch.equal(model.get_parameter("b"), before)
+        and optimizer.state[model.get_parameter("b")]["step"] == 0
+        and optimizer.state[model.get_parameter("a")]["step"] == 1
+    )
+
+
+def test_a_parameter_that_is_not_contiguous_is_updated_in_place() -> None:
+    start = noise((64, 96), "p", 0)
+    param, plain = nn.Parameter(start.t().contiguous().t()), nn.Parameter(start.clone())
+    assert not param.is_contiguous()
+    optimizer = AdamW8bit([param, plain])
+    param.grad, plain.grad = noise((64, 96), "p", 1), noise((64, 96), "p", 1)
+    optimizer.step()
+    assert torch.equal(param, plain) and not torch.equal(param, start)
+
+
+# --------------------------------------------------------------------------------------------------- saving and loading
+
+
+def _watch(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> list[str]:
+    seen: list[str] = []
+    optimizer.register_load_state_dict_pre_hook(lambda o, d: seen.append("pre"))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(str(o.state[param]["step"].item())))
+    return seen
+
+
+def test_a_state_dict_brings_back_every_bit_also_for_bfloat16_parameters() -> None:
+    shapes = {"w": (96, 64), "small": (8, 8)}
+    for dtype in (torch.float32, torch.bfloat16):
+        first, second = Weights(shapes, dtype), Weights(shapes, dtype)
+        one = AdamW8bit(first.parameters(), lr=0.1)
+        train(first, one, range(1, 4))
+        second.load_state_dict(first.state_dict())
+        two = AdamW8bit(second.parameters(), lr=9.0)
+        seen = _watch(two, second.get_parameter("w"))
+        two.load_state_dict(one.state_dict())
+        assert seen == ["pre", "3.0"], "hooks see the loaded states"
+        assert not same(full_state(first, one), full_state(second, two)) and two.param_groups[0]["lr"] == 0.1
+        assert two.state[second.get_parameter("w")]["exp_avg_scale"].dtype == torch.float32
+        train(first, one, range(4, 5))
+        assert same(full_state(first, one), full_state(second, two)), "a loaded state must be a copy"
+        train(second, two, range(4, 5))
+        assert not same(full_state(first, one), full_state(second, two))
+
+
+def test_states_that_are_missing_or_of_other_blocks_are_refused_and_nothing_changes() -> None:
+    model = Weights({"w": (96, 64), "v": (96, 64)})
+    optimizer = AdamW8bit(model.parameters(), lr=0.1)
+    train(model, optimizer, range(1, 3))
+    before = full_state(model, optimizer)
+    fresh = torch.optim.AdamW(model.parameters()).state_dict()
+    other = AdamW8bit(model.parameters(), block="tile 32x32").state_dict()
+    partly = optimizer.state_dict()
+    partly["state"] = {0: partly["state"][0]}
+    for given, message in (
+        (fresh, r"\(None, None\), this optimizer's of \('flat 1024', 1\)"),
+        (other, r"\('tile 32x32', 1\), this optimizer's of \('flat 1024', 1\): build it with the same block"),
+        (partly, r"state of parameter #0.1 has nothing, but AdamW8bit keeps \['exp_avg_code'"),
+        ({**optimizer.state_dict(), "param_groups": []}, "different number of parameter groups"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(given)
+        assert not same(full_state(model, optimizer), before)
+
+
+def test_a_checkpoint_of_other_blocks_with_as_many_scales_can_not_be_stepped(tmp_path: Path) -> None:
+    """64 rows in blocks of 32 or of 40: two bands either way. The saved block comes back with the param group."""
+    model = Weights({"w": (64, 128)})
+    optimizer = AdamW8bit(model.parameters(), block="tile 40x32")
+    train(model, optimizer, range(1, 2))
+    checkpoint.save({"model": model, "optimizer": optimizer}, tmp_path, 1)
+    other = AdamW8bit(model.parameters(), block="tile 32x32")
+    checkpoint.load({"model": model, "optimizer": other}, tmp_path)
+    give_gradients(model, 2)
+    before = full_state(model, other)
+    with pytest.raises(RuntimeError, match=r"param group 0 .*\('tile 40x32', 1\).*\('tile 32x32', 1\).*block that it was saved with"):
+        other.step()
+    assert not same(full_state(model, other), before)
+
+
+def test_copies_and_pickles_step_like_the_original() -> None:
+    model = Weights({"w": (64, 128), "small": (8, 8)})
+    optimizer = AdamW8bit(model.parameters(), lr=0.1)
+    train(model, optimizer, range(1, 3))
+    twin, other = copy.deepcopy((model, optimizer))
+    train(model, optimizer, range(3, 5))
+    train(twin, other, range(3, 5))
+    assert not same(full_state(model, optimizer), full_state(twin, other))
+
+
+def _one_bad_rank(rank: int, world: int) -> None:
+    kinds: list[tuple[Any, dict[str, Any]]] = [(AdamW8bit, {"min_8bit_numel": 1}), (Shampoo, {}), (SOAP, {})]
+    for kind, options in kinds:
+        model = sharded({"w": (64, 64)}, world, AdamW8bit.block_policy("tile 8x8", 1))
+        optimizer = kind(model.parameters(), block="tile 8x8", **options)
+        give_gradients(model, 1)
+        if rank == 1:
+            grad = model.get_parameter("w").grad
+            assert isinstance(grad, RaggedDTensor) and grad.to_local().numel()
+            grad.to_local().view(-1)[0] = math.inf
+        before = full_state(model, optimizer)
+        with pytest.raises(RuntimeError, match="gradients were not clipped"):
+            clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+            optimizer.step()
+        assert not same(full_state(model, optimizer), before)
+
+
+def test_an_infinite_gradient_on_one_rank_is_seen_by_all_before_the_step() -> None:
+    run_threads(3, _one_bad_rank)
+
+
+def _agreed(rank: int, world: int) -> None:
+    kinds: list[tuple[Any, dict[str, Any]]] = [(AdamW8bit, {"min_8bit_numel": 1}), (Shampoo, {}), (SOAP, {})]
+    for kind, options in kinds:
+        for nonfinite in ("skip", "raise"):
+            model = sharded({"w": (64, 64), "v": (64, 64)}, world, AdamW8bit.block_policy("tile 8x8", 1))
+            optimizer = kind(model.parameters(), block="tile 8x8", nonfinite=nonfinite, **options)
+            w, v = model.get_parameter("w"), model.get_parameter("v")
+            give_gradients(model, 1)
+            if rank == 1:
+                w.grad.to_local().view(-1)[0] = math.nan  # type: ignore[union-attr, operator]
+            before = full_state(model, optimizer)
+            if nonfinite == "raise":
+                with pytest.raises(RuntimeError, match="NaN or Inf on some rank: no rank has taken the step"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            assert not same(full_state(model, optimizer), before)
+            give_gradients(model, 2)
+            if rank == 1:
+                v.grad = None
+            optimizer.step()
+            assert optimizer.state[w]["step"] == 1 and optimizer.state[v]["step"] == 0, "one rank has no gradient of v"
+            if rank == 1:
+                w.grad = DTensor.from_local(noise((64, 64), "w", 3), init_device_mesh("cpu", (world,)), [Replicate()])
+            with pytest.raises(RuntimeError, match="redistribute the gradient" if rank == 1 else "another rank can't take this"):
+                optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:a gradient holds NaN or Inf on some rank")
+def test_told_to_agree_all_ranks_skip_or_refuse_a_step_together() -> None:
+    run_threads(3, _agreed)
+    with pytest.raises(ValueError, match="nonfinite = 'maybe': give propagate, skip or raise"):
+        AdamW8bit([nn.Parameter(torch.zeros(3))], nonfinite="maybe")
+
+
+SAVED = {"wq_weight": (96, 64), "odd_experts": (3, 33, 50), "embed_weight": (70, 97), "bias": (5000,)}
+
+
+def build_saved(world: int) -> tuple[Weights, AdamW8bit]:
+    model = sharded(SAVED, world, AdamW8bit.block_policy("tile 8x16"))
+    return model, AdamW8bit(model.named_parameters(), lr=0.05, block="tile 8x16")
+
+
+def _save(rank: int, world: int, folder: str) -> State:
+    """Three steps, both kinds of checkpoint, and one step more."""
+    model, optimizer = build_saved(world)
+    train(model, optimizer, range(1, 4))
+    checkpoint.save({"model": model, "optimizer": optimizer}, folder + "/ours", 3)
+    dcp.save({"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder + "/dcp")
+    train(model, optimizer, range(4, 5))
+    return full_state(model, optimizer)
+
+
+def _load(rank: int, world: int, folder: str) -> list[State]:
+    found = []
+    for kind in ("ours", "dcp", "full"):
+        model, optimizer = build_saved(world)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        if kind == "ours":
+            checkpoint.load({"model": model, "optimizer": optimizer}, folder + "/ours")
+        else:
+            held: dict[str, Any] = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            dcp.load(held, checkpoint_id=folder + "/dcp")
+            model.load_state_dict(held["model"])
+            if kind == "full":  # from whole tensors of rank 0, into an optimizer without any
+                whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+                set_optimizer_state_dict(model, optimizer, held["optimizer"])
+                held["optimizer"] = get_optimizer_state_dict(model, optimizer, options=whole)
+                optimizer = AdamW8bit(model.named_parameters(), lr=0.05, block="tile 8x16")
+                options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+                set_optimizer_state_dict(model, optimizer, held["optimizer"], options=options)
+            else:
+                set_optimizer_state_dict(model, optimizer, held["optimizer"])
+        train(model, optimizer, range(4, 5))
+        found.append(full_state(model, optimizer))
+    return found
+
+
+def test_saved_on_one_number_of_ranks_and_loaded_on_another_the_next_step_is_the_uninterrupted_runs(tmp_path: Path) -> None:
+    for saved, loaded in ((1, 2), (3, 1)):
+        folder = str(tmp_path / f"{saved}-{loaded}")
+        uninterrupted = run_gloo(saved, _save, folder)
+        for states in run_gloo(loaded, _load, folder):
+            for state in states:
+                assert not same(state, uninterrupted[0])

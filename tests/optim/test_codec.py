@@ -1,0 +1,67 @@
+"""8-bit codes: the maps are those that the format says, and a code is the nearest value's."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from vescale_ray.optim.codec import Codebook, dynamic_values, root_codebook, root_values, signed_codebook
+
+CPU = torch.device("cpu")
+
+
+def test_the_maps_are_pinned_so_that_stored_codes_keep_their_meaning() -> None:
+    # The first two are bitsandbytes' maps (research/optim.md, b.3); the third is our own.
+    pinned = {"signed": "e732639a65f497b4", "unsigned": "305f002cc11278fb", "root": "6f444f111326a0f8"}
+    maps = {"signed": dynamic_values(True), "unsigned": dynamic_values(False), "root": root_values()}
+    assert {name: hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16] for name, values in maps.items()} == pinned
+    for values in maps.values():
+        assert values.shape == (256,) and (values.diff() > 0).all() and values.abs().max() == 1
+
+
+def test_the_map_for_square_roots_has_no_zero_and_bounded_relative_steps() -> None:
+    values = root_values().double()
+    assert values.min() > 1e-7 and 0.0 not in values
+    steps = values[1:] / values[:-1]
+    assert steps.max() < 1.25, "a divisor would be off by more than an eighth"
+    assert steps[values[1:] > 0.1].max() < 1.032
+
+
+@pytest.mark.parametrize("codebook", [signed_codebook(CPU), root_codebook(CPU)], ids=["signed", "root"])
+def test_a_code_is_that_of_the_nearest_value_also_at_the_midpoints(codebook: Codebook) -> None:
+    values = codebook.values.numpy().astype(np.float64)
+    low = 0.0 if values[0] > 0 else -1.0
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.rand(20000, generator=generator) * torch.exp(-20 * torch.rand(20000, generator=generator))
+    signs = torch.where(torch.rand(20000, generator=generator) < 0.5, low, 1.0)
+    middles = codebook.midpoints[:-1]
+    near = torch.cat([middles, middles.nextafter(torch.tensor(2.0)), middles.nextafter(torch.tensor(-2.0)), codebook.values])
+    x = torch.cat([spread * signs, near, torch.tensor([0.0, 1.0, 1e-40, low])])
+    distance = np.abs(values[None, :] - x.numpy().astype(np.float64)[:, None])
+    chosen = np.take_along_axis(distance, codebook.encode(x).numpy().astype(np.int64)[:, None], 1)[:, 0]
+    # Midpoints are FP32: within half a unit in their last place two values are equally near.
+    assert (chosen <= distance.min(axis=1) + np.abs(x.numpy()) * 2.0**-23).all()
+    assert torch.equal(codebook.encode(x).to(torch.int64), torch.bucketize(x, codebook.midpoints[:-1]))
+
+
+@pytest.mark.parametrize("codebook", [signed_codebook(CPU), root_codebook(CPU)], ids=["signed", "root"])
+def test_every_code_survives_decoding_and_encoding(codebook: Codebook) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(codebook.encode(codebook.decode(codes)), codes)
+
+
+def test_a_map_with_two_midpoints_in_a_cell_of_the_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="two midpoints of this map lie in one cell"):
+        Codebook(dynamic_values(signed=False), CPU)
+
+
+def test_codes_of_a_normal_distribution_are_as_near_as_published() -> None:
+    # research/optim.md, table c: mean absolute error of N(0, 1) in flat blocks of 256: 8.6e-3.
+    x = torch.randn(400, 256, generator=torch.Generator().manual_seed(1))
+    scale = x.abs().amax(1, keepdim=True)
+    codebook = signed_codebook(CPU)
+    back = codebook.decode(codebook.encode((x / scale).view(-1))).view_as(x) * scale
+    assert 8e-3 < (back - x).abs().mean() < 9.2e-3

@@ -1,0 +1,282 @@
+"""AdamW with block-wise 8-bit states: 2.01 bytes of state for each parameter instead of 8, and nothing communicated.
+
+For each 8-bit parameter there are four states, plain tensors that are placed as it is:
+
+    exp_avg_code      uint8, of the parameter's shape         m = map[code] * scale          (signed map)
+    exp_avg_scale     FP32, one per block
+    exp_avg_sq_code   uint8, of the parameter's shape         v = (map[code] * scale) ** 2   (map without a zero: see ``codec.py``)
+    exp_avg_sq_scale  FP32, one per block
+
+The step is [Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv 1711.05101] in FP32: a block's m and v are decoded,
+moved on, used for the update as they are, and only then coded again. What a block's states become depends on its own numbers alone;
+since no block is cut, codes and scales are the same on any number of ranks [veScale-FSDP, section 4].
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vescale_ray.geometry import Block
+from vescale_ray.optim.base import BlockOptimizer, check_common, is_embedding_or_head, sqrt_, step_adamw
+from vescale_ray.optim.blocks import (
+    BlockSpec,
+    Grid,
+    Region,
+    block_state,
+    block_text,
+    cut_of,
+    like_state,
+    local_of,
+    parse_block,
+    section_grid,
+)
+from vescale_ray.optim.codec import FORMAT_VERSION, root_codebook, signed_codebook
+
+DEFAULT_BLOCK = 1024
+"""Elements in memory order; with two FP32 scales for each: 2 + 8 / 1024 bytes of state per parameter."""
+MIN_NUMEL = 4096
+"""Smaller tensors keep FP32 states: all of a model's together are a fraction of a percent of it."""
+CHUNK_NUMEL = 1 << 17
+"""Elements that the torch path works on at a time: 5 to 7 MiB of temporary memory were measured, whatever the parameter's size (one
+band of blocks, if that is more)."""
+
+_CODES = ("exp_avg_code", "exp_avg_scale", "exp_avg_sq_code", "exp_avg_sq_scale")
+
+
+class Hyper(NamedTuple):
+    """The numbers of one step of one parameter, as the formula needs them."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float
+    """1 - lr * weight_decay."""
+    step_size: float
+    """lr / (1 - beta1 ** t)."""
+    root_correction: float
+    """1 / sqrt(1 - beta2 ** t)."""
+
+
+def keeps_fp32(name: str, numel: int, ndim: int, min_numel: int = MIN_NUMEL) -> bool:
+    """Whether a parameter's states stay in FP32: vectors, small tensors, and by name embeddings and output heads.
+
+    (An embedding's rows are updated when their token occurs: most of a block's v decays, a few rows' grow.)
+    """
+    return ndim < 2 or numel < min_numel or is_embedding_or_head(name)
+
+
+class Held(NamedTuple):
+    """What a rank holds of a parameter, flat; all but ``grad`` are changed in place. Scales: of the blocks, in order."""
+
+    param: Tensor
+    grad: Tensor
+    m_code: Tensor
+    m_scale: Tensor
+    v_code: Tensor
+    v_scale: Tensor
+
+    def part(self, element: int, numel: int, block: int, blocks: int) -> Held:
+        here, scales = slice(element, element + numel), slice(block, block + blocks)
+        return Held(self.param[here], self.grad[here], self.m_code[here], self.m_scale[scales], self.v_code[here], self.v_scale[scales])
+
+
+class AdamW8bit(BlockOptimizer):
+    """AdamW whose m and v are kept in 8 bits each, block by block.
+
+    Args:
+        params: parameters, param groups, or ``model.named_parameters()``: with names, embeddings and output heads keep FP32 states.
+            Sharded parameters must not be cut inside a block: give ``fully_shard`` the ``block_policy`` of :meth:`block_policy`.
+        lr, betas, eps, weight_decay: as of ``torch.optim.AdamW``. A tensor ``lr`` is read in each step.
+        block: what shares a scale: a number of elements in memory order, ``Block.tile(r, c)``, ``Block.rows(r)``, or their text
+            (``"tile 32x32"``); None: FP32 states for the whole group, with ``torch.optim.AdamW``'s own arithmetic.
+        min_8bit_numel: parameters with fewer elements (of the whole tensor) keep FP32 states.
+        nonfinite: ``propagate``, ``skip`` or ``raise``: see :class:`~vescale_ray.optim.base.BlockOptimizer`.
+
+    Per param group all of them can differ. What a parameter's states look like depends on its global shape, its name and ``block``, never
+    on how it is sharded. BF16 parameters are updated in FP32 and rounded once.
+
+    Raises:
+        ValueError: a parameter is cut inside a block, is on the meta device, or was replaced by ``fully_shard``; a hyperparameter is
+            out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        block: BlockSpec | str | None = DEFAULT_BLOCK,
+        min_8bit_numel: int = MIN_NUMEL,
+        nonfinite: str = "propagate",
+    ) -> None:
+        defaults = {
+            "codec_version": FORMAT_VERSION,
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "block": block,
+            "min_8bit_numel": min_8bit_numel,
+        }
+        super().__init__(params, defaults, nonfinite)
+
+    @staticmethod
+    def block_policy(
+        block: BlockSpec | str | None = DEFAULT_BLOCK, min_8bit_numel: int = MIN_NUMEL
+    ) -> Callable[[str, nn.Parameter], Block | None]:
+        """The ``block_policy`` for ``fully_shard`` that keeps this optimizer's blocks whole.
+
+        By shape alone, also for embeddings and heads: ``fully_shard`` knows a parameter by its name inside of a unit, which does not
+        tell the model's ``output`` from an attention's.
+        """
+        return lambda name, param: block_of("", tuple(param.shape), block, min_8bit_numel)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_common(group)
+        if group["block"] is not None:
+            group["block"] = block_text(parse_block(group["block"]))
+
+    def _new_state(self, param: Tensor, name: str, group: dict[str, Any]) -> dict[str, Tensor]:
+        if group["block"] is None or keeps_fp32(name, param.numel(), param.ndim, group["min_8bit_numel"]):
+            return {"exp_avg": like_state(param, torch.float32), "exp_avg_sq": like_state(param, torch.float32)}
+        block = parse_block(group["block"])
+        cut = cut_of(param)
+        try:
+            grid = section_grid(param, cut, block)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; shard with fully_shard(.., block_policy=AdamW8bit.block_policy({group['block']!r})), "
+                "or give its param group block=None for FP32 states"
+            ) from None
+        state: dict[str, Tensor] = {}
+        for code, scale in (_CODES[:2], _CODES[2:]):
+            state[code] = like_state(param, torch.uint8)
+            state[scale] = block_state(param, cut, grid, (), torch.float32)
+        return state
+
+    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        lr, (beta1, beta2), eps = float(group["lr"]), map(float, group["betas"]), float(group["eps"])
+        weight_decay = float(group["weight_decay"])
+        exact = [p for p in params if "exp_avg" in self.state[p]]
+        if exact:
+            step_adamw([(p, self.state[p]) for p in exact], lr, beta1, beta2, eps, weight_decay)
+        for param in params:
+            state = self.state[param]
+            if "exp_avg" in state:
+                continue
+            state["step"] += 1
+            step = state["step"].item()
+            cut = cut_of(param)
+            regions = _regions(cut.section, group["block"], cut.span)
+            hyper = Hyper(beta1, beta2, eps, 1 - lr * weight_decay, lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step))
+            assert param.grad is not None
+            target, grad = local_of(param), local_of(param.grad)
+            flat = target.reshape(-1)
+            states = [local_of(state[key]).view(-1) for key in _CODES]
+            step_blocks(Held(flat, grad.reshape(-1), *states), regions, hyper)
+            if flat.data_ptr() != target.data_ptr():  # a plain parameter that is not contiguous
+                target.copy_(flat.view(target.shape))
+
+
+def block_of(
+    name: str, shape: tuple[int, ...], block: BlockSpec | str | None = DEFAULT_BLOCK, min_8bit_numel: int = MIN_NUMEL
+) -> Block | None:
+    """What :class:`AdamW8bit` needs of a parameter's sharding: the piece that must not be cut; None: cut it anywhere.
+
+    Args:
+        name: "" if it has none: embeddings and heads are known by name only.
+        shape: of the whole parameter.
+        block, min_8bit_numel: as the optimizer's.
+    """
+    if block is None or keeps_fp32(name, math.prod(shape), len(shape), min_8bit_numel):
+        return None
+    return Grid.of(shape, parse_block(block)).policy_block()
+
+
+@lru_cache(maxsize=65536)
+def _regions(section: tuple[int, ...], block: str, span: tuple[int, int]) -> tuple[Region, ...]:
+    return tuple(Grid.of(section, parse_block(block)).regions(*span))
+
+
+def step_blocks(held: Held, regions: Sequence[Region], hyper: Hyper) -> None:
+    """One step of the elements that ``held`` has, whose blocks ``regions`` describe."""
+    step_region: Callable[[Held, Region, Hyper], None] = step_region_torch
+    if held.param.is_cuda and has_triton():
+        from vescale_ray.optim.adamw8bit_triton import step_region_triton
+
+        step_region = step_region_triton
+    with torch.cuda.device(held.param.device) if held.param.is_cuda else nullcontext():  # Triton launches on the current one
+        for region in regions:
+            numel, blocks = region.bands * region.band_numel, region.bands * region.columns
+            whole = numel == held.param.numel()
+            step_region(held if whole else held.part(region.element, numel, region.block, blocks), region, hyper)
+
+
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Whether the fused kernel can be built here; without it CUDA tensors take the torch path."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def step_region_torch(held: Held, region: Region, hyper: Hyper) -> None:
+    """The reference, in torch. Every operation is one IEEE operation per element (no fused multiply-add, whose use depends on
+    an element's place in a vector register), so that results don't depend on where a shard or a chunk begins."""
+    per_chunk = max(1, CHUNK_NUMEL // region.band_numel)
+    for first in range(0, region.bands, per_chunk):
+        bands = min(per_chunk, region.bands - first)
+        size, blocks = region.band_numel, region.columns
+        _step_chunk(held.part(first * size, bands * size, first * blocks, bands * blocks), region, hyper)
+
+
+def _step_chunk(held: Held, region: Region, hyper: Hyper) -> None:
+    signed, root = signed_codebook(held.param.device), root_codebook(held.param.device)
+    g = held.grad.float().view(-1, region.rows, region.cols)
+    m = _unscaled(signed.decode(held.m_code), held.m_scale, region)
+    m.mul_(hyper.beta1).add_(g * (1 - hyper.beta1))
+    v = _unscaled(root.decode(held.v_code), held.v_scale, region)
+    v.mul_(v).mul_(hyper.beta2).add_((g * g).mul_(1 - hyper.beta2))
+    sqrt_(v)
+    update = m / (v * hyper.root_correction).add_(hyper.eps)
+    moved = held.param.float() * hyper.decay
+    held.param.copy_(moved.sub_(update.mul_(hyper.step_size).view(-1)))
+    for x, codebook, code, scale in ((m, signed, held.m_code, held.m_scale), (v, root, held.v_code, held.v_scale)):
+        largest = _largest(x, region)
+        scale.copy_(largest)
+        # A block of zeros has scale 0: any divisor but 0 will do.
+        x.mul_(_spread(largest.clamp_(min=torch.finfo(torch.float32).tiny).reciprocal_(), region))
+        code.copy_(codebook.encode(x.view(-1)))
+
+
+def _unscaled(x: Tensor, scales: Tensor, region: Region) -> Tensor:
+    """``x`` (flat, whole bands) times its blocks' scales: ``(bands, rows, cols)``."""
+    return x.view(-1, region.rows, region.cols).mul_(_spread(scales, region))
+
+
+def _spread(scales: Tensor, region: Region) -> Tensor:
+    """The scales of whole bands, so that they broadcast against ``(bands, rows, cols)``."""
+    columns = region.columns
+    if columns == 1:
+        return scales.view(-1, 1, 1)
+    wide = scales.view(-1, columns, 1).expand(-1, -1, region.block_cols).reshape(-1, columns * region.block_cols)
+    return wide[:, None, : region.cols]
+
+
+def _largest(x: Tensor, region: Region) -> Tensor:
+    """The largest magnitude of each block of ``x`` ``(bands, rows, cols)``, in order; NaN if there is one."""
+    by_column = x.abs().amax(dim=1)
+    columns = region.columns
+    missing = columns * region.block_cols - region.cols
+    if missing:
+        by_column = torch.nn.functional.pad(by_column, (0, missing))
+    return by_column.view(-1, region.block_cols).amax(dim=1)

@@ -1,0 +1,298 @@
+"""What the optimizers over blocks share: states made at construction, loading that keeps every bit, refusals that say what to do."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from vescale_ray.dtensor import RaggedDTensor
+from vescale_ray.dtensor_spec import sharding_of
+from vescale_ray.optim.agree import Agreement
+from vescale_ray.optim.blocks import local_of
+from vescale_ray.optim.parameters import refuse_replaced
+
+
+class BlockOptimizer(torch.optim.Optimizer):
+    """A local optimizer: each rank steps what it holds, and no step communicates, unless it is told to agree with the others first.
+
+    Subclasses say in :meth:`_new_state` which states a parameter has, and in :meth:`_update` what a step does to one. All states exist
+    from construction on, zero, with the same keys on every rank, also where a rank holds no elements; each is placed as its
+    parameter is. Parameters without a gradient are left out of a step.
+
+    Args:
+        nonfinite: what is done about NaN and Inf in gradients: ``propagate``, as torch does: nothing, each rank for itself. ``skip``
+            or ``raise``: the ranks agree before each step, in one all-reduce of two bytes a parameter, and all of them skip it, or all
+            raise, if a gradient of any of them isn't finite; parameters with a gradient on some ranks only are left out on all.
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any], nonfinite: str) -> None:
+        if nonfinite not in ("propagate", "skip", "raise"):
+            raise ValueError(f"nonfinite = {nonfinite!r}: give propagate, skip or raise")
+        self.nonfinite = nonfinite
+        self._agreement: Agreement | None = None
+        super().__init__(params, defaults)
+
+    def _new_state(self, param: Tensor, name: str, group: dict[str, Any]) -> dict[str, Tensor]:
+        """All states but ``step``, zero. ``name`` is "" if it isn't known. Raises ValueError if there can be none."""
+        raise NotImplementedError
+
+    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        """Step ``params``, those of the group with a gradient (checked: dense, placed as the parameter); without autograd."""
+        raise NotImplementedError
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for hyperparameters that make no sense; may bring them into their stored form."""
+        raise NotImplementedError
+
+    # -- construction ------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the states of the new parameters are made at once.
+
+        Raises:
+            ValueError: a parameter that can't be stepped here; then no group was added.
+        """
+        refuse_replaced(param_group)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+            made = [(param, self._initial(param, name, group)) for name, param in named_of(group, len(self.param_groups) - 1)]
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        for param, state in made:
+            self.state[param] = state
+        self._formats: list[tuple[Any, ...]] = [_format(g) for g in self.param_groups]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "nonfinite": self.nonfinite}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._agreement = None
+        if "_formats" not in self.__dict__:  # unpickled or copied
+            self._formats = [_format(group) for group in self.param_groups]
+
+    def _initial(self, param: Tensor, name: str, group: dict[str, Any]) -> dict[str, Tensor]:
+        known = "" if name.startswith("#") else name
+        if param.is_meta:
+            raise ValueError(f"parameter {name} is on the meta device, where nothing can be stepped: call to_empty() on the model first")
+        if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"parameter {name} is {param.dtype}: {type(self).__name__} computes in FP32, for parameters of at most 32 bits"
+            )
+        try:
+            state = self._new_state(param, known, group)
+        except ValueError as error:
+            raise ValueError(f"parameter {name} of shape {tuple(param.shape)}: {error}") from None
+        return {"step": torch.zeros((), dtype=torch.float32), **state}
+
+    # -- step --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step; ``closure`` computes the loss anew, which is returned. Communicates only if ``nonfinite`` says so.
+
+        Raises:
+            RuntimeError: a gradient is sparse, or is not placed as its parameter; or a param group's ``block`` is no more that of its
+                states; or, with ``nonfinite="raise"``, a gradient that isn't finite. Before anything is changed.
+            DisagreementError: see :mod:`vescale_ray.optim.agree`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        fault: RuntimeError | None = None
+        try:
+            self._check_step()
+        except RuntimeError as error:
+            if self.nonfinite == "propagate":
+                raise
+            fault = error  # the others wait to hear of it
+        split: set[int] = set()
+        if self.nonfinite != "propagate":
+            params = [p for group in self.param_groups for p in group["params"]]
+            if self._agreement is None or [*map(id, self._agreement.parameters)] != [*map(id, params)]:
+                self._agreement = Agreement(params)
+            decision = self._agreement.decide(fault=fault)
+            if not decision.finite:
+                if self.nonfinite == "raise":
+                    raise RuntimeError("a gradient holds NaN or Inf on some rank: no rank has taken the step (nonfinite='skip' goes on)")
+                warnings.warn("a gradient holds NaN or Inf on some rank: all ranks skip this optimizer step", stacklevel=2)
+                return loss
+            split = {id(params[i]) for i in decision.split}
+        for group in self.param_groups:
+            stepped = [p for p in group["params"] if p.grad is not None and id(p) not in split]
+            if stepped:
+                self._update(group, stepped)
+        return loss
+
+    def _check_step(self) -> None:
+        """Raise RuntimeError if this rank can't take a step with what it has."""
+        for index, (group, format) in enumerate(zip(self.param_groups, self._formats, strict=True)):
+            if _format(group) != format:
+                raise RuntimeError(
+                    f"param group {index} says that its states are of (block, codec) {_format(group)}, but they were made as {format}: a "
+                    "loaded checkpoint is of other blocks; build the optimizer, and shard the model, with the block that it was saved with"
+                )
+            for name, param in named_of(group, index):
+                if param.grad is not None:
+                    _check_gradient(name, param)
+
+    # -- loading -----------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """As torch's, but that states keep their dtype: torch casts them to the parameter's, FP32 scales of a BF16 parameter, too.
+
+        Values are copied into the states that are there.
+
+        Raises:
+            ValueError: a parameter's states are missing, or are of another kind, block or shape; before anything is changed.
+        """
+        loaded: dict[Tensor, Mapping[str, Any]] = {}
+        before = dict(self.state)
+
+        def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(self._matched(given))
+            return {**given, "state": {}}
+
+        def give(_: torch.optim.Optimizer) -> None:
+            with torch.no_grad():
+                for param, states in before.items():
+                    for key, target in states.items():
+                        value = loaded[param][key] if param in loaded else target
+                        if value is not target:
+                            target.copy_(value) if isinstance(value, Tensor) else target.fill_(value)
+                    self.state[param] = states
+
+        # Last before torch's own work and first after it: the user's hooks see what they would see of any optimizer.
+        hooks = [self.register_load_state_dict_pre_hook(take), self.register_load_state_dict_post_hook(give, prepend=True)]
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _matched(self, given: Mapping[str, Any]) -> dict[Tensor, Mapping[str, Any]]:
+        """The given states by parameter, all there and of the right form."""
+        groups = given["param_groups"]
+        mine = [len(group["params"]) for group in self.param_groups]
+        if [len(group["params"]) for group in groups] != mine:
+            return {}  # torch says what is wrong with it
+        matched: dict[Tensor, Mapping[str, Any]] = {}
+        for index, (group, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
+            self._check_loaded_group(group, theirs)
+            for (name, param), key in zip(named_of(group, index), theirs["params"], strict=True):
+                found, here = given["state"].get(key, {}), self.state[param]
+                if set(found) != set(here):
+                    raise ValueError(
+                        f"the state of parameter {name} has {sorted(found) or 'nothing'}, but {type(self).__name__} keeps {sorted(here)}: "
+                        "it is of another optimizer, or of another routing of parameters"
+                    )
+                for kind, value in found.items():
+                    if isinstance(value, Tensor) and value.shape != here[kind].shape:
+                        raise ValueError(
+                            f"{kind} of parameter {name} has shape {tuple(value.shape)}, not {tuple(here[kind].shape)}: "
+                            "it is of another parameter or of other blocks"
+                        )
+                matched[param] = found
+        return matched
+
+    def _check_loaded_group(self, group: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+        """Raise ValueError if the loaded group's states mean something else than this one's."""
+        if _format(theirs) != _format(group):
+            raise ValueError(
+                f"the state is of (block, codec) {_format(theirs)}, this optimizer's of {_format(group)}: build it with the same block"
+            )
+
+
+def _format(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What the states' meaning depends on, beside the parameter's shape."""
+    return group.get("block"), group.get("codec_version")
+
+
+def named_of(group: Mapping[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter of a group with its name, or with ``#<group>.<position>`` if the optimizer was given none."""
+    names = group.get("param_names") or [f"#{index}.{position}" for position in range(len(group["params"]))]
+    return zip(names, group["params"], strict=True)
+
+
+def check_common(group: Mapping[str, Any], *, betas: str = "betas") -> None:
+    """Raise ValueError for a learning rate, betas, eps or weight decay out of range."""
+    for key in ("lr", "eps", "weight_decay"):
+        if not float(group[key]) >= 0.0:
+            raise ValueError(f"{key} = {group[key]}: give at least 0")
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        raise ValueError(f"lr is a tensor of {group['lr'].numel()} elements: give one number")
+    for beta in chain(group[betas]):
+        if not 0.0 <= float(beta) < 1.0:
+            raise ValueError(f"{betas} = {group[betas]}: give numbers in [0, 1)")
+
+
+def _check_gradient(name: str, param: Tensor) -> None:
+    grad = param.grad
+    assert grad is not None
+    if grad.is_sparse:
+        raise RuntimeError(f"the gradient of parameter {name} is sparse: this optimizer needs dense ones (nn.Embedding(sparse=False))")
+    if isinstance(param, RaggedDTensor):
+        same = isinstance(grad, RaggedDTensor) and sharding_of(grad._spec).same_layout(sharding_of(param._spec))
+    else:
+        same = getattr(grad, "placements", None) == getattr(param, "placements", None)
+    if not same or local_of(grad).shape != local_of(param).shape:
+        raise RuntimeError(
+            f"the gradient of parameter {name} is placed {getattr(grad, 'placements', 'plain')}, the parameter "
+            f"{getattr(param, 'placements', 'plain')}: redistribute the gradient before the step"
+        )
+
+
+def is_embedding_or_head(name: str) -> bool:
+    """Whether a parameter's name says that it is an embedding or the output head; "" says nothing."""
+    parts = name.lower().split(".")[:-1]
+    return any("embed" in part or part in ("wte", "wpe", "lm_head") for part in parts) or parts in (["head"], ["output"])
+
+
+def step_adamw(
+    items: list[tuple[Tensor, dict[str, Tensor]]], lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
+) -> None:
+    """torch's own AdamW on local tensors; BF16 parameters through FP32 copies."""
+    params = [local_of(p) for p, _ in items]
+    wide = [p if p.dtype == torch.float32 else p.float() for p in params]
+    grads = []
+    for p, _ in items:
+        assert p.grad is not None
+        grads.append(local_of(p.grad).float())
+    adamw(
+        wide,
+        grads,
+        [local_of(s["exp_avg"]) for _, s in items],
+        [local_of(s["exp_avg_sq"]) for _, s in items],
+        [],
+        [s["step"] for _, s in items],
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=False,
+    )
+    for target, updated in zip(params, wide, strict=True):
+        if updated is not target:
+            target.copy_(updated)
+
+
+def sqrt_(x: Tensor) -> None:
+    """The correctly rounded root, in place. torch's on a CPU is not (2.13, AVX-512: one unit off for 20 % of numbers, by vector
+    instructions that tails may not take); a GPU's is, and so is numpy's, as fast."""
+    if x.device.type == "cpu":
+        np.sqrt(x.numpy(), out=x.numpy())
+    else:
+        x.sqrt_()

@@ -1,0 +1,322 @@
+"""Where the blocks of a tensor lie, and states that have one entry per block, placed as the tensor is.
+
+A tensor is seen as matrices: one of 2 dimensions; a stack of them in 3 dimensions (the experts of a fused tensor, each for itself);
+with 4 dimensions or more one matrix of ``shape[0]`` rows (a convolution's filters). A matrix is cut into *bands*, runs of
+consecutive elements, and each band into *columns* of blocks; the last of each may be smaller, none runs into the next matrix::
+
+    Block.tile(r, c)    a band is r rows,           ceil(cols / c) blocks each
+    Block.rows(r)       a band is r rows,           one block each
+    n (flat)            a band is n elements,       one block each       (n elements in memory order, whatever the rows)
+    Block.tensor()      a band is a whole matrix,   one block each
+
+A shard may end between bands.
+
+The blocks depend on the tensor's shape alone. A shard has to hold whole bands: then everything per block is local, and the same on
+any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from vescale_ray.dtensor import RaggedDTensor
+from vescale_ray.dtensor_spec import chunk, make_spec, section, sharding_of
+from vescale_ray.geometry import Block, Shape
+from vescale_ray.placement import RaggedShard
+from vescale_ray.redistribute import arrived
+
+BlockSpec = Block | int
+"""A block, or the number of elements of a flat one."""
+
+
+def block_text(block: BlockSpec) -> str:
+    """The block as it stands in a param group, and so in checkpoints: ``"flat 1024"``, ``"tile 32x32"``, ``"rows 32"``, ``"tensor"``."""
+    if isinstance(block, int):
+        return f"flat {block}"
+    if block.kind == "tile":
+        return f"tile {block.row_count}x{block.col_count}"
+    return f"rows {block.row_count}" if block.kind == "rows" else block.kind
+
+
+def parse_block(block: BlockSpec | str) -> BlockSpec:
+    """A block from its text; blocks and numbers as they are.
+
+    Raises:
+        ValueError: naming what is no block.
+    """
+    fault = ValueError(f"block = {block!r}: give a number of elements (1024), Block.tile(32, 32), Block.rows(32), or text as 'tile 32x32'")
+    if isinstance(block, bool) or (isinstance(block, int) and block < 1):
+        raise fault
+    if isinstance(block, int | Block):
+        if isinstance(block, Block) and block.kind == "element":
+            raise fault
+        return block
+    kind, _, size = str(block).partition(" ")
+    try:
+        if kind == "flat" and int(size) > 0:
+            return int(size)
+        if kind == "tile":
+            rows, cols = map(int, size.split("x"))
+            return Block.tile(rows, cols)
+        if kind == "rows":
+            return Block.rows(int(size))
+    except ValueError:
+        raise fault from None
+    if (kind, size) == ("tensor", ""):
+        return Block.tensor()
+    raise fault
+
+
+class Region(NamedTuple):
+    """Bands of one form in a row: ``bands`` bands of ``rows`` x ``cols`` elements, in blocks of ``rows`` x ``block_cols``."""
+
+    element: int
+    """First element, counted from the first that the shard holds."""
+    block: int
+    """First block, counted likewise."""
+    bands: int
+    rows: int
+    cols: int
+    block_cols: int
+
+    @property
+    def band_numel(self) -> int:
+        return self.rows * self.cols
+
+    @property
+    def columns(self) -> int:
+        """Blocks of one band."""
+        return -(-self.cols // self.block_cols)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The blocks of a tensor.
+
+    Attributes:
+        lead: dimensions before the matrix: () or (experts,).
+        matrix_numel: elements of one matrix.
+        row_numel: columns of the matrix; of flat blocks n.
+        band_rows, block_cols: of a block that is not at an edge.
+        per_row: flat blocks in a row of the matrix, where it has a whole number of them; else 0.
+    """
+
+    shape: Shape
+    block: BlockSpec
+    lead: Shape
+    matrix_numel: int
+    row_numel: int
+    band_rows: int
+    block_cols: int
+    per_row: int = 0
+
+    @classmethod
+    def of(cls, shape: Sequence[int], block: BlockSpec) -> Grid:
+        """Raises ValueError for a tensor of fewer than 2 dimensions, or without elements."""
+        shape = tuple(int(n) for n in shape)
+        if len(shape) < 2 or 0 in shape:
+            raise ValueError(f"a tensor of shape {shape} has no matrix to cut into blocks")
+        lead = shape[:1] if len(shape) == 3 else ()
+        rows = shape[1] if len(shape) == 3 else shape[0]
+        cols = math.prod(shape) // (rows * math.prod(lead))
+        if isinstance(block, int):
+            n = min(block, rows * cols)
+            return cls(shape, block, lead, rows * cols, n, 1, n, 0 if cols % n else cols // n)
+        if block.kind == "tensor":
+            return cls(shape, block, lead, rows * cols, cols, rows, cols)
+        return cls(shape, block, lead, rows * cols, cols, min(block.row_count, rows), min(block.col_count or cols, cols))
+
+    @property
+    def band_numel(self) -> int:
+        return self.band_rows * self.row_numel
+
+    @property
+    def bands(self) -> int:
+        """Of one matrix."""
+        return -(-self.matrix_numel // self.band_numel)
+
+    @property
+    def columns(self) -> int:
+        """Blocks of one band."""
+        return -(-self.row_numel // self.block_cols)
+
+    @property
+    def state_shape(self) -> Shape:
+        """Of a state with one entry per block: ``(*lead, bands, columns)``; flat blocks as they lie in rows, where they do."""
+        if self.per_row:
+            return (*self.lead, self.bands // self.per_row, self.per_row)
+        return (*self.lead, self.bands, self.columns)
+
+    @property
+    def band_dims(self) -> int:
+        """Leading dimensions of ``state_shape`` that together count bands."""
+        return len(self.lead) + (2 if self.per_row else 1)
+
+    def allows_cut(self, element: int) -> bool:
+        """Whether a shard may end before ``element`` of the tensor: no block is cut there."""
+        return element % self.matrix_numel % self.band_numel == 0
+
+    def band_of(self, element: int) -> int:
+        """Bands before ``element``, a position that may be cut, or the tensor's end."""
+        return element // self.matrix_numel * self.bands + element % self.matrix_numel // self.band_numel
+
+    def regions(self, start: int, end: int) -> Iterator[Region]:
+        """The bands of elements ``[start, end)``, a shard that cuts no block, in memory order: as few regions as their forms allow."""
+        if self.matrix_numel % self.band_numel == 0:  # bands of all matrices follow each other without a short one
+            if end > start:
+                yield self._region(0, 0, end - start)
+            return
+        position = start
+        while position < end:
+            stop = min(end, (position // self.matrix_numel + 1) * self.matrix_numel)
+            whole = (stop - position) // self.band_numel * self.band_numel
+            band = self.band_of(position) - self.band_of(start)
+            if whole:
+                yield self._region(position - start, band, whole)
+            rest = stop - position - whole
+            if rest:
+                rows = max(1, rest // self.row_numel)
+                cols = rest // rows
+                block = (band + whole // self.band_numel) * self.columns
+                yield Region(position + whole - start, block, 1, rows, cols, min(self.block_cols, cols))
+            position = stop
+
+    def _region(self, element: int, band: int, numel: int) -> Region:
+        return Region(element, band * self.columns, numel // self.band_numel, self.band_rows, self.row_numel, self.block_cols)
+
+    def policy_block(self) -> Block:
+        """What ``fully_shard``'s ``block_policy`` has to say of this tensor, so that no block is cut."""
+        if len(self.shape) >= 4:
+            return Block.tensor()
+        rows, cols = self.shape[-2:]
+        need = self.band_rows if self.row_numel == cols else self.band_numel // math.gcd(self.band_numel, cols)
+        return Block.rows(min(need, rows) if not self.lead or rows % min(need, rows) == 0 else rows)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a tensor is shared out over ranks.
+
+    Attributes:
+        spans: elements ``[start, end)`` of the section that each rank of the cut dimension holds; one for a plain tensor.
+        rank: this one's index among them.
+        section: the shape of what is shared out: the tensor's own, or what tensor or expert parallelism leaves to this rank.
+        like: the DTensor itself; None for a plain tensor.
+        dim: the mesh dimension that cuts; None if none does.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    rank: int
+    section: Shape
+    like: DTensor | None
+    dim: int | None
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.spans[self.rank]
+
+
+def cut_of(param: Tensor) -> Cut:
+    """Raises ValueError for a DTensor whose parts are no intervals of its elements."""
+    shape = tuple(int(n) for n in param.shape)
+    whole = ((0, math.prod(shape)),)
+    if not isinstance(param, DTensor):
+        return Cut(whole, 0, shape, None, None)
+    if isinstance(param, RaggedDTensor):
+        sharding = sharding_of(param._spec)
+        spans = sharding.placement.intervals(sharding.section)
+        return Cut(spans, sharding.rank, tuple(sharding.section), param, sharding.mesh_dim)
+    cutting = [i for i, p in enumerate(param.placements) if not p.is_replicate()]
+    if not cutting:
+        return Cut(whole, 0, shape, param, None)
+    placement = param.placements[cutting[0]]
+    if len(cutting) > 1 or type(placement) is not Shard or placement.dim != 0:
+        raise ValueError(f"its placements {param.placements} give ranks no interval of its elements: shard it with vescale_ray.fully_shard")
+    ranks, inner = param.device_mesh.size(cutting[0]), math.prod(shape[1:])
+    rows = [chunk(shape[0], ranks, rank) for rank in range(ranks)]
+    spans = tuple((start * inner, end * inner) for start, end in rows)
+    return Cut(spans, param.device_mesh.get_local_rank(cutting[0]), shape, param, cutting[0])
+
+
+def section_grid(param: Tensor, cut: Cut, block: BlockSpec) -> Grid:
+    """The blocks of what is shared out here; they are those of the whole tensor.
+
+    Raises:
+        ValueError: a shard boundary, or a cut by tensor parallelism, runs through a block. The same on every rank.
+    """
+    whole = Grid.of(param.shape, block)
+    grid = Grid.of(cut.section, block)
+    for start, _ in cut.spans:
+        if start < math.prod(cut.section) and not grid.allows_cut(start):
+            raise ValueError(
+                f"a shard boundary lies at element {start}, inside a block ({block_text(block)}, runs of {grid.band_numel} elements)"
+            )
+    if isinstance(cut.like, RaggedDTensor) and any(type(p) is Shard for p in cut.like.placements):
+        _check_parallel(cut.like, whole)
+    return grid
+
+
+def _check_parallel(param: RaggedDTensor, whole: Grid) -> None:
+    """Tensor or expert parallelism may cut between blocks only, on every rank, and as it cuts the states."""
+    mesh_shape, shape = tuple(param.device_mesh.mesh.shape), tuple(int(n) for n in param.shape)
+    others = tuple(Replicate() if isinstance(p, RaggedShard) else p for p in param.placements)
+    steps = (1,) * len(whole.lead) + (whole.band_rows, whole.block_cols)
+    flat = isinstance(whole.block, int) and not whole.per_row  # blocks run across rows
+    for coordinate in product(*(range(n) for n in mesh_shape)):
+        offsets, sizes = section(mesh_shape, others, shape, coordinate)
+        if sizes == shape:
+            continue
+        fits = len(shape) <= 3 and not (flat and sizes[len(whole.lead) :] != shape[len(whole.lead) :])
+        ends = [o + n for o, n in zip(offsets, sizes, strict=True)]
+        fits = fits and all(
+            edge % step == 0 or edge == size for o, e, step, size in zip(offsets, ends, steps, shape, strict=True) for edge in (o, e)
+        )
+        if fits:
+            expected = tuple(-(-e // s) - o // s for o, e, s in zip(offsets, ends, steps, strict=True))
+            fits = section(mesh_shape, others, whole.state_shape, coordinate)[1] == expected
+        if not fits:
+            raise ValueError(f"placements {param.placements} cut it into {sizes} at {offsets}, which is not between blocks of {steps}")
+
+
+def block_state(param: Tensor, cut: Cut, grid: Grid, tail: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros with one entry of shape ``tail`` per block, ``(*lead, bands, columns, *tail)``, each on the rank that holds the block.
+
+    A RaggedDTensor on the parameter's mesh where that is a DTensor. ``grid`` is that of the section (:func:`section_grid`).
+    """
+    tail = tuple(tail)
+    local = local_of(param)
+    if cut.like is None or cut.dim is None:
+        zeros = torch.zeros((*grid.state_shape, *tail), dtype=dtype, device=local.device)
+        if cut.like is None:
+            return zeros
+        return DTensor.from_local(zeros, cut.like.device_mesh, cut.like.placements, run_check=False)
+    counts = [grid.band_of(end) - grid.band_of(start) for start, end in cut.spans]
+    ragged = RaggedShard(tuple(range(grid.band_dims)), counts)
+    if isinstance(cut.like, RaggedDTensor) and any(type(p) is Shard for p in cut.like.placements):
+        mine = sharding_of(cut.like._spec).placement
+        if ragged.local_units != mine.local_units:
+            raise ValueError(f"{mine} cuts the parts that other mesh dimensions leave unevenly: some have a smaller last block")
+    placements: list[Placement] = [ragged if i == cut.dim else p for i, p in enumerate(cut.like.placements)]
+    shape = (*Grid.of(param.shape, grid.block).state_shape, *tail)
+    spec = make_spec(cut.like.device_mesh, placements, shape, dtype)
+    return RaggedDTensor.from_spec(torch.zeros(sharding_of(spec).local_shape, dtype=dtype, device=local.device), spec)
+
+
+def like_state(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros of the parameter's shape and placement, without gradient, in ``dtype``."""
+    if isinstance(param, RaggedDTensor):
+        return RaggedDTensor.from_spec(torch.zeros_like(local_of(param), dtype=dtype), param._spec)
+    return torch.zeros_like(param, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part, without autograd, sharing memory."""
+    return arrived(tensor._local_tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
