@@ -16,9 +16,6 @@ over seeds, the spread is half of largest minus smallest. Exit code 0 whatever t
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 from pathlib import Path
@@ -29,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor, nn
 
+from benchmarks.reporting import write
 from vescale_ray import Block
 from vescale_ray.optim import AdamW8bit, adamw8bit
 from vescale_ray.optim.codec import dynamic_values, root_codebook
@@ -111,11 +109,7 @@ def main() -> int:
                     numbers = "".join(f"{f['value']:>10.3g}{f['spread']:>8.2g}" for f in shown)
                     print(f"{kind:<12}{'sparse' if sparse else 'dense':<10}{block_name:<12}{map_name:<9}{numbers}", flush=True)
     adamw8bit.root_codebook = root_codebook
-    if options.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": machine, "versions": versions, "figures": figures}, indent=1) + "\n")
+    write(options.json, figures)
     return 0
 
 

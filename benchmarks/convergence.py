@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -29,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.reporting import write
 
 RUNS: dict[str, dict[str, Any]] = {
     # name: overrides of the demo's configuration, and whether a run with a shorter schedule is made, too
@@ -134,7 +135,11 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--plot", type=Path, default=None)
+    parser.add_argument("--merge", type=Path, nargs="*", help="train nothing: take the curves of these results, made side by side")
     options = parser.parse_args()
+    if options.merge:
+        parts = [json.loads(path.read_text()) for path in options.merge]
+        return finish([curve for part in parts for curve in part["curves"]], options, parts[0]["settings"])
     steps = options.steps or (30 if options.quick else 1000)
     seeds = options.seeds or (1 if options.quick else 3)
     every = options.every or max(1, steps // 40)
@@ -143,7 +148,6 @@ def main() -> int:
         name, _, key = change.partition(":")
         runs[name]["keys"].append(key)
 
-    import torch
     import torch.distributed as dist
 
     from vescale_ray.config import load_config
@@ -173,17 +177,18 @@ def main() -> int:
                     pace = curve["seconds"] / curve["steps"]
                     print(f"{name:<12}{part:>9g}{seed:>6}{last:>10.4f}{last / 0.693147:>10.4f}{mean:>8.3f}{pace:>8.3f}", flush=True)
         dist.destroy_process_group()
+    settings = {"steps": steps, "every": every, "samples": options.samples, "threads": options.threads}
+    return finish(curves, options, settings)
+
+
+def finish(curves: list[dict[str, Any]], options: argparse.Namespace, settings: dict[str, Any]) -> int:
     figures = figures_of(curves)
     print(f"\n{'figure':<24}{'value':>9}{'+-':>8}  goal")
     for key, figure in figures.items():
         print(f"{key:<24}{figure['value']:>9.4f}{figure['spread']:>8.4f}  {figure['goal'] or ''}")
-    if options.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        settings = {"steps": steps, "seeds": seeds, "every": every, "samples": options.samples, "threads": options.threads}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        result = {"machine": machine, "versions": versions, "settings": settings, "figures": figures, "curves": curves}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    seeds = sorted({curve["seed"] for curve in curves})
+    rounded = [{**c, "train": [round(x, 4) for x in c["train"]]} for c in curves]
+    write(options.json, figures, settings={**settings, "seeds": seeds}, curves=rounded)
     if options.plot:
         plot(curves, options.plot)
     return 0

@@ -13,10 +13,8 @@ Newton-Schulz brings here. Exit code 0 whatever the figures, 1 if a gate fails.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -28,6 +26,8 @@ from queue import Empty
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.reporting import figure, write
 
 WIDTH, FFN, LAYERS = 256, 768, 4
 
@@ -247,11 +247,6 @@ def run_case(name: str, world: int, rounds: int) -> list[dict[str, Any]]:
     return [found[r] for r in range(world)]
 
 
-def figure(values: list[float], unit: str, goal: str | None = None, peer: str | None = None) -> dict[str, Any]:
-    quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
-    return {"value": statistics.median(values), "spread": (quartiles[2] - quartiles[0]) / 2, "unit": unit, "goal": goal, "peer": peer}
-
-
 def exact(value: float, unit: str, goal: str | None = None) -> dict[str, Any]:
     return {"value": value, "spread": 0.0, "unit": unit, "goal": goal, "peer": None}
 
@@ -321,7 +316,7 @@ def batching(quick: bool) -> dict[str, Any]:
             batches.append(end - middle)
         same = all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
         key = f"{count}x{rows}x{cols}"
-        figures[f"newton_schulz.{key}.batch_to_loop"] = figure(ratios, "ratio")
+        figures[f"newton_schulz.{key}.batch_to_loop"] = figure(ratios, "ratio", None, "one by one")
         loop_ms, batch_ms = statistics.median(loops) * 1e3, statistics.median(batches) * 1e3
         print(f"{key:<20}{loop_ms:>9.1f}{batch_ms:>10.1f}{statistics.median(ratios):>8.2f}{same!s:>11}")
     return figures
@@ -337,9 +332,7 @@ def main() -> int:
     options = parser.parse_args()
     rounds = options.rounds or (5 if options.quick else 31)
 
-    import torch
 
-    import vescale_ray.optim
 
     figures: dict[str, Any] = {}
     failed = False
@@ -374,11 +367,7 @@ def main() -> int:
         )
     figures |= plans()
     figures |= batching(options.quick)
-    if options.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
-        versions = {"python": platform.python_version(), "torch": torch.__version__, "vescale_ray.optim": vescale_ray.optim.__name__}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": machine, "versions": versions, "figures": figures}, indent=1) + "\n")
+    write(options.json, figures)
     return int(failed)
 
 
