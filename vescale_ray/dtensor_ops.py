@@ -29,10 +29,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from vescale_ray.dtensor_fallback import HIDDEN_WRITES, Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target, take_first_ranks
-from vescale_ray.dtensor_operands import gathered, meta_like, operand, schema_facts, spread, wrap, written
+from vescale_ray.dtensor_operands import gathered, meta_like, operand, schema_facts, spread, written
 from vescale_ray.dtensor_pending import any_pending, on_pending
 from vescale_ray.dtensor_reduce import REDUCTIONS, allclose, amp_unscale, equal, foreach_max, foreach_norm, reduce_op, scalar
-from vescale_ray.dtensor_spec import Sharding, contiguous_stride, replicated, sharding_of
+from vescale_ray.dtensor_spec import Sharding, contiguous_stride, replicated, sharding_of, wrap
 from vescale_ray.redistribute import move, plain_spec, view_of
 
 __all__ = ["RaggedFallbackWarning", "dispatch", "wrap"]
@@ -119,7 +119,7 @@ def _pointwise_alike(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwarg
             elif mine is not sharding:
                 return NotImplemented
             value = value._local_tensor
-        elif isinstance(value, Tensor) and (isinstance(value, DTensor) or value.ndim):
+        elif isinstance(value, Tensor) and (isinstance(value, DTensor) or value.ndim or value.requires_grad):
             return NotImplemented
         local.append(value)
     if sharding is None or not sharding.simple:
@@ -242,7 +242,8 @@ def _foreach_keyword(cls: Cls, value: Any) -> Any:
 
 
 def _foreach(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Lists of several layouts, or of ragged tensors and others: two calls, results in the order of the list."""
+    """Lists of several layouts, or of ragged tensors, plain ones and torch's DTensors: a call for each kind, results in the order of the
+    list."""
     lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
     count = len(lists[0])
     if any(len(x) != count for x in lists):
@@ -259,9 +260,13 @@ def _foreach(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
         return [value[i] for i in indices] if isinstance(value, list | tuple) and len(value) == count else value
 
     merged: Any = None
-    for indices, run in ((ragged, _foreach_ragged), (rest, None)):
+    plain = [i for i in rest if not any(isinstance(x[i], DTensor) for x in lists)]
+    torchs = sorted(set(rest) - set(plain))
+    for indices, run in ((ragged, _foreach_ragged), (plain, None), (torchs, None)):
         if indices:
             some, keywords = [only(a, indices) for a in args], {k: only(v, indices) for k, v in kwargs.items()}
+            if indices is plain:
+                some = [a if isinstance(a, list | tuple) else _whole(cls, a) for a in some]  # a factor, as clip_grad_norm_'s
             done = run(cls, func, some, keywords) if run else func(*tree_map(lambda v: gathered(cls, v), some), **keywords)
             if done is not None:
                 lists_done = done if isinstance(done, tuple) else (done,)

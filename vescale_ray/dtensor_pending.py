@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from vescale_ray.dtensor_operands import wrap, written
-from vescale_ray.dtensor_spec import Sharding, settled_placements, sharding_of
+from vescale_ray.dtensor_operands import written
+from vescale_ray.dtensor_spec import Sharding, settled_placements, sharding_of, wrap
 from vescale_ray.redistribute import move
 
 # Of one tensor, right for every reduction.

@@ -494,7 +494,9 @@ def _reduced(local: torch.Tensor, mesh: DeviceMesh, dim: int, placement: Placeme
         dist.all_reduce(total, group=mesh.get_group(dim))
         return total.div_(mesh.size(dim))
     value = arrived(local)
-    total = arrived(placement._reduce_value(value, mesh, dim))
+    # One number of 16 bits: rounded once, after the sum. (Larger ones travel as they are.)
+    sent = value.float() if value.numel() == 1 and value.dtype in (torch.bfloat16, torch.float16) else value
+    total = arrived(placement._reduce_value(sent, mesh, dim)).to(value.dtype)
     if value.is_floating_point() and type(placement) is Partial and placement.reduce_op in ("max", "min"):
         # A maximum over the ranks loses a NaN on gloo, depending on where it is; the plain tensor's is NaN.
         lost = value.detach().isnan().to(torch.int32)
