@@ -32,7 +32,7 @@ from vescale_ray.dtensor_autograd import FromLocal, Redistribute, ToLocal, whole
 from vescale_ray.dtensor_operands import TENSOR_DATA, formatted, unpickled_derived
 from vescale_ray.dtensor_ops import RaggedFallbackWarning, dispatch, wrap
 from vescale_ray.dtensor_spec import make_spec, ragged_mesh_dim, replicated, sharding_of
-from vescale_ray.geometry import Box, Shape
+from vescale_ray.geometry import Box, Shape, intervals
 from vescale_ray.placement import RaggedShard
 from vescale_ray.redistribute import arrived, take
 
@@ -162,6 +162,12 @@ class RaggedDTensor(DTensor):
             raise ValueError(f"this rank's part of {sharding.describe()} is not one interval of its elements")
         base = sum(o * s for o, s in zip(offsets, sharding.stride, strict=True)) if sharding.section_numel else 0
         return base + sharding.start, base + sharding.end
+
+    def local_intervals(self) -> list[tuple[int, int]]:
+        """The flat elements of the full tensor that this rank holds, in the order of the local tensor's: for most layouts one interval,
+        for a Shard of an inner dimension on another mesh dimension about one for each row; none on a rank without elements."""
+        sharding = sharding_of(self._spec)
+        return intervals(tuple(sharding.shape), sharding.boxes())
 
     # -- dispatch and the tensor's own machinery -----------------------------------------------------------------------
 
