@@ -163,9 +163,10 @@ class GatheredView(DTensor):
 
 
 def writes_of(tensor: Any) -> int:
-    """How often a ragged tensor was written: in place, through a list, through its local tensor."""
+    """How often a ragged tensor was written: in place, through a list, through its local tensor, or that of the tensor it is a view of."""
     try:
-        return int(tensor._version + tensor._local_tensor._version)
+        through = getattr(tensor, "_written_through", ())
+        return int(tensor._version + tensor._local_tensor._version + sum(t._version for t in through))
     except RuntimeError:  # tensors made in inference mode don't count
         return 0
 

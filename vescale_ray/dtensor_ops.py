@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
 from vescale_ray.dtensor_fallback import HIDDEN_WRITES, Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target, take_first_ranks
@@ -444,12 +444,30 @@ def _reshape(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
         return NotImplemented
     sharding = sharding_of(x._spec)
     shape = tuple(func(meta_like(sharding.shape, x.dtype), *args[1:], **kwargs).shape)
-    if shape == tuple(sharding.shape):
-        return wrap(cls, torch.ops.aten.alias.default(x._local_tensor), x._spec)
-    target = sharding.reshaped(shape)
+    target = sharding if shape == tuple(sharding.shape) else sharding.reshaped(shape)
     if target is None:
         return NotImplemented
-    return wrap(cls, torch.ops.aten.view.default(x._local_tensor, target.local_shape), target.spec(x.dtype))
+    return _view(cls, x, torch.ops.aten.view.default(x._local_tensor, target.local_shape), target)
+
+
+def _reinterpret(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """view_as_real, view_as_complex: a number's two parts are the last dimension, which stays on one rank."""
+    x = args[0]
+    if not isinstance(x, cls):
+        return NotImplemented
+    sharding = sharding_of(x._spec)
+    shape = tuple(func(meta_like(sharding.shape, x.dtype)).shape)
+    last = len(sharding.shape) - 1
+    if len(shape) == last and (len(sharding.placement.dims) > last or any(type(p) is Shard and p.dim == last for p in sharding.placements)):
+        return NotImplemented
+    return _view(cls, x, func(x._local_tensor), sharding.resized(shape, () if len(shape) > last else (last,)))
+
+
+def _view(cls: Cls, x: Any, local: Tensor, sharding: Sharding) -> Any:
+    result: Any = wrap(cls, local, sharding.spec(local.dtype))
+    # An alias made down here counts its writes on its own.
+    result._written_through = (x._local_tensor, *getattr(x, "_written_through", ()))
+    return result
 
 
 # -- the rest -------------------------------------------------------------------------------------------------------------
@@ -484,6 +502,7 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("log_normal_", "geometric_"), _random_in_place),
     **dict.fromkeys(("rand_like", "randn_like", "randint_like"), _random_like),
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"), _reshape),
+    **dict.fromkeys(("view_as_real", "view_as_complex"), _reinterpret),
     **dict.fromkeys(REDUCTIONS, reduce_op),
     "max": reduce_op,
     "copy_": _copy,

@@ -20,7 +20,8 @@ from vescale_ray.redistribute import move
 
 # Of one tensor, right for every reduction.
 _SAME = frozenset(
-    "detach detach_ alias clone view _unsafe_view reshape squeeze unsqueeze lift_fresh record_stream is_pinned _pin_memory".split()
+    "detach detach_ alias clone view _unsafe_view reshape squeeze unsqueeze view_as_real view_as_complex lift_fresh record_stream "
+    "is_pinned _pin_memory".split()
 )
 # They look at the layout, not at the values: of the layout with nothing pending.
 _FROM_LAYOUT = frozenset(

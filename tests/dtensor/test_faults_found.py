@@ -231,6 +231,32 @@ def clipping(rank: int, world: int) -> None:
         assert all(torch.equal(whole(t), alone) for t in parameters)
 
 
+def complex_views(rank: int, world: int) -> None:
+    """view_as_real and back are true views, so that for-loop optimizers take complex parameters; copies of views notice every write."""
+    full = torch.complex(values(), values().flip(0))
+    x = ragged(full)
+    parts = torch.view_as_real(x)
+    assert isinstance(parts, RaggedDTensor) and torch.equal(whole(parts), torch.view_as_real(full))
+    parts.mul_(2)
+    assert torch.equal(whole(x), full * 2) and torch.equal(whole(torch.view_as_complex(parts)), full * 2)
+    for make in (
+        lambda params: torch.optim.AdamW(params, lr=0.1, foreach=False, amsgrad=True),
+        lambda params: torch.optim.RMSprop(params, lr=0.1, foreach=False, momentum=0.5),
+    ):
+        p, q = nn.Parameter(ragged(full)), nn.Parameter(full.clone())
+        p.grad, q.grad = ragged(full.sin()), full.sin()
+        make([p]).step()  # type: ignore[no-untyped-call]
+        make([q]).step()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(whole(p), q.detach())
+    for view in (lambda t: t.view(-1)[3], lambda t: t.unsqueeze(0).transpose(1, 2), lambda t: t[0]):
+        y = ragged(values())
+        copy = view(y)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            y.to_local().mul_(2)
+        with pytest.raises(RuntimeError, match="written since"):
+            whole(copy)
+
+
 def twice(rank: int, world: int) -> None:
     """Second derivatives, through every way into and out of ragged tensors."""
     mesh, full = init_device_mesh("cpu", (3,)), values() / 10
@@ -266,7 +292,10 @@ def quietly(rank: int, world: int, function: Any) -> None:
     function(rank, world)
 
 
-@pytest.mark.parametrize("function", [reductions, versions, refusals, state_dicts, dimensions, results, beside_plain, clipping, twice])
+FOUND = [reductions, versions, refusals, state_dicts, dimensions, results, beside_plain, clipping, complex_views, twice]
+
+
+@pytest.mark.parametrize("function", FOUND)
 def test_what_was_wrong_is_right_or_refused_on_every_rank(function: Any) -> None:
     run(function)
 
