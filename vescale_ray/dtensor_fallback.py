@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map
 
+from vescale_ray.collectives import broadcast
 from vescale_ray.dtensor_operands import GatheredView, derived, gathered, in_torchs_backward, read_only, refuse_leaf, writes_of, written
 from vescale_ray.dtensor_spec import replicated, sharding_of
 from vescale_ray.redistribute import arrived, move
@@ -150,8 +150,9 @@ def _agree(result: Any) -> None:
 def take_first_ranks(local: Tensor, mesh: DeviceMesh, dims: Iterable[int]) -> None:
     for dim in dims:
         if mesh.size(dim) > 1:
-            group = mesh.get_group(dim)
-            dist.broadcast(local, src=dist.get_global_rank(group, 0), group=group)
+            work = broadcast(local, 0, mesh.get_group(dim))
+            if work is not None:
+                work.wait()
 
 
 def plain_target(func: Any, target: Any) -> ValueError:

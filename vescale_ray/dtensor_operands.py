@@ -214,6 +214,10 @@ class DerivedDTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return unpickled_derived, (self._local_tensor.detach(), self.device_mesh, self.placements, tuple(self.shape), self.requires_grad)
 
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """What a compiled function expects of the gradient of this result: reduced, and as :func:`whole_of` gives it back."""
+        return _derived(_settled(self)) if _is_pending(self) else self
+
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> DerivedDTensor:
         plain = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
@@ -238,7 +242,7 @@ class DerivedDTensor(DTensor):
             targets = tree_leaves(written(func, writes, args, kwargs))
             if targets and not any(isinstance(t, DTensor) for t in targets):
                 return _write_plain(func, args, kwargs)
-            return _write_pending(func, args, kwargs)
+            return _write_pending(func, targets, args, kwargs)
         operands = [v for v in tree_leaves((args, kwargs)) if isinstance(v, DTensor)]
         if name == "aten::_to_copy" or any(v._spec is not operands[0]._spec for v in operands[1:]):
             # A cast of every rank's contribution is not the cast of the whole; and torch joins operands of several kinds by making
@@ -289,8 +293,8 @@ def _write_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*tree_map(number, args), **tree_map(number, kwargs))
 
 
-def _write_pending(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """In place, ``out=`` and ``*_like``: reduce first, then write; the same objects come back."""
+def _write_pending(func: Any, targets: list[Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """In place, ``out=`` and ``*_like``: reduce first, then write; the same objects come back. What is only read stays pending."""
     stand_ins: list[tuple[DerivedDTensor, DTensor]] = []
 
     def stand_in(value: Any) -> Any:
@@ -304,7 +308,8 @@ def _write_pending(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     result = func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
     for value, plain in stand_ins:
-        value._local_tensor, value._spec = plain._local_tensor, plain._spec
+        if any(value is t for t in targets):
+            value._local_tensor, value._spec = plain._local_tensor, plain._spec
     return tree_map(lambda r: next((value for value, plain in stand_ins if plain is r), r), result)
 
 

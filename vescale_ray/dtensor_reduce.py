@@ -14,10 +14,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from vescale_ray.collectives import all_reduce
 from vescale_ray.dtensor_operands import derived, gathered, meta_like, operand
 from vescale_ray.dtensor_spec import Sharding, norm_partial, sharding_of, wrap
 from vescale_ray.geometry import Shape
@@ -50,7 +50,7 @@ def reduce_op(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[s
         return NotImplemented  # any() and all() over no dimension leave every element
     value = _local_value(name, local, sharding, dtype, order)
     if name in ("any", "all"):
-        joined = _join(value, dist.ReduceOp.MAX if name == "any" else dist.ReduceOp.MIN, sharding)
+        joined = _join(value, "max" if name == "any" else "min", sharding)
         return _result(joined.view(whole_shape), Replicate(), sharding)
     return _result(value.reshape(whole_shape), _PENDING[name] or norm_partial(order), sharding)
 
@@ -116,7 +116,7 @@ def _compared(cls: type[DTensor], compare: Callable[..., bool], args: Sequence[A
     sharding = next(sharding_of(v._spec) for v in args[:2] if isinstance(v, cls) and v.shape == shape)
     left, right = (operand(cls, v, sharding, compare.__name__) for v in args[:2])
     same = compare(left, right, *args[2:], **kwargs)
-    return bool(_join(torch.tensor(same, device=left.device), dist.ReduceOp.MIN, sharding).item())
+    return bool(_join(torch.tensor(same, device=left.device), "min", sharding).item())
 
 
 def scalar(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -136,7 +136,7 @@ def amp_unscale(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict
     if not torch.is_inference_mode_enabled():
         torch.autograd.graph.increment_version([t for g in ragged for t in (g, g._local_tensor)])
     for sharding in cut.values():
-        found_inf.copy_(_join(found_inf, dist.ReduceOp.MAX, sharding))
+        found_inf.copy_(_join(found_inf, "max", sharding))
 
 
 @lru_cache(maxsize=4096)
@@ -159,14 +159,14 @@ def _result(value: Tensor, partial: Placement, sharding: Sharding) -> DTensor:
     return derived(value, sharding.reduced_spec(partial, value.shape, value.dtype))
 
 
-def _join(value: Tensor, op: Any, sharding: Sharding) -> Tensor:
+def _join(value: Tensor, op: str, sharding: Sharding) -> Tensor:
     """All-reduce one number (bool travels as int32) over the ranks that share the tensor."""
     dims = [] if value.is_meta else [dim for dim in sharding.cut_dims() if sharding.mesh.size(dim) > 1]
     if not dims:
         return value
     moved = value.to(torch.int32) if value.dtype is torch.bool else value.clone()
     for dim in dims:
-        dist.all_reduce(moved, op=op, group=sharding.mesh.get_group(dim))
+        all_reduce(moved, op, sharding.mesh.get_group(dim))
     return moved.to(value.dtype)
 
 

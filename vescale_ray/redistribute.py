@@ -35,7 +35,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.utils._pytree import tree_map_only
 
-from vescale_ray.compat import all_gather_single, reduce_scatter_single
+from vescale_ray import collectives
+from vescale_ray.collectives import all_gather, all_reduce, all_to_all, broadcast
 from vescale_ray.dtensor_spec import (
     Placements,
     Sharding,
@@ -52,7 +53,7 @@ from vescale_ray.placement import RaggedShard
 Slices = tuple[slice, ...]
 
 # What every backend moves as it is. The rest (bool, float8, int16, complex, ..) travels as bytes: gloo rejects them.
-_MOVABLE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8})
+MOVABLE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8})
 
 _COMBINE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
@@ -137,16 +138,16 @@ def gather(local: torch.Tensor, sharding: Sharding) -> Transfer:
         return Transfer(flat.clone().view(shape) if numel else local.new_empty(shape))
     counts, group = _counts(sharding), _group(sharding)
     out = flat.new_empty(numel)
-    raw_out, raw, size = _movable(out), _movable(flat), flat.dtype.itemsize if flat.dtype not in _MOVABLE else 1
+    raw_out, raw, size = movable(out), movable(flat), flat.dtype.itemsize if flat.dtype not in MOVABLE else 1
     if max(counts) == numel:
         if flat.numel():
             out.copy_(flat)
-        work = dist.broadcast(raw_out, src=dist.get_global_rank(group, counts.index(numel)), group=group, async_op=True)
+        work = broadcast(raw_out, counts.index(numel), group)
     elif max(counts) * world == numel:
-        work = all_gather_single(raw_out, raw, group=group, async_op=True)
+        work = all_gather(raw_out, raw, group)
     else:
         given, wanted = [flat.numel() * size] * world, [n * size for n in counts]
-        work = dist.all_to_all_single(raw_out, raw.repeat(world), wanted, given, group=group, async_op=True)
+        work = all_to_all(raw_out, raw.repeat(world), wanted, given, group)
     return Transfer(out.view(shape), work)
 
 
@@ -176,13 +177,13 @@ def reduce_scatter(full: torch.Tensor, sharding: Sharding, op: str) -> Transfer:
     counts, group = _counts(sharding), _group(sharding)
     mine = counts[sharding.rank]
     out = flat.new_empty(mine)
-    if op in ("sum", "avg") and max(counts) * world == sharding.section_numel and flat.dtype in _MOVABLE:
-        work = reduce_scatter_single(out, flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    if op in ("sum", "avg") and max(counts) * world == sharding.section_numel and flat.dtype in MOVABLE:
+        work = collectives.reduce_scatter(out, flat, group)
         finish = (lambda: out.copy_(out / world)) if op == "avg" else None
         return Transfer(out.view(sharding.local_shape), work, finish)
-    parts, size = flat.new_empty(world * mine), flat.dtype.itemsize if flat.dtype not in _MOVABLE else 1
+    parts, size = flat.new_empty(world * mine), flat.dtype.itemsize if flat.dtype not in MOVABLE else 1
     given, wanted = [n * size for n in counts], [mine * size] * world
-    work = dist.all_to_all_single(_movable(parts), _movable(flat), wanted, given, group=group, async_op=True)
+    work = all_to_all(movable(parts), movable(flat), wanted, given, group)
     return Transfer(out.view(sharding.local_shape), work, lambda: out.copy_(_COMBINE[op](parts.view(world, mine))))
 
 
@@ -197,10 +198,10 @@ def exchange(local: torch.Tensor, source: Sharding, target: Sharding) -> Transfe
     if before == after:
         return Transfer(flat.clone().view(target.local_shape))
     out = flat.new_empty(target.end - target.start)
-    size = flat.dtype.itemsize if flat.dtype not in _MOVABLE else 1
+    size = flat.dtype.itemsize if flat.dtype not in MOVABLE else 1
     given = [max(0, min(source.end, end) - max(source.start, start)) * size for start, end in after]
     wanted = [max(0, min(target.end, end) - max(target.start, start)) * size for start, end in before]
-    work = dist.all_to_all_single(_movable(out), _movable(flat), wanted, given, group=_group(source), async_op=True)
+    work = all_to_all(movable(out), movable(flat), wanted, given, _group(source))
     return Transfer(out.view(target.local_shape), work)
 
 
@@ -235,12 +236,12 @@ def exchange_boxes(
         put[k][to] = have[i][from_]
     outgoing = [have[i][part].reshape(-1) for pieces in plan.sends for i, part in pieces]
     landing = [put[k][part] for pieces in plan.receives for k, part in pieces]
-    size = local.dtype.itemsize if local.dtype not in _MOVABLE else 1
+    size = local.dtype.itemsize if local.dtype not in MOVABLE else 1
     given = [sum(have[i][part].numel() for i, part in pieces) * size for pieces in plan.sends]
     wanted = [sum(put[k][part].numel() for k, part in pieces) * size for pieces in plan.receives]
     sent = torch.cat(outgoing) if outgoing else local.new_empty(0)
     got = local.new_empty(sum(wanted) // size)
-    work = dist.all_to_all_single(_movable(got), _movable(sent), wanted, given, group=group, async_op=True)
+    work = all_to_all(movable(got), movable(sent), wanted, given, group)
 
     def finish() -> None:
         for view, segment in zip(landing, got.split([v.numel() for v in landing]), strict=True):
@@ -491,7 +492,7 @@ def _reduced(local: torch.Tensor, mesh: DeviceMesh, dim: int, placement: Placeme
         return local
     if type(placement) is Partial and placement.reduce_op == "avg":  # gloo has none
         total = arrived(local).detach().clone()
-        dist.all_reduce(total, group=mesh.get_group(dim))
+        all_reduce(total, "sum", mesh.get_group(dim))
         return total.div_(mesh.size(dim))
     value = arrived(local)
     # One number of 16 bits: rounded once, after the sum. (Larger ones travel as they are.)
@@ -500,7 +501,7 @@ def _reduced(local: torch.Tensor, mesh: DeviceMesh, dim: int, placement: Placeme
     if value.is_floating_point() and type(placement) is Partial and placement.reduce_op in ("max", "min"):
         # A maximum over the ranks loses a NaN on gloo, depending on where it is; the plain tensor's is NaN.
         lost = value.detach().isnan().to(torch.int32)
-        dist.all_reduce(lost, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        all_reduce(lost, "max", mesh.get_group(dim))
         total = torch.where(lost > 0, torch.full_like(total, math.nan), total)
     return total
 
@@ -514,9 +515,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return arrived(tensor).detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def _movable(flat: torch.Tensor) -> torch.Tensor:
+def movable(flat: torch.Tensor) -> torch.Tensor:
     """What the backend is given: the elements, or their bytes where it doesn't know the dtype."""
-    return flat if flat.dtype in _MOVABLE else flat.view(torch.uint8)
+    return flat if flat.dtype in MOVABLE else flat.view(torch.uint8)
 
 
 def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> Slices:

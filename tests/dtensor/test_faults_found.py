@@ -292,7 +292,28 @@ def quietly(rank: int, world: int, function: Any) -> None:
     function(rank, world)
 
 
-FOUND = [reductions, versions, refusals, state_dicts, dimensions, results, beside_plain, clipping, complex_views, twice]
+def compiled(rank: int, world: int) -> None:
+    """Compiled functions whose collectives a graph would not wait for, forward and backward."""
+    full = torch.randn(64, 640, generator=torch.Generator().manual_seed(0))
+    functions: list[Any] = [
+        lambda t: (t.full_tensor() if isinstance(t, RaggedDTensor) else t) * 2,
+        lambda t: t @ t.t(),
+        lambda t: (t.redistribute(placements=[RaggedShard((0,), (3, 1, 4))]) if isinstance(t, RaggedDTensor) else t) + (t > 0).any(),
+        lambda t: (t * 2).sin().sum(),
+    ]
+    for function in functions:
+        torch._dynamo.reset()
+        run = torch.compile(function, backend="aot_eager")
+        for scale in (1.0, 2.0):
+            p, q = ragged(full * scale).requires_grad_(), (full * scale).requires_grad_()
+            found, expected = whole(run(p)), function(q)
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-2)
+            found.sum().backward()
+            expected.sum().backward()
+            torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-3, atol=1e-2)
+
+
+FOUND = [reductions, versions, refusals, state_dicts, dimensions, results, beside_plain, clipping, complex_views, compiled, twice]
 
 
 @pytest.mark.parametrize("function", FOUND)
