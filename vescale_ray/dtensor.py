@@ -34,7 +34,7 @@ from vescale_ray.dtensor_ops import RaggedFallbackWarning, dispatch, wrap
 from vescale_ray.dtensor_spec import make_spec, ragged_mesh_dim, replicated, sharding_of
 from vescale_ray.geometry import Box, Shape, intervals
 from vescale_ray.placement import RaggedShard
-from vescale_ray.redistribute import arrived, take
+from vescale_ray.transfer import arrived, take
 
 __all__ = ["RaggedDTensor", "RaggedFallbackWarning", "RaggedShard", "distribute_tensor", "local_interval", "redistribute"]
 

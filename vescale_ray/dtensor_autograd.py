@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from vescale_ray.dtensor_spec import contiguous_stride, make_spec, ragged_mesh_dim, replicated, settled_placements, wrap
-from vescale_ray.redistribute import ArrivingTensor, arrived, move, plain_spec, start
+from vescale_ray.redistribute import move, plain_spec, start
+from vescale_ray.transfer import ArrivingTensor, arrived
 
 Cls = type[DTensor]
 """What the tensors become: RaggedDTensor, or DerivedDTensor. Handed in, because both are made of what is here."""

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vescale_ray.collectives import broadcast
 from vescale_ray.dtensor_operands import GatheredView, derived, gathered, in_torchs_backward, read_only, refuse_leaf, writes_of, written
 from vescale_ray.dtensor_spec import replicated, sharding_of
-from vescale_ray.redistribute import arrived, move
+from vescale_ray.redistribute import move
+from vescale_ray.transfer import arrived
 
 Cls = type[DTensor]
 Handler = Callable[[Cls, Any, Sequence[Any], dict[str, Any]], Any]

@@ -25,15 +25,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from vescale_ray.dtensor_fallback import HIDDEN_WRITES, Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target, take_first_ranks
-from vescale_ray.dtensor_operands import gathered, meta_like, operand, schema_facts, spread, written
+from vescale_ray.dtensor_fallback import HIDDEN_WRITES, Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target
+from vescale_ray.dtensor_operands import gathered, operand, schema_facts, spread, written
 from vescale_ray.dtensor_pending import any_pending, on_pending
 from vescale_ray.dtensor_reduce import REDUCTIONS, allclose, amp_unscale, equal, foreach_max, foreach_norm, reduce_op, scalar
 from vescale_ray.dtensor_spec import Sharding, contiguous_stride, replicated, sharding_of, wrap
-from vescale_ray.redistribute import move, plain_spec, view_of
+from vescale_ray.dtensor_views import random_in_place, random_like, reinterpret, reshape
+from vescale_ray.redistribute import move, plain_spec
+from vescale_ray.transfer import view_of
 
 __all__ = ["RaggedFallbackWarning", "dispatch", "wrap"]
 
@@ -398,78 +400,6 @@ def _broadcasts(shape: Sequence[int], into: Sequence[int]) -> bool:
     return len(shape) <= len(into) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(into), strict=False))
 
 
-# -- random ---------------------------------------------------------------------------------------------------------------
-
-
-def _random_in_place(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """uniform_, normal_, ..: every rank draws the whole tensor and keeps its part, so that with equal seeds the values are those
-    of one device, whatever the layout. Costs one whole tensor of memory for the moment. Replicas take the first one's values.
-    """
-    x = args[0]
-    if not isinstance(x, cls) or any(isinstance(v, Tensor) for v in (*args[1:], *kwargs.values())):
-        return NotImplemented
-    sharding = sharding_of(x._spec)
-    full = x._local_tensor.new_empty(sharding.shape)
-    func(full, *args[1:], **kwargs)
-    _keep_part(x._local_tensor, full, sharding)
-    return x
-
-
-def _random_like(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    if not isinstance(x, cls) or "out" in kwargs:
-        return NotImplemented
-    sharding = sharding_of(x._spec)
-    full = func(x._local_tensor.new_empty(sharding.shape), *args[1:], **{k: v for k, v in kwargs.items() if k != "memory_format"})
-    local = full.new_empty(sharding.local_shape)
-    _keep_part(local, full, sharding)
-    return wrap(cls, local, x._spec)
-
-
-def _keep_part(local: Tensor, full: Tensor, sharding: Sharding) -> None:
-    local.copy_(view_of(full, sharding))
-    if local.is_meta:
-        return
-    cut = sharding.cut_dims()
-    take_first_ranks(local, sharding.mesh, [dim for dim in range(sharding.mesh.ndim) if dim not in cut])
-
-
-# -- views ----------------------------------------------------------------------------------------------------------------
-
-
-def _reshape(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """view, squeeze, unsqueeze: row-major elements keep their order, so the same interval is a part of the new shape."""
-    x = args[0]
-    if not isinstance(x, cls) or (len(args) > 1 and isinstance(args[1], torch.dtype)):
-        return NotImplemented
-    sharding = sharding_of(x._spec)
-    shape = tuple(func(meta_like(sharding.shape, x.dtype), *args[1:], **kwargs).shape)
-    target = sharding if shape == tuple(sharding.shape) else sharding.reshaped(shape)
-    if target is None:
-        return NotImplemented
-    return _view(cls, x, torch.ops.aten.view.default(x._local_tensor, target.local_shape), target)
-
-
-def _reinterpret(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """view_as_real, view_as_complex: a number's two parts are the last dimension, which stays on one rank."""
-    x = args[0]
-    if not isinstance(x, cls):
-        return NotImplemented
-    sharding = sharding_of(x._spec)
-    shape = tuple(func(meta_like(sharding.shape, x.dtype)).shape)
-    last = len(sharding.shape) - 1
-    if len(shape) == last and (len(sharding.placement.dims) > last or any(type(p) is Shard and p.dim == last for p in sharding.placements)):
-        return NotImplemented
-    return _view(cls, x, func(x._local_tensor), sharding.resized(shape, () if len(shape) > last else (last,)))
-
-
-def _view(cls: Cls, x: Any, local: Tensor, sharding: Sharding) -> Any:
-    result: Any = wrap(cls, local, sharding.spec(local.dtype))
-    # An alias made down here counts its writes on its own.
-    result._written_through = (x._local_tensor, *getattr(x, "_written_through", ()))
-    return result
-
-
 # -- the rest -------------------------------------------------------------------------------------------------------------
 
 
@@ -498,11 +428,11 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like"), _local_unary),
     **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"), _new),
     **dict.fromkeys(("zero_", "record_stream", "detach_"), _in_place_local),
-    **dict.fromkeys(("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_"), _random_in_place),
-    **dict.fromkeys(("log_normal_", "geometric_"), _random_in_place),
-    **dict.fromkeys(("rand_like", "randn_like", "randint_like"), _random_like),
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"), _reshape),
-    **dict.fromkeys(("view_as_real", "view_as_complex"), _reinterpret),
+    **dict.fromkeys(("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_"), random_in_place),
+    **dict.fromkeys(("log_normal_", "geometric_"), random_in_place),
+    **dict.fromkeys(("rand_like", "randn_like", "randint_like"), random_like),
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"), reshape),
+    **dict.fromkeys(("view_as_real", "view_as_complex"), reinterpret),
     **dict.fromkeys(REDUCTIONS, reduce_op),
     "max": reduce_op,
     "copy_": _copy,

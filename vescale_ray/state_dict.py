@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor import RaggedDTensor, RaggedShard, distribute_tensor
-from vescale_ray.redistribute import MOVABLE, movable
+from vescale_ray.transfer import MOVABLE, movable
 
 __all__ = [
     "StateDictOptions",
