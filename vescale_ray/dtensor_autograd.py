@@ -71,6 +71,8 @@ class Redistribute(torch.autograd.Function):
         ctx.placements, ctx.dtype, ctx.backward_dtype, ctx.cls = settled_placements(tensor.placements), tensor.dtype, backward_dtype, cls
         source = tensor if forward_dtype is None else cast(DTensor, tensor.to(forward_dtype))
         transfer, spec = start(source._local_tensor, source._spec, placements)
+        if async_op:
+            transfer.watch(tensor)
         local = ArrivingTensor.of(transfer) if async_op else transfer.wait()
         local = local if isinstance(local, ArrivingTensor) else local.detach()
         return wrap(cls, local, spec) if ragged_mesh_dim(spec.placements) is not None else DTensor(local, spec, requires_grad=False)

@@ -17,10 +17,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vescale_ray.collectives import broadcast
-from vescale_ray.dtensor_operands import GatheredView, derived, gathered, in_torchs_backward, read_only, refuse_leaf, writes_of, written
+from vescale_ray.dtensor_operands import GatheredView, derived, gathered, in_torchs_backward, read_only, refuse_leaf, written
 from vescale_ray.dtensor_spec import replicated, sharding_of
 from vescale_ray.redistribute import move
-from vescale_ray.transfer import arrived
+from vescale_ray.transfer import arrived, writes_of
 
 Cls = type[DTensor]
 Handler = Callable[[Cls, Any, Sequence[Any], dict[str, Any]], Any]

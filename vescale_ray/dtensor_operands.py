@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vescale_ray.dtensor_autograd import whole_of
 from vescale_ray.dtensor_spec import Sharding, pending_spec, replicated, sharding_of, wrap
 from vescale_ray.redistribute import move
+from vescale_ray.transfer import writes_of
 
 
 def operand(cls: type[DTensor], value: Any, sharding: Sharding, op: str) -> Any:
@@ -160,15 +161,6 @@ class GatheredView(DTensor):
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
         self.check("redistribute")
         return super().redistribute(*args, **kwargs)
-
-
-def writes_of(tensor: Any) -> int:
-    """How often a ragged tensor was written: in place, through a list, through its local tensor, or that of the tensor it is a view of."""
-    try:
-        through = getattr(tensor, "_written_through", ())
-        return int(tensor._version + tensor._local_tensor._version + sum(t._version for t in through))
-    except RuntimeError:  # tensors made in inference mode don't count
-        return 0
 
 
 TENSOR_DATA = cast(Any, torch.Tensor.__dict__.get("data") or torch._C.TensorBase.__dict__["data"])

@@ -41,10 +41,15 @@ COMBINE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class Transfer:
     """A local tensor that is on its way: ``out`` is complete after :meth:`wait`, which may be called again."""
 
-    __slots__ = ("_finish", "_work", "out")
+    __slots__ = ("_finish", "_source", "_work", "out")
 
     def __init__(self, out: torch.Tensor, work: Any = None, finish: Callable[[], object] | None = None) -> None:
         self.out, self._work, self._finish = out, work, finish
+        self._source: tuple[torch.Tensor, int] | None = None
+
+    def watch(self, source: torch.Tensor) -> None:
+        """Refuse the result if ``source``, which the collective reads, is written before it was waited for."""
+        self._source = source, writes_of(source)
 
     @property
     def done(self) -> bool:
@@ -56,6 +61,12 @@ class Transfer:
             work.wait()
         if finish is not None:
             finish()  # writes into out
+        source, self._source = self._source, None
+        if source is not None and writes_of(source[0]) != source[1]:
+            raise RuntimeError(
+                "a ragged tensor was written while an asynchronous redistribution was reading it: use the result, or wait() for it, before "
+                "writing the tensor that it was made of"
+            )
         return self.out
 
 
@@ -91,6 +102,15 @@ class ArrivingTensor(AsyncCollectiveTensor):
 
         args, kwargs = tree_map_only(AsyncCollectiveTensor, arrived, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def writes_of(tensor: Any) -> int:
+    """How often a ragged tensor was written: in place, through a list, through its local tensor, or that of the tensor it is a view of."""
+    try:
+        through = getattr(tensor, "_written_through", ())
+        return int(tensor._version + tensor._local_tensor._version + sum(t._version for t in through))
+    except RuntimeError:  # tensors made in inference mode don't count
+        return 0
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:

@@ -292,6 +292,23 @@ def quietly(rank: int, world: int, function: Any) -> None:
     function(rank, world)
 
 
+def asynchronous(rank: int, world: int) -> None:
+    """A write into what an asynchronous redistribution is reading: whether it came in time nobody can tell, so its result is refused."""
+    for write in (lambda t: t.mul_(2), lambda t: t.to_local().mul_(2), lambda t: torch._foreach_zero_([t])):
+        x = ragged(values())
+        for placements in ([RaggedShard((0, 1), (3, 1, 4))], [Replicate()], [Shard(1)]):
+            early = x.redistribute(placements=placements, async_op=True)
+            assert torch.equal(whole(early * 1.0), values()), "nothing was written"
+            late = x.redistribute(placements=placements, async_op=True)
+            with torch.no_grad():
+                write(x)  # type: ignore[no-untyped-call]
+            with pytest.raises(RuntimeError, match="was written while an asynchronous redistribution was reading it"):
+                late * 1.0
+            assert torch.equal(whole(early * 1.0), values()), "what had arrived is its own"
+            with torch.no_grad():
+                x.copy_(values())
+
+
 def compiled(rank: int, world: int) -> None:
     """Compiled functions whose collectives a graph would not wait for, forward and backward."""
     full = torch.randn(64, 640, generator=torch.Generator().manual_seed(0))
@@ -313,7 +330,20 @@ def compiled(rank: int, world: int) -> None:
             torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-3, atol=1e-2)
 
 
-FOUND = [reductions, versions, refusals, state_dicts, dimensions, results, beside_plain, clipping, complex_views, compiled, twice]
+FOUND = [
+    reductions,
+    versions,
+    refusals,
+    state_dicts,
+    dimensions,
+    results,
+    beside_plain,
+    clipping,
+    complex_views,
+    asynchronous,
+    compiled,
+    twice,
+]
 
 
 @pytest.mark.parametrize("function", FOUND)
