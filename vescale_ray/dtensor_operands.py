@@ -228,6 +228,9 @@ class DerivedDTensor(DTensor):
                 value = torch.stack([t._local_tensor for t in args[0]])
                 return derived(value, pending_spec(spec.mesh, spec.placements, value.shape, value.dtype))
         kwargs = kwargs or {}
+        if name == "aten::allclose":  # torch has no rule for it
+            left, right = (whole_of(v) if isinstance(v, DTensor) else v for v in args[:2])
+            return bool(torch.allclose(left, right, *args[2:], **kwargs))
         writes = schema_facts(func)[0]
         if writes or name.endswith("_like") or name.startswith("aten::new_"):
             # torch would keep the placement, so that filling it with 1 on each rank makes a "sum" of as many ones.

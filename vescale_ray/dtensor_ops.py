@@ -291,10 +291,15 @@ def _foreach_ragged(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, 
             local.append(_whole(cls, value))
             continue
         items = []
+        # A fused optimizer writes gradients only to unscale them.
+        written_to = argument.name in writes and not (argument.name == "grads" and kwargs.get("grad_scale") is None)
         for item, sharding in zip(value, shardings, strict=True):
-            if argument.name in writes and not (isinstance(item, cls) and sharding_of(item._spec).same_layout(sharding)):
+            if written_to and not (isinstance(item, cls) and sharding_of(item._spec).same_layout(sharding)):
                 if isinstance(item, DTensor) or item.ndim:
-                    raise ValueError(f"{name} would write a tensor of shape {tuple(item.shape)} along with {sharding.describe()}")
+                    raise ValueError(
+                        f"{name} would write {argument.name} of shape {tuple(item.shape)} along with {sharding.describe()}: "
+                        "redistribute it to the same placements first"
+                    )
             items.append(operand(cls, item, sharding, name))
         local.append(items)
     result = func(*local, **{k: _foreach_keyword(cls, v) for k, v in kwargs.items()})

@@ -220,6 +220,13 @@ def clipping(rank: int, world: int) -> None:
             torch.testing.assert_close(norm, torch.linalg.vector_norm(expected, order), rtol=5e-3, atol=0)
             for grad, before in ((whole(p.grad), full * 3), (q.grad, full * 2)):
                 torch.testing.assert_close(grad, before / norm)
+    for fused in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):  # gradients that had to be gathered
+        p, q = nn.Parameter(ragged(full)), nn.Parameter(full.clone())
+        for t in (p, q):
+            whole((t @ t.t()).sum()).backward()
+            fused([t], lr=0.1, fused=True).step()  # type: ignore[operator]
+        torch.testing.assert_close(whole(p), q.detach())
+        assert torch.allclose(p.norm(), q.norm()) and not torch.allclose(p.sum(), q.sum() + 1)
     for foreach in (True, False):
         parameters = [nn.Parameter(t) for t in (ragged(full), full.clone(), torch_distribute(full.clone(), p.device_mesh, [Shard(0)]))]
         for t in parameters:
