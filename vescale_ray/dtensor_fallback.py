@@ -113,6 +113,8 @@ def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
         for target in written_to:
             if value is target._local_tensor:
                 return target
+        if value.layout is not torch.strided:
+            raise RuntimeError(f"{func} gives a tensor of layout {value.layout}, which no DTensor can hold: call it on full_tensor()")
         value = value.resolve_conj().resolve_neg()
         meta = TensorMeta(value.shape, value.stride(), value.dtype)
         return derived(value, DTensorSpec(mesh, replicated(mesh), tensor_meta=meta))

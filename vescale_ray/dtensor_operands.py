@@ -58,9 +58,12 @@ def operand(cls: type[DTensor], value: Any, sharding: Sharding, op: str) -> Any:
 
 def in_torchs_backward() -> bool:
     """Whether a derivative formula of torch's own is running: a plain tensor that it made (ones to join with a gradient) is whole, and the
-    same on every rank. Not so for a Function of the user's, nor for what hooks do."""
+    same on every rank. Not so for a Function of the user's, nor for what hooks do; and the formula for a product over a dimension is
+    another one for tensor subclasses, which gives 0 where that for plain tensors gives NaN."""
     node = torch._C._current_autograd_node()
-    return node is not None and not isinstance(node, BackwardCFunction) and "AccumulateGrad" not in node.name()
+    if node is None or isinstance(node, BackwardCFunction):
+        return False
+    return not any(name in node.name() for name in ("AccumulateGrad", "ProdBackward"))
 
 
 def refuse_leaf(op: Any, value: Tensor, meets: str) -> None:
