@@ -351,7 +351,7 @@ def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: dict[str,
         if value.ndim == 0:
             refuse_leaf(func, value, what)
             return value
-        if in_torchs_backward():
+        if value.numel() == 1 or in_torchs_backward():
             return DTensor.from_local(value, mesh, replicated(mesh), run_check=False)
         raise ValueError(
             f"{func}: a plain tensor of shape {tuple(value.shape)} meets {what}: "
