@@ -211,15 +211,16 @@ def _load_one(
 
 
 def _fill(checkpoint: Checkpoint, tensors: Mapping[tuple[str, str], torch.Tensor], world: int, rank: int) -> None:
-    parts: list[LocalPart] = []
+    parts: list[tuple[LocalPart, torch.Tensor]] = []
     ranges: list[Range] = []
     for (name, kind), tensor in tensors.items():
         part = local_part(name, tensor, world, rank)
-        parts.append(part)
-        ranges.append((name, kind, part.start, part.end, part.flat()))
+        flat = part.flat()
+        parts.append((part, flat))
+        ranges += [(name, kind, start, end, piece) for start, end, piece in part.pieces(flat)]
     with torch.no_grad():
         checkpoint.read_ranges(ranges)
-        for part, (*_, flat) in zip(parts, ranges, strict=True):
+        for part, flat in parts:
             if not part.shared:
                 part.local.copy_(flat.view(part.local.shape))
 
@@ -229,10 +230,10 @@ def _pieces(flat: Flat, world: int, rank: int) -> list[ShardPiece]:
     writes = owners(list(parts.values()))
     pieces = []
     for ((name, kind), part), mine in zip(parts.items(), writes, strict=True):
-        # Also what another replica writes is named, empty: so that every rank lists every tensor in the same order.
-        end = part.end if mine else part.start
-        data = part.flat() if mine else torch.empty(0, dtype=part.dtype)
-        pieces.append(ShardPiece(name, kind, part.start, end, part.shape, part.dtype, data))
+        if mine and part.intervals:
+            pieces += [ShardPiece(name, kind, start, end, part.shape, part.dtype, data) for start, end, data in part.pieces(part.flat())]
+        else:  # also what another replica writes is named, empty: so that every rank lists every tensor in the same order
+            pieces.append(ShardPiece(name, kind, 0, 0, part.shape, part.dtype, torch.empty(0, dtype=part.dtype)))
     return pieces
 
 

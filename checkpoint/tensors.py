@@ -1,18 +1,22 @@
 """What part of a tensor this rank holds, for every sort of tensor: plain, DTensor, RaggedDTensor.
 
-A tensor is read through duck typing: whatever has ``local_interval()`` and ``to_local()`` is a ragged shard. Nothing here
-communicates.
+A tensor is read through duck typing: whatever has ``local_intervals()`` and ``to_local()`` is a ragged shard. Nothing here
+communicates. A part is a list of flat intervals: one for nearly every layout, one for each row where a mesh dimension shards columns.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from vescale_ray.geometry import intervals
 
 
 @runtime_checkable
@@ -22,22 +26,22 @@ class Ragged(Protocol):
     @property
     def shape(self) -> torch.Size: ...
 
-    def local_interval(self) -> tuple[int, int]: ...
+    def local_intervals(self) -> list[tuple[int, int]]: ...
 
     def to_local(self) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
 class LocalPart:
-    """Flat elements ``[start, end)`` of a tensor of ``shape``, held by this rank as ``local`` (the tensor's own storage).
+    """Flat elements of a tensor of ``shape``, held by this rank as ``local`` (the tensor's own storage): ``intervals`` of them, each
+    ``[start, end)``, none empty, in the order in which ``local`` has them.
 
-    ``replicas`` ranks hold the same interval, this one being number ``replica`` of them.
+    ``replicas`` ranks hold the same part, this one being number ``replica`` of them.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    start: int
-    end: int
+    intervals: Sequence[tuple[int, int]]
     local: torch.Tensor = field(repr=False)
     replicas: int
     replica: int
@@ -51,6 +55,13 @@ class LocalPart:
         """The elements as a flat tensor; shared with ``local`` where that is contiguous."""
         return self.local.contiguous().view(-1)
 
+    def pieces(self, flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Each interval with its elements, a view of ``flat``."""
+        position = 0
+        for start, end in self.intervals:
+            yield start, end, flat[position : position + end - start]
+            position += end - start
+
     @property
     def shared(self) -> bool:
         """Whether writing into :meth:`flat` writes into the tensor."""
@@ -61,23 +72,28 @@ def local_part(name: str, tensor: torch.Tensor, world: int, rank: int) -> LocalP
     """This rank's part of ``tensor``. A plain tensor counts as replicated over all ``world`` ranks.
 
     Raises:
-        ValueError: a placement whose local part is no interval of the flat tensor, or no data: with the remedy.
+        ValueError: a pending reduction, a placement other than Shard and Replicate, or no data: with the remedy.
     """
     if tensor.layout != torch.strided:
         raise ValueError(f"tensor {name!r} has layout {tensor.layout}; only dense tensors can be stored: call to_dense() first")
     with torch.no_grad():
-        if hasattr(tensor, "local_interval"):
+        if hasattr(tensor, "local_intervals"):
             part = _ragged(name, tensor)
         elif isinstance(tensor, DTensor):
             part = _dtensor(name, tensor)
         else:
             numel = tensor.numel()
-            part = LocalPart(tuple(tensor.shape), tensor.dtype, 0, numel, tensor.detach(), world, rank)
+            part = LocalPart(tuple(tensor.shape), tensor.dtype, _one(0, numel), tensor.detach(), world, rank)
     if part.local.is_meta:
         raise ValueError(f"tensor {name!r} is on the meta device, it has no storage; call to_empty(device=...) on the module first")
-    if part.local.numel() != part.end - part.start:
-        raise ValueError(f"tensor {name!r}: the local part has {part.local.numel()} elements, its interval [{part.start}, {part.end})")
+    held = sum(end - start for start, end in part.intervals)
+    if part.local.numel() != held:
+        raise ValueError(f"tensor {name!r}: the local part has {part.local.numel()} elements, its intervals {held}")
     return part
+
+
+def _one(start: int, end: int) -> Sequence[tuple[int, int]]:
+    return [(start, end)] if end > start else []
 
 
 def _ragged(name: str, tensor: Any) -> LocalPart:
@@ -85,45 +101,26 @@ def _ragged(name: str, tensor: Any) -> LocalPart:
     placements = tuple(getattr(tensor, "placements", ()))
     if any(p.is_partial() for p in placements):
         raise ValueError(f"tensor {name!r} has placements {placements}: a reduction is pending; redistribute it before saving or loading")
-    try:
-        start, end = tensor.local_interval()
-    except ValueError as error:
-        raise ValueError(
-            f"tensor {name!r}: {error}; shard it by Shard(0) there, or save and load it with torch.distributed.checkpoint"
-        ) from None
     replicas, replica = 1, 0
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is not None:
         replicas, replica = _replica(mesh, placements)
     local = tensor.to_local().detach()
-    return LocalPart(tuple(tensor.shape), local.dtype, start, end, local, replicas, replica)
+    return LocalPart(tuple(tensor.shape), local.dtype, tensor.local_intervals(), local, replicas, replica)
 
 
 def _dtensor(name: str, tensor: DTensor) -> LocalPart:
-    remedy = "redistribute it to one Shard(0), with Replicate on the other mesh dimensions, before saving or loading"
-    sharded = [(dim, p) for dim, p in enumerate(tensor.placements) if not isinstance(p, Replicate)]
-    if len(sharded) > 1 or any(type(p) is not Shard for _, p in sharded):
-        raise ValueError(f"tensor {name!r} has placements {tensor.placements}, whose local part is no interval of it; {remedy}")
-    mesh = tensor.device_mesh
-    local = tensor.to_local().detach()
-    shape = tuple(tensor.shape)
-    replicas, replica = _replica(mesh, tuple(tensor.placements))
-    if not sharded:
-        return LocalPart(shape, local.dtype, 0, math.prod(shape), local, replicas, replica)
-    mesh_dim, placement = sharded[0]
-    assert isinstance(placement, Shard)
-    # Sharding a later dimension still gives an interval if all dimensions before it have one element.
-    if math.prod(shape[: placement.dim]) != 1:
+    placements = tuple(tensor.placements)
+    if any(type(p) is not Shard and not isinstance(p, Replicate) for p in placements):
         raise ValueError(
-            f"tensor {name!r} of shape {shape} has placements {tensor.placements}, whose local part is no interval of it; {remedy}"
+            f"tensor {name!r} has placements {placements}: only Shard and Replicate say which elements a rank holds; redistribute it to "
+            "Shard(0) on one mesh dimension, with Replicate on the others, before saving or loading"
         )
-    coordinate = mesh.get_local_rank(mesh_dim)
-    rows = shape[placement.dim]
-    inner = math.prod(shape[placement.dim + 1 :])
-    per_rank = -(-rows // mesh.size(mesh_dim))  # torch.chunk: equal parts rounded up, the last ones shorter or empty
-    first = min(rows, coordinate * per_rank)
-    last = min(rows, first + per_rank)
-    return LocalPart(shape, local.dtype, first * inner, last * inner, local, replicas, replica)
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+    local = tensor.to_local().detach()
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    held = intervals(shape, [(tuple(offsets), tuple(sizes))])
+    return LocalPart(shape, local.dtype, held, local, *_replica(mesh, placements))
 
 
 def _replica(mesh: Any, placements: tuple[Placement, ...]) -> tuple[int, int]:

@@ -23,15 +23,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor import distribute_tensor as _torch_distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types
 
-import vescale_ray.dtensor_optimizers  # noqa: F401  (hooks torch's optimizers)
+from vescale_ray.dtensor_autograd import FromLocal, Redistribute, ToLocal, whole_of
+from vescale_ray.dtensor_operands import TENSOR_DATA, formatted, unpickled_derived
 from vescale_ray.dtensor_ops import RaggedFallbackWarning, dispatch, wrap
-from vescale_ray.dtensor_spec import make_spec, ragged_mesh_dim, replicated, settled_placements, sharding_of
-from vescale_ray.geometry import Box, Shape
+from vescale_ray.dtensor_spec import make_spec, ragged_mesh_dim, replicated, sharding_of
+from vescale_ray.geometry import Box, Shape, intervals
 from vescale_ray.placement import RaggedShard
-from vescale_ray.redistribute import ArrivingTensor, arrived, plain_spec, start, take
+from vescale_ray.transfer import arrived, take
 
 __all__ = ["RaggedDTensor", "RaggedFallbackWarning", "RaggedShard", "distribute_tensor", "local_interval", "redistribute"]
 
@@ -80,7 +83,7 @@ class RaggedDTensor(DTensor):
             mine = (tuple(shape), str(local_tensor.dtype), [repr(p) for p in placements], str(fault) if fault else None)
             _compare_with_others(device_mesh, mine, fault)
         assert spec is not None
-        return cast(RaggedDTensor, _FromLocal.apply(local_tensor, spec))
+        return cast(RaggedDTensor, FromLocal.apply(local_tensor, spec, RaggedDTensor))
 
     @classmethod
     def from_spec(cls, local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> RaggedDTensor:
@@ -102,7 +105,7 @@ class RaggedDTensor(DTensor):
         self._local_tensor = arrived(self._local_tensor)
         if not torch.is_grad_enabled():
             return self._local_tensor
-        return cast(Tensor, _ToLocal.apply(self, None if grad_placements is None else tuple(grad_placements)))
+        return cast(Tensor, ToLocal.apply(self, None if grad_placements is None else tuple(grad_placements), RaggedDTensor))
 
     def share_memory_(self) -> NoReturn:
         """Not supported: raises. The memory is that of the local tensor."""
@@ -118,8 +121,9 @@ class RaggedDTensor(DTensor):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor as a plain tensor of fresh memory; one collective; differentiable (the gradient is sliced back)."""
-        full = self.redistribute(placements=replicated(self.device_mesh))
-        return full.to_local(grad_placements=grad_placements)
+        if grad_placements is None:
+            return whole_of(self)
+        return self.redistribute(placements=replicated(self.device_mesh)).to_local(grad_placements=grad_placements)
 
     def redistribute(
         self,
@@ -159,6 +163,12 @@ class RaggedDTensor(DTensor):
         base = sum(o * s for o, s in zip(offsets, sharding.stride, strict=True)) if sharding.section_numel else 0
         return base + sharding.start, base + sharding.end
 
+    def local_intervals(self) -> list[tuple[int, int]]:
+        """The flat elements of the full tensor that this rank holds, in the order of the local tensor's: for most layouts one interval,
+        for a Shard of an inner dimension on another mesh dimension about one for each row; none on a rank without elements."""
+        sharding = sharding_of(self._spec)
+        return intervals(tuple(sharding.shape), sharding.boxes())
+
     # -- dispatch and the tensor's own machinery -----------------------------------------------------------------------
 
     @classmethod
@@ -172,6 +182,9 @@ class RaggedDTensor(DTensor):
         held = f"local elements [{sharding.start}, {sharding.end}){of}: {arrived(self._local_tensor)}"
         return f"RaggedDTensor(shape={tuple(self.shape)}, {held}, mesh={self.device_mesh}, placements=({shown}))"
 
+    def __format__(self, spec: str) -> str:
+        return formatted(self, spec)
+
     @property
     def data(self) -> Tensor:
         """The tensor without its autograd history, sharing memory. Assigning swaps the local tensor, too (DTensor's does not)."""
@@ -182,7 +195,7 @@ class RaggedDTensor(DTensor):
         if not isinstance(value, RaggedDTensor) or not sharding_of(value._spec).same_layout(sharding_of(self._spec)):
             mine = sharding_of(self._spec).describe()
             raise ValueError(f"can't set .data of {mine} to {_describe(value)}: give a RaggedDTensor of the same layout")
-        _TENSOR_DATA.__set__(self, value)
+        TENSOR_DATA.__set__(self, value)
         self._local_tensor, self._spec = value._local_tensor, value._spec
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
@@ -307,7 +320,7 @@ def redistribute(
 ) -> DTensor:
     """``tensor`` under other placements on its mesh, as :meth:`RaggedDTensor.redistribute`; takes torch's own DTensors, too, whose
     ``redistribute`` doesn't know ragged placements."""
-    return cast(DTensor, _Redistribute.apply(tensor, tuple(placements), async_op, forward_dtype, backward_dtype))
+    return cast(DTensor, Redistribute.apply(tensor, tuple(placements), async_op, forward_dtype, backward_dtype, RaggedDTensor))
 
 
 def local_interval(tensor: Tensor) -> tuple[int, int]:
@@ -336,7 +349,7 @@ def local_interval(tensor: Tensor) -> tuple[int, int]:
     return min(rank * step, rows) * inner, min((rank + 1) * step, rows) * inner
 
 
-# -- autograd ------------------------------------------------------------------------------------------------------------
+# -- checks --------------------------------------------------------------------------------------------------------------
 
 
 def _checked_spec(
@@ -379,72 +392,7 @@ def _compare_with_others(mesh: DeviceMesh, mine: tuple[Any, ...], fault: ValueEr
             raise ValueError(f"the rank at {place} of the mesh gave {given}, that at {first} gave {other}: give the same")
 
 
-class _FromLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> Tensor:
-        ctx.spec = spec
-        return wrap(RaggedDTensor, local.detach(), spec, local.requires_grad)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        # The gradient of a contribution to a pending sum is the whole gradient, on every rank.
-        return arrived(_moved(grad, settled_placements(ctx.spec.placements))._local_tensor), None
-
-
-class _ToLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: RaggedDTensor, grad_placements: tuple[Placement, ...] | None) -> Tensor:
-        ctx.spec, ctx.grad_placements = tensor._spec, grad_placements
-        return tensor._local_tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        spec, placements = ctx.spec, ctx.grad_placements
-        placements = settled_placements(spec.placements) if placements is None else placements
-        if placements == spec.placements:
-            return wrap(RaggedDTensor, grad.contiguous(), spec), None
-        shape = spec.tensor_meta.shape
-        if ragged_mesh_dim(placements) is not None:
-            return wrap(RaggedDTensor, grad.contiguous(), make_spec(spec.mesh, placements, shape, grad.dtype)), None
-        return DTensor(grad, plain_spec(spec.mesh, placements, shape, grad.dtype), requires_grad=False), None
-
-
-class _Redistribute(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: DTensor,
-        placements: tuple[Placement, ...],
-        async_op: bool,
-        forward_dtype: torch.dtype | None,
-        backward_dtype: torch.dtype | None,
-    ) -> Tensor:
-        ctx.placements, ctx.dtype, ctx.backward_dtype = settled_placements(tensor.placements), tensor.dtype, backward_dtype
-        source = tensor if forward_dtype is None else tensor.to(forward_dtype)
-        return _moved(source, placements, alias=True, async_op=async_op)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        grad = grad if ctx.backward_dtype is None else grad.to(ctx.backward_dtype)
-        return _moved(grad, ctx.placements).to(ctx.dtype), None, None, None, None
-
-
-def _moved(tensor: Tensor, placements: tuple[Placement, ...], alias: bool = False, async_op: bool = False) -> DTensor:
-    """``tensor`` (ours or torch's) under ``placements``; a new object if ``alias`` (autograd asks for one)."""
-    assert isinstance(tensor, DTensor)
-    if tensor.placements == placements and not alias:
-        return tensor
-    transfer, spec = start(tensor._local_tensor, tensor._spec, placements)
-    local = ArrivingTensor.of(transfer) if async_op else transfer.wait()
-    local = local if isinstance(local, ArrivingTensor) else local.detach()
-    if ragged_mesh_dim(spec.placements) is not None:
-        return wrap(RaggedDTensor, local, spec)
-    return DTensor(local, spec, requires_grad=False)
-
-
 # -- small helpers -------------------------------------------------------------------------------------------------------
-
-_TENSOR_DATA = cast(Any, torch.Tensor.__dict__.get("data") or torch._C.TensorBase.__dict__["data"])
 
 
 def _rebuild(
@@ -469,9 +417,25 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-# -- registration: the same lists that torch.distributed.tensor registers DTensor in --------------------------------------
+# -- registration: the same lists that torch.distributed.tensor registers DTensor in, and a hook that torch has for it ------
 
-torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, _rebuild])
+torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, _rebuild, unpickled_derived, _NormPartial])
 for _types in (_optim_foreach_types, _util_foreach_types):
     if RaggedDTensor not in _types:
         _types.append(RaggedDTensor)  # type: ignore[arg-type]
+
+
+def _refuse_muon(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before a step of torch.optim.Muon: it orthogonalizes each gradient as if it were whole, and half way through it would find that a
+    ragged one has no transpose to write through, with momenta and other parameters changed by then."""
+    if type(optimizer).step is not torch.optim.Muon.step:
+        return
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if isinstance(p, RaggedDTensor):
+            raise RuntimeError(
+                f"torch.optim.Muon needs whole matrices, but has {sharding_of(p._spec).describe()}: use vescale_ray.optim.Muon for it"
+            )
+
+
+# Into the dictionary itself: register_optimizer_step_pre_hook would count up an attribute of a class of torch's.
+_global_optimizer_pre_hooks[-1] = _refuse_muon

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vescale_ray.dtensor_operands import GatheredView, gathered, read_only, writes_of, written
+from vescale_ray.collectives import broadcast
+from vescale_ray.dtensor_operands import GatheredView, derived, gathered, in_torchs_backward, read_only, refuse_leaf, written
 from vescale_ray.dtensor_spec import replicated, sharding_of
-from vescale_ray.redistribute import arrived, move
+from vescale_ray.redistribute import move
+from vescale_ray.transfer import arrived, writes_of
 
 Cls = type[DTensor]
 Handler = Callable[[Cls, Any, Sequence[Any], dict[str, Any]], Any]
@@ -44,8 +45,9 @@ def fallback(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwargs: dict[
     GatheredView.refuse_writes(func, targets)
     if name in _BATCH_NORM:
         given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+        statistics = written(func, ("running_mean", "running_var"), args, kwargs)
         if not given.get("training", True):
-            targets = []
+            targets = [t for t in targets if not any(t is s for s in statistics)]  # what is left is out=
         elif any(isinstance(t, Tensor) for t in targets):
             raise RuntimeError(
                 f"{func} of {sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()} would write running statistics, which is lost "
@@ -96,7 +98,9 @@ def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
             if isinstance(value, GatheredView):
                 value.check(func)
             return arrived(move(value._local_tensor, value._spec, replicated(mesh))[0]).resolve_conj().resolve_neg()
-        if isinstance(value, Tensor) and value.ndim and value.numel() != 1:
+        if isinstance(value, Tensor) and value.ndim == 0:
+            refuse_leaf(func, value, sharding_of(_first_ragged(cls, args, kwargs)._spec).describe())
+        if isinstance(value, Tensor) and value.ndim and value.numel() != 1 and not in_torchs_backward():
             raise ValueError(
                 f"{func}: a plain tensor of shape {tuple(value.shape)} meets "
                 f"{sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()}: distribute it first (vescale_ray.distribute_tensor)"
@@ -109,9 +113,11 @@ def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
         for target in written_to:
             if value is target._local_tensor:
                 return target
+        if value.layout is not torch.strided:
+            raise RuntimeError(f"{func} gives a tensor of layout {value.layout}, which no DTensor can hold: call it on full_tensor()")
         value = value.resolve_conj().resolve_neg()
         meta = TensorMeta(value.shape, value.stride(), value.dtype)
-        return DTensor(value, DTensorSpec(mesh, replicated(mesh), tensor_meta=meta), requires_grad=False)
+        return derived(value, DTensorSpec(mesh, replicated(mesh), tensor_meta=meta))
 
     args, kwargs = tree_map(plain, tuple(args)), tree_map(plain, kwargs)
     with _lazy_conjugation(any(isinstance(v, Tensor) and v.is_complex() for v in tree_leaves((args, kwargs)))):
@@ -147,8 +153,9 @@ def _agree(result: Any) -> None:
 def take_first_ranks(local: Tensor, mesh: DeviceMesh, dims: Iterable[int]) -> None:
     for dim in dims:
         if mesh.size(dim) > 1:
-            group = mesh.get_group(dim)
-            dist.broadcast(local, src=dist.get_global_rank(group, 0), group=group)
+            work = broadcast(local, 0, mesh.get_group(dim))
+            if work is not None:
+                work.wait()
 
 
 def plain_target(func: Any, target: Any) -> ValueError:

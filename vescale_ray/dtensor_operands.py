@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vescale_ray.dtensor_spec import Sharding, pending_spec, replicated, sharding_of
+from vescale_ray.dtensor_autograd import whole_of
+from vescale_ray.dtensor_spec import Sharding, pending_spec, replicated, sharding_of, wrap
 from vescale_ray.redistribute import move
-
-T = TypeVar("T", bound=DTensor)
-
-
-def wrap(cls: type[T], local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> T:
-    """A ``cls`` over ``local`` with ``spec``'s layout and ``local``'s dtype. Skips DTensor's ``__init__``, which does nothing."""
-    if local.dtype is not spec.tensor_meta.dtype:  # type: ignore[union-attr]
-        spec = sharding_of(spec).spec(local.dtype)
-    return cast(T, cls.__new__(cls, local, spec, requires_grad=requires_grad))
+from vescale_ray.transfer import writes_of
 
 
 def operand(cls: type[DTensor], value: Any, sharding: Sharding, op: str) -> Any:
@@ -35,7 +30,10 @@ def operand(cls: type[DTensor], value: Any, sharding: Sharding, op: str) -> Any:
         return value
     if not isinstance(value, DTensor):
         if value.ndim == 0:
+            refuse_leaf(op, value, sharding.describe())
             return value if sharding.shape else value.view(1)
+        if in_torchs_backward():
+            return spread(value, sharding)
         raise ValueError(
             f"{op}: a plain tensor of shape {tuple(value.shape)} meets {sharding.describe()}: "
             "distribute it first (vescale_ray.distribute_tensor for a whole tensor, RaggedDTensor.from_local for this rank's part)"
@@ -56,6 +54,25 @@ def operand(cls: type[DTensor], value: Any, sharding: Sharding, op: str) -> Any:
         return local.contiguous()
     full, _ = move(value._local_tensor, value._spec, replicated(sharding.mesh))
     return spread(full, sharding)
+
+
+def in_torchs_backward() -> bool:
+    """Whether a derivative formula of torch's own is running: a plain tensor that it made (ones to join with a gradient) is whole, and the
+    same on every rank. Not so for a Function of the user's, nor for what hooks do; and the formula for a product over a dimension is
+    another one for tensor subclasses, which gives 0 where that for plain tensors gives NaN."""
+    node = torch._C._current_autograd_node()
+    if node is None or isinstance(node, BackwardCFunction):
+        return False
+    return not any(name in node.name() for name in ("AccumulateGrad", "ProdBackward"))
+
+
+def refuse_leaf(op: Any, value: Tensor, meets: str) -> None:
+    """Raise if a plain tensor without dimensions would get a gradient that is a DTensor: no optimizer could use it."""
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{op}: a plain tensor without dimensions that requires grad meets {meets}, and its gradient would be a DTensor: "
+            "make it one (vescale_ray.distribute_tensor(value, mesh, [Replicate()])), or work on full_tensor()"
+        )
 
 
 def spread(full: Tensor, sharding: Sharding) -> Tensor:
@@ -103,8 +120,10 @@ class GatheredView(DTensor):
             if isinstance(value, GatheredView):
                 value.check(func)
                 sources += value._sources
-        result = func(*map(_plain, args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
-        return read_only(result, sources) if is_view else result
+                mesh = value.device_mesh
+        args, kwargs = _beside(func, "a gathered copy of a ragged tensor", mesh, args, kwargs or {})
+        result = func(*args, **kwargs)
+        return read_only(result, sources) if is_view else tree_map(_derived, result)
 
     @staticmethod
     def refuse_writes(func: Any, targets: Any) -> None:
@@ -122,33 +141,82 @@ class GatheredView(DTensor):
                 f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor that was written since: take the view again"
             )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """A copy is nobody's view: torch's DTensor."""
+        self.check("deepcopy")
+        return _copied(self, memo, lambda local, spec: DTensor(local, spec, requires_grad=False))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.check("pickle")
+        return DTensor(self._local_tensor.detach(), self._spec, requires_grad=self.requires_grad).__reduce_ex__(protocol)
+
+    def __format__(self, spec: str) -> str:
+        return formatted(self, spec)
+
     def to_local(self, **kwargs: Any) -> Tensor:  # type: ignore[override]
         self.check("to_local")
-        return super().to_local(**kwargs)
+        return super().to_local(**kwargs) if kwargs else whole_of(self)
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        self.check("full_tensor")
+        return super().full_tensor(**kwargs) if kwargs else whole_of(self)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
         self.check("redistribute")
         return super().redistribute(*args, **kwargs)
 
 
-def writes_of(tensor: Any) -> int:
-    """How often a ragged tensor was written: in place, through a list, through its local tensor."""
-    try:
-        return int(tensor._version + tensor._local_tensor._version)
-    except RuntimeError:  # tensors made in inference mode don't count
-        return 0
+TENSOR_DATA = cast(Any, torch.Tensor.__dict__.get("data") or torch._C.TensorBase.__dict__["data"])
 
 
-class PendingDTensor(DTensor):
-    """A reduction whose sum, maximum or norm over the ranks is still pending (Partial): torch's DTensor in everything but one.
+class DerivedDTensor(DTensor):
+    """What operations on ragged tensors give that isn't ragged: reductions whose sum, maximum or norm over the ranks is still pending
+    (Partial), results that had to be gathered (Replicate), and what is computed from these. As torch's DTensor, but:
 
-    ``.item()``, ``float()`` and ``bool()`` give the whole answer; torch's own DTensor silently gives this rank's contribution.
+    ``.item()``, ``float()`` and ``bool()`` give the whole answer; torch's own silently gives this rank's contribution. What has no
+    dimensions may be written into plain tensors, as ``clip_grad_norm_`` over ragged and plain parameters does. And gradients come back
+    as such tensors, which torch's derivative formulas may join with plain ones that they make.
     """
 
     def full_tensor(self, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        if self.requires_grad or kwargs:
-            return super().full_tensor(**kwargs)
-        return _settled(self)._local_tensor
+        return super().full_tensor(**kwargs) if kwargs else whole_of(self)
+
+    def to_local(self, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        return super().to_local(**kwargs) if kwargs or _is_pending(self) else whole_of(self)
+
+    @property
+    def data(self) -> Tensor:
+        """Without autograd history, sharing memory. torch's would be its DTensor, whose item() is this rank's contribution."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, DTensor) or value.shape != self.shape or value.device_mesh != self.device_mesh:
+            raise ValueError(f"can't set .data of {self!r} to a {type(value).__name__} of shape {tuple(value.shape)}")
+        TENSOR_DATA.__set__(self, value)
+        self._local_tensor, self._spec = value._local_tensor, value._spec
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        shown = f"this rank's contribution={self._local_tensor}" if _is_pending(self) else f"local_tensor={self._local_tensor}"
+        return f"DerivedDTensor({shown}, device_mesh={self.device_mesh}, placements={self.placements})"
+
+    def __format__(self, spec: str) -> str:
+        return formatted(self, spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        return _copied(self, memo, derived)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return unpickled_derived, (self._local_tensor.detach(), self.device_mesh, self.placements, tuple(self.shape), self.requires_grad)
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """What a compiled function expects of the gradient of this result: reduced, and as :func:`whole_of` gives it back."""
+        return _derived(_settled(self)) if _is_pending(self) else self
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> DerivedDTensor:
+        plain = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
+        return wrap(DerivedDTensor, plain._local_tensor, plain._spec, plain.requires_grad)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -156,26 +224,46 @@ class PendingDTensor(DTensor):
         if func is torch.ops.aten._local_scalar_dense.default:
             return _settled(args[0])._local_tensor.item()
         if name in ("aten::detach", "aten::alias"):  # here, because torch's sharding cache would keep the mesh
-            return pending(func(args[0]._local_tensor), args[0]._spec)
-        if name == "aten::stack" and len(args) < 2 and not kwargs and set(map(type, args[0])) == {PendingDTensor}:
+            return derived(func(args[0]._local_tensor), args[0]._spec)
+        if name == "aten::stack" and len(args) < 2 and not kwargs and set(map(type, args[0])) == {DerivedDTensor}:
             spec = args[0][0]._spec  # hundreds of norms: one tensor, reduced once
             if all(t._spec is spec for t in args[0]):
                 value = torch.stack([t._local_tensor for t in args[0]])
-                return pending(value, pending_spec(spec.mesh, spec.placements, value.shape, value.dtype))
-        if schema_facts(func)[0] or name.endswith("_like") or name.startswith("aten::new_"):
+                return derived(value, pending_spec(spec.mesh, spec.placements, value.shape, value.dtype))
+        kwargs = kwargs or {}
+        if name == "aten::allclose":  # torch has no rule for it
+            left, right = (whole_of(v) if isinstance(v, DTensor) else v for v in args[:2])
+            return bool(torch.allclose(left, right, *args[2:], **kwargs))
+        writes = schema_facts(func)[0]
+        if writes or name.endswith("_like") or name.startswith("aten::new_"):
             # torch would keep the placement, so that filling it with 1 on each rank makes a "sum" of as many ones.
-            return _write_pending(func, args, kwargs or {})
+            targets = tree_leaves(written(func, writes, args, kwargs))
+            if targets and not any(isinstance(t, DTensor) for t in targets):
+                return _write_plain(func, args, kwargs)
+            return _write_pending(func, targets, args, kwargs)
         operands = [v for v in tree_leaves((args, kwargs)) if isinstance(v, DTensor)]
         if name == "aten::_to_copy" or any(v._spec is not operands[0]._spec for v in operands[1:]):
             # A cast of every rank's contribution is not the cast of the whole; and torch joins operands of several kinds by making
             # one of them pending again, as a norm of norms, which has no sign.
-            args, kwargs = tree_map(_settle, (args, kwargs or {}))
-        result = func(*map(_plain, args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
-        return _still_pending(result) if isinstance(result, Tensor) else tree_map(_still_pending, result)
+            args, kwargs = tree_map(_settle, (args, kwargs))
+        args, kwargs = _beside(func, "what was computed from a ragged tensor", operands[0].device_mesh, args, kwargs)
+        result = func(*args, **kwargs)
+        return _derived(result) if isinstance(result, Tensor) else tree_map(_derived, result)
 
 
-def pending(value: Tensor, spec: DTensorSpec) -> PendingDTensor:
-    return cast(PendingDTensor, PendingDTensor.__new__(PendingDTensor, value, spec, requires_grad=False))
+def derived(value: Tensor, spec: DTensorSpec) -> DerivedDTensor:
+    """``value`` as a DerivedDTensor; ``spec`` of its dtype."""
+    return wrap(DerivedDTensor, value, spec)
+
+
+def unpickled_derived(
+    local: Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], shape: tuple[int, ...], requires_grad: bool
+) -> DerivedDTensor:
+    return wrap(DerivedDTensor, local, pending_spec(mesh, placements, shape, local.dtype), requires_grad)
+
+
+def _is_pending(value: DTensor) -> bool:
+    return any(p.is_partial() for p in value.placements)
 
 
 def _settled(value: DTensor) -> DTensor:
@@ -185,15 +273,30 @@ def _settled(value: DTensor) -> DTensor:
 
 
 def _settle(value: Any) -> Any:
-    return _settled(value) if isinstance(value, PendingDTensor) else value
+    return _settled(value) if isinstance(value, DerivedDTensor) else value
 
 
-def _write_pending(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """In place, ``out=`` and ``*_like``: reduce first, then write; the same objects come back."""
-    stand_ins: list[tuple[PendingDTensor, DTensor]] = []
+def _write_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Into plain tensors: a factor without dimensions is the same on every rank, as a number is."""
+
+    def number(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        if value.ndim:
+            raise ValueError(
+                f"{func} would write a {type(value).__name__} of shape {tuple(value.shape)} into a plain tensor: use its full_tensor()"
+            )
+        return _settled(value)._local_tensor
+
+    return func(*tree_map(number, args), **tree_map(number, kwargs))
+
+
+def _write_pending(func: Any, targets: list[Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """In place, ``out=`` and ``*_like``: reduce first, then write; the same objects come back. What is only read stays pending."""
+    stand_ins: list[tuple[DerivedDTensor, DTensor]] = []
 
     def stand_in(value: Any) -> Any:
-        if not isinstance(value, PendingDTensor):
+        if not isinstance(value, DerivedDTensor):
             return _plain(value)
         for known, plain in stand_ins:
             if known is value:
@@ -203,14 +306,59 @@ def _write_pending(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     result = func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
     for value, plain in stand_ins:
-        value._local_tensor, value._spec = plain._local_tensor, plain._spec
+        if any(value is t for t in targets):
+            value._local_tensor, value._spec = plain._local_tensor, plain._spec
     return tree_map(lambda r: next((value for value, plain in stand_ins if plain is r), r), result)
 
 
-def _still_pending(value: Any) -> Any:
-    if type(value) is DTensor and any(p.is_partial() for p in value.placements):
-        return pending(value._local_tensor, value._spec)
-    return value
+def _derived(value: Any) -> Any:
+    return derived(value._local_tensor, value._spec) if type(value) is DTensor else value
+
+
+def formatted(value: DTensor, spec: str) -> str:
+    """``format(value, spec)``: a number if this rank has it; who prints is often one rank, which must not wait for the others."""
+    if not spec:
+        return str(value)
+    if value.ndim == 0 and all(p.is_replicate() for p in value.placements):
+        return value._local_tensor.item().__format__(spec)
+    raise TypeError(
+        f"format {spec!r} of a {type(value).__name__} of shape {tuple(value.shape)} with placements {value.placements}: "
+        "format its item(), or full_tensor(), taken on every rank"
+    )
+
+
+def _copied(value: DTensor, memo: dict[int, Any], make: Callable[[Tensor, DTensorSpec], DTensor]) -> DTensor:
+    """``copy.deepcopy``: the mesh and the spec are shared."""
+    if id(value) in memo:
+        return cast(DTensor, memo[id(value)])
+    if not value.is_leaf:
+        raise RuntimeError("only graph leaves can be deep-copied: call .detach() first")
+    result = memo[id(value)] = make(value._local_tensor.detach().clone(), value._spec)
+    result.requires_grad_(value.requires_grad)
+    return result
+
+
+def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with our read-only and pending DTensors as torch's own; plain tensors among them are refused, or whole in backward."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, GatheredView | DerivedDTensor):
+            return DTensor.__new__(DTensor, value._local_tensor, value._spec, requires_grad=False)
+        if isinstance(value, list | tuple):
+            return [convert(v) for v in value]
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):
+            return value
+        if value.ndim == 0:
+            refuse_leaf(func, value, what)
+            return value
+        if value.numel() == 1 or in_torchs_backward():
+            return DTensor.from_local(value, mesh, replicated(mesh), run_check=False)
+        raise ValueError(
+            f"{func}: a plain tensor of shape {tuple(value.shape)} meets {what}: "
+            "distribute it first (vescale_ray.distribute_tensor), or work on full_tensor()"
+        )
+
+    return [convert(v) for v in args], {k: convert(v) for k, v in kwargs.items()}
 
 
 def read_only(result: Any, sources: tuple[tuple[Tensor, int], ...] = ()) -> Any:
@@ -227,8 +375,8 @@ def read_only(result: Any, sources: tuple[tuple[Tensor, int], ...] = ()) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """An argument with our read-only and pending DTensors as torch's own; stacking hundreds of norms is the hot case."""
-    if isinstance(value, GatheredView | PendingDTensor):
+    """An argument with our read-only and pending DTensors as torch's own."""
+    if isinstance(value, GatheredView | DerivedDTensor):
         return DTensor.__new__(DTensor, value._local_tensor, value._spec, requires_grad=False)
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]

@@ -28,12 +28,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from vescale_ray.dtensor_fallback import HIDDEN_WRITES, Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target, take_first_ranks
-from vescale_ray.dtensor_operands import gathered, meta_like, operand, schema_facts, spread, wrap, written
+from vescale_ray.dtensor_fallback import HIDDEN_WRITES, Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target
+from vescale_ray.dtensor_operands import gathered, operand, schema_facts, spread, written
 from vescale_ray.dtensor_pending import any_pending, on_pending
 from vescale_ray.dtensor_reduce import REDUCTIONS, allclose, amp_unscale, equal, foreach_max, foreach_norm, reduce_op, scalar
-from vescale_ray.dtensor_spec import Sharding, contiguous_stride, replicated, sharding_of
-from vescale_ray.redistribute import move, plain_spec, view_of
+from vescale_ray.dtensor_spec import Sharding, contiguous_stride, replicated, sharding_of, wrap
+from vescale_ray.dtensor_views import random_in_place, random_like, reinterpret, reshape
+from vescale_ray.redistribute import move, plain_spec
+from vescale_ray.transfer import view_of
 
 __all__ = ["RaggedFallbackWarning", "dispatch", "wrap"]
 
@@ -119,7 +121,7 @@ def _pointwise_alike(cls: Cls, func: Any, rule: Rule, args: Sequence[Any], kwarg
             elif mine is not sharding:
                 return NotImplemented
             value = value._local_tensor
-        elif isinstance(value, Tensor) and (isinstance(value, DTensor) or value.ndim):
+        elif isinstance(value, Tensor) and (isinstance(value, DTensor) or value.ndim or value.requires_grad):
             return NotImplemented
         local.append(value)
     if sharding is None or not sharding.simple:
@@ -242,7 +244,8 @@ def _foreach_keyword(cls: Cls, value: Any) -> Any:
 
 
 def _foreach(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Lists of several layouts, or of ragged tensors and others: two calls, results in the order of the list."""
+    """Lists of several layouts, or of ragged tensors, plain ones and torch's DTensors: a call for each kind, results in the order of the
+    list."""
     lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
     count = len(lists[0])
     if any(len(x) != count for x in lists):
@@ -259,9 +262,13 @@ def _foreach(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
         return [value[i] for i in indices] if isinstance(value, list | tuple) and len(value) == count else value
 
     merged: Any = None
-    for indices, run in ((ragged, _foreach_ragged), (rest, None)):
+    plain = [i for i in rest if not any(isinstance(x[i], DTensor) for x in lists)]
+    torchs = sorted(set(rest) - set(plain))
+    for indices, run in ((ragged, _foreach_ragged), (plain, None), (torchs, None)):
         if indices:
             some, keywords = [only(a, indices) for a in args], {k: only(v, indices) for k, v in kwargs.items()}
+            if indices is plain:
+                some = [a if isinstance(a, list | tuple) else _whole(cls, a) for a in some]  # a factor, as clip_grad_norm_'s
             done = run(cls, func, some, keywords) if run else func(*tree_map(lambda v: gathered(cls, v), some), **keywords)
             if done is not None:
                 lists_done = done if isinstance(done, tuple) else (done,)
@@ -284,10 +291,15 @@ def _foreach_ragged(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, 
             local.append(_whole(cls, value))
             continue
         items = []
+        # A fused optimizer writes gradients only to unscale them.
+        written_to = argument.name in writes and not (argument.name == "grads" and kwargs.get("grad_scale") is None)
         for item, sharding in zip(value, shardings, strict=True):
-            if argument.name in writes and not (isinstance(item, cls) and sharding_of(item._spec).same_layout(sharding)):
+            if written_to and not (isinstance(item, cls) and sharding_of(item._spec).same_layout(sharding)):
                 if isinstance(item, DTensor) or item.ndim:
-                    raise ValueError(f"{name} would write a tensor of shape {tuple(item.shape)} along with {sharding.describe()}")
+                    raise ValueError(
+                        f"{name} would write {argument.name} of shape {tuple(item.shape)} along with {sharding.describe()}: "
+                        "redistribute it to the same placements first"
+                    )
             items.append(operand(cls, item, sharding, name))
         local.append(items)
     result = func(*local, **{k: _foreach_keyword(cls, v) for k, v in kwargs.items()})
@@ -393,60 +405,6 @@ def _broadcasts(shape: Sequence[int], into: Sequence[int]) -> bool:
     return len(shape) <= len(into) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(into), strict=False))
 
 
-# -- random ---------------------------------------------------------------------------------------------------------------
-
-
-def _random_in_place(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """uniform_, normal_, ..: every rank draws the whole tensor and keeps its part, so that with equal seeds the values are those
-    of one device, whatever the layout. Costs one whole tensor of memory for the moment. Replicas take the first one's values.
-    """
-    x = args[0]
-    if not isinstance(x, cls) or any(isinstance(v, Tensor) for v in (*args[1:], *kwargs.values())):
-        return NotImplemented
-    sharding = sharding_of(x._spec)
-    full = x._local_tensor.new_empty(sharding.shape)
-    func(full, *args[1:], **kwargs)
-    _keep_part(x._local_tensor, full, sharding)
-    return x
-
-
-def _random_like(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    if not isinstance(x, cls) or "out" in kwargs:
-        return NotImplemented
-    sharding = sharding_of(x._spec)
-    full = func(x._local_tensor.new_empty(sharding.shape), *args[1:], **{k: v for k, v in kwargs.items() if k != "memory_format"})
-    local = full.new_empty(sharding.local_shape)
-    _keep_part(local, full, sharding)
-    return wrap(cls, local, x._spec)
-
-
-def _keep_part(local: Tensor, full: Tensor, sharding: Sharding) -> None:
-    local.copy_(view_of(full, sharding))
-    if local.is_meta:
-        return
-    cut = sharding.cut_dims()
-    take_first_ranks(local, sharding.mesh, [dim for dim in range(sharding.mesh.ndim) if dim not in cut])
-
-
-# -- views ----------------------------------------------------------------------------------------------------------------
-
-
-def _reshape(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """view, squeeze, unsqueeze: row-major elements keep their order, so the same interval is a part of the new shape."""
-    x = args[0]
-    if not isinstance(x, cls) or (len(args) > 1 and isinstance(args[1], torch.dtype)):
-        return NotImplemented
-    sharding = sharding_of(x._spec)
-    shape = tuple(func(meta_like(sharding.shape, x.dtype), *args[1:], **kwargs).shape)
-    if shape == tuple(sharding.shape):
-        return wrap(cls, torch.ops.aten.alias.default(x._local_tensor), x._spec)
-    target = sharding.reshaped(shape)
-    if target is None:
-        return NotImplemented
-    return wrap(cls, torch.ops.aten.view.default(x._local_tensor, target.local_shape), target.spec(x.dtype))
-
-
 # -- the rest -------------------------------------------------------------------------------------------------------------
 
 
@@ -475,10 +433,11 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like"), _local_unary),
     **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"), _new),
     **dict.fromkeys(("zero_", "record_stream", "detach_"), _in_place_local),
-    **dict.fromkeys(("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_"), _random_in_place),
-    **dict.fromkeys(("log_normal_", "geometric_"), _random_in_place),
-    **dict.fromkeys(("rand_like", "randn_like", "randint_like"), _random_like),
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"), _reshape),
+    **dict.fromkeys(("uniform_", "normal_", "bernoulli_", "exponential_", "random_", "cauchy_"), random_in_place),
+    **dict.fromkeys(("log_normal_", "geometric_"), random_in_place),
+    **dict.fromkeys(("rand_like", "randn_like", "randint_like"), random_like),
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"), reshape),
+    **dict.fromkeys(("view_as_real", "view_as_complex"), reinterpret),
     **dict.fromkeys(REDUCTIONS, reduce_op),
     "max": reduce_op,
     "copy_": _copy,

@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from vescale_ray.dtensor_operands import wrap, written
-from vescale_ray.dtensor_spec import Sharding, settled_placements, sharding_of
+from vescale_ray.dtensor_operands import written
+from vescale_ray.dtensor_spec import Sharding, settled_placements, sharding_of, wrap
 from vescale_ray.redistribute import move
 
 # Of one tensor, right for every reduction.
 _SAME = frozenset(
-    "detach detach_ alias clone view _unsafe_view reshape squeeze unsqueeze lift_fresh record_stream is_pinned _pin_memory".split()
+    "detach detach_ alias clone view _unsafe_view reshape squeeze unsqueeze view_as_real view_as_complex lift_fresh record_stream "
+    "is_pinned _pin_memory".split()
 )
 # They look at the layout, not at the values: of the layout with nothing pending.
 _FROM_LAYOUT = frozenset(

@@ -14,12 +14,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from vescale_ray.dtensor_operands import gathered, operand, pending, wrap
-from vescale_ray.dtensor_spec import Sharding, norm_partial, sharding_of
+from vescale_ray.collectives import all_reduce
+from vescale_ray.dtensor_operands import derived, gathered, meta_like, operand
+from vescale_ray.dtensor_spec import Sharding, norm_partial, sharding_of, wrap
+from vescale_ray.geometry import Shape
 
 
 def reduce_op(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -30,10 +31,13 @@ def reduce_op(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[s
         return NotImplemented
     sharding, local = sharding_of(x._spec), x._local_tensor
     ndim, name = len(sharding.shape), func._schema.name.removeprefix("aten::")
+    expected = _expected(func, tuple(sharding.shape), x.dtype, _frozen(args[1:]), _frozen(tuple(kwargs.items())))
     keepdim, dtype, order = bool(given.get("keepdim", False)), given.get("dtype"), given.get("ord", 2)
     dims = _dims(given.get("dim"), ndim)
     if "dim" in given and name in ("max", "min"):
         return NotImplemented  # these give indices, too
+    if name == "prod" and x.dtype.is_complex:
+        return NotImplemented  # no all-reduce multiplies complex numbers
     merged = len(sharding.placement.dims)
     if dims is not None and len(dims) < ndim:
         if min(dims) < merged or any(type(p) is Shard and p.dim in dims for p in sharding.placements):
@@ -41,14 +45,14 @@ def reduce_op(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[s
         shape = [1 if i in dims else n for i, n in enumerate(sharding.shape) if keepdim or i not in dims]
         value = _KERNELS[name](local, [d - merged + 1 for d in dims], keepdim, dtype, order)
         return wrap(cls, value, sharding.resized(shape, () if keepdim else dims).spec(value.dtype))
-    if sharding.numel == 0 and _needs_elements(name, order):
-        return NotImplemented  # torch knows the error
+    whole_shape = (1,) * ndim if keepdim else ()
+    if expected != whole_shape:
+        return NotImplemented  # any() and all() over no dimension leave every element
     value = _local_value(name, local, sharding, dtype, order)
-    shape = [1] * ndim if keepdim else []
     if name in ("any", "all"):
-        joined = _join(value, dist.ReduceOp.MAX if name == "any" else dist.ReduceOp.MIN, sharding)
-        return _result(joined.view(shape), Replicate(), sharding)
-    return _result(value.reshape(shape), _PENDING[name] or norm_partial(order), sharding)
+        joined = _join(value, "max" if name == "any" else "min", sharding)
+        return _result(joined.view(whole_shape), Replicate(), sharding)
+    return _result(value.reshape(whole_shape), _PENDING[name] or norm_partial(order), sharding)
 
 
 def foreach_norm(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -61,6 +65,7 @@ def foreach_norm(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dic
     for of in {t.dtype for t in locals_}:
         _result_dtype("linalg_vector_norm", of, given, float(order))
     if math.isinf(order) or order < 0:  # torch refuses these norms of no elements, which a rank may hold
+        _refuse_empty(f"{func}: the norm of order {order}", ragged)
         values = [_local_value("linalg_vector_norm", t, sharding_of(r._spec), given, order) for t, r in zip(locals_, ragged, strict=True)]
     else:
         values = func(locals_, *rest, **kwargs)
@@ -76,12 +81,19 @@ def foreach_norm(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dic
 
 def foreach_max(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """One pending maximum per tensor."""
+    _refuse_empty(f"{func}: the maximum", [t for t in args[0] if isinstance(t, cls)])
     return [
         _result(_local_value("max", t._local_tensor, sharding_of(t._spec), None, 2), Partial("max"), sharding_of(t._spec))
         if isinstance(t, cls)
         else torch.max(t)
         for t in args[0]
     ]
+
+
+def _refuse_empty(what: str, tensors: Sequence[DTensor]) -> None:
+    for sharding in (sharding_of(t._spec) for t in tensors):
+        if sharding.numel == 0:
+            raise RuntimeError(f"{what} of no elements, as of {sharding.describe()}, is not defined: leave out empty tensors")
 
 
 def equal(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -104,7 +116,7 @@ def _compared(cls: type[DTensor], compare: Callable[..., bool], args: Sequence[A
     sharding = next(sharding_of(v._spec) for v in args[:2] if isinstance(v, cls) and v.shape == shape)
     left, right = (operand(cls, v, sharding, compare.__name__) for v in args[:2])
     same = compare(left, right, *args[2:], **kwargs)
-    return bool(_join(torch.tensor(same, device=left.device), dist.ReduceOp.MIN, sharding).item())
+    return bool(_join(torch.tensor(same, device=left.device), "min", sharding).item())
 
 
 def scalar(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -124,36 +136,45 @@ def amp_unscale(cls: type[DTensor], func: Any, args: Sequence[Any], kwargs: dict
     if not torch.is_inference_mode_enabled():
         torch.autograd.graph.increment_version([t for g in ragged for t in (g, g._local_tensor)])
     for sharding in cut.values():
-        found_inf.copy_(_join(found_inf, dist.ReduceOp.MAX, sharding))
+        found_inf.copy_(_join(found_inf, "max", sharding))
+
+
+@lru_cache(maxsize=4096)
+def _expected(func: Any, shape: Shape, dtype: torch.dtype, args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> Shape | None:
+    """The shape of the whole tensor's result, asked of a tensor without storage: what torch refuses (dimensions that aren't there, a
+    maximum of nothing) it refuses in its own words, on every rank alike. None for several results.
+
+    Of no elements, and without dimensions, a real tensor is asked: the kernels without storage are others, and laxer there.
+    """
+    whole = torch.zeros(shape, dtype=dtype) if not shape or 0 in shape else meta_like(shape, dtype)
+    result = func(whole, *args, **dict(kwargs))
+    return tuple(result.shape) if isinstance(result, Tensor) else None
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def _result(value: Tensor, partial: Placement, sharding: Sharding) -> DTensor:
-    return pending(value, sharding.reduced_spec(partial, value.shape, value.dtype))
+    return derived(value, sharding.reduced_spec(partial, value.shape, value.dtype))
 
 
-def _join(value: Tensor, op: Any, sharding: Sharding) -> Tensor:
+def _join(value: Tensor, op: str, sharding: Sharding) -> Tensor:
     """All-reduce one number (bool travels as int32) over the ranks that share the tensor."""
     dims = [] if value.is_meta else [dim for dim in sharding.cut_dims() if sharding.mesh.size(dim) > 1]
     if not dims:
         return value
     moved = value.to(torch.int32) if value.dtype is torch.bool else value.clone()
     for dim in dims:
-        dist.all_reduce(moved, op=op, group=sharding.mesh.get_group(dim))
+        all_reduce(moved, op, sharding.mesh.get_group(dim))
     return moved.to(value.dtype)
 
 
 def _dims(dim: Any, ndim: int) -> list[int] | None:
-    """Reduced dimensions, non-negative; None for all."""
+    """Reduced dimensions, non-negative; None for all. What is no dimension was refused before."""
     if dim is None or (isinstance(dim, list | tuple) and not dim) or ndim == 0:
         return None
-    dims = [dim] if isinstance(dim, int) else list(dim)
-    for d in dims:
-        if not -ndim <= d < ndim:
-            raise IndexError(f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {d})")
-    found = sorted({d % ndim for d in dims})
-    if len(found) != len(dims):
-        raise RuntimeError(f"a dim appears multiple times in {dims}")
-    return found
+    return sorted({d % ndim for d in ([dim] if isinstance(dim, int) else dim)})
 
 
 def _local_value(name: str, local: Tensor, sharding: Sharding, dtype: torch.dtype | None, order: float) -> Tensor:

@@ -16,11 +16,13 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
+from typing import TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 
@@ -28,6 +30,7 @@ from vescale_ray.geometry import Box, Shape, boxes
 from vescale_ray.placement import RaggedShard
 
 Placements = tuple[Placement, ...]
+T = TypeVar("T", bound=DTensor)
 
 
 class Sharding:
@@ -324,3 +327,10 @@ def norm_partial(order: float) -> Placement:
 
 def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:
     return (Replicate(),) * mesh.ndim
+
+
+def wrap(cls: type[T], local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> T:
+    """A ``cls`` over ``local`` with ``spec``'s layout and ``local``'s dtype. Skips DTensor's ``__init__``, which does nothing."""
+    if local.dtype is not spec.tensor_meta.dtype:  # type: ignore[union-attr]
+        spec = sharding_of(spec).spec(local.dtype)
+    return cast(T, cls.__new__(cls, local, spec, requires_grad=requires_grad))

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Literal
 
 Shape = tuple[int, ...]
@@ -259,3 +260,23 @@ def _boxes(shape: Shape, start: int, end: int) -> Iterator[Box]:
     if end % inner:
         for offsets, sizes in _boxes(shape[1:], 0, end % inner):
             yield (whole, *offsets), (1, *sizes)
+
+
+def intervals(shape: Shape, held: Sequence[Box]) -> list[tuple[int, int]]:
+    """The flat intervals of a row-major tensor that ``held`` boxes cover, in the order of their elements; neighbours are one.
+
+    As many as the boxes have rows where they are narrower than the tensor: of a [1024, 1024] matrix, columns 0..511 are 1024 intervals.
+    """
+    found: list[tuple[int, int]] = []
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    for offsets, sizes in held:
+        cut = next((d for d in reversed(range(len(shape))) if sizes[d] != shape[d]), 0)
+        inner = math.prod(sizes[cut:])
+        base = sum(o * s for o, s in zip(offsets, strides, strict=True))
+        for index in product(*(range(n) for n in sizes[:cut])):
+            start = base + sum(i * s for i, s in zip(index, strides, strict=False))
+            if found and found[-1][1] == start:
+                found[-1] = found[-1][0], start + inner
+            elif inner:
+                found.append((start, start + inner))
+    return found

@@ -11,7 +11,7 @@
 | Ragged, Replicate -> Partial      | none: one rank keeps a value, the others the neutral    | 0                                  |
 | several mesh dimensions at once   | one uneven all-to-all of boxes over all ranks           | new part minus what it had already |
 
-gloo has no collectives over uneven lists, hence the all-to-all. What is left goes step by step through Replicate: several mesh
+The steps themselves are in ``transfer.py``. What is left goes step by step through Replicate: several mesh
 dimensions at once on a mesh that is not the whole world (there is no process group for it), and placements that are neither ours
 nor ``Shard``. Nothing here knows autograd: see ``dtensor.py``. Every step can be asynchronous: a :class:`Transfer` is complete when
 it was waited for.
@@ -20,292 +20,32 @@ it was waited for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import product
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
-from torch.utils._pytree import tree_map_only
 
-from vescale_ray.compat import all_gather_single, reduce_scatter_single
-from vescale_ray.dtensor_spec import (
-    Placements,
-    Sharding,
-    contiguous_stride,
-    holding,
-    layout_of,
-    positive_dims,
-    ragged_mesh_dim,
-    section,
-)
-from vescale_ray.geometry import Box, Shape
+from vescale_ray.collectives import all_reduce
+from vescale_ray.dtensor_spec import Placements, Sharding, contiguous_stride, layout_of, positive_dims, ragged_mesh_dim, section
+from vescale_ray.geometry import Shape
 from vescale_ray.placement import RaggedShard
-
-Slices = tuple[slice, ...]
-
-# What every backend moves as it is. The rest (bool, float8, int16, complex, ..) travels as bytes: gloo rejects them.
-_MOVABLE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8})
-
-_COMBINE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
-    "avg": lambda parts: parts.sum(0, dtype=parts.dtype) / parts.shape[0],
-    "product": lambda parts: parts.prod(0, dtype=parts.dtype),
-    "max": lambda parts: parts.amax(0),
-    "min": lambda parts: parts.amin(0),
-}
-
-
-class Transfer:
-    """A local tensor that is on its way: ``out`` is complete after :meth:`wait`, which may be called again."""
-
-    __slots__ = ("_finish", "_work", "out")
-
-    def __init__(self, out: torch.Tensor, work: Any = None, finish: Callable[[], object] | None = None) -> None:
-        self.out, self._work, self._finish = out, work, finish
-
-    @property
-    def done(self) -> bool:
-        return self._work is None and self._finish is None
-
-    def wait(self) -> torch.Tensor:
-        work, finish, self._work, self._finish = self._work, self._finish, None, None
-        if work is not None:
-            work.wait()
-        if finish is not None:
-            finish()  # writes into out
-        return self.out
-
-
-class ArrivingTensor(AsyncCollectiveTensor):
-    """The local tensor of a redistribution with ``async_op=True``: its first use waits for the transfer.
-
-    torch's AsyncCollectiveTensor waits for a collective only; what arrives here may still have to be put in its place.
-    """
-
-    __slots__ = ["transfer"]
-    transfer: Transfer
-
-    @staticmethod
-    def of(transfer: Transfer) -> torch.Tensor:
-        """``transfer``'s result, not waited for; the plain tensor if it is there already."""
-        if transfer.done:
-            return transfer.out
-        result = AsyncCollectiveTensor.__new__(ArrivingTensor, transfer.out)
-        result.transfer = transfer
-        return result
-
-    def trigger_wait(self) -> torch.Tensor:
-        self.completed = True
-        return self.transfer.wait()
-
-    def wait(self) -> torch.Tensor:
-        return self.trigger_wait()
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        def arrived(value: AsyncCollectiveTensor) -> torch.Tensor:
-            return value.trigger_wait()
-
-        args, kwargs = tree_map_only(AsyncCollectiveTensor, arrived, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor, waited for if it was still on its way."""
-    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
-# -- one mesh dimension, the ragged one: the others stay as they are, so all happens inside one section -----------------------
-
-
-def gather(local: torch.Tensor, sharding: Sharding) -> Transfer:
-    """The whole section, fresh memory. Collective over the ragged mesh dimension.
-
-    Even parts: one all-gather without copies. A single owner: one broadcast. Uneven parts: one uneven all-to-all.
-    """
-    shape, numel, world = sharding.section, sharding.section_numel, sharding.world
-    flat = _flat(local)
-    if world == 1 or numel == 0:
-        return Transfer(flat.clone().view(shape) if numel else local.new_empty(shape))
-    counts, group = _counts(sharding), _group(sharding)
-    out = flat.new_empty(numel)
-    raw_out, raw, size = _movable(out), _movable(flat), flat.dtype.itemsize if flat.dtype not in _MOVABLE else 1
-    if max(counts) == numel:
-        if flat.numel():
-            out.copy_(flat)
-        work = dist.broadcast(raw_out, src=dist.get_global_rank(group, counts.index(numel)), group=group, async_op=True)
-    elif max(counts) * world == numel:
-        work = all_gather_single(raw_out, raw, group=group, async_op=True)
-    else:
-        given, wanted = [flat.numel() * size] * world, [n * size for n in counts]
-        work = dist.all_to_all_single(raw_out, raw.repeat(world), wanted, given, group=group, async_op=True)
-    return Transfer(out.view(shape), work)
-
-
-def take(full: torch.Tensor, sharding: Sharding) -> torch.Tensor:
-    """This rank's part of the whole tensor, fresh memory; no communication."""
-    return view_of(full, sharding).clone()
-
-
-def view_of(full: torch.Tensor, sharding: Sharding) -> torch.Tensor:
-    """This rank's part of the whole tensor as a view (of a copy, if its section of ``full`` is not contiguous)."""
-    if full.shape != sharding.shape:
-        raise ValueError(f"{sharding.describe()} can't take its part of a tensor of shape {tuple(full.shape)}")
-    if tuple(sharding.section) != tuple(sharding.shape):
-        full = full[_slices(sharding.offsets, sharding.section)]
-    return _flat(full)[sharding.start : sharding.end].view(sharding.local_shape)
-
-
-def reduce_scatter(full: torch.Tensor, sharding: Sharding, op: str) -> Transfer:
-    """This rank's part of the ranks' ``full`` sections reduced by ``op``: a key of ``_COMBINE``. One collective.
-
-    Even parts, sum or mean: a reduce-scatter (the mean is a sum divided by the ranks: gloo has no AVG). Everything else: each part
-    goes to its owner, who reduces in rank order.
-    """
-    world, flat = sharding.world, _flat(full)
-    if sharding.section_numel == 0 or world == 1:
-        return Transfer(flat[sharding.start : sharding.end].clone().view(sharding.local_shape))
-    counts, group = _counts(sharding), _group(sharding)
-    mine = counts[sharding.rank]
-    out = flat.new_empty(mine)
-    if op in ("sum", "avg") and max(counts) * world == sharding.section_numel and flat.dtype in _MOVABLE:
-        work = reduce_scatter_single(out, flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
-        finish = (lambda: out.copy_(out / world)) if op == "avg" else None
-        return Transfer(out.view(sharding.local_shape), work, finish)
-    parts, size = flat.new_empty(world * mine), flat.dtype.itemsize if flat.dtype not in _MOVABLE else 1
-    given, wanted = [n * size for n in counts], [mine * size] * world
-    work = dist.all_to_all_single(_movable(parts), _movable(flat), wanted, given, group=group, async_op=True)
-    return Transfer(out.view(sharding.local_shape), work, lambda: out.copy_(_COMBINE[op](parts.view(world, mine))))
-
-
-def exchange(local: torch.Tensor, source: Sharding, target: Sharding) -> Transfer:
-    """From one ragged layout of a tensor to another on the same mesh dimension: only elements whose owner changes travel.
-
-    Both are intervals of the same elements in rank order, so the collective reads and writes the parts themselves. If no
-    element changes owner (the layouts differ in dims only) there is none.
-    """
-    before, after = source.placement.intervals(source.section), target.placement.intervals(target.section)
-    flat = _flat(local)
-    if before == after:
-        return Transfer(flat.clone().view(target.local_shape))
-    out = flat.new_empty(target.end - target.start)
-    size = flat.dtype.itemsize if flat.dtype not in _MOVABLE else 1
-    given = [max(0, min(source.end, end) - max(source.start, start)) * size for start, end in after]
-    wanted = [max(0, min(target.end, end) - max(target.start, start)) * size for start, end in before]
-    work = dist.all_to_all_single(_movable(out), _movable(flat), wanted, given, group=_group(source), async_op=True)
-    return Transfer(out.view(target.local_shape), work)
-
-
-# -- boxes: any placements on any mesh dimensions ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What one rank sends and receives: (its box's index, the part of that box), by rank of the group, in the same order on both sides."""
-
-    sends: tuple[tuple[tuple[int, Slices], ...], ...]
-    receives: tuple[tuple[tuple[int, Slices], ...], ...]
-    stays: tuple[tuple[int, Slices, int, Slices], ...]
-
-
-def exchange_boxes(
-    local: torch.Tensor, mesh: DeviceMesh, source: Placements, target: Placements, shape: Shape, dim: int | None
-) -> Transfer:
-    """From any layout to any other, with one all-to-all over mesh dimension ``dim``, or over all ranks (None).
-
-    Where several ranks hold an element, it comes from the one that shares the receiver's coordinates on the replicated dimensions: itself,
-    if it has it.
-    """
-    sizes, me = tuple(mesh.shape), _coordinate(mesh)
-    before, after = holding(sizes, source, shape, me), holding(sizes, target, shape, me)
-    out = local.new_empty(local_shape(mesh, target, shape))
-    group = None if dim is None else mesh.get_group(dim)
-    plan = _plan(sizes, source, target, shape, me, _members(mesh, me, dim, group))
-    local = arrived(local).detach().resolve_conj().resolve_neg()
-    have, put = _views(local, source, before), _views(out, target, after)
-    for i, from_, k, to in plan.stays:
-        put[k][to] = have[i][from_]
-    outgoing = [have[i][part].reshape(-1) for pieces in plan.sends for i, part in pieces]
-    landing = [put[k][part] for pieces in plan.receives for k, part in pieces]
-    size = local.dtype.itemsize if local.dtype not in _MOVABLE else 1
-    given = [sum(have[i][part].numel() for i, part in pieces) * size for pieces in plan.sends]
-    wanted = [sum(put[k][part].numel() for k, part in pieces) * size for pieces in plan.receives]
-    sent = torch.cat(outgoing) if outgoing else local.new_empty(0)
-    got = local.new_empty(sum(wanted) // size)
-    work = dist.all_to_all_single(_movable(got), _movable(sent), wanted, given, group=group, async_op=True)
-
-    def finish() -> None:
-        for view, segment in zip(landing, got.split([v.numel() for v in landing]), strict=True):
-            view.copy_(segment.view(view.shape))
-
-    return Transfer(out, work, finish)
-
-
-@lru_cache(maxsize=1024)
-def _plan(sizes: Shape, source: Placements, target: Placements, shape: Shape, me: Shape, members: tuple[Shape, ...]) -> _Plan:
-    same = [i for i, p in enumerate(source) if p.is_replicate() or p.is_partial()]
-    before, after = holding(sizes, source, shape, me), holding(sizes, target, shape, me)
-    sends: list[tuple[tuple[int, Slices], ...]] = []
-    receives: list[tuple[tuple[int, Slices], ...]] = []
-    stays: list[tuple[int, Slices, int, Slices]] = []
-    for other in members:
-        out: list[tuple[int, Slices]] = []
-        into: list[tuple[int, Slices]] = []
-        if other == me:
-            stays.extend((i, from_, k, to) for i, k, from_, to in _common(before, after))
-        elif all(other[i] == me[i] for i in same):
-            out.extend((i, from_) for i, _, from_, _ in _common(before, holding(sizes, target, shape, other)))
-            into.extend((k, to) for _, k, _, to in _common(holding(sizes, source, shape, other), after))
-        sends.append(tuple(out))
-        receives.append(tuple(into))
-    return _Plan(tuple(sends), tuple(receives), tuple(stays))
-
-
-def _common(source: Sequence[Box], target: Sequence[Box]) -> Iterable[tuple[int, int, Slices, Slices]]:
-    """The boxes that two holdings share, as (source box, target box, where in the one, where in the other)."""
-    for i, (a, m) in enumerate(source):
-        for k, (b, n) in enumerate(target):
-            low = tuple(map(max, a, b))
-            high = tuple(min(x + s, y + t) for x, s, y, t in zip(a, m, b, n, strict=True))
-            if all(x < y for x, y in zip(low, high, strict=True)):
-                yield (
-                    i,
-                    k,
-                    tuple(slice(x - o, y - o) for x, y, o in zip(low, high, a, strict=True)),
-                    tuple(slice(x - o, y - o) for x, y, o in zip(low, high, b, strict=True)),
-                )
-
-
-def _views(local: torch.Tensor, placements: Placements, held: Sequence[Box]) -> list[torch.Tensor]:
-    """Each box of a holding as a view of the local tensor."""
-    if ragged_mesh_dim(placements) is None:
-        return [local] if held else []
-    flat, views, position = local.contiguous().view(-1), [], 0
-    for _, sizes in held:
-        numel = math.prod(sizes)
-        views.append(flat[position : position + numel].view(sizes))
-        position += numel
-    return views
-
-
-def _members(mesh: DeviceMesh, me: Shape, dim: int | None, group: dist.ProcessGroup | None) -> tuple[Shape, ...]:
-    """The coordinates of the ranks of a group, in its order."""
-    if dim is not None:
-        return tuple((*me[:dim], i, *me[dim + 1 :]) for i in range(mesh.size(dim)))
-    ranks = mesh.mesh.flatten().tolist()
-    where = dict(zip(ranks, product(*(range(n) for n in mesh.shape)), strict=True))
-    return tuple(where[r] for r in range(len(ranks)))
-
-
-# -- any placements to any placements ------------------------------------------------------------------------------------
+from vescale_ray.transfer import (
+    COMBINE,
+    Transfer,
+    arrived,
+    coordinate_of,
+    exchange,
+    exchange_boxes,
+    flat_of,
+    gather,
+    local_shape,
+    reduce_scatter,
+    slices,
+)
 
 
 def plain_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
@@ -352,23 +92,12 @@ def start(local: torch.Tensor, source: DTensorSpec, placements: Sequence[Placeme
     return _steps(local, mesh, tuple(source.placements), target.placements, shape, dtype), target
 
 
-def local_shape(mesh: DeviceMesh, placements: Placements, shape: Shape) -> Shape:
-    """Shape of this rank's local tensor."""
-    sizes = section(tuple(mesh.shape), placements, shape, _coordinate(mesh))[1]
-    dim = ragged_mesh_dim(placements)
-    if dim is None:
-        return sizes
-    ragged = placements[dim]
-    assert isinstance(ragged, RaggedShard)
-    return ragged.local_shape(sizes, _coordinate(mesh)[dim])
-
-
 def _steps(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placements, shape: Shape, dtype: torch.dtype) -> Transfer:
     """Reduce what is pending, move the elements, leave pending what is wanted so. Nearly always it is one of the three."""
     transfer = Transfer(local)
     goal = ragged_mesh_dim(want)
     direct = goal is not None and ragged_mesh_dim(have) is None and type(have[goal]) is Partial
-    if goal is not None and direct and have[goal].reduce_op in _COMBINE:  # type: ignore[attr-defined]
+    if goal is not None and direct and have[goal].reduce_op in COMBINE:  # type: ignore[attr-defined]
         # The reduce-scatter first: other pending dimensions then reduce the part only.
         others = tuple(p if i == goal or p.is_partial() or want[i].is_partial() else want[i] for i, p in enumerate(have))
         if others != have:
@@ -437,23 +166,23 @@ def _inside_section(placements: Placements, dim: int) -> bool:
 
 def _own(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placements, shape: Shape) -> torch.Tensor:
     """This rank's part under ``want`` of what it holds under ``have``, which is all of it; no communication."""
-    sizes, me = tuple(mesh.shape), _coordinate(mesh)
+    sizes, me = tuple(mesh.shape), coordinate_of(mesh)
     offsets = section(sizes, have, shape, me)[0]
     inner, part = section(sizes, want, shape, me)
     relative = tuple(a - b for a, b in zip(inner, offsets, strict=True))
-    cut = local.detach()[_slices(relative, part)] if part else local.detach()
+    cut = local.detach()[slices(relative, part)] if part else local.detach()
     dim = ragged_mesh_dim(want)
     if dim is None:
         return cut.clone()
     sharding = layout_of(mesh, want, shape)
-    return _flat(cut)[sharding.start : sharding.end].clone().view(sharding.local_shape)
+    return flat_of(cut)[sharding.start : sharding.end].clone().view(sharding.local_shape)
 
 
 def _embedded(local: torch.Tensor, sharding: Sharding, pending: Placement) -> torch.Tensor:
     """The section with this rank's part in its place and the neutral element elsewhere: their reduction is the tensor."""
     out = _neutral(local.new_empty(sharding.section), pending, None)
     factor = sharding.world if pending.reduce_op == "avg" else 1  # type: ignore[attr-defined]
-    flat = _flat(local)
+    flat = flat_of(local)
     out.view(-1)[sharding.start : sharding.end] = flat * factor if factor != 1 else flat
     return out
 
@@ -461,8 +190,8 @@ def _embedded(local: torch.Tensor, sharding: Sharding, pending: Placement) -> to
 def _neutral(like: torch.Tensor, pending: Placement, value: torch.Tensor | None) -> torch.Tensor:
     """What a rank contributes that must not change the reduction: ``value`` itself where repeating it doesn't, else the neutral element."""
     op = getattr(pending, "reduce_op", None)
-    if type(pending) is not Partial or op not in _COMBINE:
-        raise ValueError(f"can't redistribute to {pending}: known pending reductions are {', '.join(sorted(_COMBINE))}")
+    if type(pending) is not Partial or op not in COMBINE:
+        raise ValueError(f"can't redistribute to {pending}: known pending reductions are {', '.join(sorted(COMBINE))}")
     if value is not None and op in ("avg", "max", "min"):
         return value
     if op in ("sum", "avg"):
@@ -491,46 +220,15 @@ def _reduced(local: torch.Tensor, mesh: DeviceMesh, dim: int, placement: Placeme
         return local
     if type(placement) is Partial and placement.reduce_op == "avg":  # gloo has none
         total = arrived(local).detach().clone()
-        dist.all_reduce(total, group=mesh.get_group(dim))
+        all_reduce(total, "sum", mesh.get_group(dim))
         return total.div_(mesh.size(dim))
     value = arrived(local)
-    total = arrived(placement._reduce_value(value, mesh, dim))
+    # One number of 16 bits: rounded once, after the sum. (Larger ones travel as they are.)
+    sent = value.float() if value.numel() == 1 and value.dtype in (torch.bfloat16, torch.float16) else value
+    total = arrived(placement._reduce_value(sent, mesh, dim)).to(value.dtype)
     if value.is_floating_point() and type(placement) is Partial and placement.reduce_op in ("max", "min"):
         # A maximum over the ranks loses a NaN on gloo, depending on where it is; the plain tensor's is NaN.
         lost = value.detach().isnan().to(torch.int32)
-        dist.all_reduce(lost, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        all_reduce(lost, "max", mesh.get_group(dim))
         total = torch.where(lost > 0, torch.full_like(total, math.nan), total)
     return total
-
-
-# -- small helpers -------------------------------------------------------------------------------------------------------------
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in row-major order, contiguous (``reshape(-1)`` of one column would be a strided view), as they are in memory: torch
-    conjugates and negates lazily, which no collective knows."""
-    return arrived(tensor).detach().resolve_conj().resolve_neg().contiguous().view(-1)
-
-
-def _movable(flat: torch.Tensor) -> torch.Tensor:
-    """What the backend is given: the elements, or their bytes where it doesn't know the dtype."""
-    return flat if flat.dtype in _MOVABLE else flat.view(torch.uint8)
-
-
-def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> Slices:
-    return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-
-
-def _counts(sharding: Sharding) -> list[int]:
-    return [end - start for start, end in sharding.placement.intervals(sharding.section)]
-
-
-def _group(sharding: Sharding) -> dist.ProcessGroup:
-    return sharding.mesh.get_group(sharding.mesh_dim)
-
-
-def _coordinate(mesh: DeviceMesh) -> Shape:
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"this process is not part of {mesh}")
-    return tuple(coordinate)

@@ -9,7 +9,8 @@ is torch's own code. The options are torch's :class:`StateDictOptions`:
 | broadcast_from_rank0   | rank 0 has the full state dict (the others give anything), and sends one tensor at a time                 |
 | strict                 | every name must be known on both sides; checked on all ranks before anything is written                   |
 
-Memory: a rank holds, beside its shards, one full tensor at a time; rank 0 also the state dict that it was given, which is not copied.
+Memory: of a ragged tensor over all ranks, rank 0 sends each rank its part and nothing else, straight out of the state dict that it was
+given, which is not copied. Of others (replicas, tensor parallelism) a rank holds, beside its shards, one full tensor at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
+from vescale_ray.dtensor import RaggedDTensor, RaggedShard, distribute_tensor
+from vescale_ray.transfer import MOVABLE, movable
 
 __all__ = [
     "StateDictOptions",
@@ -142,11 +144,26 @@ class _Source:
             if not self.sends and isinstance(target, RaggedDTensor):
                 target.copy_(self.given[name])  # only its part goes to the device
                 return target
+            if isinstance(target, RaggedDTensor) and _over_all_ranks(target):
+                target.copy_(RaggedDTensor.from_spec(self._part(name, entry, target), target._spec))
+                return target
             full = self._whole(name, entry)
             if isinstance(target, DTensor) and not isinstance(target, RaggedDTensor):
                 full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
             target.copy_(full)
         return target
+
+    def _part(self, name: str, entry: _TensorEntry, target: RaggedDTensor) -> Tensor:
+        """This rank's part, from rank 0, whose tensor is all parts in rank order: one uneven all-to-all in which only rank 0 sends."""
+        placement = cast(RaggedShard, target.placements[0])
+        size = 1 if entry.dtype in MOVABLE else entry.dtype.itemsize
+        counts = [(end - start) * size for start, end in placement.intervals(entry.shape)]
+        world, rank = len(counts), dist.get_rank()
+        part = torch.empty(placement.local_shape(entry.shape, rank), dtype=entry.dtype, device=self.device)
+        full = self.given[name].detach().to(self.device).contiguous() if self.first else part.new_empty(0)
+        given, wanted = counts if self.first else [0] * world, [counts[rank], *[0] * (world - 1)]
+        dist.all_to_all_single(movable(part.view(-1)), movable(full.view(-1)), wanted, given)
+        return part
 
     def _whole(self, name: str, entry: _TensorEntry) -> Tensor:
         if not self.first:
@@ -171,6 +188,11 @@ class _Refused:
 
     def __init__(self, why: str) -> None:
         self.why = why
+
+
+def _over_all_ranks(tensor: RaggedDTensor) -> bool:
+    """Whether the tensor's parts lie on all ranks, in rank order."""
+    return tensor.device_mesh.ndim == 1 and tensor.device_mesh.mesh.tolist() == list(range(dist.get_world_size()))
 
 
 def _described(name: str, value: Any) -> Any:

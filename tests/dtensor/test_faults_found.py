@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy as copy_module
+import io
 import math
+import pickle
 import re
 import warnings
 from typing import Any
@@ -11,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from tests.ranks import run_gloo
 from vescale_ray import fully_shard
@@ -113,6 +118,178 @@ def state_dicts(rank: int, world: int) -> None:
     assert all((whole(p) == 1).all() for p in model.parameters())
 
 
+def same_or_refused(function: Any, full: torch.Tensor, x: Any) -> None:
+    """What the plain tensor refuses, the ragged one refuses; else the results are equal, in shape and dtype too."""
+    try:
+        expected = function(full)
+    except (IndexError, RuntimeError) as error:
+        with pytest.raises((IndexError, RuntimeError)) as raised:
+            whole(function(x))
+        assert isinstance(raised.value, type(error)) or full.numel() == 0
+        return
+    torch.testing.assert_close(whole(function(x)), expected, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def dimensions(rank: int, world: int) -> None:
+    """Dimensions that aren't there, no dimension at all, maxima of nothing."""
+    mesh = init_device_mesh("cpu", (3,))
+    cases = [(torch.tensor(3.5), ((), (0, 1, 0))), (torch.empty(0, 5), ((0,), (1, 0, 0))), (values(), ((0,), UNITS))]
+    for full, (dims, units) in cases:
+        x = distribute_tensor(full.clone(), mesh, [RaggedShard(dims, units)], src_data_rank=None)
+        for name in ("max", "min", "prod"):
+            same_or_refused(getattr(torch, name), full, x)
+        for name in ("sum", "mean", "amax", "amin", "any", "all"):
+            function = getattr(torch, name)
+            for dim in (0, 1, -1, -2, 2, -3, (0, 1), (0, 0), ()):
+                same_or_refused(lambda t, f=function, d=dim: f(t, d), full, x)
+        for order in (2, 0, 1, math.inf, -math.inf, -1):
+            same_or_refused(lambda t, o=order: torch._foreach_norm([t], o)[0], full, x)
+            same_or_refused(lambda t, o=order: torch.linalg.vector_norm(t, o, dim=1), full, x)
+        same_or_refused(lambda t: torch._foreach_max([t])[0], full, x)
+    image, ones = ragged(values()).view(1, 8, 5), [ragged(torch.ones(8)) for _ in range(6)]
+    normalize: Any = torch.native_batch_norm
+    with pytest.raises(RuntimeError, match="would write"):  # training=False: no running statistics are written, but out= is
+        normalize(image, *ones[:4], False, 0.1, 1e-5, out=(torch.zeros_like(image), *ones[4:]))
+    z = values() * (1 + 1j)
+    torch.testing.assert_close(whole((ragged(z) / 50).prod()), (z / 50).prod())
+
+
+def results(rank: int, world: int) -> None:
+    """Copying, printing, formatting and storing what operations give."""
+    full, x = values(), ragged(values())
+    for value, plain in ((x.sum(), full.sum()), (x.norm(), full.norm()), (x.max(), full.max()), (x.t(), full.t()), (x.sum(0), full.sum(0))):
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        buffer.seek(0)
+        for copy in (copy_module.deepcopy(value), pickle.loads(pickle.dumps(value)), torch.load(buffer, weights_only=True), value.data):
+            torch.testing.assert_close(whole(copy), plain)
+        assert "contribution" in repr(value) or not any(p.is_partial() for p in value.placements)
+    assert math.isclose(x.sum().data.item(), full.sum().item(), rel_tol=1e-6)
+    for value in (x, x.sum()):
+        with pytest.raises(TypeError, match=r"format its item\(\), or full_tensor\(\), taken on every rank"):
+            f"{value:.2f}"
+    assert f"{x[7][4]:.2f}" == f"{full[7][4]:.2f}"
+
+
+def beside_plain(rank: int, world: int) -> None:
+    """Plain tensors beside ragged ones and what is computed from them: one sentence, or the gradient of a formula of torch's own."""
+    x, full, plain = ragged(values()), values(), torch.ones(3, 5)
+    scale = nn.Parameter(torch.tensor(2.0))
+    for call in (
+        lambda: torch.nn.functional.linear(plain, x),
+        lambda: plain @ x.t(),
+        lambda: torch.addmm(torch.zeros(8), plain, x.t()),
+        lambda: torch.einsum("ij,kj->ik", plain, x),
+        lambda: x.sum(0) + torch.ones(5),
+        lambda: (x.t() * 2) @ torch.ones(8, 2),
+    ):
+        with pytest.raises(ValueError, match="a plain tensor of shape .* meets .*: distribute it first"):
+            call()
+    for call in (lambda: x * scale, lambda: x.sum() * scale, lambda: x.softmax(0) + scale, lambda: x.t() * scale):
+        with pytest.raises(ValueError, match="without dimensions that requires grad meets .* make it one"):
+            call()
+    with torch.no_grad():
+        assert torch.equal(whole(x * scale), full * 2)
+    shared = nn.Parameter(distribute_tensor(torch.tensor(2.0), x.device_mesh, [Replicate()]))
+    whole((x * shared).sum()).backward()
+    assert math.isclose(shared.grad.item(), full.sum().item(), rel_tol=1e-6)
+    for function in (
+        lambda t: t.chunk(2)[0] * 2,
+        lambda t: t.split(2, 1)[1],
+        lambda t: t.unbind(0)[2],
+        lambda t: (t * (t.detach() > 0)).cumprod(1),
+    ):
+        p, q = ragged(values() / 10).requires_grad_(), (values() / 10).requires_grad_()
+        (whole(function(p)) ** 2).sum().backward()
+        (function(q) ** 2).sum().backward()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-4, atol=1e-4)
+    p = ragged(values() / 10).requires_grad_()
+    with pytest.raises(ValueError, match="distribute it first .*or work on full_tensor"):  # another formula than the plain tensor's
+        whole((p + 3).prod(0)).sum().backward()
+
+
+def clipping(rank: int, world: int) -> None:
+    """torch's clip_grad_norm_ and its optimizers over ragged and plain parameters together."""
+    full = values() / 10
+    for foreach in (None, True, False):
+        for order in (2.0, 1.0, math.inf):
+            p, q, b = nn.Parameter(ragged(full)), nn.Parameter(full.clone()), nn.Parameter(full.bfloat16())
+            p.grad, q.grad, b.grad = ragged(full * 3), full * 2, full.bfloat16()
+            norm = whole(nn.utils.clip_grad_norm_([p, q, b], 1.0, norm_type=order, foreach=foreach))
+            expected = torch.stack([torch.linalg.vector_norm(g, order) for g in (full * 3, full * 2, full.bfloat16().float())])
+            torch.testing.assert_close(norm, torch.linalg.vector_norm(expected, order), rtol=5e-3, atol=0)
+            for grad, before in ((whole(p.grad), full * 3), (q.grad, full * 2)):
+                torch.testing.assert_close(grad, before / norm)
+    for fused in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):  # gradients that had to be gathered
+        p, q = nn.Parameter(ragged(full)), nn.Parameter(full.clone())
+        for t in (p, q):
+            whole((t @ t.t()).sum()).backward()
+            fused([t], lr=0.1, fused=True).step()  # type: ignore[operator]
+        torch.testing.assert_close(whole(p), q.detach())
+        assert torch.allclose(p.norm(), q.norm()) and not torch.allclose(p.sum(), q.sum() + 1)
+    for foreach in (True, False):
+        parameters = [nn.Parameter(t) for t in (ragged(full), full.clone(), torch_distribute(full.clone(), p.device_mesh, [Shard(0)]))]
+        for t in parameters:
+            t.grad = torch.ones_like(t)
+        alone = nn.Parameter(full.clone())
+        alone.grad = torch.ones_like(full)
+        for params in (parameters, [alone]):
+            torch.optim.AdamW(params, lr=0.1, foreach=foreach).step()
+        assert all(torch.equal(whole(t), alone) for t in parameters)
+
+
+def complex_views(rank: int, world: int) -> None:
+    """view_as_real and back are true views, so that for-loop optimizers take complex parameters; copies of views notice every write."""
+    full = torch.complex(values(), values().flip(0))
+    x = ragged(full)
+    parts = torch.view_as_real(x)
+    assert isinstance(parts, RaggedDTensor) and torch.equal(whole(parts), torch.view_as_real(full))
+    parts.mul_(2)
+    assert torch.equal(whole(x), full * 2) and torch.equal(whole(torch.view_as_complex(parts)), full * 2)
+    for make in (
+        lambda params: torch.optim.AdamW(params, lr=0.1, foreach=False, amsgrad=True),
+        lambda params: torch.optim.RMSprop(params, lr=0.1, foreach=False, momentum=0.5),
+    ):
+        p, q = nn.Parameter(ragged(full)), nn.Parameter(full.clone())
+        p.grad, q.grad = ragged(full.sin()), full.sin()
+        make([p]).step()  # type: ignore[no-untyped-call]
+        make([q]).step()  # type: ignore[no-untyped-call]
+        torch.testing.assert_close(whole(p), q.detach())
+    for view in (lambda t: t.view(-1)[3], lambda t: t.unsqueeze(0).transpose(1, 2), lambda t: t[0]):
+        y = ragged(values())
+        copy = view(y)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            y.to_local().mul_(2)
+        with pytest.raises(RuntimeError, match="written since"):
+            whole(copy)
+
+
+def twice(rank: int, world: int) -> None:
+    """Second derivatives, through every way into and out of ragged tensors."""
+    mesh, full = init_device_mesh("cpu", (3,)), values() / 10
+    placements: list[Any] = [RaggedShard((0,), UNITS)]
+    functions: list[Any] = [
+        lambda t: whole(t),
+        lambda t: whole(t.redistribute(placements=[RaggedShard((0, 1), (3, 1, 4))]) if hasattr(t, "redistribute") else t),
+        lambda t: whole(t.redistribute(placements=[Shard(1)]) * 1.0 if hasattr(t, "redistribute") else t),
+        lambda t: whole(RaggedDTensor.from_local(t.to_local(), mesh, placements, shape=t.shape) if hasattr(t, "to_local") else t),
+        lambda t: whole(t.sin().t()),
+        lambda t: whole(t.norm()),
+        lambda t: whole(t.softmax(0)),
+        lambda t: whole(t.exp().sum(1)),
+    ]
+    for function in functions:
+        found = []
+        for t in (ragged(full).requires_grad_(), full.clone().requires_grad_()):
+            y: Any = (function(t) ** 3).sum()
+            (first,) = torch.autograd.grad(y, t, create_graph=True)
+            assert first.requires_grad, "the graph of the first derivative"
+            (second,) = torch.autograd.grad((whole(first) ** 2).sum(), t)
+            found.append((whole(first).detach(), whole(second)))
+        for ours, plain in zip(*found, strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
 def run(function: Any) -> None:
     run_gloo(3, quietly, function)
 
@@ -122,7 +299,61 @@ def quietly(rank: int, world: int, function: Any) -> None:
     function(rank, world)
 
 
-@pytest.mark.parametrize("function", [reductions, versions, refusals, state_dicts])
+def asynchronous(rank: int, world: int) -> None:
+    """A write into what an asynchronous redistribution is reading: whether it came in time nobody can tell, so its result is refused."""
+    for write in (lambda t: t.mul_(2), lambda t: t.to_local().mul_(2), lambda t: torch._foreach_zero_([t])):
+        x = ragged(values())
+        for placements in ([RaggedShard((0, 1), (3, 1, 4))], [Replicate()], [Shard(1)]):
+            early = x.redistribute(placements=placements, async_op=True)
+            assert torch.equal(whole(early * 1.0), values()), "nothing was written"
+            late = x.redistribute(placements=placements, async_op=True)
+            with torch.no_grad():
+                write(x)  # type: ignore[no-untyped-call]
+            with pytest.raises(RuntimeError, match="was written while an asynchronous redistribution was reading it"):
+                late * 1.0
+            assert torch.equal(whole(early * 1.0), values()), "what had arrived is its own"
+            with torch.no_grad():
+                x.copy_(values())
+
+
+def compiled(rank: int, world: int) -> None:
+    """Compiled functions whose collectives a graph would not wait for, forward and backward."""
+    full = torch.randn(64, 640, generator=torch.Generator().manual_seed(0))
+    functions: list[Any] = [
+        lambda t: (t.full_tensor() if isinstance(t, RaggedDTensor) else t) * 2,
+        lambda t: t @ t.t(),
+        lambda t: (t.redistribute(placements=[RaggedShard((0,), (3, 1, 4))]) if isinstance(t, RaggedDTensor) else t) + (t > 0).any(),
+        lambda t: (t * 2).sin().sum(),
+    ]
+    for function in functions:
+        torch._dynamo.reset()
+        run = torch.compile(function, backend="aot_eager")
+        for scale in (1.0, 2.0):
+            p, q = ragged(full * scale).requires_grad_(), (full * scale).requires_grad_()
+            found, expected = whole(run(p)), function(q)
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-2)
+            found.sum().backward()
+            expected.sum().backward()
+            torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-3, atol=1e-2)
+
+
+FOUND = [
+    reductions,
+    versions,
+    refusals,
+    state_dicts,
+    dimensions,
+    results,
+    beside_plain,
+    clipping,
+    complex_views,
+    asynchronous,
+    compiled,
+    twice,
+]
+
+
+@pytest.mark.parametrize("function", FOUND)
 def test_what_was_wrong_is_right_or_refused_on_every_rank(function: Any) -> None:
     run(function)
 

@@ -151,16 +151,23 @@ def test_lbfgs_works_gathering() -> None:
 
 
 def _refused(rank: int, world: int) -> None:
-    for layout in (LAYOUTS[0], Case((7, 12), 1, (3, 0, 4))):  # tall and wide
-        sharded, _ = parameters((layout,), one_dim_mesh(world), rank)
-        sharded[0].grad = RaggedDTensor.from_spec(torch.ones_like(sharded[0].to_local()), sharded[0]._spec)  # type: ignore[attr-defined]
-        before = sharded[0].to_local().clone()  # type: ignore[attr-defined]
-        with pytest.raises(TypeError, match=r"needs whole matrices.* use vescale_ray\.optim\.Muon"):
-            torch.optim.Muon(sharded, lr=0.1).step()
-        assert torch.equal(sharded[0].to_local(), before)  # type: ignore[attr-defined]
+    """Wide, square and tall matrices alike; the plain matrix before them and its momentum stay as they were, and so does a closure's."""
+    mesh = one_dim_mesh(world)
+    for case in (Case((12, 7), 2, (5, 0, 79)), Case((7, 12), 1, (3, 0, 4)), Case((6, 6), 0, (0, 1, 0))):
+        (sharded,), _ = parameters((case,), mesh, rank)
+        plain = nn.Parameter(torch.ones(4, 4))
+        sharded.grad, plain.grad = torch.ones_like(sharded), torch.ones(4, 4)
+        before = sharded.to_local().clone()  # type: ignore[attr-defined]
+        optimizer = torch.optim.Muon([plain, sharded], lr=0.1)
+        with pytest.raises(RuntimeError, match=r"use vescale_ray\.optim\.Muon"):
+            optimizer.step()
+        assert not optimizer.state and bool((plain == 1).all())
+        assert torch.equal(sharded.to_local(), before)  # type: ignore[attr-defined]
+    torch.optim.Muon([plain], lr=0.1).step()
+    assert bool((plain != 1).any()), "torch's own is left as it was for whole matrices"
 
 
-def test_torchs_muon_is_refused_and_ours_is_named() -> None:
+def test_torchs_muon_is_refused_before_anything_is_changed() -> None:
     run_threads(3, _refused)
 
 

@@ -335,7 +335,11 @@ assert not added, added
 for now, then in zip(LISTS, lists):
     assert list(now) == [*then, ours.RaggedDTensor]
 extra = set(torch.serialization.get_safe_globals()) - safe
-assert extra == {ours.RaggedDTensor, ours.RaggedShard, ours._rebuild}, extra
+from vescale_ray.dtensor_operands import unpickled_derived
+from torch.distributed.tensor._ops._math_ops import _NormPartial
+assert extra == {ours.RaggedDTensor, ours.RaggedShard, ours._rebuild, unpickled_derived, _NormPartial}, extra
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks, _global_optimizer_post_hooks
+assert list(hooks.values()) == [ours._refuse_muon] and not _global_optimizer_post_hooks
 print("unchanged", len(before))
 """
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vescale_ray.geometry import Block, Extent, FlatSpace, Route, boxes, merge_adjacent, routes, row_numel
+from vescale_ray.geometry import Block, Extent, FlatSpace, Route, boxes, intervals, merge_adjacent, routes, row_numel
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
@@ -60,6 +60,22 @@ def test_boxes_refuse_a_range_outside_the_tensor() -> None:
     for start, end in ((-1, 2), (3, 2), (0, 7)):
         with pytest.raises(ValueError, match="of shape"):
             boxes((2, 3), start, end)
+
+
+@settings(max_examples=300, deadline=None)
+@given(shapes, st.data())
+def test_intervals_of_boxes_are_the_fewest_that_hold_exactly_their_elements_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    offsets = tuple(data.draw(st.integers(0, n)) for n in shape)
+    sizes = tuple(data.draw(st.integers(0, n - o)) for n, o in zip(shape, offsets, strict=True))
+    total = math.prod(sizes)
+    start = data.draw(st.integers(0, total))
+    end = data.draw(st.integers(start, total))
+    held = [(tuple(o + b for o, b in zip(offsets, base, strict=True)), part) for base, part in boxes(sizes, start, end)]  # of a section
+    elements = np.arange(math.prod(shape)).reshape(shape)
+    expected = elements[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].ravel().tolist()[start:end]
+    found = intervals(shape, held)
+    assert [e for a, b in found for e in range(a, b)] == expected
+    assert all(b > a for a, b in found) and all(a[1] < b[0] for a, b in itertools.pairwise(found))
 
 
 @st.composite

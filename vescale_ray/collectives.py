@@ -1,0 +1,76 @@
+"""The collectives of ragged tensors, into memory that is given; inside ``torch.compile`` as operations of the compiled graph.
+
+``torch.distributed``'s collectives write in place and are waited for through a handle, of which a traced graph knows nothing: it
+would go on with what is there before they have arrived. While torch traces, its functional collectives take their place; they are
+complete when they return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+
+from vescale_ray.compat import all_gather_single, reduce_scatter_single
+
+Group = dist.ProcessGroup | None
+
+
+def all_to_all(out: Tensor, given: Tensor, out_sizes: Sequence[int], given_sizes: Sequence[int], group: Group) -> Any:
+    """Flat ``given``, cut into ``given_sizes`` for the ranks, to flat ``out``; a handle to wait on, None if it is done."""
+    if not _traced():
+        return dist.all_to_all_single(out, given, list(out_sizes), list(given_sizes), group=group, async_op=True)
+    out.copy_(functional.all_to_all_single(given, list(out_sizes), list(given_sizes), _named(group)))
+    return None
+
+
+def all_gather(out: Tensor, given: Tensor, group: Group) -> Any:
+    """Equal ``given`` of all ranks, one after the other; a handle as :func:`all_to_all`."""
+    if not _traced():
+        return all_gather_single(out, given, group=group, async_op=True)
+    out.copy_(functional.all_gather_tensor(given, 0, _named(group)))
+    return None
+
+
+def reduce_scatter(out: Tensor, given: Tensor, group: Group) -> Any:
+    """This rank's equal part of the sum; a handle as :func:`all_to_all`."""
+    if not _traced():
+        return reduce_scatter_single(out, given, op=dist.ReduceOp.SUM, group=group, async_op=True)
+    out.copy_(functional.reduce_scatter_tensor(given, "sum", 0, _named(group)))
+    return None
+
+
+def broadcast(tensor: Tensor, index: int, group: dist.ProcessGroup) -> Any:
+    """``tensor`` of the rank at ``index`` of the group to all; a handle as :func:`all_to_all`."""
+    source = dist.get_global_rank(group, index)
+    if not _traced():
+        return dist.broadcast(tensor, src=source, group=group, async_op=True)
+    tensor.copy_(functional.broadcast(tensor, source, group))
+    return None
+
+
+def all_reduce(tensor: Tensor, op: str, group: Group) -> None:
+    """Reduce ``tensor`` in place: ``op`` is "sum", "max" or "min"."""
+    if not _traced():
+        dist.all_reduce(tensor, op=_OPS[op], group=group)
+        return
+    tensor.copy_(functional.all_reduce(tensor, op, _named(group)))
+
+
+_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def _traced() -> bool:
+    return torch.compiler.is_compiling() or functional._are_we_tracing()
+
+
+def _named(group: Group) -> dist.ProcessGroup:
+    if group is None:
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    return group
