@@ -180,3 +180,68 @@ def test_small_layers_and_other_classes_are_left_alone(monkeypatch: pytest.Monke
     gradients: Any = Gradients
     plain.weight.__dict__["_vescale_sink"] = (weakref.ref(gradients), 0)
     assert plain(torch.ones(2, 3)).grad_fn.name() == "AddmmBackward0"
+
+
+def complex_weights(rank: int, world: int) -> None:
+    models: list[Any] = []
+    for _ in range(2):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.complex64) for _ in range(2)))
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape, dtype=p.dtype, generator=generator))
+        models.append(model)
+    fully_shard(models[0])
+    x = torch.randn(4, WIDTH, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))
+    for model in models:
+        model(x).abs().square().mean().backward()
+    agree(models[0], models[1])
+
+
+def test_complex_weights_have_the_gradients_of_a_plain_module() -> None:
+    run_threads(2, complex_weights)
+
+
+def tower() -> tuple[Any, Any]:
+    """Three layers that are units, and the same ones alone."""
+    models: list[Any] = [nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3))) for _ in "ab"]
+    models[1].load_state_dict(models[0].state_dict())
+    for layer in models[0]:
+        fully_shard(layer)
+    return fully_shard(models[0]), models[1]
+
+
+def frozen_after_forward(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    ours, alone = tower()
+    alone.load_state_dict({name: full(p) for name, p in ours.named_parameters()})
+    for step in range(3):
+        for model in (ours, alone):
+            y = model(samples(0, 1, step))
+            if step == 1:
+                model[1][0].weight.requires_grad_(False)
+            y.square().sum().backward()
+        agree(ours, alone)
+        ours.zero_grad()
+        alone.zero_grad()
+
+
+def test_a_weight_that_is_frozen_between_forward_and_backward_keeps_no_other_gradient_back() -> None:
+    run_threads(2, frozen_after_forward)
+
+
+def seen_by_a_hook(rank: int, world: int) -> bool:
+    ours, _ = tower()
+    seen: list[torch.Tensor] = []
+    ours[1].unshard()
+    handle = ours[1][0].weight.register_hook(seen.append)
+    ours(samples(rank, world, 0)).sum().backward()
+    handle.remove()
+    expected = full(ours[1][0].weight.grad) * world
+    whole = seen[0].clone()
+    torch.distributed.all_reduce(whole)
+    return torch.allclose(whole, expected, atol=1e-5)
+
+
+def test_a_gradient_that_a_hook_of_the_users_keeps_stays_what_it_is() -> None:
+    assert run_threads(2, seen_by_a_hook) == [True] * 2

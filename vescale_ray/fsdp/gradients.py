@@ -111,8 +111,10 @@ class Gradients:
 
     def claim(self, index: int, like: torch.Tensor) -> torch.Tensor | None:
         """Where the gradient of unsharded parameter ``index`` may be written by whoever computes it, of the dtype and device of
-        ``like``, to be handed to autograd as the gradient. None: it is to be computed elsewhere, since some of it is there already."""
-        if self._arrived[index] or index in self._claims:
+        ``like``, to be handed to autograd as the gradient. None: it is to be computed elsewhere, since some of it is there already,
+        it will not arrive (frozen after forward), or a hook of the user's would see it and may keep it longer than the buffer."""
+        leaf = self.params[index].unsharded
+        if self._arrived[index] or index in self._claims or leaf is None or not leaf.requires_grad or leaf._backward_hooks:
             return None
         self._begin()
         view = self._views[index]

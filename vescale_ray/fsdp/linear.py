@@ -63,6 +63,7 @@ def _pays(input: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         owner is not None
         and owner.reduce_dtype == weight.dtype == input.dtype
+        and weight.dtype.is_floating_point  # the formulas are not those of complex numbers
         and input.layout is torch.strided
         and type(input) in (torch.Tensor, nn.Parameter)
         and not torch.is_autocast_enabled(input.device.type)
