@@ -180,3 +180,31 @@ def refusals(rank: int, world: int) -> None:
 
 def test_what_does_not_fit_is_refused_in_one_sentence() -> None:
     run_threads(2, refusals)
+
+
+def beside_others(rank: int, world: int, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    """On a part of a larger mesh: the ranks beside it do the same at the same time."""
+    names = ("r", "s", "tp") if len(shape) == 3 else ("s", "tp")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)[names[:-1]]
+    ours, alone = seeded(Tower), seeded(Tower)
+    for layer in ours.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(ours, mesh=mesh, **options)
+    position, size = rank // 2, world // 2
+    for step in range(2):
+        ours(inputs(position, size, step, rows=24)).square().mean().backward()
+        alone(inputs(0, 1, step, rows=24)).square().mean().backward()
+    same(grads(ours), grads(alone), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 2), {"sharding": Sharding.ddp()}),
+        ((2, 2, 2), {"sharding": Sharding("s", ("r", "s"), ("r", "s"))}),
+        ((4, 2), {"reshard_after_forward": 2}),
+    ],
+    ids=["ddp", "sharded optimizer", "int"],
+)
+def test_on_a_part_of_a_larger_mesh(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    run_gloo(8 if len(shape) == 3 or 4 in shape else 4, beside_others, shape, options, timeout=40)
