@@ -166,6 +166,28 @@ def test_kept_parameters_follow_writes_loads_and_casts() -> None:
     run_threads(4, interrupted)
 
 
+def local_writes(rank: int, world: int, way: str) -> None:
+    """A rank may do them alone, so they can't make the ranks gather again."""
+    model = shard(seeded(Tower), way)
+    x = inputs(rank, world, 0, rows=24)
+    model(x).sum().backward()
+    with torch.no_grad():
+        model.layers[1][0].weight.to_local().mul_(2)
+    with pytest.raises(RuntimeError, match=r"layers\.1.* were written through their local tensors .* call reshard\(\)"):
+        model(x)
+    model.reset_iter_state()
+    model.layers[1].reshard()
+    model.reshard()
+    plain = Tower()
+    plain.load_state_dict({n: full(p) for n, p in model.named_parameters()})
+    assert torch.allclose(model(x), plain(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["zero1", "hsdp, sharded optimizer"])
+def test_a_write_to_a_local_tensor_is_refused_where_gathered_parameters_are_kept(way: str) -> None:
+    run_threads(4, local_writes, way)
+
+
 def refusals(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(ValueError, match="the mesh has replicate, shard"):

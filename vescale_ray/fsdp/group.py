@@ -128,6 +128,8 @@ class Group:
         self._cast: torch.Tensor | None = None
         self._cast_of: tuple[int, ...] | None = None
         self._gathered_of: tuple[int, ...] | None = None
+        self._local_of = 0
+        """The version of the master shard's memory then, which also sees writes that a rank may do alone."""
         self._writes = 0
 
     # -- construction ------------------------------------------------------------------------------------------------
@@ -199,6 +201,7 @@ class Group:
         if self.residency is not Residency.SHARDED:
             return
         assert self._pool is not None
+        self._check_kept()
         whole, self._whole_of = self._whole_of, None
         if whole is not None and whole == self._spmd_version():
             self._whole_of, self._gather, self.residency = whole, comm.Done(), Residency.GATHERING
@@ -233,8 +236,21 @@ class Group:
                 self._gather = comm.all_gather(
                     out, shard, group, lane, together=together, pairwise=pairwise, custom=self.custom_gather
                 )
-        self._gathered_of = self._spmd_version()
+        self._gathered_of, self._local_of = self._spmd_version(), self.master.flat._version
         self.residency = Residency.GATHERING
+
+    def _check_kept(self) -> None:
+        """What is kept until the next optimizer step is not out of date by a write that the other ranks may not know of.
+
+        Raises:
+            RuntimeError: it is.
+        """
+        kept = self._whole_of is not None or (self.retain is Retain.PART and self._part is not None)
+        if kept and self._gathered_of == self._spmd_version() and self._local_of != self.master.flat._version:
+            raise RuntimeError(
+                f"the sharded parameters of {self.name!r} were written through their local tensors while the gathered ones are kept: "
+                f"write to the parameters themselves, or call reshard() on this module on all ranks after such a write"
+            )
 
     def _new_buffer(self) -> Buffer:
         memory = None
