@@ -115,6 +115,8 @@ class Group:
         """After forward this rank keeps a larger part of the parameters, and backward gathers them from fewer ranks."""
         self._part: torch.Tensor | None = None
         """That part, between forward and backward."""
+        self._gathers_from: torch.Tensor | None = None
+        """The same while it is gathered: on an accelerator its memory would be handed out again as soon as no one holds it."""
         self.retain = Retain.NOTHING
         self._whole_of: tuple[int, ...] | None = None
         """The buffer holds all parameters of this version, though the modules have the sharded ones."""
@@ -212,6 +214,7 @@ class Group:
             self._part = None
         if part is not None and self.subgroup is not None and self._gathered_of == self._spmd_version():
             shard, group, pairwise = part, self.subgroup.group, self.subgroup.pairwise
+            self._gathers_from = part
             lane.after_current()
         else:
             shard = self._shard_to_gather(lane)
@@ -337,6 +340,7 @@ class Group:
         parts, self._parts = self._parts, None
         if gather is not None:
             gather.wait()
+        self._gathers_from = None
         if parts is not None:
             assert self._buffer is not None and self._pool is not None
             if join:
