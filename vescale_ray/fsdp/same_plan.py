@@ -45,7 +45,8 @@ def check_same_plan(units: Sequence[Unit]) -> None:
             difference = difference or between
         if difference:
             raise RuntimeError(
-                f"the ranks planned different layouts: {difference}; build the same model with the same arguments of fully_shard on every rank"
+                f"the ranks planned different layouts: {difference}; "
+                f"build the same model with the same arguments of fully_shard on every rank"
             )
 
 

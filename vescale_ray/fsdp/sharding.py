@@ -131,7 +131,8 @@ def _data_mesh(mesh: DeviceMesh, names: Dims, shard: Dims) -> DeviceMesh:
     # By process group, not by mesh: meshes of the same ranks are equal, also when those ranks have new groups by now.
     known = _MESHES.setdefault(mesh.get_group(0), {})
     if (names, shard) not in known:
-        known[names, shard] = _whole(mesh, names, rest, shard) if mesh.size() == dist.get_world_size() else _part(mesh, rest, shard)
+        whole = mesh.size() == dist.get_world_size() or mesh.mesh_dim_names is None
+        known[names, shard] = _whole(mesh, names, rest, shard) if whole else _part(mesh, rest, shard)
     return known[names, shard]
 
 
@@ -156,7 +157,9 @@ def _part(mesh: DeviceMesh, rest: Dims, shard: Dims) -> DeviceMesh:
     if not rest:
         return flat(shard)
     replicas = flat(rest)
-    return DeviceMesh._concatenate([replicas, flat(shard)]) if shard else replicas._unflatten(0, (replicas.size(), 1), ("replicate", "shard"))
+    if not shard:
+        return replicas._unflatten(0, (replicas.size(), 1), ("replicate", "shard"))
+    return DeviceMesh._concatenate([replicas, flat(shard)])
 
 
 _MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Dims, Dims], DeviceMesh]] = weakref.WeakKeyDictionary()
