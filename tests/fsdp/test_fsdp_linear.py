@@ -38,6 +38,8 @@ class Net(nn.Module):
             x = checkpoint(lambda y: self.second(self.first(y).tanh()), x, use_reentrant=False)
         elif how == "broadcast":
             x = self.second(self.first(x).sum(0, keepdim=True).expand(5, -1, -1)).transpose(0, 1)
+        elif how == "changed in place":
+            x = self.extra(self.second(self.first(x).relu_()).add_(1)[0]).tanh_()
         elif how == "one row":
             x = self.first(x[0, 0])
         elif how == "no rows":
@@ -49,7 +51,7 @@ class Net(nn.Module):
         return x
 
 
-HOWS = ["plain", "twice", "also by hand", "reentrant inside", "recomputed", "broadcast", "one row", "no rows", "detached input"]
+HOWS = ["changed in place", "plain", "twice", "also by hand", "reentrant inside", "recomputed", "broadcast", "one row", "no rows", "detached input"]
 
 
 def pair() -> tuple[Any, Net]:
