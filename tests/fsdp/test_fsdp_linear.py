@@ -51,7 +51,9 @@ class Net(nn.Module):
         return x
 
 
-HOWS = ["changed in place", "plain", "twice", "also by hand", "reentrant inside", "recomputed", "broadcast", "one row", "no rows", "detached input"]
+HOWS = [
+    "changed in place", "plain", "twice", "also by hand", "reentrant inside", "recomputed", "broadcast", "one row", "no rows", "detached input",
+]
 
 
 def pair() -> tuple[Any, Net]:
