@@ -52,7 +52,8 @@ class Net(nn.Module):
 
 
 HOWS = [
-    "changed in place", "plain", "twice", "also by hand", "reentrant inside", "recomputed", "broadcast", "one row", "no rows", "detached input",
+    "changed in place", "plain", "twice", "also by hand", "reentrant inside", "recomputed", "broadcast", "one row",
+    "no rows", "detached input",
 ]
 
 
