@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -569,6 +570,23 @@ def test_parameters_may_stay_with_neighbours_between_forward_and_backward(shape,
     original = comm.all_gather
     monkeypatch.setattr(comm, "all_gather", gather)
     assert all(run_threads(math.prod(shape), to_neighbours, shape, size, options))
+
+
+def held_while_gathered(rank, world, gather):
+    ours = shard_tower(seeded(Tower), reshard_after_forward=2)
+    ours(inputs(rank, world, 0))
+    dist.barrier()
+    comm.all_gather = gather
+    unit = ours.layers[1]._get_fsdp_state()
+    part = weakref.ref(unit.groups[0]._part)
+    unit.start_unshard(backward=True)
+    return part() is not None
+
+
+def test_the_part_that_is_gathered_from_is_held_until_the_gather_is_through(monkeypatch):
+    """On an accelerator the all-gather still reads it when the call returns, and nothing else holds its memory."""
+    monkeypatch.setattr(comm, "all_gather", comm.all_gather)
+    assert all(run_threads(4, held_while_gathered, lambda *_, **__: comm.Done()))
 
 
 def test_parameters_may_stay_with_neighbours_on_gloo():

@@ -38,6 +38,8 @@ class Net(nn.Module):
             x = checkpoint(lambda y: self.second(self.first(y).tanh()), x, use_reentrant=False)
         elif how == "broadcast":
             x = self.second(self.first(x).sum(0, keepdim=True).expand(5, -1, -1)).transpose(0, 1)
+        elif how == "changed in place":
+            x = self.extra(self.second(self.first(x).relu_()).add_(1)[0]).tanh_()
         elif how == "one row":
             x = self.first(x[0, 0])
         elif how == "no rows":
@@ -49,7 +51,10 @@ class Net(nn.Module):
         return x
 
 
-HOWS = ["plain", "twice", "also by hand", "reentrant inside", "recomputed", "broadcast", "one row", "no rows", "detached input"]
+HOWS = [
+    "changed in place", "plain", "twice", "also by hand", "reentrant inside", "recomputed", "broadcast", "one row",
+    "no rows", "detached input",
+]
 
 
 def pair() -> tuple[Any, Net]:
@@ -180,3 +185,89 @@ def test_small_layers_and_other_classes_are_left_alone(monkeypatch: pytest.Monke
     gradients: Any = Gradients
     plain.weight.__dict__["_vescale_sink"] = (weakref.ref(gradients), 0)
     assert plain(torch.ones(2, 3)).grad_fn.name() == "AddmmBackward0"
+
+
+def complex_weights(rank: int, world: int) -> None:
+    models: list[Any] = []
+    for _ in range(2):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.complex64) for _ in range(2)))
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape, dtype=p.dtype, generator=generator))
+        models.append(model)
+    fully_shard(models[0])
+    x = torch.randn(4, WIDTH, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))
+    for model in models:
+        model(x).abs().square().mean().backward()
+    agree(models[0], models[1])
+
+
+def test_complex_weights_have_the_gradients_of_a_plain_module() -> None:
+    run_threads(2, complex_weights)
+
+
+def tower() -> tuple[Any, Any]:
+    """Three layers that are units, and the same ones alone."""
+    models: list[Any] = [nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3))) for _ in "ab"]
+    models[1].load_state_dict(models[0].state_dict())
+    for layer in models[0]:
+        fully_shard(layer)
+    return fully_shard(models[0]), models[1]
+
+
+def frozen_after_forward(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    ours, alone = tower()
+    alone.load_state_dict({name: full(p) for name, p in ours.named_parameters()})
+    for step in range(3):
+        for model in (ours, alone):
+            y = model(samples(0, 1, step))
+            if step == 1:
+                model[1][0].weight.requires_grad_(False)
+            y.square().sum().backward()
+        agree(ours, alone)
+        ours.zero_grad()
+        alone.zero_grad()
+
+
+def test_a_weight_that_is_frozen_between_forward_and_backward_keeps_no_other_gradient_back() -> None:
+    run_threads(2, frozen_after_forward)
+
+
+def seen_by_a_hook(rank: int, world: int) -> bool:
+    ours, _ = tower()
+    seen: list[torch.Tensor] = []
+    ours[1].unshard()
+    handle = ours[1][0].weight.register_hook(seen.append)
+    ours(samples(rank, world, 0)).sum().backward()
+    handle.remove()
+    expected = full(ours[1][0].weight.grad) * world
+    whole = seen[0].clone()
+    torch.distributed.all_reduce(whole)
+    return torch.allclose(whole, expected, atol=1e-5)
+
+
+def test_a_gradient_that_a_hook_of_the_users_keeps_stays_what_it_is() -> None:
+    assert run_threads(2, seen_by_a_hook) == [True] * 2
+
+
+def lost(rank: int, world: int) -> None:
+    """A gradient that was written but never arrives (as if autograd had dropped it) holds up nothing."""
+    ours, alone = pair()
+    grads = ours._get_fsdp_state().groups[0].grads
+    own = grads.accumulate
+    index = next(i for i, p in enumerate(grads.params) if p.name == "second.weight")
+    grads.accumulate = lambda i: own(i) if i != index else None
+    ours(samples(rank, world, 1)).sum().backward()
+    assert not grads.awaits_claimed and ours.second.weight.grad is None and ours.first.weight.grad is not None
+    grads.accumulate = own
+    ours.zero_grad()
+    ours(samples(rank, world, 2)).sum().backward()
+    for r in range(world):
+        alone(samples(r, world, 2)).sum().backward()
+    agree(ours, alone, 1 / world)
+
+
+def test_a_gradient_that_never_arrives_holds_up_nothing() -> None:
+    run_threads(2, lost)

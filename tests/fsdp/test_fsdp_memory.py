@@ -21,6 +21,7 @@ from vescale_ray.fsdp import explain, fully_shard
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.schedule import Schedule
 from vescale_ray.fsdp.unit import Unit
+from vescale_ray.planner.step_buffers import Travel, device_buffers
 
 WIDTH, LAYERS = 64, 6
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -340,6 +341,13 @@ def test_explain_tells_where_everything_is():
             explain(nn.Linear(2, 2))
     finally:
         dist.destroy_process_group()
+
+
+def test_the_memory_of_units_that_all_stay_gathered_on_an_accelerator():
+    stays = [Travel(10, 20), Travel(1, 2)]
+    assert device_buffers([], stays) == (11, 22)
+    assert device_buffers([[Travel(5, 7)]], stays) == (16, 29)
+    assert device_buffers([[Travel(5, 7)], [Travel(6, 1)], [Travel(3, 3)]], stays) == (22, 32)
 
 
 def _units(model):

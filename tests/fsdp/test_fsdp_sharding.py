@@ -166,6 +166,28 @@ def test_kept_parameters_follow_writes_loads_and_casts() -> None:
     run_threads(4, interrupted)
 
 
+def local_writes(rank: int, world: int, way: str) -> None:
+    """A rank may do them alone, so they can't make the ranks gather again."""
+    model = shard(seeded(Tower), way)
+    x = inputs(rank, world, 0, rows=24)
+    model(x).sum().backward()
+    with torch.no_grad():
+        model.layers[1][0].weight.to_local().mul_(2)
+    with pytest.raises(RuntimeError, match=r"layers\.1.* were written through their local tensors .* call reshard\(\)"):
+        model(x)
+    model.reset_iter_state()
+    model.layers[1].reshard()
+    model.reshard()
+    plain = Tower()
+    plain.load_state_dict({n: full(p) for n, p in model.named_parameters()})
+    assert torch.allclose(model(x), plain(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["zero1", "hsdp, sharded optimizer"])
+def test_a_write_to_a_local_tensor_is_refused_where_gathered_parameters_are_kept(way: str) -> None:
+    run_threads(4, local_writes, way)
+
+
 def refusals(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(ValueError, match="the mesh has replicate, shard"):
@@ -180,3 +202,31 @@ def refusals(rank: int, world: int) -> None:
 
 def test_what_does_not_fit_is_refused_in_one_sentence() -> None:
     run_threads(2, refusals)
+
+
+def beside_others(rank: int, world: int, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    """On a part of a larger mesh: the ranks beside it do the same at the same time."""
+    names = ("r", "s", "tp") if len(shape) == 3 else ("s", "tp")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)[names[:-1]]
+    ours, alone = seeded(Tower), seeded(Tower)
+    for layer in ours.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(ours, mesh=mesh, **options)
+    position, size = rank // 2, world // 2
+    for step in range(2):
+        ours(inputs(position, size, step, rows=24)).square().mean().backward()
+        alone(inputs(0, 1, step, rows=24)).square().mean().backward()
+    same(grads(ours), grads(alone), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 2), {"sharding": Sharding.ddp()}),
+        ((2, 2, 2), {"sharding": Sharding("s", ("r", "s"), ("r", "s"))}),
+        ((4, 2), {"reshard_after_forward": 2}),
+    ],
+    ids=["ddp", "sharded optimizer", "int"],
+)
+def test_on_a_part_of_a_larger_mesh(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    run_gloo(8 if len(shape) == 3 or 4 in shape else 4, beside_others, shape, options, timeout=40)

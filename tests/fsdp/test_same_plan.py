@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.ranks import run_gloo, run_threads
-from vescale_ray.fsdp import fully_shard
+from vescale_ray.fsdp import Sharding, fully_shard
 from vescale_ray.geometry import Block
 
 
@@ -59,3 +60,20 @@ def test_every_rank_names_the_first_difference_on_both_sides(case: str, odd: int
 
 def test_on_gloo() -> None:
     assert all("bias: [9]" in text for text in run_gloo(3, refused, "a size", 1))
+
+
+def replicas(rank: int, world: int, odd: tuple[int, ...], sharding: Sharding | None) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    module = model((6, 9, 6) if rank in odd else (6, 8, 6), mesh=mesh, sharding=sharding)
+    with pytest.raises(RuntimeError, match="the ranks planned different layouts") as raised:
+        module(torch.ones(2, 6))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("odd", "sharding"), [((2, 3), None), ((3,), None), ((1,), Sharding.ddp())], ids=["a replica", "a rank", "ddp"])
+def test_replicas_that_differ_are_told_so_on_all_ranks(odd: tuple[int, ...], sharding: Sharding | None) -> None:
+    texts = run_threads(4, replicas, odd, sharding, timeout=30.0)
+    sizes = ("shards of 32", "shards of 64") if sharding is None else ("shards of 64", "shards of 96")
+    assert any(all(size in text for size in sizes) for text in texts), texts
+    if len(odd) == 2:
+        assert all("replica 0 has" in text and "replica 1 has" in text for text in texts)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import Shard
 
 from tests.ranks import run_gloo, run_threads
 from vescale_ray import RaggedDTensor, fully_shard
@@ -197,3 +198,30 @@ def late_group(rank: int, world: int) -> None:
 
 def test_a_group_may_be_added_later() -> None:
     run_threads(2, late_group)
+
+
+def small_parameters_between(rank: int, world: int, others: bool) -> None:
+    """Biases of 64 bytes lie between weights in the shard, and are another param group's, or none's."""
+    models: list[Any] = [nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))) for _ in "ab"]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p, q in zip(*(m.parameters() for m in models), strict=True):
+            q.copy_(p.copy_(torch.randn(p.shape, generator=generator) * 0.3))
+    fully_shard(models[0], shard_placement_fn=lambda _: Shard(0))
+    x = torch.randn(4, 16, generator=generator)
+    for model, kind in zip(models, (Flat, torch.optim.AdamW), strict=True):
+        groups: list[dict[str, Any]] = [{"params": [layer.weight for layer in model], "weight_decay": 0.5}]
+        if others:
+            groups.append({"params": [layer.bias for layer in model], "weight_decay": 0.0, "lr": 0.01})
+        optimizer = kind(groups, lr=0.1)
+        for _ in range(3):
+            model(x).square().sum().backward()
+            optimizer.step()
+            model.zero_grad()
+    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.allclose(p.full_tensor(), q, atol=1e-5), name
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_parameters_between_those_of_a_group_are_left_alone(others: bool) -> None:
+    run_threads(2, small_parameters_between, others)

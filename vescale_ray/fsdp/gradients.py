@@ -111,8 +111,10 @@ class Gradients:
 
     def claim(self, index: int, like: torch.Tensor) -> torch.Tensor | None:
         """Where the gradient of unsharded parameter ``index`` may be written by whoever computes it, of the dtype and device of
-        ``like``, to be handed to autograd as the gradient. None: it is to be computed elsewhere, since some of it is there already."""
-        if self._arrived[index] or index in self._claims:
+        ``like``, to be handed to autograd as the gradient. None: it is to be computed elsewhere, since some of it is there already,
+        it will not arrive (frozen after forward), or a hook of the user's would see it and may keep it longer than the buffer."""
+        leaf = self.params[index].unsharded
+        if self._arrived[index] or index in self._claims or leaf is None or not leaf.requires_grad or leaf._backward_hooks:
             return None
         self._begin()
         view = self._views[index]
@@ -172,6 +174,16 @@ class Gradients:
         if self.seen_count:
             self._seen = [False] * len(self.params)
             self.seen_count = 0
+
+    def end_backward(self) -> None:
+        """The whole backward is over: what was written for a gradient that never arrived is none, and waits for nothing."""
+        claims, self._claims = self._claims, {}
+        for index in claims:
+            held = self._aside.pop(index, None)
+            if held is not None:
+                self._views[index].copy_(held)
+                self._arrived[index] = True
+                self.arrived_count += 1
 
     def open_unused(self) -> None:
         """Take part in the next reduction with zeros where no gradient came (``set_reduce_scatter_unused_params``)."""

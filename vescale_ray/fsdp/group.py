@@ -116,6 +116,8 @@ class Group:
         """After forward this rank keeps a larger part of the parameters, and backward gathers them from fewer ranks."""
         self._part: torch.Tensor | None = None
         """That part, between forward and backward."""
+        self._gathers_from: torch.Tensor | None = None
+        """The same while it is gathered: on an accelerator its memory would be handed out again as soon as no one holds it."""
         self.retain = Retain.NOTHING
         self._whole_of: tuple[int, ...] | None = None
         """The buffer holds all parameters of this version, though the modules have the sharded ones."""
@@ -129,6 +131,8 @@ class Group:
         self._cast: torch.Tensor | None = None
         self._cast_of: tuple[int, ...] | None = None
         self._gathered_of: tuple[int, ...] | None = None
+        self._local_of = 0
+        """The version of the master shard's memory then, which also sees writes that a rank may do alone."""
         self._writes = 0
 
     # -- construction ------------------------------------------------------------------------------------------------
@@ -208,6 +212,7 @@ class Group:
         if self.residency is not Residency.SHARDED:
             return
         assert self._pool is not None
+        self._check_kept()
         whole, self._whole_of = self._whole_of, None
         if whole is not None and whole == self._spmd_version():
             self._whole_of, self._gather, self.residency = whole, comm.Done(), Residency.GATHERING
@@ -218,6 +223,7 @@ class Group:
             self._part = None
         if part is not None and self.subgroup is not None and self._gathered_of == self._spmd_version():
             shard, group, pairwise = part, self.subgroup.group, self.subgroup.pairwise
+            self._gathers_from = part
             lane.after_current()
         else:
             shard = self._shard_to_gather(lane)
@@ -242,8 +248,21 @@ class Group:
                 self._gather = comm.all_gather(
                     out, shard, group, lane, together=together, pairwise=pairwise, custom=self.custom_gather
                 )
-        self._gathered_of = self._spmd_version()
+        self._gathered_of, self._local_of = self._spmd_version(), self.master.flat._version
         self.residency = Residency.GATHERING
+
+    def _check_kept(self) -> None:
+        """What is kept until the next optimizer step is not out of date by a write that the other ranks may not know of.
+
+        Raises:
+            RuntimeError: it is.
+        """
+        kept = self._whole_of is not None or (self.retain is Retain.PART and self._part is not None)
+        if kept and self._gathered_of == self._spmd_version() and self._local_of != self.master.flat._version:
+            raise RuntimeError(
+                f"the sharded parameters of {self.name!r} were written through their local tensors while the gathered ones are kept: "
+                f"write to the parameters themselves, or call reshard() on this module on all ranks after such a write"
+            )
 
     def _new_buffer(self) -> Buffer:
         memory = None
@@ -330,6 +349,7 @@ class Group:
         parts, self._parts = self._parts, None
         if gather is not None:
             gather.wait()
+        self._gathers_from = None
         if parts is not None:
             assert self._buffer is not None and self._pool is not None
             if join:

@@ -64,6 +64,7 @@ def _pays(input: torch.Tensor, weight: torch.Tensor) -> bool:
         owner is not None
         and owner.reduce_dtype == weight.dtype == input.dtype
         and type(weight) is nn.Parameter
+        and weight.dtype.is_floating_point  # the formulas are not those of complex numbers
         and input.layout is torch.strided
         and type(input) in (torch.Tensor, nn.Parameter)
         and not torch.is_autocast_enabled(input.device.type)
@@ -78,7 +79,10 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sink: Sink) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
         ctx.sink = sink
-        return F.linear(input, weight, bias)
+        out = F.linear(input, weight, bias)
+        # No view to autograd, as the output of torch's own is none: else it could not be changed in place (an activation). Nothing else
+        # has the tensor that it looks at.
+        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -119,9 +119,13 @@ class Subgroup:
         # By process group, not by mesh: meshes of the same ranks are equal, also when those ranks have new groups by now.
         known = _SUBGROUPS.setdefault(mesh.get_group(mesh.ndim - 1), {})
         if size not in known:
-            known[size] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("across", "neighbours"))
-        self.size, self.rank = size, known[size].get_local_rank(1)
-        self.group: dist.ProcessGroup = known[size].get_group(1)
+            names = ("across", "neighbours")
+            if mesh.size() == dist.get_world_size() or mesh.mesh_dim_names is None:
+                known[size] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=names)
+            else:  # the ranks beside this mesh make groups of their own now, which every rank has to know of
+                known[size] = mesh._unflatten(mesh.ndim - 1, (mesh.size(mesh.ndim - 1) // size, size), names)
+        self.size, self.rank = size, known[size].get_local_rank("neighbours")
+        self.group: dist.ProcessGroup = known[size].get_group("neighbours")
         self.pairwise = is_pairwise(self.group, device)
 
 

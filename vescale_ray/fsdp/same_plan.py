@@ -1,7 +1,8 @@
 """Do all ranks have the same plan? Asked before the first collective that depends on it.
 
 One small all-gather per process group if they do. If they don't, three more find the first line in which rank 0 and the first rank
-that differs from it differ, by hashes, so that no rank ever holds the plans of all.
+that differs from it differ, by hashes, so that no rank ever holds the plans of all. Then the same over replicas (HSDP, DDP), with what
+was gathered from all ranks of each: so if one rank is odd, every rank of every replica knows.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from vescale_ray import compat
-from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.parameters import Place
 
 if TYPE_CHECKING:
     from vescale_ray.fsdp.unit import Unit
@@ -27,38 +29,69 @@ def check_same_plan(units: Sequence[Unit]) -> None:
     Raises:
         RuntimeError: with the first difference, as it is on both sides.
     """
-    plans: dict[int, tuple[Group, list[tuple[str, ...]]]] = {}
+    plans: dict[tuple[int, int], tuple[Place, list[tuple[str, ...]]]] = {}
     for unit in units:
         for index, group in enumerate(unit.groups):
-            if group.place.world > 1:
-                head = f"{unit.name}[{index}]: {len(group.params)} parameters, {group.compute_dtype}/{group.reduce_dtype}"
-                plans.setdefault(id(group.place.shard_group), (group, []))[1].append((head, *group.division.describe()))
-    for group, descriptions in plans.values():
-        _compare(group, descriptions)
+            head = f"{unit.name}[{index}]: {len(group.params)} parameters, {group.compute_dtype}/{group.reduce_dtype}"
+            key = id(group.place.shard_group), id(group.place.replicate_group)
+            plans.setdefault(key, (group.place, []))[1].append((head, *group.division.describe()))
+    for place, descriptions in plans.values():
+        ranks = _Ranks(place.shard_group, place.world, place.device, "rank")
+        digest = _hash("\n".join("\n".join(lines) for lines in descriptions), _DIGEST)
+        digests, difference = _compare(ranks, digest, descriptions)
+        if place.replicate_group is not None:
+            replicas = _Ranks(place.replicate_group, place.replicas, place.device, "replica")
+            _, between = _compare(replicas, hashlib.blake2b(b"".join(digests), digest_size=_DIGEST).digest(), descriptions)
+            difference = difference or between
+        if difference:
+            raise RuntimeError(
+                f"the ranks planned different layouts: {difference}; "
+                f"build the same model with the same arguments of fully_shard on every rank"
+            )
 
 
-def _compare(group: Group, descriptions: list[tuple[str, ...]]) -> None:
-    digests = _gather(_hash("\n".join("\n".join(lines) for lines in descriptions), _DIGEST), _DIGEST, group)
-    odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+class _Ranks:
+    """Whose plans are compared, and what a member is called."""
+
+    def __init__(self, group: dist.ProcessGroup, size: int, device: torch.device, word: str) -> None:
+        self.group, self.size, self.device, self.word = group, size, device, word
+
+    def gather(self, data: bytes, size: int) -> list[bytes]:
+        """Every member's ``data``, filled up with zeros to ``size`` bytes. Collective."""
+        if self.size == 1:
+            return [data.ljust(size, b"\0")]
+        mine = torch.zeros(size, dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+        mine = mine.to(self.device)
+        # Every part starts as this rank's own: a process group that only pretends to communicate leaves it so.
+        out = mine.repeat(self.size)
+        compat.all_gather_single(out, mine, group=self.group)
+        parts = out.cpu().view(self.size, size)
+        return [bytes(part.tolist()) for part in parts]
+
+
+def _compare(ranks: _Ranks, digest: bytes, descriptions: list[tuple[str, ...]]) -> tuple[list[bytes], str]:
+    """Everyone's digest, and the first difference between the plans if these differ, else nothing. Collective."""
+    digests = ranks.gather(digest, _DIGEST)
+    odd = next((rank for rank, other in enumerate(digests) if other != digests[0]), None)
     if odd is None:
-        return
-    which = _first_difference([_hash("\n".join(lines), _HASH) for lines in descriptions], odd, group)
+        return digests, ""
+    which = _first_difference([_hash("\n".join(lines), _HASH) for lines in descriptions], odd, ranks)
     lines = descriptions[which] if which < len(descriptions) else ()
-    line = _first_difference([_hash(text, _HASH) for text in lines], odd, group)
+    line = _first_difference([_hash(text, _HASH) for text in lines], odd, ranks)
     head = lines[0] if lines else "(no such unit)"
     text = f"{head}: {lines[line]}" if 0 < line < len(lines) else head if line == 0 else f"{head}: (nothing more)"
-    texts = [t.rstrip(b"\0").decode(errors="replace") for t in _gather(text.encode()[:_TEXT], _TEXT, group)]
-    raise RuntimeError(
-        f"the ranks planned different layouts: rank 0 has {texts[0]!r}, rank {odd} has {texts[odd]!r}; "
-        f"build the same model with the same arguments of fully_shard on every rank"
-    )
+    texts = [t.rstrip(b"\0").decode(errors="replace") for t in ranks.gather(text.encode()[:_TEXT], _TEXT)]
+    if texts[0] == texts[odd]:  # replicas that are alike at this rank's position, not at another's
+        return digests, f"{ranks.word} {odd} has not what {ranks.word} 0 has (the error of another rank says where)"
+    return digests, f"{ranks.word} 0 has {texts[0]!r}, {ranks.word} {odd} has {texts[odd]!r}"
 
 
-def _first_difference(hashes: list[bytes], odd: int, group: Group) -> int:
+def _first_difference(hashes: list[bytes], odd: int, ranks: _Ranks) -> int:
     """The first position at which the lists of rank 0 and rank ``odd`` differ; each rank knows its own. Collective."""
-    longest = max(int.from_bytes(count, "little") for count in _gather(len(hashes).to_bytes(8, "little"), 8, group))
+    longest = max(int.from_bytes(count, "little") for count in ranks.gather(len(hashes).to_bytes(8, "little"), 8))
     size = max(1, longest) * _HASH
-    lists = _gather(b"".join(hashes), size, group)
+    lists = ranks.gather(b"".join(hashes), size)
     for at in range(0, size, _HASH):
         if lists[0][at : at + _HASH] != lists[odd][at : at + _HASH]:
             return at // _HASH
@@ -67,15 +100,3 @@ def _first_difference(hashes: list[bytes], odd: int, group: Group) -> int:
 
 def _hash(text: str, size: int) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=size).digest()
-
-
-def _gather(data: bytes, size: int, group: Group) -> list[bytes]:
-    """Every rank's ``data``, filled up with zeros to ``size`` bytes."""
-    mine = torch.zeros(size, dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
-    mine = mine.to(group.place.device)
-    # Every part starts as this rank's own: a process group that only pretends to communicate leaves it so.
-    out = mine.repeat(group.place.world)
-    compat.all_gather_single(out, mine, group=group.place.shard_group)
-    parts = out.cpu().view(group.place.world, size)
-    return [bytes(part.tolist()) for part in parts]

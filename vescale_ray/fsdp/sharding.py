@@ -124,19 +124,42 @@ def plan_sharding(sharding: Sharding, mesh: DeviceMesh) -> Plan:
 
 
 def _data_mesh(mesh: DeviceMesh, names: Dims, shard: Dims) -> DeviceMesh:
-    """(shard,) or (replicate, shard); new process groups are made once, by all ranks of ``mesh`` together."""
+    """(shard,) or (replicate, shard); new process groups are made once, by all ranks together."""
     rest = tuple(n for n in names if n not in shard)
     if (not rest and len(shard) == 1) or (mesh.ndim == 2 and (rest, shard) == (names[:1], names[1:])):
         return mesh
     # By process group, not by mesh: meshes of the same ranks are equal, also when those ranks have new groups by now.
     known = _MESHES.setdefault(mesh.get_group(0), {})
     if (names, shard) not in known:
-        order = [names.index(n) for n in (*rest, *shard)]
-        width = math.prod(mesh.size(names.index(n)) for n in shard)
-        ranks = mesh.mesh.permute(order).reshape(-1, width)
-        one = DeviceMesh(mesh.device_type, ranks.reshape(-1), mesh_dim_names=("shard",)) if not rest else None
-        known[names, shard] = one or DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
+        whole = mesh.size() == dist.get_world_size() or mesh.mesh_dim_names is None
+        known[names, shard] = _whole(mesh, names, rest, shard) if whole else _part(mesh, rest, shard)
     return known[names, shard]
+
+
+def _whole(mesh: DeviceMesh, names: Dims, rest: Dims, shard: Dims) -> DeviceMesh:
+    """A mesh of all ranks, arranged anew."""
+    order = [names.index(n) for n in (*rest, *shard)]
+    width = math.prod(mesh.size(names.index(n)) for n in shard)
+    ranks = mesh.mesh.permute(order).reshape(-1, width)
+    if not rest:
+        return DeviceMesh(mesh.device_type, ranks.reshape(-1), mesh_dim_names=("shard",))
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def _part(mesh: DeviceMesh, rest: Dims, shard: Dims) -> DeviceMesh:
+    """A mesh of some of the ranks, cut out of a larger one: the ranks beside it make the same groups of their own at the same time, and
+    every rank has to know of all of them. Hence by what torch derives from the larger mesh."""
+
+    def flat(dims: Dims) -> DeviceMesh:
+        one = mesh if dims == mesh.mesh_dim_names else mesh[dims]
+        return one if len(dims) == 1 else one._flatten("_".join(dims))
+
+    if not rest:
+        return flat(shard)
+    replicas = flat(rest)
+    if not shard:
+        return replicas._unflatten(0, (replicas.size(), 1), ("replicate", "shard"))
+    return DeviceMesh._concatenate([replicas, flat(shard)])
 
 
 _MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Dims, Dims], DeviceMesh]] = weakref.WeakKeyDictionary()

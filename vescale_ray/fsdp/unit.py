@@ -290,6 +290,8 @@ class Unit:
         """The whole backward is over: close what is still open."""
         if self.phase is Phase.FORWARD:  # a backward inside the model's forward, of a part that this unit is not in
             return
+        for group in self.groups:
+            group.grads.end_backward()
         if self.reduce_unused and (self.gradient_sync or not self.hold_gradients) and not self.reduced:
             for group in self.groups:
                 if group.grads.trainable_count and any(p.unsharded is not None for p in group.params):

@@ -14,9 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor import RaggedDTensor
-
-_GAP_BYTES = 128
-"""Parameters of one storage that lie no further apart are one piece: what is between them is padding, zero and without gradient."""
+from vescale_ray.planner import START_BYTES
 
 _SCALARS = {"step", "mu_product", "eta", "mu"}
 """States of one element of torch's optimizers, whatever the parameter's shape."""
@@ -236,6 +234,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def _next_start(param: torch.Tensor, end: int) -> int:
+    """Where a parameter can begin at the earliest in a shard, behind one that ends at ``end``: what lies before is padding, zero and
+    without gradient. A small parameter of another param group, or of none, may lie behind that. Of plain tensors nothing is known."""
+    quantum = START_BYTES // param.element_size() if isinstance(param, DTensor) else 1
+    return -(-end // quantum) * quantum
+
+
 def _pieces(params: list[torch.Tensor]) -> list[_Piece]:
     """Neighbours in memory, together. Parameters of which this rank has nothing are pieces of no elements, so that they have states."""
     runs: list[list[torch.Tensor]] = []
@@ -247,8 +252,7 @@ def _pieces(params: list[torch.Tensor]) -> list[_Piece]:
         if not local.numel():
             continue
         kind = (local.untyped_storage()._cdata, local.dtype, param.requires_grad)
-        gap = (local.storage_offset() - end) * local.element_size()
-        if runs and kind == where and 0 <= gap <= _GAP_BYTES:
+        if runs and kind == where and int(local.storage_offset()) in (end, _next_start(param, end)):
             runs[-1].append(param)
         else:
             runs.append([param])

@@ -40,7 +40,7 @@ def device_buffers(units: Sequence[Unit], root: Unit) -> tuple[int, int]:
     is reduced."""
     gathered = [sum(group.gathered for group in unit) for unit in units]
     trained = sorted(sum(group.gradient for group in unit) for unit in units)
-    most = max((a + b for a, b in zip(gathered, [*gathered[1:], 0], strict=True)), default=0)
+    most = max((sum(gathered[i : i + 2]) for i in range(len(gathered))), default=0)
     return sum(group.gathered for group in root) + most, sum(group.gradient for group in root) + sum(trained[-2:])
 
 
