@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -169,6 +170,14 @@ class GatheredView(DTensor):
 TENSOR_DATA = cast(Any, torch.Tensor.__dict__.get("data") or torch._C.TensorBase.__dict__["data"])
 
 
+def stable_hash_on_this_rank(tensor: DTensor, base: str) -> str:
+    """What ``torch.compile`` keeps compiled code by, on disk, for all processes of the machine. torch's own, ``base``, is the same on all
+    ranks, but code for one rank's part is none for another's: it would read beyond its end."""
+    local, here = tensor._local_tensor, tensor.device_mesh.get_coordinate()
+    text = f"{type(tensor).__name__} {base} {tuple(local.shape)} {local.stride()} {local.dtype} {here}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
 class DerivedDTensor(DTensor):
     """What operations on ragged tensors give that isn't ragged: reductions whose sum, maximum or norm over the ranks is still pending
     (Partial), results that had to be gathered (Replicate), and what is computed from these. As torch's DTensor, but:
@@ -195,6 +204,9 @@ class DerivedDTensor(DTensor):
             raise ValueError(f"can't set .data of {self!r} to a {type(value).__name__} of shape {tuple(value.shape)}")
         TENSOR_DATA.__set__(self, value)
         self._local_tensor, self._spec = value._local_tensor, value._spec
+
+    def _stable_hash_for_caching(self) -> str:
+        return stable_hash_on_this_rank(self, super()._stable_hash_for_caching())
 
     def __repr__(self) -> str:  # type: ignore[override]
         shown = f"this rank's contribution={self._local_tensor}" if _is_pending(self) else f"local_tensor={self._local_tensor}"
