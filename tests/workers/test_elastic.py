@@ -290,33 +290,45 @@ def test_states_of_blocks_follow_their_blocks_through_rescales_a_death_and_a_che
         run = Run(fleet, config)
         fleet.run([0, 1, 2], forget)
         run.fresh([0, 1])
-        for until, survivors, members in ((3, [0, 1], [0, 1, 2]), (6, [0, 1, 2], [0]), (7, [0], [0, 1])):
-            run.train(until)
-            before = run.full_state()
-            run.end()
-            report = run.resume(survivors, members)
-            assert same_bits(before, run.full_state()) and report.moved_bytes == report.lower_bound
+        before = rescaled(run, (3, [0, 1], [0, 1, 2]), (6, [0, 1, 2], [0]), (7, [0], [0, 1]))
         moved = {name for name, sort in before if sort == "state"}
         assert moved and {name.rpartition("/")[2] for name in moved} == set(states)
         assert all(before[name, "state"].any() for name in moved)
         if kind == "AdamW8bit":
             codes = [value for (_, sort), value in before.items() if sort == "exp_avg_code"]
             assert codes and all(code.dtype == np.uint8 and len(np.unique(code)) > 10 for code in codes)
-        _save(run, root)
-        run.train(8)
-        after = run.full_state()
-        run.end()
-        assert run.from_checkpoint([0, 1], root) == 7
-        run.train(8)
-        assert same_bits(after, run.full_state()), "the step after loading is not the one that was not interrupted"
-        run.end()
-        assert run.from_checkpoint([0, 1, 2], root) == 7
-        assert same_bits(before, run.full_state())
-        survivors, _, _ = run.train_with_a_death(9, victim=1, step=8, delay=0.0)
-        run.resume(survivors, survivors)
-        run.train(9)
+        goes_on_from_a_checkpoint_and_after_a_death(run, before, root)
         # Codes jump where sums differ in their last bit: less near than FP32 AdamW's curve, and far from that of a lost state.
         np.testing.assert_allclose(run.losses(), undisturbed, rtol=2e-3)
+
+
+def rescaled(run: Run, *changes: tuple[int, list[int], list[int]]) -> FullState:
+    """Train until a step and go on with other members, several times: no bit changes, no byte too many moves. The state then."""
+    for until, survivors, members in changes:
+        run.train(until)
+        before = run.full_state()
+        run.end()
+        report = run.resume(survivors, members)
+        assert same_bits(before, run.full_state()) and report.moved_bytes == report.lower_bound
+    return before
+
+
+def goes_on_from_a_checkpoint_and_after_a_death(run: Run, state: FullState, root: str) -> None:
+    """From ``state`` on: the step after loading is the uninterrupted one; another world loads the same; then a death."""
+    step = len(run.records)
+    _save(run, root)
+    run.train(step + 1)
+    after = run.full_state()
+    run.end()
+    assert run.from_checkpoint([0, 1], root) == step
+    run.train(step + 1)
+    assert same_bits(after, run.full_state()), "the step after loading is not the one that was not interrupted"
+    run.end()
+    assert run.from_checkpoint([0, 1, 2], root) == step
+    assert same_bits(state, run.full_state())
+    survivors, _, _ = run.train_with_a_death(step + 2, victim=1, step=step + 1, delay=0.0)
+    run.resume(survivors, survivors)
+    run.train(step + 2)
 
 
 def test_values_that_are_filled_in_after_a_forward_are_those_of_the_next_one_also_in_bfloat16(text: str, tmp_path: Path) -> None:
