@@ -6,12 +6,14 @@ import gc
 import weakref
 from collections import Counter
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -240,6 +242,61 @@ def test_units_share_two_buffers_and_one_for_gradients_and_the_pool_does_not_gro
         assert peaks == peaks[:1] * 6
         assert peaks[0] <= 3 * layer + 2 * root, "gathered: prefetch depth + 1; gradients: one; the root has its own"
         assert after == 0, "on the CPU idle memory goes back"
+
+
+def held_at_the_end_of_backward(rank, world):
+    model = sharded()
+    layer = model.layers[0]._get_fsdp_state().groups[0]
+    schedule_end, counted = Schedule.end_backward, []
+    step(model)
+
+    def recorded(schedule):
+        counted.append(schedule.lanes.pool.count()[layer.unsharded_bytes])
+        schedule_end(schedule)
+
+    with patch.object(Schedule, "end_backward", recorded):
+        model(torch.ones(2, WIDTH, requires_grad=True)).square().mean().backward()
+    return counted
+
+
+def test_the_first_unit_gives_its_memory_back_before_the_last_gradients_are_reduced():
+    for counted in run_gloo(2, held_at_the_end_of_backward):
+        assert counted == [(0, 1)], "nothing is gathered; the gradients on their way are there"
+
+
+def dropped(rank, world):
+    model = sharded()
+    step(model)
+    backward = lambda: model(torch.ones(2, WIDTH)).square().mean().backward()  # noqa: E731
+    backward()
+    once = [p.grad.to_local().clone() for p in model.parameters()]
+    storages = {StorageWeakRef(p.grad.to_local().untyped_storage()) for p in model.parameters()}
+    sizes = Counter(unit._get_fsdp_state().groups[0].layout.shard_numel for unit in (*model.layers, model))
+    with AddsOf(set(sizes)) as seen:
+        backward()
+    twice = [p.grad.to_local() for p in model.parameters()]
+    assert all(torch.equal(b, 2 * a) for a, b in zip(once, twice, strict=True))
+    del twice
+    model.zero_grad()
+    return len(storages), sum(ref.expired() for ref in storages), seen.counted == sizes
+
+
+class AddsOf(TorchDispatchMode):
+    """In-place additions of flat tensors of some sizes."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.sizes, self.counted = sizes, Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name == "aten::add_" and args[0].dim() == 1 and args[0].numel() in self.sizes:
+            self.counted[args[0].numel()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_of_a_group_are_added_up_by_one_kernel_and_freed_when_they_are_dropped():
+    for result in run_gloo(2, dropped):
+        assert result == (LAYERS + 1, LAYERS + 1, True)
 
 
 def released(rank, world):

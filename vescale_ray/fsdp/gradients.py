@@ -68,8 +68,6 @@ class Gradients:
         self._buffer: Buffer | None = None
         self._views: list[torch.Tensor] = []
         self._reductions: list[Reduction] = []
-        self._shard: torch.Tensor | None = None
-        self._wrappers: list[DTensor | None] = []
         self._partial: torch.Tensor | None = None
         self._partial_used: set[int] = set()
 
@@ -277,22 +275,36 @@ class Gradients:
         shard = self._keep(part)
         out = shard.flat
         fresh = [i for i in used if self.params[i].sharded.grad is None]
-        if len(fresh) == len(used):
-            self._shard, self._wrappers = out, [None] * len(self.params)
-        elif not fresh and self._shard is not None and len(used) == len(self.params) and self._all_ours():
-            self._shard.add_(out)  # one kernel for the whole group
-            return
-        else:
-            for index in used:
-                grad = self.params[index].sharded.grad
-                if grad is not None:
-                    local_of(grad).add_(self._local_view(shard, index))
+        if not fresh and len(used) == len(self.params):
+            earlier = self._delivered()
+            if earlier is not None:
+                earlier.add_(out)  # one kernel for the whole group
+                return
+        for index in used:
+            grad = self.params[index].sharded.grad
+            if grad is not None:
+                local_of(grad).add_(self._local_view(shard, index))
         for index in fresh:
             param = self.params[index]
-            grad = as_dtensor(self._local_view(shard, index), param.spec)
-            param.sharded.grad = grad
-            if self._shard is out:
-                self._wrappers[index] = grad
+            param.sharded.grad = as_dtensor(self._local_view(shard, index), param.spec)
+
+    def _delivered(self) -> torch.Tensor | None:
+        """The flat shard that all gradients of the parameters lie in, if it is one that was delivered before and none was replaced.
+
+        Only the gradients hold it, so that it is freed when the user drops them.
+        """
+        flat: torch.Tensor | None = None
+        for param in self.params:
+            grad = param.sharded.grad
+            local = local_of(grad) if isinstance(grad, DTensor) else None
+            base = local._base if local is not None else None
+            if local is None or base is None or base.shape != (self.kept.numel,) or (flat is not None and base is not flat):
+                return None
+            flat = base
+            start = flat.storage_offset() + self.kept.offsets[param.name]
+            if local.storage_offset() != start or local.shape != param.local.shape or not local.is_contiguous():
+                return None
+        return flat
 
     def _call_hooks(self, used: list[int]) -> None:
         """What the user hung on the sharded parameters: an optimizer step in backward, for example."""
@@ -313,9 +325,6 @@ class Gradients:
     def _local_view(self, shard: KeptShard, index: int) -> torch.Tensor:
         param = self.params[index]
         return shard.tensor(param.name).view(param.local.shape)
-
-    def _all_ours(self) -> bool:
-        return all(p.sharded.grad is w for p, w in zip(self.params, self._wrappers, strict=True))
 
     # -- the flat buffer ---------------------------------------------------------------------------------------------
 
@@ -353,13 +362,6 @@ class Gradients:
         self.arrived_count = 0
 
     # -- between steps -----------------------------------------------------------------------------------------------
-
-    def forget_dropped(self) -> None:
-        """Drop our references to gradients that the user has dropped (``zero_grad``), so that their memory is freed."""
-        if self._shard is not None and not any(
-            w is not None and p.sharded.grad is w for p, w in zip(self.params, self._wrappers, strict=True)
-        ):
-            self._shard, self._wrappers = None, []
 
     def discard(self) -> None:
         """Forget everything of an unfinished step."""

@@ -128,9 +128,6 @@ class Schedule:
                 f"a forward of {unit.name!r} starts, but the last backward did not end (an exception?): call reset_iter_state() on the root"
             )
         self.forward_root = unit
-        for one in self.units:
-            for group in one.groups:
-                group.grads.forget_dropped()
         if self.lanes.gather.stream is not None:
             if self.post_optim_event is not None:
                 self.lanes.gather.after(self.post_optim_event)

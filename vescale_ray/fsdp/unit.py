@@ -259,12 +259,14 @@ class Unit:
         self.prefetch_backward()
         if self.phase is Phase.BACKWARD:
             self.set_phase(Phase.RESTING)
-        self._open_call = None
+        call, self._open_call = self._open_call, None
         for group in self.groups:
             if self.reshard_after_backward:
                 group.rest(after_forward=False)
             group.grads.end_window()
         self.reduce()
+        if call is not None and call.previous is None and self.schedule is not None:
+            self.schedule.trim()  # no unit is to come that could use what this one has given back
 
     def take_in_gradients(self) -> None:
         """Gradients that were not accumulated by autograd, but assigned (zero-bubble pipelines compute those of weights apart)."""
