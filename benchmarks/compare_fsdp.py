@@ -6,14 +6,17 @@ Protocol (``docs/benchmarks.md``): an equality gate first (the losses of the fir
 processes, and each round runs every system once in rotated order; ratios to FSDP2 are formed inside a round, figures are
 their medians; FSDP2 runs twice (``fsdp2_again``): what that row deviates from 1 is noise. CPU seconds are summed over the ranks and
 include gloo's threads. ``fsdp2_a2a`` and ``fsdp1_a2a`` are FSDP2 and FSDP1 with an all-to-all reduce-scatter like that of ours, for a
-like-for-like comparison. "Ideal" is compute and optimizer alone plus the fastest raw collectives on flat buffers, nothing overlapped.
-Memory: one system per set of processes, peak resident size over the size before the model is built. Exit code 0 whatever the figures;
-1 if the equality gate fails.
+like-for-like comparison; ``ours_flat`` is ours with AdamW as a ``Flat`` optimizer. "Ideal" is compute and optimizer alone plus the
+fastest raw collectives on flat buffers, nothing overlapped.
+Memory: one system per set of processes, peak resident size over the size before the model is built; and of one more step, the peak of
+live tensor bytes: torch's own count of allocations, and the buffers that ours maps itself. Exit code 0 whatever the figures; 1 if the
+equality gate fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import resource
 import statistics
@@ -36,7 +39,7 @@ MODELS = {
 }
 TIME_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}  # keep freed memory, as a caching allocator
 MEMORY_MALLOC = {"MALLOC_MMAP_MAX_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}  # give freed memory back, so that RSS says something
-SYSTEMS = ("fsdp2", "fsdp2_again", "fsdp2_a2a", "fsdp1_a2a", "ours")
+SYSTEMS = ("fsdp2", "fsdp2_again", "fsdp2_a2a", "fsdp1_a2a", "ours", "ours_flat")
 REFERENCES = ("local", "raw_gloo", "raw_pairs", "copies")
 """What a step can't do without: compute and a sharded optimizer step without communication; the collectives alone, on flat buffers
 that stay, gloo's or as exchanges of pairs; the copies that ours makes, on their own."""
@@ -121,7 +124,7 @@ def shard(name: str, system: str) -> Any:
         wrapped = FullyShardedDataParallel(model, auto_wrap_policy=wrap, use_orig_params=True, device_id=torch.device("cpu"))
         wrapped.register_comm_hook(None, exchange)
         return wrapped
-    how = fully_shard if system == "ours" else torch_fully_shard
+    how = fully_shard if system.startswith("ours") else torch_fully_shard
     for layer in model.layers:
         how(layer)
     how(model)
@@ -131,12 +134,14 @@ def shard(name: str, system: str) -> Any:
     return model
 
 
-def stepper(name: str, model: Any, rank: int) -> Callable[[int], float]:
+def stepper(name: str, model: Any, rank: int, *, flat: bool = False) -> Callable[[int], float]:
     import torch
     import torch.nn.functional as F
 
+    from vescale_ray.optim import Flat
+
     _, _, _, vocab, _, batch, sequence = MODELS[name]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = (Flat if flat else torch.optim.AdamW)(model.parameters(), lr=1e-3)
 
     def step(index: int) -> float:
         generator = torch.Generator().manual_seed(1000 * index + rank)
@@ -237,7 +242,7 @@ def time_rank(rank: int, world: int, store: str, name: str, rounds: int, steps: 
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    run = {system: stepper(name, shard(name, system), rank) for system in SYSTEMS}
+    run = {system: stepper(name, shard(name, system), rank, flat=system == "ours_flat") for system in SYSTEMS}
     gate = {system: [run[system](i) for i in range(4)] for system in SYSTEMS}
     run.update(references(name, rank, world))
     everything = (*SYSTEMS, *REFERENCES)
@@ -274,7 +279,6 @@ def memory_rank(rank: int, world: int, store: str, name: str, system: str, out: 
     warm(torch.zeros(1, 8)).sum().backward()
     torch.optim.AdamW(warm.parameters()).step()
     model = shard(name, system)
-    base_model_bytes = sum(p.numel() for p in model.parameters()) * 4
     del warm
     gc.collect()
     base = _status("VmRSS") - sum(p.to_local().numel() * 4 for p in model.parameters()) // 1024
@@ -284,9 +288,42 @@ def memory_rank(rank: int, world: int, store: str, name: str, system: str, out: 
     Path("/proc/self/clear_refs").write_text("5")
     for i in range(3):
         step(2 + i)
-    out.put((rank, {"peak_kib": _status("VmHWM") - base, "model_bytes": base_model_bytes}))
+    peak = _status("VmHWM") - base
+    out.put((rank, {"peak_kib": peak, "live_bytes": _peak_of_live_tensors(model, lambda: step(5))}))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _peak_of_live_tensors(model: Any, step: Callable[[], Any]) -> int:
+    """Bytes: this rank's parameters and AdamW's two states of them, and the most that is live beside them at any time of a step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from vescale_ray.fsdp.memory import MAPPED_BYTES, Pool
+
+    mapped: list[tuple[int, int]] = [(0, 0)]
+
+    def noted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(pool: Pool, *args: Any) -> Any:
+            result = method(pool, *args)
+            held = sum(nbytes * sum(number) for nbytes, number in pool.count().items() if nbytes >= MAPPED_BYTES)
+            mapped.append((time.time_ns(), held))
+            return result
+
+        return call
+
+    methods = {name: getattr(Pool, name) for name in ("provide", "release", "take", "give_back", "settle", "trim")}
+    for name, method in methods.items():
+        setattr(Pool, name, noted(method))
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+            step()
+    finally:
+        for name, method in methods.items():
+            setattr(Pool, name, method)
+    events = [(e.start_ns(), e.nbytes()) for e in run.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = events + [(moment, after - before) for (_, before), (moment, after) in itertools.pairwise(mapped)]
+    live = itertools.accumulate(change for _, change in sorted(changes))
+    return 3 * sum(p.to_local().nbytes for p in model.parameters()) + max(live)
 
 
 def run_ranks(target: Callable[..., None], world: int, malloc: dict[str, str], *args: Any, timeout: float = 1200.0) -> list[Any]:
@@ -347,8 +384,8 @@ def main() -> int:
             wall = [row[system][0] for row in rows]
             cpu = [sum(r["rows"][i][system][1] for r in results) for i in range(len(rows))]
             base = [sum(r["rows"][i]["fsdp2"][1] for r in results) for i in range(len(rows))]
-            ratio = figure([row[system][0] / row["fsdp2"][0] for row in rows], "ratio", "<= 0.83" if system == "ours" else None)
-            cpu_ratio = figure([a / b for a, b in zip(cpu, base, strict=True)], "ratio", "<= 0.83" if system == "ours" else None)
+            ratio = figure([row[system][0] / row["fsdp2"][0] for row in rows], "ratio", "<= 0.83" if system.startswith("ours") else None)
+            cpu_ratio = figure([a / b for a, b in zip(cpu, base, strict=True)], "ratio", "<= 0.83" if system.startswith("ours") else None)
             figures[f"{name}.{system}.wall_ratio"], figures[f"{name}.{system}.cpu_ratio"] = ratio, cpu_ratio
             figures[f"{name}.{system}.wall_ms"] = figure([w * 1e3 for w in wall], "ms")
             print(
@@ -360,7 +397,8 @@ def main() -> int:
         ideal = [a + b for a, b in zip(wall["local"], wall[raw], strict=True)]
         print(f"ideal: local {statistics.median(wall['local']) * 1e3:.1f} ms + {raw} {statistics.median(wall[raw]) * 1e3:.1f} ms")
         for system in SYSTEMS:
-            efficiency = figure([a / b for a, b in zip(ideal, wall[system], strict=True)], "ratio", ">= 0.90" if system == "ours" else None)
+            bound = ">= 0.90" if system.startswith("ours") else None
+            efficiency = figure([a / b for a, b in zip(ideal, wall[system], strict=True)], "ratio", bound)
             figures[f"{name}.{system}.efficiency"] = efficiency
             print(f"{system:<14}{efficiency['value']:>8.3f}{efficiency['spread']:>7.3f} of the ideal")
         for peer, goal in (("fsdp2_a2a", "<= 0.90"), ("fsdp1_a2a", "<= 1.00")):
@@ -372,14 +410,15 @@ def main() -> int:
         print(f"ours copies: {share['value']:.3f} +- {share['spread']:.3f} of the step (goal < 0.03)")
         if options.quick:
             continue
-        peaks = {}
-        for system in ("fsdp2", "ours"):
-            ranks = run_ranks(memory_rank, options.world, MEMORY_MALLOC, name, system)
-            peaks[system] = max(r["peak_kib"] for r in ranks) / 1024
-            print(f"{system:<14}peak resident {peaks[system]:.0f} MiB over the base")
-            figures[f"{name}.{system}.peak_mib"] = figure([peaks[system]], "MiB")
-        figures[f"{name}.ours.peak_ratio"] = figure([peaks["ours"] / peaks["fsdp2"]], "ratio", "<= 0.90")
-        print(f"{'':<14}ratio {peaks['ours'] / peaks['fsdp2']:.3f}")
+        memory = {system: run_ranks(memory_rank, options.world, MEMORY_MALLOC, name, system) for system in ("fsdp2", "ours")}
+        for key, what, scale in (("peak", "peak_kib", 1 / 1024), ("live", "live_bytes", 1 / 2**20)):
+            peaks = {}
+            for system in memory:
+                peaks[system] = max(r[what] for r in memory[system]) * scale
+                figures[f"{name}.{system}.{key}_mib"] = figure([peaks[system]], "MiB")
+                print(f"{system:<14}{key} {peaks[system]:.1f} MiB")
+            figures[f"{name}.ours.{key}_ratio"] = figure([peaks["ours"] / peaks["fsdp2"]], "ratio", "<= 0.90")
+            print(f"{'':<14}ratio {peaks['ours'] / peaks['fsdp2']:.3f}")
     write(options.json, figures)
     return 0
 

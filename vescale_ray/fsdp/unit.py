@@ -264,9 +264,9 @@ class Unit:
             if self.reshard_after_backward:
                 group.rest(after_forward=False)
             group.grads.end_window()
+        if call is not None and self.schedule is not None and _is_nearly_first(call):
+            self.schedule.trim()  # no unit is to come that could gather into what this one has given back
         self.reduce()
-        if call is not None and call.previous is None and self.schedule is not None:
-            self.schedule.trim()  # no unit is to come that could use what this one has given back
 
     def take_in_gradients(self) -> None:
         """Gradients that were not accumulated by autograd, but assigned (zero-bubble pipelines compute those of weights apart)."""
@@ -338,6 +338,15 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.groups)} groups, {self.phase.value})"
+
+
+def _is_nearly_first(call: Call) -> bool:
+    """Whether backward needs no unit that is not gathered already: this is the first forward's, or only that one comes after it."""
+    earlier = call.previous
+    if earlier is None:
+        return True
+    unit = earlier.unit()
+    return earlier.previous is None and unit is not None and all(g.residency is not g.residency.SHARDED for g in unit.groups)
 
 
 def _reduce_if_complete(unit_ref: weakref.ref[Unit]) -> None:
