@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.test_fsdp_behaviour import grads, inputs, same, seeded
-from tests.ranks import run_threads
+from tests.ranks import run_gloo, run_threads
 from vescale_ray.fsdp import Sharding, fully_shard, memory
 
 
@@ -63,6 +63,7 @@ def run_program(rank, world, seed):
             fully_shard(layer, reshard_after_forward=rnd.choice([None, True, False]), sharding=sharding, shard_placement_fn=along_rows)
     fully_shard(ours, reshard_after_forward=rnd.choice([None, True, False]), sharding=sharding, shard_placement_fn=along_rows)
     plans = [random_plan(rnd, layers), random_plan(rnd, layers)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (ours, alone)]
     mode = "plain"
     for step in range(12):
         if rnd.random() < 0.3:
@@ -80,8 +81,14 @@ def run_program(rank, world, seed):
                 for group in unit.groups:
                     group.grads.discard()
         same(mine, expected)
-        ours.zero_grad()
-        alone.zero_grad()
+        for optimizer in optimizers:
+            if mode != "without_sync" and step % 3:
+                optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for wanted, parameter in zip(alone.parameters(), ours.parameters(), strict=True):
+                torch.testing.assert_close(parameter.full_tensor(), wanted, rtol=1e-3, atol=1e-5)
+                wanted.copy_(parameter.full_tensor())  # differences of rounding are not to add up
 
 
 def one_step(model, mode, plans, frozen, x, other):
@@ -114,6 +121,17 @@ def one_step(model, mode, plans, frozen, x, other):
             if hasattr(unit, "reshard"):
                 unit.reshard()
         model.layers[frozen].requires_grad_(True)
+
+
+def run_programs_in_ranges(rank, world, seeds):
+    memory.MAPPED_BYTES = 0
+    for seed in seeds:
+        run_program(rank, world, seed)
+
+
+@pytest.mark.parametrize(("world", "seeds"), [(2, range(20, 28)), (3, range(30, 36))])
+def test_also_where_the_shards_live_in_the_buffers_that_are_gathered(world, seeds):
+    run_gloo(world, run_programs_in_ranges, seeds)
 
 
 @pytest.mark.parametrize("seed", range(16))

@@ -12,7 +12,7 @@ P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; 
 
 | tensor | elements, dtype | lives | made by |
 |---|---|---|---|
-| master shard (flat); sharded ``nn.Parameter``s are views | S, orig | as long as the model | ``fully_shard`` |
+| master shard (flat); sharded ``nn.Parameter``s are views | S, orig | as the model; on gloo inside that buffer (below) | ``fully_shard`` |
 | cast shard, if compute is not orig (or gaps, below) | S, compute | as long as the model | one kernel per optimizer step |
 | gathered buffer; unsharded parameters are views | W*S, compute | addresses: as the model; memory: unshard to reshard | all-gather |
 | kept part, if `reshard_after_forward` is an int m | W*S/m, compute | from the end of forward to backward's all-gather | one copy |
@@ -32,8 +32,12 @@ With one rank there is nothing to gather or scatter: unsharded parameters are vi
 gradients are written into the gradient shard at once. Padding is zeroed when a buffer is laid out and never written again.
 
 What is copied per step: the cast (S); each gradient once (autograd's result into the buffer), but for weights of large ``nn.Linear``s,
-whose product writes there itself if compute is reduce (``linear``); on gloo, where the all-gather is
-an exchange between ranks, this rank's own part (S) into the gathered buffer. Nothing else around the all-gather.
+whose product writes there itself if compute is reduce (``linear``); on gloo, where the all-gather is an exchange between ranks,
+this rank's own part (S) into the gathered buffer where the master shard does not live there. Nothing else around the all-gather.
+
+The master shard lives in the gathered buffer on gloo if it is not cast, has no gaps and nothing else speaks against it
+(``Group._can_live_in_buffer``), from 256 KiB per buffer on: the memory of that part stays, that of the others' parts comes and goes.
+Gathered parameters then take (W - 1) / W of the table's bytes, as an exchange does.
 """
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle

@@ -19,7 +19,7 @@ from vescale_ray.fsdp.group import Group, Retain, plan_groups
 from vescale_ray.fsdp.hooked import HookedGroup, has_gather_hooks
 from vescale_ray.fsdp.linear import adopt_linear
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
-from vescale_ray.fsdp.parameters import Owner, Parallel, Source, Subgroup
+from vescale_ray.fsdp.parameters import Owner, Parallel, Source
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.pipelining import leave_state
 from vescale_ray.fsdp.schedule import Lanes, unit_of
@@ -139,20 +139,15 @@ def fully_shard(
         by_kind.setdefault((param.dtype, param.requires_grad, hooked), []).append(source)
     name = type(modules[0]).__name__
     groups = [
-        (HookedGroup if members[0].hooked else Group)(name, members, division, mesh, mp_policy, offload_policy, device)
+        (HookedGroup if members[0].hooked else Group)(
+            name, members, division, mesh, mp_policy, offload_policy, device, retain=retain, neighbours=neighbours
+        )
         for sources in by_kind.values()
         for members, division in plan_groups(sources, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1), mp_policy)
     ]
     for param in owners:
         # The original is out of the model now. Whoever still holds it (an optimizer, a module tied to it) can be told so.
         param.__dict__["_vescale_replaced"] = True
-
-    for group in groups:
-        group.retain = retain
-    if neighbours is not None:
-        for group in groups:
-            if not group.division.copies:
-                group.subgroup = Subgroup(mesh, neighbours, device)
 
     unit = Unit(modules, groups, mp_policy, reshard, device)
     unit.hold_gradients = axes is None or axes.hold

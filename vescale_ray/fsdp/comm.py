@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 
 from vescale_ray import compat
-from vescale_ray.fsdp.memory import Pool
+from vescale_ray.fsdp.memory import NOWHERE, Pool, may_stay
 
 _GATHER_TAG, _REDUCE_TAG = 0x56530001, 0x56530002
 """Keep our messages apart from a user's on the same process group. Messages of one tag arrive in the order they were sent."""
@@ -180,7 +180,9 @@ def all_gather(
             source, target = (rank - distance) % world, (rank + distance) % world
             works.append(_receive(out[source * size : (source + 1) * size], source, group, _GATHER_TAG))
             works.append(_send(shard, target, group, _GATHER_TAG))
-        out[rank * size : (rank + 1) * size].copy_(shard)
+        own = out[rank * size : (rank + 1) * size]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
         return Works(*works)
     if lane.stream is None:
         return Works(compat.all_gather_single(out, shard, group=group, async_op=True))
@@ -196,13 +198,15 @@ def reduce_scatter(
     factor: float,
     *,
     pairwise: bool,
+    leaves_out: bool = False,
     sum_only: bool = False,
     custom: ReduceScatter | None = None,
 ) -> Pending:
     """Sum every rank's ``full`` and keep this rank's part, times ``factor``, in ``out``, which may have another dtype.
 
-    ``full`` belongs to the operation until the result's ``wait`` has returned. ``sum_only``: never NCCL's AVG. ``custom``: the
-    user's collective, which gets AVG where that is the factor, else SUM, and may return work to wait for.
+    ``full`` belongs to the operation until the result's ``wait`` has returned. ``leaves_out``: buffers of gathered parameters don't have
+    memory for this rank's part, which an exchange does not need either; so it can use theirs. ``sum_only``: never NCCL's AVG.
+    ``custom``: the user's collective, which gets AVG where that is the factor, else SUM, and may return work to wait for.
     """
     lane.issued += 1
     world = group.size()
@@ -218,7 +222,7 @@ def reduce_scatter(
             rest.wait()
             return lane.mark()
     if pairwise:
-        return _ExchangeAndSum(out, full, group, pool, factor)
+        return _ExchangeAndSum(out, full, group, pool, factor, leaves_out)
     if lane.stream is None:
         target = out if out.dtype == full.dtype else torch.empty_like(out, dtype=full.dtype)
         work = compat.reduce_scatter_single(target, full, group=group, async_op=True) if world > 1 else None
@@ -284,7 +288,9 @@ class _ExchangeAndSum:
 
     __slots__ = ("_factor", "_out", "_parts", "_pool", "_scratch", "_works")
 
-    def __init__(self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, pool: Pool, factor: float) -> None:
+    def __init__(
+        self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, pool: Pool, factor: float, leaves_out: bool
+    ) -> None:
         self._out, self._pool, self._factor = out, pool, factor
         rank, world, size = group.rank(), group.size(), out.numel()
         mine = full.view(world, size)
@@ -293,7 +299,9 @@ class _ExchangeAndSum:
         if _sums_in(out.dtype, full.dtype):
             # The first of the others is one of the first two summands, whichever rank this is: the order of the sum stays.
             self._parts[others.pop(0)] = out
-        self._scratch = pool.take(full.numel() * full.element_size(), out.device) if others else None
+        part = size * full.element_size()
+        own = (rank * part, (rank + 1) * part) if leaves_out and may_stay(world * part, out.device) else NOWHERE
+        self._scratch = pool.take(world * part, out.device, stays=own) if others else None
         if self._scratch is not None:
             self._scratch.clean_for = None
             received = self._scratch.flat(full.dtype).view(world, size)

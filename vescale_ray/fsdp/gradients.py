@@ -73,6 +73,8 @@ class Gradients:
 
         # Set by the user through FSDPModule.
         self.divide_factor: float | None = None
+        self.leaves_out = False
+        """The buffers of gathered parameters don't have memory for this rank's own part (see ``memory``)."""
         self.sum_only = False
         self.custom_scatter: ReduceScatter | None = None
         self.all_reduce = True
@@ -218,6 +220,7 @@ class Gradients:
             self.pool,
             factor,
             pairwise=self.place.pairwise,
+            leaves_out=self.leaves_out,
             sum_only=self.sum_only,
             custom=self.custom_scatter,
         )

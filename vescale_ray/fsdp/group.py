@@ -23,7 +23,7 @@ from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.debug import agree
 from vescale_ray.fsdp.division import Chunks, Cuts, Division
 from vescale_ray.fsdp.gradients import Gradients
-from vescale_ray.fsdp.memory import Buffer, Pool
+from vescale_ray.fsdp.memory import NOWHERE, Buffer, Pool, may_stay
 from vescale_ray.fsdp.parameters import GroupParam, Place, Source, Subgroup, as_dtensor, local_of
 from vescale_ray.fsdp.phases import Residency
 from vescale_ray.planner import TensorSpec, plan_buffers, plan_layout
@@ -80,6 +80,9 @@ class Group:
         division: from :func:`plan_groups`.
         mesh: 1-D (shard) or 2-D (replicate, shard).
         device: where unsharded parameters live.
+        retain: what of the gathered parameters stays until the next optimizer step.
+        neighbours: size of the subgroup that holds all parameters between forward and backward, if not one rank.
+
     """
 
     def __init__(
@@ -91,6 +94,8 @@ class Group:
         policy: MixedPrecisionPolicy,
         offload: OffloadPolicy,
         device: torch.device,
+        retain: Retain = Retain.NOTHING,
+        neighbours: int | None = None,
     ) -> None:
         self.name, self.policy, self.place = name, policy, Place(mesh, device)
         self.offload = isinstance(offload, CPUOffloadPolicy) and device.type != "cpu"
@@ -106,28 +111,31 @@ class Group:
         self.requested = False
         """The user asked for the parameters (``unshard``): they stay until they are used or resharded."""
         self.unshard_in_backward = True
+        self.retain = retain
+        self.subgroup = Subgroup(mesh, neighbours, device) if neighbours is not None and not division.copies else None
+        """After forward this rank keeps a larger part of the parameters, and backward gathers them from fewer ranks."""
+        self.custom_gather: AllGather | None = None
+        self._buffer: Buffer | None = None
+        """Where the unsharded parameters are: the same storage each time, since autograd keeps views of it."""
+        self._bound_to: torch.Tensor | None = None
+        self._leaf_versions = 0
+        """Of the unsharded parameters when they were given to the modules."""
         self.params: list[GroupParam] = []
+        self._owners = [module for source in sources for module, _ in source.owners]
         self._shard_parameters(sources)
         self.grads = Gradients(self.place, division, self.params, in_place=False, offload=self.offload)
         self._tell_gradients()
 
-        self.custom_gather: AllGather | None = None
-        self.subgroup: Subgroup | None = None
-        """After forward this rank keeps a larger part of the parameters, and backward gathers them from fewer ranks."""
         self._part: torch.Tensor | None = None
         """That part, between forward and backward."""
         self._gathers_from: torch.Tensor | None = None
         """The same while it is gathered: on an accelerator its memory would be handed out again as soon as no one holds it."""
-        self.retain = Retain.NOTHING
         self._whole_of: tuple[int, ...] | None = None
         """The buffer holds all parameters of this version, though the modules have the sharded ones."""
         self._pool: Pool | None = None
-        self._buffer: Buffer | None = None
-        """Where the unsharded parameters are: the same storage each time, since autograd keeps views of it."""
         self._parts: Buffer | None = None
         """Where the parts are gathered, if they are copied from there."""
         self._gather: comm.Pending | None = None
-        self._bound_to: torch.Tensor | None = None
         self._cast: torch.Tensor | None = None
         self._cast_of: tuple[int, ...] | None = None
         self._gathered_of: tuple[int, ...] | None = None
@@ -148,6 +156,7 @@ class Group:
     def _tell_gradients(self) -> None:
         self.grads.orig_dtype, self.grads.reduce_dtype = self.orig_dtype, self.reduce_dtype
         self.grads.in_place = self.in_place and self.reduce_dtype == self.orig_dtype
+        self.grads.leaves_out = self.stays != NOWHERE
 
     def _shard_parameters(self, sources: Sequence[Source]) -> None:
         """The plan is made: move this rank's ranges into the master shard and put sharded parameters in place of the originals."""
@@ -170,10 +179,42 @@ class Group:
             self.params.append(param)
 
     def _new_master(self, device: torch.device) -> KeptShard:
+        """Uninitialised but for the padding: where it will be gathered, if it can be, else in memory of its own."""
+        self._buffer = self._bound_to = None
+        if device == self.place.device and self._can_live_in_buffer():
+            nbytes = self.division.part_numel * self.orig_dtype.itemsize
+            self._buffer = Buffer(self.unsharded_bytes, device, stays=(self.place.rank * nbytes, (self.place.rank + 1) * nbytes))
+            return KeptShard(self.division.kept, self._buffer.resident(self.orig_dtype))
         master = KeptShard.empty(self.division.kept, self.division.empty_part, dtype=self.orig_dtype, device=device)
         if self.pin_memory and device.type == "cpu":
             master.flat = master.flat.pin_memory()
         return master
+
+    def _can_live_in_buffer(self) -> bool:
+        """Whether the master shard can be this rank's part of the gathered buffer itself, so that it is neither held nor copied twice.
+
+        Not where something other than an optimizer writes to gathered parameters (an embedding that bounds its norms in forward):
+        such writes are to be lost. Nor where a part is kept that is not this rank's own.
+        """
+        renormed = any(getattr(ref(), "max_norm", None) is not None for ref in self._owners)
+        return (
+            self.place.pairwise
+            and not self.offload
+            and not self.in_place
+            and not self.division.copies
+            and self.division.kept.in_place
+            and self.compute_dtype == self.orig_dtype
+            and self.custom_gather is None
+            and self.subgroup is None
+            and self.retain is Retain.NOTHING
+            and may_stay(self.unsharded_bytes, self.place.device)
+            and not renormed
+        )
+
+    @property
+    def stays(self) -> tuple[int, int]:
+        """The bytes of the gathered buffer that the master shard lives in."""
+        return self._buffer.stays if self._buffer is not None else NOWHERE
 
     def _local_view(self, name: str) -> torch.Tensor:
         return self.master.tensor(name).view(self.division.local_shape(name))
@@ -184,13 +225,13 @@ class Group:
             return
         self.reshard()
         self._pool = self.grads.pool = pool
-        sizes = {self.unsharded_bytes} if not self.in_place else set()
+        keys = {(self.unsharded_bytes, self.stays)} if not self.in_place else set()
         if self.division.copies:
-            sizes.add(self.parts_bytes)
+            keys.add((self.parts_bytes, NOWHERE))
         if self.grads.trainable_count and not self.grads.in_place:
-            sizes.add(self.grads.buffer_bytes)
-        for nbytes in sizes:
-            pool.expect(nbytes)
+            keys.add((self.grads.buffer_bytes, NOWHERE))
+        for nbytes, stays in keys:
+            pool.expect(nbytes, stays)
 
     @property
     def unsharded_bytes(self) -> int:
@@ -282,6 +323,7 @@ class Group:
         """Gather with the user's collective, into memory that it allocated, from the next unshard on."""
         self.reshard()
         self.custom_gather, self._buffer, self._bound_to = custom, None, None
+        self._tell_gradients()
 
     def wait(self) -> None:
         """Make the gathered parameters usable and give them to the modules."""
@@ -299,6 +341,7 @@ class Group:
             trainable += requires_grad
             param.install(leaf)
         self.grads.trainable_count = trainable
+        self._leaf_versions = self._versions_of_leaves()
         self.residency = Residency.UNSHARDED
 
     def rest(self, *, after_forward: bool) -> None:
@@ -331,8 +374,17 @@ class Group:
                 self._release()
             return
         self._finish_gather()
+        unsharded = self.residency is Residency.UNSHARDED
         self._give_back_sharded()
         self._release()
+        if unsharded and self.stays != NOWHERE and self._versions_of_leaves() != self._leaf_versions:
+            raise RuntimeError(
+                f"gathered parameters of {self.name!r} were written in place: what is gathered is thrown away, except for each rank's "
+                f"own part, where its shard lives. Write to the sharded parameters between steps, or compute with a changed copy"
+            )
+
+    def _versions_of_leaves(self) -> int:
+        return sum(leaf._version for param in self.params if (leaf := param.unsharded) is not None) if self.stays != NOWHERE else 0
 
     def _give_back_sharded(self) -> None:
         for param in self.params:

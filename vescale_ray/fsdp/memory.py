@@ -13,6 +13,9 @@ shared with other units, two of them could be needed at once by a backward that 
   2-core virtual machine new small pages are written at 1.8 GB/s, new huge ones at 6, those at hand at 13.) A range without pages
   can't be read.
 
+In host memory the buffer may also be the home of this rank's own part (FP32 master weights that are not cast): that part of the range
+has memory for good, and only the rest comes and goes. So the own part is neither held twice nor copied into what is gathered.
+
 Either way the memory in use at a time is prefetch depth + 1 units, whatever order backward takes. Gradient and exchange buffers
 have no views that anyone keeps; they are plain buffers that are handed out again.
 """
@@ -29,28 +32,40 @@ from typing import Any
 import torch
 
 from vescale_ray.fsdp.debug import debugging
+from vescale_ray.planner.step_buffers import HOST_MAPPED_BYTES
 
-MAPPED_BYTES = 1 << 18
+MAPPED_BYTES = HOST_MAPPED_BYTES
 """Host buffers from this size on are address ranges of their own; below, the C library keeps freed memory at hand anyway."""
+
+Key = tuple[int, tuple[int, int]]
+"""Buffers of one key can take over each other's memory: as long, and with the same part that stays."""
+
+NOWHERE = (0, 0)
 
 
 class Buffer:
     """One storage for life. Its memory may go (:meth:`free`) and come back (:meth:`allocate`), contents undefined.
 
-    ``memory``: a 1-D uint8 tensor of someone else's to use instead, which stays as it is.
+    Args:
+        memory: a 1-D uint8 tensor of someone else's to use instead, which stays as it is.
+        stays: bytes ``[start, end)`` that are not concerned (:meth:`resident`); only where :func:`may_stay` allows it.
     """
 
-    __slots__ = ("__weakref__", "_flats", "_range", "_storage", "allocated", "clean_for", "device", "fixed", "nbytes", "used", "views")
+    __slots__ = (
+        "__weakref__", "_flats", "_range", "_storage", "allocated", "clean_for", "device", "fixed", "nbytes", "stays", "used", "views"
+    )  # fmt: skip
 
-    def __init__(self, nbytes: int, device: torch.device, memory: torch.Tensor | None = None) -> None:
-        self.nbytes, self.device = nbytes, device
+    def __init__(
+        self, nbytes: int, device: torch.device, memory: torch.Tensor | None = None, stays: tuple[int, int] = NOWHERE
+    ) -> None:
+        self.nbytes, self.device, self.stays = nbytes, device, stays
         self.fixed = memory is not None
         self._range: _Range | None = None
         with torch.inference_mode(False):
             if memory is not None:
                 self._storage = memory
-            elif device.type == "cpu" and nbytes >= MAPPED_BYTES and _Range.supported:
-                self._range = _Range(nbytes)
+            elif may_stay(nbytes, device):
+                self._range = _Range(nbytes, stays)
                 self._storage = torch.frombuffer(self._range.memory, dtype=torch.uint8, count=nbytes)
             else:
                 self._storage = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -64,8 +79,26 @@ class Buffer:
         self.used = False
         """Since the last backward ended."""
 
+    @property
+    def key(self) -> Key:
+        return self.nbytes, self.stays
+
+    def resident(self, dtype: torch.dtype) -> torch.Tensor:
+        """The part that stays, as a 1-D tensor that shares nothing with others of this buffer but the memory: for the first time it is
+        zero. Whoever holds it holds the addresses of the whole buffer."""
+        assert self._range is not None
+        start, end = self.stays
+        with torch.inference_mode(False):
+            return torch.frombuffer(self._range.memory, dtype=dtype, count=(end - start) // dtype.itemsize, offset=start)
+
+    def poison(self) -> None:
+        """Overwrite what comes and goes with NaN of every floating-point dtype."""
+        flat, (start, end) = self.flat(torch.uint8), self.stays
+        flat[:start].fill_(0xFF)
+        flat[end:].fill_(0xFF)
+
     def allocate(self, donor: Buffer | None = None) -> None:
-        """Make the memory usable: the pages of ``donor`` (same size, with memory, its contents no longer needed), else new memory."""
+        """Make the memory usable: the pages of ``donor`` (same key, with memory, its contents no longer needed), else new memory."""
         if self.fixed:
             self.allocated = True
             return
@@ -106,12 +139,20 @@ class Buffer:
         return flat
 
 
+def may_stay(nbytes: int, device: torch.device) -> bool:
+    """Whether a part of a buffer of this size can have its memory for good while that of the rest comes and goes."""
+    return device.type == "cpu" and nbytes >= MAPPED_BYTES and _Range.supported
+
+
 class _Range:
-    """Addresses of this process, with or without memory behind them; huge pages where the kernel has any. Linux only."""
+    """Addresses of this process, with or without memory behind them; huge pages where the kernel has any. Linux only.
+
+    The pages that bytes ``stays`` lie in have memory for good.
+    """
 
     supported = sys.platform == "linux"
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, stays: tuple[int, int]) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         # Unmapped when both this object and the last tensor that views it are gone.
         self._mapping = mmap.mmap(-1, self.nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -121,6 +162,11 @@ class _Range:
         _protect(start, len(self._mapping), 0)
         # Not for the room around: the last, incomplete huge page stays small pages, and no more memory is used than asked for.
         self._mapping.madvise(_MADV_HUGEPAGE, self._offset, self.nbytes)
+        first, last = stays[0] // mmap.PAGESIZE * mmap.PAGESIZE, -(-stays[1] // mmap.PAGESIZE) * mmap.PAGESIZE
+        if last > first:
+            _protect(self.address + first, last - first, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._moving = [(start, end - start) for start, end in ((0, first), (last, self.nbytes)) if end > start]
+        """Offset and length of what has memory only at times."""
 
     @property
     def memory(self) -> memoryview:
@@ -128,23 +174,29 @@ class _Range:
 
     def open(self) -> None:
         """Accessible; pages are zeroed by the kernel when they are first touched."""
-        _protect(self.address, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        for start, length in self._moving:
+            _protect(self.address + start, length, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def close(self) -> None:
         """Drop the pages. What reads or writes here by mistake ends with a segmentation fault, not with a wrong number."""
-        self._mapping.madvise(mmap.MADV_DONTNEED, self._offset, self.nbytes)
-        _protect(self.address, self.nbytes, 0)
+        for start, length in self._moving:
+            self._mapping.madvise(mmap.MADV_DONTNEED, self._offset + start, length)
+            _protect(self.address + start, length, 0)
 
     def take_over(self, donor: _Range) -> bool:
-        """Move the donor's pages here, and close it; False, with nothing changed, if the kernel can't (before Linux 5.7)."""
-        moved = _libc().mremap(donor.address, self.nbytes, self.nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP, self.address)
-        if moved != self.address:
-            # The kernel may have unmapped these addresses before it gave up; map them again, empty.
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
-            if _libc().mmap(self.address, self.nbytes, 0, flags, -1, 0) != self.address:
-                raise MemoryError(f"the kernel can't map {self.nbytes} bytes for gathered parameters (errno {ctypes.get_errno()})")
-            return False
-        _protect(donor.address, donor.nbytes, 0)
+        """Move the donor's pages here, and close it; False if the kernel can't (before Linux 5.7): then neither is open."""
+        flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+        for start, length in self._moving:
+            to = self.address + start
+            if _libc().mremap(donor.address + start, length, length, flags, to) != to:
+                # The kernel may have unmapped these addresses before it gave up; map them again, empty.
+                again = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+                if _libc().mmap(to, length, 0, again, -1, 0) != to:
+                    raise MemoryError(f"the kernel can't map {length} bytes for gathered parameters (errno {ctypes.get_errno()})")
+                self.close()
+                donor.close()
+                return False
+            _protect(donor.address + start, length, 0)
         return True
 
 
@@ -188,82 +240,84 @@ class Pool:
     def __init__(self, device: torch.device) -> None:
         self.hands_on = device.type == "cpu"
         self.keep = _malloc_keeps()
-        self._released: defaultdict[int, list[Buffer]] = defaultdict(list)
-        """Buffers of gathered parameters, by size, that no one needs, and whose memory waits for the next one of that size."""
-        self._idle: defaultdict[int, list[Buffer]] = defaultdict(list)
-        """Scratch buffers that are not lent, by size; with memory, or without where another buffer took it over."""
-        self._users: defaultdict[int, int] = defaultdict(int)
-        self._gathered: defaultdict[int, int] = defaultdict(int)
-        self._lent: defaultdict[int, int] = defaultdict(int)
+        self._released: defaultdict[Key, list[Buffer]] = defaultdict(list)
+        """Buffers of gathered parameters that no one needs, and whose memory waits for the next one of that key."""
+        self._idle: defaultdict[Key, list[Buffer]] = defaultdict(list)
+        """Scratch buffers that are not lent; with memory, or without where another buffer took it over."""
+        self._users: defaultdict[Key, int] = defaultdict(int)
+        self._gathered: defaultdict[Key, int] = defaultdict(int)
+        self._lent: defaultdict[Key, int] = defaultdict(int)
         self.released_event: Any = None
         """Of the compute stream: the last kernels that read what was released. What is gathered next waits for it."""
         self.peak_bytes = 0
         """Most bytes ever held. Set it to 0 to measure from then on."""
 
-    def expect(self, nbytes: int) -> None:
-        """One more group will need buffers of this size: memory of sizes with a single user is freed after use, the rest kept."""
-        self._users[nbytes] += 1
+    def expect(self, nbytes: int, stays: tuple[int, int] = NOWHERE) -> None:
+        """One more group will need buffers of this key: memory of keys with a single user is freed after use, the rest kept."""
+        self._users[nbytes, stays] += 1
 
     # -- gathered parameters --
 
     def provide(self, buffer: Buffer) -> None:
         """Give ``buffer`` memory. On an accelerator: on the stream that it will be written on, after :attr:`released_event`."""
-        released = self._released[buffer.nbytes]
+        released = self._released[buffer.key]
         if buffer in released:
             released.remove(buffer)
         if not buffer.allocated:
-            buffer.allocate(None if buffer.fixed else self._donor(buffer.nbytes))
-        self._gathered[buffer.nbytes] += 1
+            buffer.allocate(None if buffer.fixed else self._donor(buffer.key))
+        self._gathered[buffer.key] += 1
         self._note_peak()
 
     def release(self, buffer: Buffer, event: Any) -> None:
         """The kernels up to ``event`` are the last that use what is in ``buffer``."""
-        self._gathered[buffer.nbytes] -= 1
+        self._gathered[buffer.key] -= 1
         self.released_event = event
         if debugging():  # it keeps its memory
-            buffer.flat(torch.uint8).fill_(0xFF)  # NaN in every floating-point dtype
-        elif self.hands_on and self._users[buffer.nbytes] >= 2 and not buffer.fixed:
-            self._released[buffer.nbytes].append(buffer)
+            buffer.poison()
+        elif self.hands_on and self._users[buffer.key] >= 2 and not buffer.fixed:
+            self._released[buffer.key].append(buffer)
         else:
             buffer.free()
 
     # -- gradients and other scratch memory --
 
-    def take(self, nbytes: int, device: torch.device, clean_for: str | None = None) -> Buffer:
-        """Scratch memory, contents undefined (padding zero if ``buffer.clean_for == clean_for``). Give it back."""
-        idle = self._idle[nbytes]
+    def take(self, nbytes: int, device: torch.device, clean_for: str | None = None, stays: tuple[int, int] = NOWHERE) -> Buffer:
+        """Scratch memory, contents undefined (padding zero if ``buffer.clean_for == clean_for``), without bytes ``stays``. Give it back."""
+        key = nbytes, stays
+        idle = self._idle[key]
         buffer = next((b for b in idle if b.allocated and b.clean_for == clean_for), None)
         buffer = buffer or next((b for b in idle if b.allocated), None) or (idle[0] if idle else None)
         if buffer is None:
-            buffer = Buffer(nbytes, device)
+            buffer = Buffer(nbytes, device, stays=stays)
         else:
             idle.remove(buffer)
         if not buffer.allocated:
-            buffer.allocate(self._donor(nbytes))
+            buffer.allocate(self._donor(key))
         buffer.used = True
-        self._lent[nbytes] += 1
+        self._lent[key] += 1
         self._note_peak()
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
         """The current stream has passed the last use of ``buffer``."""
-        self._lent[buffer.nbytes] -= 1
-        if self._users[buffer.nbytes] >= 2:
-            self._idle[buffer.nbytes].append(buffer)
+        self._lent[buffer.key] -= 1
+        if self._users[buffer.key] >= 2:
+            self._idle[buffer.key].append(buffer)
 
     # -- both --
 
     def settle(self) -> None:
         """A backward is over: drop the scratch buffers that it did not use."""
-        for nbytes, idle in self._idle.items():
-            self._idle[nbytes] = [buffer for buffer in idle if buffer.used]
+        for key, idle in self._idle.items():
+            self._idle[key] = [buffer for buffer in idle if buffer.used]
             for buffer in idle:
                 buffer.used = False
 
     def trim(self) -> None:
         """Free the memory that no one uses now, unless it is less than what the process is told to keep; it is allocated again when
         it is needed."""
-        if sum(b.nbytes for kind in (self._released, self._idle) for buffers in kind.values() for b in buffers if b.allocated) <= self.keep:
+        unused = (b for kind in (self._released, self._idle) for buffers in kind.values() for b in buffers if b.allocated)
+        if sum(_moving(buffer.key) for buffer in unused) <= self.keep:
             return
         for kind in (self._released, self._idle):
             for buffers in kind.values():
@@ -271,31 +325,36 @@ class Pool:
                     buffer.free()
         self._released.clear()
 
-    def _donor(self, nbytes: int) -> Buffer | None:
+    def _donor(self, key: Key) -> Buffer | None:
         """A buffer whose memory can go to another one: of released parameters, else scratch, at last such with clean padding."""
         if not self.hands_on:
             return None
-        released = self._released[nbytes]
+        released = self._released[key]
         if released:
             return released.pop()
-        return min((b for b in self._idle[nbytes] if b.allocated), key=lambda b: b.clean_for is not None, default=None)
+        return min((b for b in self._idle[key] if b.allocated), key=lambda b: b.clean_for is not None, default=None)
 
     # -- figures --
 
     def bytes_held(self) -> int:
-        """Bytes of all buffers that have memory now, in use or kept."""
+        """Bytes of all buffers that have memory now, in use or kept, without those that stay."""
         return sum(nbytes * (gathered + scratch) for nbytes, (gathered, scratch) in self.count().items())
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.bytes_held())
 
     def count(self) -> dict[int, tuple[int, int]]:
-        """Buffers with memory by size: for gathered parameters, and for gradients and exchanges."""
-        sizes = sorted({*self._gathered, *self._lent, *self._idle})
-        return {
-            n: (
-                self._gathered[n] + len(self._released.get(n, ())),
-                self._lent[n] + sum(b.allocated for b in self._idle.get(n, ())),
+        """Buffers with memory, by the bytes of them that come and go: for gathered parameters, and for gradients and exchanges."""
+        found: dict[int, tuple[int, int]] = {}
+        for key in sorted({*self._gathered, *self._lent, *self._idle}):
+            gathered, scratch = found.get(_moving(key), (0, 0))
+            found[_moving(key)] = (
+                gathered + self._gathered[key] + len(self._released.get(key, ())),
+                scratch + self._lent[key] + sum(b.allocated for b in self._idle.get(key, ())),
             )
-            for n in sizes
-        }
+        return found
+
+
+def _moving(key: Key) -> int:
+    nbytes, (start, end) = key
+    return nbytes - (end - start)

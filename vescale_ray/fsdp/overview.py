@@ -135,7 +135,9 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
 
     def travel(group: Group) -> Travel:
         reduced = group.grads.trainable_count and not group.grads.in_place
-        return Travel(group.unsharded_bytes + group.division.copies * group.parts_bytes, group.grads.buffer_bytes if reduced else 0)
+        start, end = group.stays
+        gathered = group.unsharded_bytes + group.division.copies * group.parts_bytes
+        return Travel(gathered, group.grads.buffer_bytes if reduced else 0, end - start)
 
     def travels(unit: Unit) -> list[Travel]:
         return [travel(group) for group in unit.groups if not group.in_place]

@@ -16,7 +16,7 @@ import torch
 
 from vescale_ray.errors import BadInput
 from vescale_ray.planner.shapes import ModelShapes, UnitShape
-from vescale_ray.planner.step_buffers import Travel, device_buffers, host_buffers
+from vescale_ray.planner.step_buffers import HOST_MAPPED_BYTES, Travel, device_buffers, host_buffers
 from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_unit
 
 Optimizer = Literal["adamw", "adamw8bit", "muon", "sgd"]
@@ -206,7 +206,7 @@ def predict_memory(plan: ModelPlan, policy: Policy, *, backend: str = "nccl", ra
     trained = sum(k.numel * u.count for u, _, k in buffers if u.trainable)
     # The cast; where gaps are left out of what is kept, also a shard with them to gather from.
     spread = sum(layout.shard_numel * u.count for u, layout, k in buffers if compute != policy.master_dtype or not k.in_place)
-    gathered, gradients = (0, 0) if group == 1 else _buffers(plan, policy, backend)
+    gathered, gradients = (0, 0) if group == 1 else _buffers(plan, policy, backend, rank)
     return Memory(
         master=kept * master,
         low_precision=spread * compute.itemsize + (_scales(plan, compute) if compute != policy.master_dtype else 0),
@@ -229,12 +229,19 @@ def _units(plan: ModelPlan) -> tuple[list[list[PlannedUnit]], list[PlannedUnit]]
     return in_order, [u for u in plan.units if u.resident]
 
 
-def _buffers(plan: ModelPlan, policy: Policy, backend: str) -> tuple[int, int]:
+def _buffers(plan: ModelPlan, policy: Policy, backend: str, rank: int) -> tuple[int, int]:
     """Most bytes of gathered parameters, and of gradient buffers."""
 
     def travels(groups: Sequence[PlannedUnit]) -> list[Travel]:
         cast, wide = policy.compute_dtype.itemsize, policy.reduce_dtype.itemsize
-        return [Travel(b.numel * cast, b.numel * wide * u.trainable) for u in groups for b in u.plan.buffers]
+        uncast = policy.compute_dtype == policy.master_dtype
+        found = []
+        for unit, layout in ((u, layout) for u in groups for layout in u.plan.buffers):
+            gathered = layout.numel * cast
+            # On gloo the master shard lives in the buffer where it is neither cast nor without gaps, if that is not a small one.
+            home = uncast and gathered >= HOST_MAPPED_BYTES and layout.kept(rank).in_place
+            found.append(Travel(gathered, layout.numel * wide * unit.trainable, layout.shard_numel * cast * home))
+        return found
 
     units, root = _units(plan)
     if backend == "gloo":

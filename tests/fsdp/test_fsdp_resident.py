@@ -1,0 +1,281 @@
+"""On gloo, FP32 shards live in the buffers that they are gathered into. Everything is as where they have memory of their own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.fsdp import test_fsdp_behaviour as behaviour
+from tests.ranks import run_gloo
+from vescale_ray.fsdp import fully_shard, memory, set_debug
+from vescale_ray.fsdp.memory import MAPPED_BYTES, Buffer, Pool, may_stay
+from vescale_ray.fsdp.schedule import unit_of
+
+CPU = torch.device("cpu")
+PAGE = 4096
+pytestmark = pytest.mark.skipif(not may_stay(MAPPED_BYTES, CPU), reason="needs Linux: memory is moved by mremap")
+
+
+# -- the buffer ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", [(0, 5000), (3 * PAGE + 128, 9 * PAGE + 256), (MAPPED_BYTES - 700, MAPPED_BYTES), (PAGE, 2 * PAGE)])
+def test_a_part_keeps_its_contents_while_the_memory_of_the_rest_comes_goes_and_moves(where: tuple[int, int]) -> None:
+    start, end = where
+    first, second = Buffer(MAPPED_BYTES, CPU, stays=where), Buffer(MAPPED_BYTES, CPU, stays=where)
+    own = [buffer.resident(torch.uint8) for buffer in (first, second)]
+    assert [tensor.numel() for tensor in own] == [end - start] * 2 and not any(tensor.any() for tensor in own)
+    own[0].fill_(1)
+    own[1].fill_(2)
+    first.allocate()
+    outside = torch.cat([torch.arange(start), torch.arange(end, MAPPED_BYTES)])
+    flat = first.flat(torch.uint8)
+    flat[outside] = (outside % 251).to(torch.uint8)
+    assert (flat[start:end] == 1).all() and own[0].data_ptr() == flat.data_ptr() + start
+    second.allocate(first)
+    moved = second.flat(torch.uint8)
+    # The rest of the pages at both ends of the part stays where it is, too; a gather writes it.
+    inner = outside[(outside < start // PAGE * PAGE) | (outside >= -(-end // PAGE) * PAGE)]
+    assert torch.equal(moved[inner], (inner % 251).to(torch.uint8)) and (moved[start:end] == 2).all()
+    second.poison()
+    assert (moved[outside] == 0xFF).all() and (moved[start:end] == 2).all()
+    second.free()
+    first.free()
+    assert (own[0] == 1).all() and (own[1] == 2).all()
+
+
+def test_memory_is_handed_on_only_between_buffers_that_leave_out_the_same_part() -> None:
+    pool = Pool(CPU)
+    part = (0, MAPPED_BYTES // 2)
+    for _ in range(2):
+        pool.expect(MAPPED_BYTES, part)
+        pool.expect(MAPPED_BYTES)
+    kept = Buffer(MAPPED_BYTES, CPU, stays=part)
+    pool.provide(kept)
+    assert pool.bytes_held() == MAPPED_BYTES // 2
+    pool.release(kept, None)
+    whole = pool.take(MAPPED_BYTES, CPU)
+    assert kept.allocated and pool.bytes_held() == MAPPED_BYTES // 2 + MAPPED_BYTES
+    exchange = pool.take(MAPPED_BYTES, CPU, stays=part)
+    assert not kept.allocated and pool.bytes_held() == MAPPED_BYTES // 2 + MAPPED_BYTES
+    pool.give_back(whole)
+    pool.give_back(exchange)
+    pool.trim()
+    assert pool.bytes_held() == 0
+
+
+# -- a model ---------------------------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Three layers of 260 KiB, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(257, 257), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(257, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def pair(how: Callable[..., Any] = torch_fully_shard, **options: Any) -> tuple[Any, Any]:
+    """The same model, sharded by ours and by ``how``."""
+    torch.manual_seed(1)
+    ours: Any = Blocks()
+    theirs: Any = copy.deepcopy(ours)
+    for model, shard in ((ours, fully_shard), (theirs, how)):
+        for layer in model.layers:
+            shard(layer, **options)
+        shard(model, **options)
+    return ours, theirs
+
+
+def given(rank: int, index: int) -> torch.Tensor:
+    return torch.randn(4, 257, generator=torch.Generator().manual_seed(100 * index + rank))
+
+
+def lives_in_its_buffer(module: nn.Module) -> bool:
+    unit = unit_of(module)
+    assert unit is not None
+    group = unit.groups[0]
+    if group._buffer is None or group.stays == (0, 0):
+        return False
+    start = group._buffer.flat(torch.uint8).data_ptr() + group.stays[0]
+    return group.master.flat.data_ptr() == start and group.stays[1] - group.stays[0] == group.master.flat.nbytes
+
+
+class CopiesOf(TorchDispatchMode):
+    """Elements that are copied while it is active."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in ("aten::copy_", "aten::clone", "aten::_to_copy", "aten::cat"):
+            self.count += args[0].numel() if isinstance(args[0], torch.Tensor) else 1
+        return func(*args, **(kwargs or {}))
+
+
+def gathers(rank: int, world: int) -> None:
+    ours, theirs = pair()
+    assert all(lives_in_its_buffer(layer) for layer in ours.layers)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, theirs)]
+    for step in range(4):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            for micro in range(2):
+                model.set_requires_gradient_sync(micro == 1)
+                model(given(rank, 2 * step + micro)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q.full_tensor(), rtol=2e-4, atol=1e-6)
+    with CopiesOf() as seen:
+        ours.layers[1].unshard()
+    assert seen.count == 0, f"{seen.count} elements were copied"
+    assert isinstance(ours.layers[1][0].weight, nn.Parameter)
+    ours.layers[1].reshard()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_training_is_torchs_and_gathering_copies_nothing(world: int) -> None:
+    run_gloo(world, gathers)
+
+
+def steps_between(rank: int, world: int) -> None:
+    """Two forwards, the backward of the first, a step of the optimizer, the backward of the second: the second one sees new weights,
+    and autograd does not take the write to the shards for one to what it saved."""
+    ours, theirs = pair()
+    for model in (ours, theirs):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(2):
+            first, second = (model(given(rank, 10 * step + i)).square().mean() for i in range(2))
+            first.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            second.backward()
+            optimizer.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q.full_tensor(), rtol=2e-4, atol=1e-6)
+
+
+def test_the_optimizer_may_step_between_forward_and_backward() -> None:
+    run_gloo(2, steps_between)
+
+
+def writes(rank: int, world: int) -> str:
+    ours, _ = pair()
+    before = ours.layers[1][0].bias.full_tensor()
+    ours(given(rank, 0))
+    ours.layers[1].unshard()
+    with torch.no_grad():
+        ours.layers[1][0].weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="gathered parameters of 'layers.1") as caught:
+        ours.layers[1].reshard()
+    assert "Write to the sharded parameters" in str(caught.value)
+    assert torch.equal(ours.layers[1][0].bias.full_tensor(), before)
+    ours(given(rank, 0)).sum().backward()  # and it goes on
+    return str(caught.value)
+
+
+def test_writing_to_gathered_parameters_is_refused() -> None:
+    run_gloo(2, writes)
+
+
+def bounds_norms(rank: int, world: int) -> None:
+    torch.manual_seed(2)
+    ours: Any = nn.Sequential(nn.Embedding(700, 128, max_norm=0.5), nn.Linear(128, 2))
+    theirs = copy.deepcopy(ours)
+    for model, shard in ((ours, fully_shard), (theirs, torch_fully_shard)):
+        optimizer = torch.optim.SGD(shard(model).parameters(), lr=0.1)
+        for step in range(3):
+            tokens = torch.randint(0, 700, (40,), generator=torch.Generator().manual_seed(10 * step + rank))
+            model(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not lives_in_its_buffer(ours)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q.full_tensor(), rtol=1e-5, atol=1e-7)
+
+
+def test_an_embedding_that_bounds_its_norms_writes_to_what_is_thrown_away_as_with_torch() -> None:
+    run_gloo(2, bounds_norms)
+
+
+def moved(rank: int, world: int) -> None:
+    """Casts, loads, a user's memory, debug mode: wherever the shards are then, values are right."""
+    ours, alone = pair(how=lambda module: module)
+    x = given(rank, 0)
+
+    def same(bound: float = 1e-6) -> None:
+        given_now = x.to(alone.head.weight.dtype)
+        torch.testing.assert_close(ours(given_now), alone(given_now), rtol=bound, atol=bound)
+        ours.reshard()
+
+    same()
+    saved = {name: p.full_tensor().clone() for name, p in ours.named_parameters()}
+    for model in (ours, alone):
+        model.to(torch.float64)
+    same()
+    assert all(lives_in_its_buffer(layer) for layer in ours.layers)
+    for model in (ours, alone):
+        model.to(torch.float32)
+    same()
+    for p in ours.parameters():
+        p.detach().to_local().zero_()
+    for name, p in ours.named_parameters():
+        assert not p.full_tensor().any()
+        with torch.no_grad():
+            p.copy_(saved[name])
+    same()
+    set_debug(True)
+    try:
+        for _ in range(2):
+            ours(x).sum().backward()
+        same()
+    finally:
+        set_debug(False)
+    ours.layers[0][0].weight.to_local().share_memory_()  # moves the storage elsewhere
+    same()
+
+
+def test_shards_may_be_cast_written_poisoned_around_and_moved_away() -> None:
+    run_gloo(2, moved)
+
+
+ROUTES = [
+    behaviour.unused_and_frozen, behaviour.toggled, behaviour.several_calls, behaviour.changing_orders, behaviour.siamese,
+    behaviour.evaluation_between, behaviour.written_by_hand, behaviour.chunked_loss, behaviour.other_method, behaviour.structured,
+    behaviour.recomputed_outside, behaviour.accumulate, behaviour.prefetch_lists, behaviour.unsharding, behaviour.in_backward_optimizer,
+    behaviour.cast_whole, behaviour.recovers,
+]  # fmt: skip
+
+
+def with_small_ranges(rank: int, world: int, routes: Sequence[Callable[[int, int], Any]]) -> int:
+    """Every buffer a range, whatever its size. How many shards lived in one."""
+    resident, count = Buffer.resident, 0
+
+    def counted(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return resident(buffer, dtype)
+
+    with patch.object(Buffer, "resident", counted), patch.object(memory, "MAPPED_BYTES", 0):
+        for route in routes:
+            route(rank, world)
+    return count
+
+
+@pytest.mark.parametrize(("world", "routes"), [(2, ROUTES), (3, [behaviour.state, behaviour.divide_factor]), (4, [behaviour.hsdp])])
+def test_what_holds_elsewhere_holds_here(world: int, routes: list[Callable[[int, int], Any]]) -> None:
+    assert min(run_gloo(world, with_small_ranges, routes, timeout=110)) >= len(routes)
