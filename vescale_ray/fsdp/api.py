@@ -23,7 +23,7 @@ from vescale_ray.fsdp.parameters import Owner, Parallel, Source, Subgroup
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.pipelining import leave_state
 from vescale_ray.fsdp.schedule import Lanes, unit_of
-from vescale_ray.fsdp.sharding import Sharding, plan_sharding
+from vescale_ray.fsdp.sharding import Sharding, flattened, plan_sharding
 from vescale_ray.fsdp.unit import Unit
 from vescale_ray.geometry import Block
 
@@ -301,12 +301,8 @@ def _data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> DeviceMes
             raise ValueError(f"dp_mesh_dims names {name!r}, but the mesh has only {', '.join(mesh.mesh_dim_names)}")
     if not dims.shard_names:
         raise NotImplementedError("dp_mesh_dims without a dimension to shard over is plain data parallelism: use DDP or torch's replicate")
-
-    def part(names: tuple[str, ...]) -> DeviceMesh:
-        return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
-
-    shard = part(dims.shard_names)
-    return DeviceMesh._concatenate([part(dims.replicate_names), shard]) if dims.replicate_names else shard
+    shard = flattened(mesh, dims.shard_names)
+    return DeviceMesh._concatenate([flattened(mesh, dims.replicate_names), shard]) if dims.replicate_names else shard
 
 
 def _parallel(
