@@ -208,6 +208,7 @@ CASES = [
     ((2, 2), ("dp", "tp"), DataParallelMeshDims(shard="dp")),
     ((2, 2, 2), ("replicate", "dp", "tp"), DataParallelMeshDims(shard="dp", replicate="replicate")),
     ((2, 2, 2), ("dp", "cp", "tp"), DataParallelMeshDims(shard=("dp", "cp"))),
+    ((2, 2), ("dp", "tp"), DataParallelMeshDims(replicate="dp")),
 ]
 
 
@@ -236,8 +237,6 @@ def misuse(rank, world):
         fully_shard(Global(mesh["tp"], [Shard(0)]), mesh=mesh, dp_mesh_dims=dims)
     with pytest.raises(ValueError, match="needs the whole mesh"):
         fully_shard(Layer(), dp_mesh_dims=dims)
-    with pytest.raises(NotImplementedError, match="plain data parallelism"):
-        fully_shard(Global(mesh, whole), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp"))
     return True
 
 

@@ -23,6 +23,7 @@ import ctypes
 import mmap
 import os
 import sys
+import weakref
 from collections import defaultdict
 from typing import Any
 
@@ -192,17 +193,19 @@ class Pool:
         """Buffers of gathered parameters, by size, that no one needs, and whose memory waits for the next one of that size."""
         self._idle: defaultdict[int, list[Buffer]] = defaultdict(list)
         """Scratch buffers that are not lent, by size; with memory, or without where another buffer took it over."""
-        self._users: defaultdict[int, int] = defaultdict(int)
-        self._gathered: defaultdict[int, int] = defaultdict(int)
-        self._lent: defaultdict[int, int] = defaultdict(int)
+        # Weak: groups that are deleted, in the middle of a step even, are no users any more, and hold nothing.
+        self._users: defaultdict[int, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
+        self._gathered: defaultdict[int, weakref.WeakSet[Buffer]] = defaultdict(weakref.WeakSet)
+        self._lent: defaultdict[int, weakref.WeakSet[Buffer]] = defaultdict(weakref.WeakSet)
         self.released_event: Any = None
         """Of the compute stream: the last kernels that read what was released. What is gathered next waits for it."""
         self.peak_bytes = 0
         """Most bytes ever held. Set it to 0 to measure from then on."""
 
-    def expect(self, nbytes: int) -> None:
-        """One more group will need buffers of this size: memory of sizes with a single user is freed after use, the rest kept."""
-        self._users[nbytes] += 1
+    def expect(self, nbytes: int, user: object) -> None:
+        """As long as ``user`` lives, it will need buffers of this size: memory of sizes with a single user is freed after use, the rest
+        kept."""
+        self._users[nbytes].add(user)
 
     # -- gathered parameters --
 
@@ -213,16 +216,16 @@ class Pool:
             released.remove(buffer)
         if not buffer.allocated:
             buffer.allocate(None if buffer.fixed else self._donor(buffer.nbytes))
-        self._gathered[buffer.nbytes] += 1
+        self._gathered[buffer.nbytes].add(buffer)
         self._note_peak()
 
     def release(self, buffer: Buffer, event: Any) -> None:
         """The kernels up to ``event`` are the last that use what is in ``buffer``."""
-        self._gathered[buffer.nbytes] -= 1
+        self._gathered[buffer.nbytes].discard(buffer)
         self.released_event = event
         if debugging():  # it keeps its memory
             buffer.flat(torch.uint8).fill_(0xFF)  # NaN in every floating-point dtype
-        elif self.hands_on and self._users[buffer.nbytes] >= 2 and not buffer.fixed:
+        elif self.hands_on and len(self._users[buffer.nbytes]) >= 2 and not buffer.fixed:
             self._released[buffer.nbytes].append(buffer)
         else:
             buffer.free()
@@ -241,14 +244,14 @@ class Pool:
         if not buffer.allocated:
             buffer.allocate(self._donor(nbytes))
         buffer.used = True
-        self._lent[nbytes] += 1
+        self._lent[nbytes].add(buffer)
         self._note_peak()
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
         """The current stream has passed the last use of ``buffer``."""
-        self._lent[buffer.nbytes] -= 1
-        if self._users[buffer.nbytes] >= 2:
+        self._lent[buffer.nbytes].discard(buffer)
+        if len(self._users[buffer.nbytes]) >= 2:
             self._idle[buffer.nbytes].append(buffer)
 
     # -- both --
@@ -294,8 +297,8 @@ class Pool:
         sizes = sorted({*self._gathered, *self._lent, *self._idle})
         return {
             n: (
-                self._gathered[n] + len(self._released.get(n, ())),
-                self._lent[n] + sum(b.allocated for b in self._idle.get(n, ())),
+                len(self._gathered[n]) + len(self._released.get(n, ())),
+                len(self._lent[n]) + sum(b.allocated for b in self._idle.get(n, ())),
             )
             for n in sizes
         }
