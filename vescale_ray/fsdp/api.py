@@ -64,8 +64,8 @@ def fully_shard(
             root. An int that divides the shard size: between forward and backward each rank keeps that fraction of the
             parameters, and backward gathers them within groups of so many neighbours (the GPUs of one host).
         shard_placement_fn: ``parameter -> Shard(dim) | ShardPlacementResult | None``: a plain ``Shard`` placement for that parameter, as
-            with FSDP2, with its copies before and after collectives; None: cut by the planner, as are parameters that are DTensors
-            already. A ``ShardPlacementResult`` may name a mesh for that parameter other than ``mesh`` (experts).
+            with FSDP2, with its copies before and after collectives; None: cut by the planner. A ``ShardPlacementResult`` may name a
+            mesh for that parameter other than ``mesh`` (experts). DTensors that are cut unevenly already are placed by ``Shard(0)``.
         mp_policy: compute, reduction and output dtypes.
         offload_policy: ``CPUOffloadPolicy`` keeps the shards, and so the optimizer, in host memory.
         ignored_params: neither sharded, moved nor reduced.
@@ -143,8 +143,12 @@ def fully_shard(
         block = block_policy(fqn, param) if block_policy is not None else None
         gaps = param.dim() >= 3 and bool(allow_gaps(fqn, param) if callable(allow_gaps) else allow_gaps)
         shard_dim, data = placed[param]
+        kept_apart = parallel[param]
+        if kept_apart is not None and not kept_apart.even and shard_dim is None:
+            shard_dim = 0
         if block is not None and shard_dim is not None:
-            raise ValueError(f"{fqn!r} has Shard({shard_dim}) from shard_placement_fn and {block} from block_policy: give it one of them")
+            why = "shard_placement_fn" if kept_apart is None or kept_apart.even else "its uneven tensor parallelism"
+            raise ValueError(f"{fqn!r} has Shard({shard_dim}) from {why} and {block} from block_policy: give it one of them")
         hooked = _has_hooks(fqn, param, block, shard_dim)
         source = Source(fqn, param, tuple(where), block, parallel[param], gaps, 0 if hooked else shard_dim, hooked)
         by_kind.setdefault((param.dtype, param.requires_grad, hooked, _ranks(data.mesh)), []).append(source)
@@ -320,9 +324,7 @@ def _placed(
         raise ValueError(
             f"shard_placement_fn gave {placement!r} for {fqn!r}: it must return Shard(dim), a ShardPlacementResult with a Shard, or None"
         )
-    if placement is None or isinstance(param, DTensor):
-        return None, data
-    return placement.dim, data
+    return None if placement is None else placement.dim, data
 
 
 def _data_of(fqn: str, info: FSDPMeshInfo, default: Data) -> Data:
@@ -369,7 +371,7 @@ def _parallel(fqn: str, param: nn.Parameter, data: Data) -> Parallel | None:
     """What is known of a parameter that is a DTensor already.
 
     Raises:
-        ValueError: it is on a mesh that does not fit, or cut so that ranks have parts of different shapes.
+        ValueError: it is on a mesh that does not fit, or has other placements than Shard and Replicate.
     """
     data_mesh, whole, dims = data.mesh, data.whole, data.dims
     if not isinstance(param, DTensor):
@@ -394,21 +396,17 @@ def _parallel(fqn: str, param: nn.Parameter, data: Data) -> Parallel | None:
                 f"parameter {fqn!r} is a DTensor on {mesh}, which does not go with the data-parallel mesh {data_mesh}: take both from "
                 f"one mesh, as init_device_mesh(.., mesh_dim_names=('dp', 'tp'))['dp'] and ['tp']"
             ) from error
-    shape = list(param.shape)
+    shape, even = list(param.shape), True
     for i, placement in enumerate(placements):
         if i in data_dims and not placement.is_replicate():
             raise ValueError(f"parameter {fqn!r} has {placement} on a data-parallel dimension of its mesh: Replicate is needed there")
         if type(placement) is Shard:
             dim = placement.dim % len(shape)
-            if shape[dim] % mesh.size(i):
-                raise ValueError(
-                    f"parameter {fqn!r} of shape {tuple(param.shape)} can't be cut evenly by {placement} over {mesh.size(i)} ranks: "
-                    f"choose a size of dimension {dim} that they divide"
-                )
+            even = even and not shape[dim] % mesh.size(i)
             shape[dim] //= mesh.size(i)
         elif not placement.is_replicate():
             raise ValueError(f"parameter {fqn!r} has placement {placement}: only Shard and Replicate go with fully_shard")
-    return Parallel(param._spec, data_dims, model_mesh)
+    return Parallel(param._spec, data_dims, model_mesh, even)
 
 
 def _reshard_after_forward(value: bool | int | None, shard_size: int) -> tuple[bool | None, int | None]:
