@@ -58,7 +58,9 @@ def shard(model: Any, how: Callable[..., Any], **options: Any) -> Any:
 
 def with_collectives(model: Any) -> Any:
     """Switch off the shortcut for one rank."""
-    for unit in {id(m._get_fsdp_state()): m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")}.values():
+    from vescale_ray.fsdp.schedule import unit_of
+
+    for unit in {id(unit): unit for m in model.modules() if (unit := unit_of(m)) is not None}.values():
         for group in unit.groups:
             group.in_place = False
             group._tell_gradients()

@@ -103,7 +103,8 @@ def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
         if isinstance(value, Tensor) and value.ndim and value.numel() != 1 and not in_torchs_backward():
             raise ValueError(
                 f"{func}: a plain tensor of shape {tuple(value.shape)} meets "
-                f"{sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()}: distribute it first (vescale_ray.distribute_tensor)"
+                f"{sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()}: distribute it first "
+                f"(vescale_ray.distribute_tensor); parameters of a sharded module are whole in its forward, or after its unshard()"
             )
         return value
 

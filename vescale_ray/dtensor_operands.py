@@ -37,7 +37,8 @@ def operand(cls: type[DTensor], value: Any, sharding: Sharding, op: str) -> Any:
             return spread(value, sharding)
         raise ValueError(
             f"{op}: a plain tensor of shape {tuple(value.shape)} meets {sharding.describe()}: "
-            "distribute it first (vescale_ray.distribute_tensor for a whole tensor, RaggedDTensor.from_local for this rank's part)"
+            "distribute it first (vescale_ray.distribute_tensor for a whole tensor, RaggedDTensor.from_local for this rank's part); "
+            "parameters of a sharded module are whole in its forward, or after its unshard()"
         )
     if isinstance(value, GatheredView):
         value.check(op)
@@ -367,7 +368,8 @@ def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: dict[str,
             return DTensor.from_local(value, mesh, replicated(mesh), run_check=False)
         raise ValueError(
             f"{func}: a plain tensor of shape {tuple(value.shape)} meets {what}: "
-            "distribute it first (vescale_ray.distribute_tensor), or work on full_tensor()"
+            "distribute it first (vescale_ray.distribute_tensor), or work on full_tensor(); "
+            "parameters of a sharded module are whole in its forward, or after its unshard()"
         )
 
     return [convert(v) for v in args], {k: convert(v) for k, v in kwargs.items()}

@@ -54,12 +54,29 @@ _WIRE: list[Wire] = []
 _ProcessGroup: Any = dist.ProcessGroup  # its stubs have the signatures that callers use, not those of what is called
 
 
-class _Timed(dist.Work):
+class _Work(dist.Work):
+    """What both kinds of work have: outputs, which hold their values from the start."""
+
+    def __init__(self, outputs: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def get_future(self) -> Any:
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
+
+
+class _Timed(_Work):
     """Done when its time on the wire is over."""
 
     def __init__(self, ends: float, outputs: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._ends, self._outputs = ends, outputs
+        super().__init__(outputs)
+        self._ends = ends
 
     def is_completed(self) -> bool:
         return time.perf_counter() >= self._ends
@@ -70,22 +87,13 @@ class _Timed(dist.Work):
             time.sleep(left)
         return True
 
-    def result(self) -> list[torch.Tensor]:
-        return self._outputs
 
-    def get_future(self) -> Any:
-        self.wait()
-        future: Any = torch.futures.Future()
-        future.set_result(self._outputs)
-        return future
-
-
-class _OnStream(dist.Work):
+class _OnStream(_Work):
     """Done when the stream is; waiting makes the current stream wait."""
 
     def __init__(self, event: Any, outputs: list[torch.Tensor], device: torch.device) -> None:
-        super().__init__()
-        self._event, self._outputs, self._device = event, outputs, device
+        super().__init__(outputs)
+        self._event, self._device = event, device
 
     def is_completed(self) -> bool:
         return bool(self._event.query())
@@ -93,15 +101,6 @@ class _OnStream(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
         return True
-
-    def result(self) -> list[torch.Tensor]:
-        return self._outputs
-
-    def get_future(self) -> Any:
-        self.wait()
-        future: Any = torch.futures.Future()
-        future.set_result(self._outputs)
-        return future
 
 
 class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]

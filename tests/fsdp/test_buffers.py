@@ -18,6 +18,17 @@ LARGE = 4 * memory.MAPPED_BYTES
 SIZES = [LARGE, LARGE + 4, 1000]
 
 
+class User:
+    """Stands for a group."""
+
+
+def _users(pool: Pool, nbytes: int, count: int) -> list[User]:
+    users = [User() for _ in range(count)]
+    for user in users:
+        pool.expect(nbytes, user)
+    return users
+
+
 def faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
@@ -109,8 +120,7 @@ def test_memory_goes_back_to_the_system_with_the_buffer():
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_the_pool_hands_memory_on_and_counts_what_is_held(nbytes):
     pool = Pool(CPU)
-    pool.expect(nbytes)
-    pool.expect(nbytes)
+    users = _users(pool, nbytes, 2)  # noqa: F841 (alive)
     a, b = Buffer(nbytes, CPU), Buffer(nbytes, CPU)
     pool.provide(a)
     assert pool.bytes_held() == nbytes
@@ -135,7 +145,7 @@ def test_the_pool_hands_memory_on_and_counts_what_is_held(nbytes):
 
 def test_a_size_that_only_one_group_has_is_not_kept():
     pool = Pool(CPU)
-    pool.expect(LARGE)
+    users = _users(pool, LARGE, 1)  # noqa: F841 (alive)
     a = Buffer(LARGE, CPU)
     pool.provide(a)
     pool.release(a, None)
@@ -144,8 +154,7 @@ def test_a_size_that_only_one_group_has_is_not_kept():
 
 def test_clean_padding_is_the_last_to_be_given_up():
     pool = Pool(CPU)
-    for _ in range(3):
-        pool.expect(LARGE)
+    users = _users(pool, LARGE, 3)  # noqa: F841 (alive)
     clean, dirty = pool.take(LARGE, CPU), pool.take(LARGE, CPU)
     clean.clean_for = "layout"
     pool.give_back(clean)
@@ -159,10 +168,22 @@ def test_clean_padding_is_the_last_to_be_given_up():
 def test_unused_memory_is_kept_if_malloc_is_told_to_keep_it(value, kept, monkeypatch):
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", value)
     pool = Pool(CPU)
-    pool.expect(LARGE)
-    pool.expect(LARGE)
+    users = _users(pool, LARGE, 2)  # noqa: F841 (alive)
     buffer = Buffer(LARGE, CPU)
     pool.provide(buffer)
     pool.release(buffer, None)
     pool.trim()
     assert buffer.allocated == kept and pool.bytes_held() == LARGE * kept
+
+
+def test_users_that_are_gone_hold_nothing_and_count_no_more():
+    pool = Pool(CPU)
+    users = _users(pool, LARGE, 3)
+    gathered, scratch, other = Buffer(LARGE, CPU), pool.take(LARGE, CPU), Buffer(LARGE, CPU)
+    pool.provide(gathered)
+    pool.provide(other)
+    assert pool.bytes_held() == 3 * LARGE
+    del users[:2], gathered, scratch  # two of three groups, in the middle of a step
+    assert pool.bytes_held() == LARGE
+    pool.release(other, None)
+    assert pool.bytes_held() == 0, "the last one hands its memory on to no one"

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.test_fsdp_behaviour import grads, inputs, same, seeded
+from tests.fsdp.units import unit_of
 from tests.ranks import run_gloo, run_threads
 from vescale_ray.fsdp import Sharding, fully_shard, memory
 
@@ -77,7 +78,7 @@ def run_program(rank, world, seed):
         mine, expected = grads(ours), grads(alone)
         if mode == "without_sync":  # a unit that the last micro-batch did not use keeps its gradients for the next one
             expected = {name: None if mine[name] is None else grad for name, grad in expected.items()}
-            for unit in ours._get_fsdp_state().schedule.units:
+            for unit in unit_of(ours).schedule.units:
                 for group in unit.groups:
                     group.grads.discard()
         same(mine, expected)

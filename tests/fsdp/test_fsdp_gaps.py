@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from tests.fsdp.transformer import apart, full, part
+from tests.fsdp.units import unit_of
 from tests.ranks import run_gloo, run_threads
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.fsdp import explain, fully_shard, group
@@ -80,7 +81,7 @@ def gaps_of(model: Stack) -> dict[str, int]:
 
 
 def padding_of(model: Any) -> int:
-    return sum(g.layout.numel - g.layout.tensor_numel for u in model.layers for g in u._get_fsdp_state().groups)
+    return sum(g.layout.numel - g.layout.tensor_numel for u in model.layers for g in unit_of(u).groups)
 
 
 def trains_alike(

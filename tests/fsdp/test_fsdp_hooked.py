@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tests.fsdp.transformer import apart, part
+from tests.fsdp.units import unit_of
 from tests.ranks import run_gloo, run_threads
 from vescale_ray.fsdp import fully_shard
 
@@ -166,7 +167,7 @@ def uneven(rank: int, world: int) -> None:
         got, expected = bare(layer.linear.weight.grad), other.linear.weight.grad[rows]
         assert got.shape == expected.shape and apart(got, expected) <= 1e-5
     # What was gathered is freed between passes.
-    group = next(g for g in ours.layers[0]._get_fsdp_state().groups if g.params[0].name == "linear.weight")
+    group = next(g for g in unit_of(ours.layers[0]).groups if g.params[0].name == "linear.weight")
     assert all(t.untyped_storage().nbytes() == 0 for t in group._gathered[0].outputs)
 
 

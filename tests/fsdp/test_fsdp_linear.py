@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp.transformer import apart, full
+from tests.fsdp.units import unit_of
 from tests.ranks import run_threads
 from vescale_ray.fsdp import fully_shard, linear
 from vescale_ray.fsdp.gradients import Gradients
@@ -98,7 +99,7 @@ def test_gradients_are_those_of_a_plain_module(how: str) -> None:
 def written(rank: int, world: int) -> list[bool]:
     """Whether each of the first gradients of a step was taken over without a copy."""
     ours, _ = pair()
-    group = ours._get_fsdp_state().groups[0]
+    group = unit_of(ours).groups[0]
     taken = []
     ours.set_requires_gradient_sync(False)
     ours(samples(rank, world, 0)).sum().backward()
@@ -255,7 +256,7 @@ def test_a_gradient_that_a_hook_of_the_users_keeps_stays_what_it_is() -> None:
 def lost(rank: int, world: int) -> None:
     """A gradient that was written but never arrives (as if autograd had dropped it) holds up nothing."""
     ours, alone = pair()
-    grads = ours._get_fsdp_state().groups[0].grads
+    grads = unit_of(ours).groups[0].grads
     own = grads.accumulate
     index = next(i for i, p in enumerate(grads.params) if p.name == "second.weight")
     grads.accumulate = lambda i: own(i) if i != index else None

@@ -21,7 +21,7 @@ from tests.fsdp.transformer import build
 from tests.ranks import run_gloo, run_threads
 from vescale_ray.fsdp import explain, fully_shard
 from vescale_ray.fsdp.group import Group
-from vescale_ray.fsdp.schedule import Schedule
+from vescale_ray.fsdp.schedule import Schedule, unit_of
 from vescale_ray.fsdp.unit import Unit
 from vescale_ray.planner.step_buffers import Travel, device_buffers
 
@@ -111,7 +111,7 @@ def counts(rank, world, recorder):
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, optimizer)
-    lanes = model._get_fsdp_state().lanes
+    lanes = unit_of(model).lanes
     per_step = []
     for _ in range(3):
         recorder.clear()
@@ -195,7 +195,7 @@ def test_nothing_is_copied_around_the_all_gather_and_each_gradient_at_most_once(
 def test_the_shard_is_cast_once_per_optimizer_step_however_often_it_is_gathered(one_of_two):
     model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    shard = model.layers[0]._get_fsdp_state().groups[0].layout.shard_numel
+    shard = unit_of(model.layers[0]).groups[0].layout.shard_numel
     counted = []
     step(model, optimizer)
     model.set_requires_gradient_sync(False)
@@ -226,13 +226,13 @@ def pool_sizes(rank, world):
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, optimizer)
-    pool = model._get_fsdp_state().lanes.pool
+    pool = unit_of(model).lanes.pool
     peaks = []
     for _ in range(6):
         pool.peak_bytes = 0
         step(model, optimizer)
         peaks.append(pool.peak_bytes)
-    layer, root = model.layers[0]._get_fsdp_state().groups[0], model._get_fsdp_state().groups[0]
+    layer, root = unit_of(model.layers[0]).groups[0], unit_of(model).groups[0]
     return peaks, layer.unsharded_bytes, root.unsharded_bytes, pool.bytes_held()
 
 
@@ -246,7 +246,7 @@ def test_units_share_two_buffers_and_one_for_gradients_and_the_pool_does_not_gro
 
 def held_at_the_end_of_backward(rank, world):
     model = sharded()
-    layer = model.layers[0]._get_fsdp_state().groups[0]
+    layer = unit_of(model.layers[0]).groups[0]
     schedule_end, counted = Schedule.end_backward, []
     step(model)
 
@@ -271,7 +271,7 @@ def dropped(rank, world):
     backward()
     once = [p.grad.to_local().clone() for p in model.parameters()]
     storages = {StorageWeakRef(p.grad.to_local().untyped_storage()) for p in model.parameters()}
-    sizes = Counter(unit._get_fsdp_state().groups[0].layout.shard_numel for unit in (*model.layers, model))
+    sizes = Counter(unit_of(unit).groups[0].layout.shard_numel for unit in (*model.layers, model))
     with AddsOf(set(sizes)) as seen:
         backward()
     twice = [p.grad.to_local() for p in model.parameters()]
@@ -308,7 +308,7 @@ def released(rank, world):
         for _ in range(2):
             loss = model(torch.ones(2, WIDTH)).float().square().mean()
             loss.backward()
-        unit = model.layers[1]._get_fsdp_state()
+        unit = unit_of(model.layers[1])
         group = unit.groups[0]
         tensors = group.master.flat, group._cast, group.params[0].unsharded, model.head.weight.grad
         watched = [weakref.ref(it) for it in (*tensors, unit, group, unit.schedule)]
@@ -408,20 +408,20 @@ def test_the_memory_of_units_that_all_stay_gathered_on_an_accelerator():
 
 
 def _units(model):
-    return [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+    return [unit_of(m) for m in model.modules() if hasattr(m, "_get_fsdp_state")]
 
 
 def forwards_without_backward(rank, world):
     model = sharded()
     step(model)
-    schedule = model._get_fsdp_state().schedule
+    schedule = unit_of(model).schedule
     for _ in range(300):
         model(torch.ones(2, WIDTH))
     held, calls, call = schedule.lanes.pool.bytes_held(), 0, schedule.last_call
     while call is not None:
         calls, call = calls + 1, call.previous
     step(model)
-    root, layer = (m._get_fsdp_state().groups[0].unsharded_bytes for m in (model, model.layers[0]))
+    root, layer = (unit_of(m).groups[0].unsharded_bytes for m in (model, model.layers[0]))
     return held, root, layer, calls
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import pytest
@@ -208,6 +209,7 @@ CASES = [
     ((2, 2), ("dp", "tp"), DataParallelMeshDims(shard="dp")),
     ((2, 2, 2), ("replicate", "dp", "tp"), DataParallelMeshDims(shard="dp", replicate="replicate")),
     ((2, 2, 2), ("dp", "cp", "tp"), DataParallelMeshDims(shard=("dp", "cp"))),
+    ((2, 2), ("dp", "tp"), DataParallelMeshDims(replicate="dp")),
 ]
 
 
@@ -217,6 +219,69 @@ def test_a_whole_mesh_with_named_data_parallel_dimensions_equals_torch(shape, na
     assert all(run_threads(world, global_mesh, shape, names, dims))
 
 
+class Odd(nn.Module):
+    """Sizes that neither two tensor-parallel nor two data-parallel ranks divide."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 9), nn.Linear(9, 5)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator) / 3)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+def odd_model(how, mesh, names, choose):
+    model = parallelize_module(Odd(), mesh["tp"], {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
+    return how(model, mesh=mesh[names[:-1]] if len(names) > 2 else mesh[names[0]], shard_placement_fn=choose)
+
+
+def odd_sizes(rank, world, shape, names, choice):
+    choose = CHOICES[choice]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    built = [odd_model(how, mesh, names, choose) for how in (fully_shard, torch_fully_shard)]
+    ours, theirs = built
+    x = torch.randn(world, 4, 5, generator=torch.Generator().manual_seed(1))[rank // mesh["tp"].size()]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, foreach=False) for m in built]
+    for _ in range(3):
+        norms = []
+        for model, optimizer in zip(built, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            norms.append(full(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+        assert apart(norms[0], norms[1]) <= 1e-5
+        for name, p in theirs.named_parameters():
+            mine = ours.get_parameter(name)
+            assert apart(full(mine.grad), full(p.grad)) <= 1e-5 and apart(full(mine), full(p)) <= 1e-4, name
+    whole = {name: full(p).detach().clone() for name, p in theirs.named_parameters()}
+    for state, assign in ((ours.state_dict(), False), (whole, True)):
+        fresh = odd_model(fully_shard, mesh, names, choose)
+        fresh.load_state_dict(state, assign=assign)
+        assert apart(fresh(x), theirs(x)) <= 1e-4
+        for name, expected in whole.items():
+            assert apart(full(fresh.get_parameter(name)), expected) <= 1e-4, name
+    return True
+
+
+CHOICES = {"none": None, "first dimension": lambda p: Shard(0)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "choice"),
+    [
+        ((2, 2), ("dp", "tp"), "none"),
+        pytest.param((2, 2), ("dp", "tp"), "first dimension", marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), ("replicate", "shard", "tp"), "none", marks=pytest.mark.slow),
+    ],
+)
+def test_tensor_parallelism_that_cuts_unevenly_equals_torch(shape, names, choice):
+    assert all(run_gloo(math.prod(shape), odd_sizes, shape, names, choice))
+
+
 def misuse(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole, dims = [Replicate(), Shard(0)], DataParallelMeshDims(shard="dp")
@@ -224,8 +289,8 @@ def misuse(rank, world):
         fully_shard(parallelize_module(seeded(Layer), mesh["tp"], dict(PLAN)))
     odd = nn.Module()
     odd.weight = nn.Parameter(distribute_tensor(torch.zeros(5, 3), mesh["tp"], [Shard(0)]))
-    with pytest.raises(ValueError, match=r"'weight' of shape \(5, 3\) can't be cut evenly .* over 2 ranks"):
-        fully_shard(odd, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=r"Shard\(0\) from its uneven tensor parallelism and .* from block_policy"):
+        fully_shard(odd, mesh=mesh["dp"], block_policy=lambda n, p: Block.rows(1))
     with pytest.raises(ValueError, match="names 'nope', but the mesh has only dp, tp"):
         fully_shard(Global(mesh, whole), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="nope"))
     with pytest.raises(ValueError, match="'scale' is a plain tensor"):
@@ -236,8 +301,6 @@ def misuse(rank, world):
         fully_shard(Global(mesh["tp"], [Shard(0)]), mesh=mesh, dp_mesh_dims=dims)
     with pytest.raises(ValueError, match="needs the whole mesh"):
         fully_shard(Layer(), dp_mesh_dims=dims)
-    with pytest.raises(NotImplementedError, match="plain data parallelism"):
-        fully_shard(Global(mesh, whole), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp"))
     return True
 
 

@@ -55,9 +55,10 @@ def test_a_part_keeps_its_contents_while_the_memory_of_the_rest_comes_goes_and_m
 def test_memory_is_handed_on_only_between_buffers_that_leave_out_the_same_part() -> None:
     pool = Pool(CPU)
     part = (0, MAPPED_BYTES // 2)
-    for _ in range(2):
-        pool.expect(MAPPED_BYTES, part)
-        pool.expect(MAPPED_BYTES)
+    users = [Buffer(8, CPU) for _ in range(2)]  # anything that lives as long
+    for user in users:
+        pool.expect(MAPPED_BYTES, user, part)
+        pool.expect(MAPPED_BYTES, user)
     kept = Buffer(MAPPED_BYTES, CPU, stays=part)
     pool.provide(kept)
     assert pool.bytes_held() == MAPPED_BYTES // 2

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded
 from tests.fsdp.transformer import full
+from tests.fsdp.units import unit_of
 from tests.ranks import run_gloo, run_threads
 from vescale_ray.fsdp import Sharding, explain, fully_shard
 
@@ -52,7 +53,7 @@ def trains(rank: int, world: int, way: str, dtype: str) -> list[tuple[int, int]]
             before = (0, 0) if lanes is None else (lanes.gather.issued, lanes.reduce.issued)
             for model, r, w in ((ours, rank, world), (alone, 0, 1)):
                 model(inputs(r, w, 2 * step + micro, rows=24)).float().square().mean().backward()
-            lanes = ours._get_fsdp_state().lanes
+            lanes = unit_of(ours).lanes
             sent.append((lanes.gather.issued - before[0], lanes.reduce.issued - before[1]))
             assert all(hasattr(p, "full_tensor") for p in ours.parameters()), "between passes the modules have the sharded parameters"
         same(grads(ours), grads(alone), bound)
@@ -96,7 +97,7 @@ def test_on_gloo() -> None:
 def kept(rank: int, world: int, way: str) -> tuple[int, list[int], int]:
     """Elements of a layer's master shard, the sizes of the groups that it was gathered in, and bytes held between passes."""
     model = shard(seeded(Tower), way)
-    layer = model.layers[2]._get_fsdp_state().groups[0]
+    layer = unit_of(model.layers[2]).groups[0]
     sizes: list[int] = []
     own = layer.unshard
 
@@ -110,7 +111,7 @@ def kept(rank: int, world: int, way: str) -> tuple[int, list[int], int]:
     layer.unshard = unshard
     for step in range(2):
         model(inputs(rank, world, step, rows=24)).square().mean().backward()
-    pool = model._get_fsdp_state().lanes.pool
+    pool = unit_of(model).lanes.pool
     return layer.division.part_numel, sizes, pool.bytes_held()
 
 

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, shard_tower
+from tests.fsdp.units import unit_of
 from tests.ranks import run_gloo, run_threads
 from vescale_ray import compat
 from vescale_ray.fsdp import Sharding, comm, memory
@@ -194,10 +195,10 @@ def train(rank, world, streams, options):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        for group in (g for m in ours.modules() if hasattr(m, "_get_fsdp_state") for g in m._get_fsdp_state().groups):
+        for group in (g for m in ours.modules() if hasattr(m, "_get_fsdp_state") for g in unit_of(m).groups):
             here.note("optimizer writes", group.master.flat, True)
-    pool = ours._get_fsdp_state().lanes.pool
-    layer = ours.layers[0]._get_fsdp_state().groups[0]
+    pool = unit_of(ours).lanes.pool
+    layer = unit_of(ours.layers[0]).groups[0]
     blocks = len(here.freed["lane 1", layer.unsharded_bytes])
     return here.races(), len(here.accesses), blocks, pool.count()[layer.grads.buffer_bytes][1]
 

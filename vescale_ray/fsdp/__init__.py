@@ -3,8 +3,8 @@
 Imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor``; never Ray. One file, one idea: ``api`` (fully_shard),
 ``module`` (the methods it adds), ``unit`` (hooks: when), ``group`` (buffers: what), ``division`` (into the ranks' parts), ``sharding``
 (over which mesh dimensions), ``schedule`` (order and streams), ``memory`` (the pool), ``comm`` (the two collectives), ``linear``
-(gradients without a copy), ``hooked`` (tensor classes with all-gather hooks), ``same_plan`` (do all ranks have it?), ``debug``, ``phases``
-(what is allowed when), ``overview`` (what came of it).
+(gradients without a copy), ``hooked`` (tensor classes with all-gather hooks), ``same_plan`` (do all ranks have it?), ``torch_state`` (a
+unit as torch's state of one), ``debug``, ``phases`` (what is allowed when), ``overview`` (what came of it).
 
 [Note: the tensors of a group]
 P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; W * S >= P, the difference is padding.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,17 +14,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
+from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.group import Group, Retain, plan_groups
 from vescale_ray.fsdp.hooked import HookedGroup, has_gather_hooks
 from vescale_ray.fsdp.linear import adopt_linear
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
 from vescale_ray.fsdp.parameters import Owner, Parallel, Source
 from vescale_ray.fsdp.phases import Phase, PhaseError
-from vescale_ray.fsdp.pipelining import leave_state
 from vescale_ray.fsdp.schedule import Lanes, unit_of
-from vescale_ray.fsdp.sharding import Sharding, plan_sharding
+from vescale_ray.fsdp.sharding import Sharding, flattened, plan_sharding
+from vescale_ray.fsdp.torch_state import is_replicated, leave_state, state_of
 from vescale_ray.fsdp.unit import Unit
 from vescale_ray.geometry import Block
 
@@ -60,8 +63,9 @@ def fully_shard(
         reshard_after_forward: free the parameters after forward and gather them again in backward; None: yes, except for the
             root. An int that divides the shard size: between forward and backward each rank keeps that fraction of the
             parameters, and backward gathers them within groups of so many neighbours (the GPUs of one host).
-        shard_placement_fn: ``parameter -> Shard(dim) | None``: a plain ``Shard`` placement for that parameter, as with FSDP2, with
-            its copies before and after collectives; None: cut by the planner.
+        shard_placement_fn: ``parameter -> Shard(dim) | ShardPlacementResult | None``: a plain ``Shard`` placement for that parameter, as
+            with FSDP2, with its copies before and after collectives; None: cut by the planner. A ``ShardPlacementResult`` may name a
+            mesh for that parameter other than ``mesh`` (experts). DTensors that are cut unevenly already are placed by ``Shard(0)``.
         mp_policy: compute, reduction and output dtypes.
         offload_policy: ``CPUOffloadPolicy`` keeps the shards, and so the optimizer, in host memory.
         ignored_params: neither sharded, moved nor reduced.
@@ -95,14 +99,10 @@ def fully_shard(
         axes = plan_sharding(sharding, mesh)
         mesh = axes.mesh
     if mesh.ndim not in (1, 2):
-        raise ValueError(f"fully_shard needs a mesh of 1 or 2 dimensions, not {mesh.ndim}: {mesh}")
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: name the dimensions of others with sharding=")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise ValueError("a 2-D mesh needs mesh_dim_names, as ('replicate', 'shard')")
-    reshard, neighbours = _reshard_after_forward(reshard_after_forward, mesh.size(mesh.ndim - 1))
-    retain = Retain.NOTHING
-    if axes is not None:
-        neighbours = axes.neighbours
-        retain = Retain.ALL if axes.keep else Retain.PART if neighbours is not None else Retain.NOTHING
+        raise BadArgument("Please init the 2D mesh for HSDP with mesh_dim_names specified, as ('replicate', 'shard')")
+    default = Data(mesh, whole_mesh, dp_mesh_dims)
     device = _device_of(mesh)
     ignored = ignored_params or set()
 
@@ -122,34 +122,49 @@ def fully_shard(
                     entry.append((weakref.ref(one), attribute))
     for param, (fqn, _) in owners.items():
         _check_parameter(fqn, param)
-    parallel = {param: _parallel(fqn, param, mesh, whole_mesh, dp_mesh_dims) for param, (fqn, _) in owners.items()}
+    placed = {param: _placed(fqn, param, shard_placement_fn, default) for param, (fqn, _) in owners.items()}
+    meshes = {_ranks(data.mesh): data.mesh for data in (default, *(data for _, data in placed.values()))}
+    if axes is not None and len(meshes) > 1:
+        raise ValueError("shard_placement_fn gave a mesh, and sharding names dimensions of another: use one of them")
+    reshards = {key: _reshard_after_forward(reshard_after_forward, _shard_position(one)[1]) for key, one in meshes.items()}
+    retain = Retain.NOTHING
+    if axes is not None:
+        reshards = {key: (reshard, axes.neighbours) for key, (reshard, _) in reshards.items()}
+        retain = Retain.ALL if axes.keep else Retain.PART if axes.neighbours is not None else Retain.NOTHING
+    parallel = {param: _parallel(fqn, param, placed[param][1]) for param, (fqn, _) in owners.items()}
     on_meta = [fqn for param, (fqn, _) in owners.items() if param.is_meta]
     if on_meta and len(on_meta) < len(owners):
         real = next(fqn for param, (fqn, _) in owners.items() if not param.is_meta)
         raise ValueError(f"parameter {on_meta[0]!r} is on the meta device but {real!r} is not: a unit is built on one or the other")
     _move_buffers(managed, device)
 
-    by_kind: dict[tuple[torch.dtype, bool, bool], list[Source]] = {}
+    by_kind: dict[tuple[torch.dtype, bool, bool, Ranks], list[Source]] = {}
     for param, (fqn, where) in owners.items():
         block = block_policy(fqn, param) if block_policy is not None else None
         gaps = param.dim() >= 3 and bool(allow_gaps(fqn, param) if callable(allow_gaps) else allow_gaps)
-        shard_dim = _shard_dim(fqn, param, shard_placement_fn, block, parallel[param])
+        shard_dim, data = placed[param]
+        kept_apart = parallel[param]
+        if kept_apart is not None and not kept_apart.even and shard_dim is None:
+            shard_dim = 0
+        if block is not None and shard_dim is not None:
+            why = "shard_placement_fn" if kept_apart is None or kept_apart.even else "its uneven tensor parallelism"
+            raise ValueError(f"{fqn!r} has Shard({shard_dim}) from {why} and {block} from block_policy: give it one of them")
         hooked = _has_hooks(fqn, param, block, shard_dim)
         source = Source(fqn, param, tuple(where), block, parallel[param], gaps, 0 if hooked else shard_dim, hooked)
-        by_kind.setdefault((param.dtype, param.requires_grad, hooked), []).append(source)
+        by_kind.setdefault((param.dtype, param.requires_grad, hooked, _ranks(data.mesh)), []).append(source)
     name = type(modules[0]).__name__
     groups = [
         (HookedGroup if members[0].hooked else Group)(
-            name, members, division, mesh, mp_policy, offload_policy, device, retain=retain, neighbours=neighbours
+            name, members, division, meshes[key], mp_policy, offload_policy, device, retain=retain, neighbours=reshards[key][1]
         )
-        for sources in by_kind.values()
-        for members, division in plan_groups(sources, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1), mp_policy)
+        for (_, _, _, key), sources in by_kind.items()
+        for members, division in plan_groups(sources, *_shard_position(meshes[key]), mp_policy)
     ]
     for param in owners:
         # The original is out of the model now. Whoever still holds it (an optimizer, a module tied to it) can be told so.
         param.__dict__["_vescale_replaced"] = True
 
-    unit = Unit(modules, groups, mp_policy, reshard, device)
+    unit = Unit(modules, groups, mp_policy, reshards[_ranks(mesh)][0], device)
     unit.hold_gradients = axes is None or axes.hold
     for one in modules:
         one.__dict__["_vescale_unit"] = unit
@@ -161,6 +176,9 @@ def fully_shard(
         one._fsdp_use_orig_params = True  # type: ignore[assignment]
     _hook_state_dict(unit, groups)
     return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]  # as torch's fully_shard has it
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -191,23 +209,26 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[Any]) -> None:
-    """Let several roots (the stages of a pipeline) use the same side streams and buffers. Call it before their first forward.
+    """Let several roots (the stages of a pipeline) use the same side streams and buffers. Call it between steps.
 
     Raises:
-        ValueError: a module is not sharded, or has run already.
+        ValueError: a module is not sharded.
+        PhaseError: a forward or backward of one of them is under way.
     """
     units = []
     for module in modules:
         unit = unit_of(module) if isinstance(module, nn.Module) else None
         if unit is None:
             raise ValueError(f"share_comm_ctx needs modules that fully_shard was applied to, not {type(module).__name__}")
-        if unit.schedule is not None:
-            raise ValueError(f"unit {unit.name!r} has run already: call share_comm_ctx before the first forward")
+        if unit.phase is not Phase.RESTING or (unit.schedule is not None and unit.schedule.running):
+            raise PhaseError(f"unit {unit.name!r} is in the middle of a step: call share_comm_ctx before or after it")
         units.append(unit)
     if units:
         lanes = units[0].lanes or Lanes(units[0].device)
         for unit in units:
             unit.lanes = lanes
+            if unit.schedule is not None:
+                unit.schedule.share(lanes)
 
 
 def _modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -218,15 +239,21 @@ def _modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         if not isinstance(one, nn.Module):
             raise ValueError(f"fully_shard needs modules, not {type(one).__name__}")
         if isinstance(one, nn.ModuleList | nn.ModuleDict) and type(one).forward is nn.Module.forward:
-            raise ValueError(f"fully_shard can't hook a {type(one).__name__}, which has no forward: apply it to the modules in it")
+            raise ValueError(
+                f"fully_shard does not support containers that do not implement forward, as {type(one).__name__}: apply it to what is in it"
+            )
         if unit_of(one) is not None:
-            raise ValueError(f"fully_shard was applied to this {type(one).__name__} already")
+            raise BadArgument(
+                f"Each distinct composable distributed API can only be applied to a module once. "
+                f"fully_shard was applied to this {type(one).__name__} already"
+            )
     inside = {id(sub) for one in modules for sub in one.modules() if sub is not one}
     return [one for one in modules if id(one) not in inside]
 
 
 def _managed_modules(roots: list[nn.Module]) -> set[nn.Module]:
-    """The modules below ``roots``, without those that are units of their own and what is below these."""
+    """The modules below ``roots``, without those that are units of their own or replicated by torch's ``replicate``, and what is below
+    these."""
     found: set[nn.Module] = set()
     stack = list(roots)
     while stack:
@@ -234,7 +261,7 @@ def _managed_modules(roots: list[nn.Module]) -> set[nn.Module]:
         if one in found:
             continue
         found.add(one)
-        stack.extend(child for child in one.children() if unit_of(child) is None)
+        stack.extend(child for child in one.children() if unit_of(child) is None and not is_replicated(child))
     return found
 
 
@@ -262,29 +289,64 @@ def _has_hooks(fqn: str, param: nn.Parameter, block: Block | None, shard_dim: in
     return True
 
 
-def _shard_dim(
-    fqn: str,
-    param: nn.Parameter,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-    block: Block | None,
-    parallel: Parallel | None,
-) -> int | None:
-    """The dimension along which the user wants the parameter to be sharded.
+@dataclass(frozen=True)
+class Data:
+    """The data-parallel ranks of a parameter.
+
+    Attributes:
+        mesh: (shard,) or (replicate, shard).
+        whole: the mesh that parameters are DTensors on already, with other dimensions for tensor or expert parallelism, if that is known.
+        dims: names of the data-parallel dimensions of ``whole``.
+    """
+
+    mesh: DeviceMesh
+    whole: DeviceMesh | None = None
+    dims: DataParallelMeshDims | None = None
+
+
+def _placed(
+    fqn: str, param: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Any] | None, default: Data
+) -> tuple[int | None, Data]:
+    """The dimension along which the user wants the parameter to be sharded, and over which ranks.
 
     Raises:
-        ValueError: something else than a ``Shard`` or None; a block as well.
-        NotImplementedError: of a DTensor.
+        ValueError: something else than a ``Shard``, a ``ShardPlacementResult`` or None; a mesh that is not (shard,) or (replicate, shard).
     """
     placement = shard_placement_fn(param) if shard_placement_fn is not None else None
-    if placement is None:
-        return None
-    if type(placement) is not Shard:
-        raise ValueError(f"shard_placement_fn gave {placement!r} for {fqn!r}: it must return Shard(dim) or None")
-    if block is not None:
-        raise ValueError(f"{fqn!r} has {placement} from shard_placement_fn and {block} from block_policy: give it one of them")
-    if parallel is not None:
-        raise NotImplementedError(f"shard_placement_fn gave {placement} for {fqn!r}, which is a DTensor already: return None for it")
-    return placement.dim
+    data = default
+    if isinstance(placement, ShardPlacementResult):
+        data, placement = _data_of(fqn, placement.mesh_info, default), placement.placement
+    if placement is not None and type(placement) is not Shard:
+        raise ValueError(
+            f"shard_placement_fn gave {placement!r} for {fqn!r}: it must return Shard(dim), a ShardPlacementResult with a Shard, or None"
+        )
+    return None if placement is None else placement.dim, data
+
+
+def _data_of(fqn: str, info: FSDPMeshInfo, default: Data) -> Data:
+    mesh = info.mesh
+    expected = (mesh.ndim - 1, 0 if mesh.ndim == 2 else None)
+    if mesh.ndim not in (1, 2) or (info.shard_mesh_dim, info.replicate_mesh_dim) != expected:
+        raise ValueError(
+            f"shard_placement_fn gave {mesh} with shard_mesh_dim={info.shard_mesh_dim}, replicate_mesh_dim={info.replicate_mesh_dim} for "
+            f"{fqn!r}: the mesh must be (shard,) or (replicate, shard)"
+        )
+    if mesh.device_type != default.mesh.device_type:
+        raise ValueError(f"shard_placement_fn gave {mesh} for {fqn!r}, but the unit is on {default.mesh.device_type}")
+    return default if _ranks(mesh) == _ranks(default.mesh) else Data(mesh, info.spmd_mesh, info.dp_mesh_dims)
+
+
+Ranks = tuple[int, ...]
+
+
+def _ranks(mesh: DeviceMesh) -> Ranks:
+    """By its process groups: meshes with the same are one, and their parameters can share a buffer."""
+    return tuple(id(mesh.get_group(dim)) for dim in range(mesh.ndim))
+
+
+def _shard_position(mesh: DeviceMesh) -> tuple[int, int]:
+    """This rank among those that share a parameter out, and how many they are."""
+    return mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
 
 
 def _data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> DeviceMesh:
@@ -295,23 +357,19 @@ def _data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> DeviceMes
         if name not in mesh.mesh_dim_names:
             raise ValueError(f"dp_mesh_dims names {name!r}, but the mesh has only {', '.join(mesh.mesh_dim_names)}")
     if not dims.shard_names:
-        raise NotImplementedError("dp_mesh_dims without a dimension to shard over is plain data parallelism: use DDP or torch's replicate")
-
-    def part(names: tuple[str, ...]) -> DeviceMesh:
-        return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
-
-    shard = part(dims.shard_names)
-    return DeviceMesh._concatenate([part(dims.replicate_names), shard]) if dims.replicate_names else shard
+        replicas = flattened(mesh, dims.replicate_names)
+        return replicas._unflatten(0, (replicas.size(), 1), ("replicate", "shard"))
+    shard = flattened(mesh, dims.shard_names)
+    return DeviceMesh._concatenate([flattened(mesh, dims.replicate_names), shard]) if dims.replicate_names else shard
 
 
-def _parallel(
-    fqn: str, param: nn.Parameter, data_mesh: DeviceMesh, whole: DeviceMesh | None, dims: DataParallelMeshDims | None
-) -> Parallel | None:
+def _parallel(fqn: str, param: nn.Parameter, data: Data) -> Parallel | None:
     """What is known of a parameter that is a DTensor already.
 
     Raises:
-        ValueError: it is on a mesh that does not fit, or cut so that ranks have parts of different shapes.
+        ValueError: it is on a mesh that does not fit, or has other placements than Shard and Replicate.
     """
+    data_mesh, whole, dims = data.mesh, data.whole, data.dims
     if not isinstance(param, DTensor):
         if dims is not None:
             raise ValueError(f"with dp_mesh_dims every parameter must be a DTensor on the whole mesh, but {fqn!r} is a plain tensor")
@@ -334,21 +392,17 @@ def _parallel(
                 f"parameter {fqn!r} is a DTensor on {mesh}, which does not go with the data-parallel mesh {data_mesh}: take both from "
                 f"one mesh, as init_device_mesh(.., mesh_dim_names=('dp', 'tp'))['dp'] and ['tp']"
             ) from error
-    shape = list(param.shape)
+    shape, even = list(param.shape), True
     for i, placement in enumerate(placements):
         if i in data_dims and not placement.is_replicate():
             raise ValueError(f"parameter {fqn!r} has {placement} on a data-parallel dimension of its mesh: Replicate is needed there")
         if type(placement) is Shard:
             dim = placement.dim % len(shape)
-            if shape[dim] % mesh.size(i):
-                raise ValueError(
-                    f"parameter {fqn!r} of shape {tuple(param.shape)} can't be cut evenly by {placement} over {mesh.size(i)} ranks: "
-                    f"choose a size of dimension {dim} that they divide"
-                )
+            even = even and not shape[dim] % mesh.size(i)
             shape[dim] //= mesh.size(i)
         elif not placement.is_replicate():
             raise ValueError(f"parameter {fqn!r} has placement {placement}: only Shard and Replicate go with fully_shard")
-    return Parallel(param._spec, data_dims, model_mesh)
+    return Parallel(param._spec, data_dims, model_mesh, even)
 
 
 def _reshard_after_forward(value: bool | int | None, shard_size: int) -> tuple[bool | None, int | None]:
@@ -388,23 +442,33 @@ def _hook_state_dict(unit: Unit, groups: list[Group]) -> None:
     unit_ref = weakref.ref(unit)
     holders = {id(m): m for group in groups for param in group.params for ref, _ in param.owners if (m := ref()) is not None}
 
-    def to_sharded(what: str) -> None:
+    def to_sharded(what: str) -> Unit | None:
         owner = unit_ref()
         if owner is None:
-            return
+            return None
         if owner.phase is not Phase.RESTING:
-            raise PhaseError(f"unit {owner.name!r} is in phase {owner.phase.value}: its state can't be {what} in the middle of a step")
+            raise PhaseError(
+                f"unit {owner.name!r} is in phase {owner.phase.value}: its state can't be {what} in the middle of a step; after an "
+                f"exception, call reset_iter_state() on the root"
+            )
         owner.reshard()
+        return owner
 
     def before_save(*_: Any) -> None:
         to_sharded("saved")
 
     def before_load(*_: Any) -> None:
-        to_sharded("loaded")
+        owner = to_sharded("loaded")
+        if owner is not None and owner.schedule is not None and owner.schedule.running:
+            raise PhaseError(
+                f"a forward or backward around unit {owner.name!r} is under way: its state can't be loaded in the middle of a step; after "
+                f"an exception, call reset_iter_state() on the root"
+            )
 
     def after_load(*_: Any) -> None:
         owner = unit_ref()
         if owner is not None:
+            owner.loads += 1
             for group in owner.groups:
                 group.adopt()
                 group.refresh()

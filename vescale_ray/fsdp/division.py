@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import Placement, Shard
 
 from vescale_ray.dbuffer import DBuffer
+from vescale_ray.errors import BadArgument
 from vescale_ray.placement import RaggedShard
 from vescale_ray.planner import START_BYTES, Layout
 from vescale_ray.planner.layout import Kept
@@ -122,7 +123,7 @@ class Chunks:
         dims: the dimension of each tensor.
 
     Raises:
-        ValueError: a tensor has no such dimension.
+        BadArgument: a tensor has no such dimension.
         NotImplementedError: a dimension other than the first that the ranks don't divide evenly (as with FSDP2).
     """
 
@@ -136,12 +137,15 @@ class Chunks:
         for spec in layout.specs:
             dim = dims[spec.name]
             if not -len(spec.shape) <= dim < len(spec.shape):
-                raise ValueError(f"shard_placement_fn gave Shard({dim}) for {spec.name!r} of shape {spec.shape}: it has no dimension {dim}")
+                raise BadArgument(
+                    f"Shard dim {dim} is invalid for {len(spec.shape)}D tensor {spec.name!r} of shape {spec.shape}, for which "
+                    f"shard_placement_fn gave it"
+                )
             dim %= len(spec.shape)
             if dim and spec.shape[dim] % world:
                 raise NotImplementedError(
-                    f"shard_placement_fn gave Shard({dim}) for {spec.name!r} of shape {spec.shape}, which {world} ranks do not divide: "
-                    f"only dimension 0 may be uneven"
+                    f"FSDP does not support uneven sharding on dim {dim}: shard_placement_fn gave it for {spec.name!r} of shape "
+                    f"{spec.shape}, which {world} ranks do not divide; only dimension 0 may be uneven"
                 )
             one = _Chunked(spec.shape, dim, -(-spec.shape[dim] // world), end)
             self._tensors[spec.name] = one

@@ -79,6 +79,8 @@ class Gradients:
         self.custom_scatter: ReduceScatter | None = None
         self.all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.all_reduce_stream: Any = None
+        """Of the hook; None: the current one."""
         # Set by the unit. They must not hold it strongly.
         self.on_first: Callable[[], None] | None = None
         """Called before the first gradient of a backward is taken in."""
@@ -130,8 +132,11 @@ class Gradients:
         grad, leaf.grad = leaf.grad, None
         if grad is None:
             return
-        if grad.requires_grad:
-            raise RuntimeError(f"backward with create_graph=True through the sharded parameter {self.params[index].fqn!r} is not supported")
+        if torch.is_grad_enabled():  # create_graph=True: what is summed over the ranks has no graph, as with FSDP2
+            with torch.no_grad():
+                leaf.grad = grad.detach()
+                self.accumulate(index)
+            return
         if grad.is_sparse:
             raise RuntimeError(f"{self.params[index].fqn!r} has a sparse gradient: build the embedding with sparse=False")
         parallel = self.params[index].parallel
@@ -266,9 +271,21 @@ class Gradients:
                 return None
             if self.place.replicas > 1:
                 dist.all_reduce(out, group=self.place.replicate_group)
-        if self.all_reduce_hook is not None:
-            self.all_reduce_hook(out)
+        self._call_all_reduce_hook(out)
         return out
+
+    def _call_all_reduce_hook(self, out: torch.Tensor) -> None:
+        hook, stream = self.all_reduce_hook, self.all_reduce_stream
+        if hook is None or stream is None:
+            if hook is not None:
+                hook(out)
+            return
+        device = torch.get_device_module(self.place.device)
+        current = device.current_stream()
+        stream.wait_stream(current)
+        with device.stream(stream):
+            hook(out)
+        current.wait_stream(stream)
 
     # -- delivery ----------------------------------------------------------------------------------------------------
 

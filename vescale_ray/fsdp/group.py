@@ -85,6 +85,9 @@ class Group:
 
     """
 
+    hooked = False
+    """Whether the parameters' tensor classes say what is gathered."""
+
     def __init__(
         self,
         name: str,
@@ -231,7 +234,7 @@ class Group:
         if self.grads.trainable_count and not self.grads.in_place:
             keys.add((self.grads.buffer_bytes, NOWHERE))
         for nbytes, stays in keys:
-            pool.expect(nbytes, stays)
+            pool.expect(nbytes, self, stays)
 
     @property
     def unsharded_bytes(self) -> int:
@@ -337,15 +340,18 @@ class Group:
             assert leaf is not None
             requires_grad = param.sharded.requires_grad
             if leaf.requires_grad != requires_grad:
-                leaf.requires_grad_(requires_grad)
+                leaf.requires_grad = requires_grad
             trainable += requires_grad
             param.install(leaf)
         self.grads.trainable_count = trainable
         self._leaf_versions = self._versions_of_leaves()
         self.residency = Residency.UNSHARDED
 
-    def rest(self, *, after_forward: bool) -> None:
-        """A pass needs the parameters no longer: reshard, but keep what is to be kept until backward or the next optimizer step."""
+    def rest(self, *, after_forward: bool, keep: bool = False) -> None:
+        """A pass needs the parameters no longer: reshard, but keep what is to be kept until backward or the next optimizer step.
+
+        ``keep``: all of them, for a graph that may still read them.
+        """
         if self.residency is Residency.SHARDED:
             return
         version, part = self._spmd_version(), self._part
@@ -354,7 +360,7 @@ class Group:
             self.reshard()
             self._part = part if self.retain is Retain.PART else None
             return
-        if self.retain is Retain.ALL and not self.in_place:
+        if (keep or self.retain is Retain.ALL) and not self.in_place:
             self._give_back_sharded()
             self._gather, self._whole_of = None, version
             return
@@ -365,6 +371,11 @@ class Group:
                 part = self._buffer.flat(self.compute_dtype).chunk(self.subgroup.size)[self.subgroup.rank].clone()
         self.reshard()
         self._part = part
+
+    def drop_kept(self) -> None:
+        """What was kept for a graph is needed no longer."""
+        if self.residency is Residency.SHARDED and self.retain is not Retain.ALL:
+            self.reshard()
 
     def reshard(self) -> None:
         """Give the sharded parameters back to the modules and the buffer back to the pool."""
@@ -459,7 +470,7 @@ class Group:
                 leaf = param.new_unsharded(view)
                 if differentiable:
                     self.grads.hook(leaf, index)
-                    leaf.requires_grad_(param.sharded.requires_grad)
+                    leaf.requires_grad = param.sharded.requires_grad
         self._bound_to = flat
 
     def discard(self) -> None:

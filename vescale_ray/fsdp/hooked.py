@@ -74,6 +74,8 @@ def _allocate(tensor: torch.Tensor) -> None:
 class HookedGroup(Group):
     """A group of such parameters; ``division`` is one of chunks along dimension 0."""
 
+    hooked = True
+
     def _shard_parameters(self, sources: Any) -> None:
         self._gathered: list[_Gathered] = []
         self._padded: list[torch.Tensor] = []
@@ -114,7 +116,7 @@ class HookedGroup(Group):
         self.reshard()
         self._pool = self.grads.pool = pool
         if self.grads.trainable_count:
-            pool.expect(self.grads.buffer_bytes)
+            pool.expect(self.grads.buffer_bytes, self)
 
     def unshard(self, lane: comm.Lane, together: comm.Together, *, fresh: bool = False) -> None:
         if fresh and self.residency is not Residency.SHARDED and self._gathered_of != self._spmd_version():
@@ -180,7 +182,7 @@ class HookedGroup(Group):
             for index, (param, gathered) in enumerate(zip(self.params, self._gathered, strict=True)):
                 leaf = self._after(param, gathered, index)
                 if leaf.requires_grad != param.sharded.requires_grad:
-                    leaf.requires_grad_(param.sharded.requires_grad)
+                    leaf.requires_grad = param.sharded.requires_grad
                 trainable += param.sharded.requires_grad
                 param.install(leaf)
         self.grads.trainable_count = trainable
@@ -200,7 +202,7 @@ class HookedGroup(Group):
             gathered.inner = tuple(inner)
             leaf = nn.Parameter(torch.as_strided(whole, param.shape, contiguous_stride(param.shape), 0), requires_grad=False)
         param.unsharded = leaf
-        leaf.requires_grad_(param.sharded.requires_grad)
+        leaf.requires_grad = param.sharded.requires_grad
         self.grads.hook(leaf, index)
         return leaf
 
@@ -210,8 +212,9 @@ class HookedGroup(Group):
             gather.wait()
         self._inputs = []
 
-    def rest(self, *, after_forward: bool) -> None:
-        self.reshard()
+    def rest(self, *, after_forward: bool, keep: bool = False) -> None:
+        if not keep:  # else it stays as it is: what the second hook made can't be told from what it was made of
+            self.reshard()
 
     def reshard(self) -> None:
         if self.residency is Residency.SHARDED:

@@ -26,6 +26,7 @@ import ctypes
 import mmap
 import os
 import sys
+import weakref
 from collections import defaultdict
 from typing import Any
 
@@ -244,17 +245,19 @@ class Pool:
         """Buffers of gathered parameters that no one needs, and whose memory waits for the next one of that key."""
         self._idle: defaultdict[Key, list[Buffer]] = defaultdict(list)
         """Scratch buffers that are not lent; with memory, or without where another buffer took it over."""
-        self._users: defaultdict[Key, int] = defaultdict(int)
-        self._gathered: defaultdict[Key, int] = defaultdict(int)
-        self._lent: defaultdict[Key, int] = defaultdict(int)
+        # Weak: groups that are deleted, in the middle of a step even, are no users any more, and hold nothing.
+        self._users: defaultdict[Key, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
+        self._gathered: defaultdict[Key, weakref.WeakSet[Buffer]] = defaultdict(weakref.WeakSet)
+        self._lent: defaultdict[Key, weakref.WeakSet[Buffer]] = defaultdict(weakref.WeakSet)
         self.released_event: Any = None
         """Of the compute stream: the last kernels that read what was released. What is gathered next waits for it."""
         self.peak_bytes = 0
         """Most bytes ever held. Set it to 0 to measure from then on."""
 
-    def expect(self, nbytes: int, stays: tuple[int, int] = NOWHERE) -> None:
-        """One more group will need buffers of this key: memory of keys with a single user is freed after use, the rest kept."""
-        self._users[nbytes, stays] += 1
+    def expect(self, nbytes: int, user: object, stays: tuple[int, int] = NOWHERE) -> None:
+        """As long as ``user`` lives, it will need buffers of this key: memory of keys with a single user is freed after use, the rest
+        kept."""
+        self._users[nbytes, stays].add(user)
 
     # -- gathered parameters --
 
@@ -265,16 +268,16 @@ class Pool:
             released.remove(buffer)
         if not buffer.allocated:
             buffer.allocate(None if buffer.fixed else self._donor(buffer.key))
-        self._gathered[buffer.key] += 1
+        self._gathered[buffer.key].add(buffer)
         self._note_peak()
 
     def release(self, buffer: Buffer, event: Any) -> None:
         """The kernels up to ``event`` are the last that use what is in ``buffer``."""
-        self._gathered[buffer.key] -= 1
+        self._gathered[buffer.key].discard(buffer)
         self.released_event = event
         if debugging():  # it keeps its memory
             buffer.poison()
-        elif self.hands_on and self._users[buffer.key] >= 2 and not buffer.fixed:
+        elif self.hands_on and len(self._users[buffer.key]) >= 2 and not buffer.fixed:
             self._released[buffer.key].append(buffer)
         else:
             buffer.free()
@@ -294,14 +297,14 @@ class Pool:
         if not buffer.allocated:
             buffer.allocate(self._donor(key))
         buffer.used = True
-        self._lent[key] += 1
+        self._lent[key].add(buffer)
         self._note_peak()
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
         """The current stream has passed the last use of ``buffer``."""
-        self._lent[buffer.key] -= 1
-        if self._users[buffer.key] >= 2:
+        self._lent[buffer.key].discard(buffer)
+        if len(self._users[buffer.key]) >= 2:
             self._idle[buffer.key].append(buffer)
 
     # -- both --
@@ -349,8 +352,8 @@ class Pool:
         for key in sorted({*self._gathered, *self._lent, *self._idle}):
             gathered, scratch = found.get(_moving(key), (0, 0))
             found[_moving(key)] = (
-                gathered + self._gathered[key] + len(self._released.get(key, ())),
-                scratch + self._lent[key] + sum(b.allocated for b in self._idle.get(key, ())),
+                gathered + len(self._gathered[key]) + len(self._released.get(key, ())),
+                scratch + len(self._lent[key]) + sum(b.allocated for b in self._idle.get(key, ())),
             )
         return found
 

@@ -19,8 +19,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     SymmMemReduceScatter,
 )
 
+from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.schedule import Lanes, unit_of
+from vescale_ray.fsdp.torch_state import state_of_unit
 from vescale_ray.fsdp.unit import Unit
 
 
@@ -86,12 +88,9 @@ class FSDPModule(TorchFSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last of the step: after the last one all reductions are waited for."""
         unit = _unit(self)
-        if unit.schedule is None:
-            from vescale_ray.fsdp.schedule import Schedule
-
-            Schedule.start(unit)
-        assert unit.schedule is not None
-        unit.schedule.is_last_backward = is_last_backward
+        unit.is_last_backward = is_last_backward
+        if unit.schedule is not None:
+            unit.schedule.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. Without, they add up in the unsharded buffers, in the reduce dtype."""
@@ -159,18 +158,18 @@ class FSDPModule(TorchFSDPModule):
                 group.grads.group = created[ranks]
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Call ``hook(flat gradient shard)`` after the reduction, before it becomes ``.grad``; on the current stream.
+        """Call ``hook(flat gradient shard)`` after the reduction, before it becomes ``.grad``; on ``stream``, or the current one.
 
         Raises:
-            ValueError: the unit has several groups, or a stream is given.
+            ValueError: the unit has several groups, or a stream is given although we do the all-reduce (HSDP).
         """
         unit = _unit(self)
         if len(unit.groups) > 1:
             raise ValueError(f"unit {unit.name!r} has {len(unit.groups)} groups: an all-reduce hook would not know which one it gets")
-        if stream is not None:
-            raise ValueError("set_all_reduce_hook(stream=...) is not supported: the hook runs on the current stream")
         for group in unit.groups:
-            group.grads.all_reduce_hook = hook
+            if stream is not None and group.place.replicate_group is not None:
+                raise ValueError("stream cannot be set when using native HSDP")
+            group.grads.all_reduce_hook, group.grads.all_reduce_stream = hook, stream
 
     # -- resharding --------------------------------------------------------------------------------------------------
 
@@ -205,13 +204,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_post_optim_event(self, event: Any) -> None:
         """All-gathers of the next forward wait for ``event`` instead of for the whole current stream. On the root, each step anew."""
-        unit = _unit(self)
-        if unit.schedule is None:
-            from vescale_ray.fsdp.schedule import Schedule
-
-            Schedule.start(unit)
-        assert unit.schedule is not None
-        unit.schedule.post_optim_event = event
+        _unit(self).post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Torch's switch to allocate all-gather buffers on the compute stream. Ours keep their addresses: nothing to switch."""
@@ -239,8 +232,17 @@ class FSDPModule(TorchFSDPModule):
             group.grads.custom_scatter = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Let the process group's back end allocate the buffers (NCCL: registered memory), where it can. Not recursive."""
-        for group in _resting(self, "allocator").groups:
+        """Let the process group's back end allocate the buffers (NCCL: registered memory), where it can. Not recursive.
+
+        Raises:
+            BadArgument: the unit has collectives of the user's, which allocate themselves.
+        """
+        unit = _resting(self, "allocator")
+        for group in unit.groups:
+            for own in (group.custom_gather, group.grads.custom_scatter):
+                if own is not None and not isinstance(own, ProcessGroupAllocAllGather | ProcessGroupAllocReduceScatter):
+                    raise BadArgument(f"unit {unit.name!r} has a {type(own).__name__} of yours, whose allocate() says where buffers are")
+        for group in unit.groups:
             shard_group = group.place.shard_group
             group.set_custom_gather(ProcessGroupAllocAllGather(shard_group) if enable else None)
             group.grads.custom_scatter = ProcessGroupAllocReduceScatter(shard_group) if enable else None
@@ -261,7 +263,7 @@ class FSDPModule(TorchFSDPModule):
     # -- torch's internals that other code calls -----------------------------------------------------------------------
 
     def _get_fsdp_state(self) -> Any:
-        return _unit(self)
+        return state_of_unit(_unit(self))
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``.to()``, ``to_empty()`` and the like work on the sharded parameters; afterwards these become one buffer again."""
@@ -287,7 +289,7 @@ class _Handle(UnshardHandle):
 
 
 def _no_deepcopy(self: Any, memo: Any) -> NoReturn:
-    raise AssertionError("a sharded module can't be deep-copied: build a second one and load the first one's state_dict into it")
+    raise AssertionError("FSDP does not support deepcopy: build a second module, shard it and load the first one's state_dict into it")
 
 
 @cache

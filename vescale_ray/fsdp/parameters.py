@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass
 
@@ -10,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.dtensor_spec import contiguous_stride, make_spec
@@ -57,15 +59,22 @@ class Parallel:
         spec: of the DTensor: what the module's forward expects.
         data_dims: dimensions of its mesh that are data-parallel (``dp_mesh_dims``): Replicate there, gradients may be pending.
         model_mesh: its mesh without those; None if nothing is left.
+        even: every rank of it has as much. If not, no ragged placement is the same on all ranks of the mesh, as one has to be.
     """
 
     spec: DTensorSpec
     data_dims: frozenset[int]
     model_mesh: DeviceMesh | None
+    even: bool = True
 
     @property
     def model_placements(self) -> tuple[Placement, ...]:
         return tuple(p for i, p in enumerate(self.spec.placements) if i not in self.data_dims)
+
+    def parts_along(self, dim: int) -> int:
+        """Into how many parts tensor or expert parallelism cuts dimension ``dim``."""
+        cut = [type(p) is Shard and p.dim % len(self.spec.shape) == dim for p in self.spec.placements]
+        return math.prod(size for size, here in zip(self.spec.mesh.shape, cut, strict=True) if here)
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """This rank's part of a gradient, as the parameter is placed; sums over data-parallel dimensions stay pending."""
@@ -93,18 +102,24 @@ class Place:
 
     def spec(self, own: Placement, shape: tuple[int, ...], dtype: torch.dtype, parallel: Parallel | None) -> DTensorSpec:
         """The layout of a sharded parameter: ours on the data-parallel mesh, and beside it what tensor or expert parallelism did."""
+        ragged = isinstance(own, RaggedShard)
+        if parallel is not None and isinstance(own, Shard) and (split := parallel.parts_along(own.dim)) > 1:
+            own = _StridedShard(own.dim, split_factor=split)  # ours comes first in the mesh, but cuts what the others have left
         placements: tuple[Placement, ...] = (own,) if self.replicate_group is None else (Replicate(), own)
-        if not isinstance(own, RaggedShard):
-            return DTensorSpec(self.mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
         if parallel is None:
-            return make_spec(self.mesh, placements, shape, dtype)
-        mesh = self.mesh
+            if ragged:
+                return make_spec(self.mesh, placements, shape, dtype)
+            return DTensorSpec(self.mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
+        mesh, shape = self.mesh, tuple(parallel.spec.shape)
         if parallel.model_mesh is not None:
             key = id(parallel.model_mesh)
             if key not in self._joint:
                 self._joint[key] = DeviceMesh._concatenate([self.mesh, parallel.model_mesh])
             mesh = self._joint[key]
-        return make_spec(mesh, (*placements, *parallel.model_placements), tuple(parallel.spec.shape), dtype)
+        placements = (*placements, *parallel.model_placements)
+        if ragged:
+            return make_spec(mesh, placements, shape, dtype)
+        return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
 
 
 class Subgroup:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vescale_ray.fsdp.comm import Lane
 from vescale_ray.fsdp.debug import agree
@@ -46,7 +47,6 @@ class Schedule:
         self.last_call: Call | None = None
         """The last one of the forward that is running."""
         self.is_last_backward = True
-        self.post_optim_event: Any = None
         self.max_reductions = 1
         self._reducing: list[Group] = []
         self._orders: dict[tuple[int, bool], list[weakref.ref[Unit]]] = {}
@@ -55,12 +55,19 @@ class Schedule:
         self._repeats = False
         """Whether the forward that is running has been the same as the last one so far."""
         self._in_backward = False
+        self._creates_graph = False
+        """The backward that is running is one with ``create_graph``."""
         self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Group]] = weakref.WeakKeyDictionary()
 
     @property
     def units(self) -> list[Unit]:
         """In the order of ``named_modules`` of the root."""
         return [unit for ref in self._units if (unit := ref()) is not None]
+
+    @property
+    def running(self) -> bool:
+        """Whether a forward or a backward is under way."""
+        return self.forward_root is not None or self._in_backward
 
     @property
     def overlaps(self) -> bool:
@@ -79,7 +86,7 @@ class Schedule:
         """
         modules = [module for ref in root.modules if (module := ref()) is not None]
         if len(modules) > 1:
-            raise RuntimeError(f"unit {root.name} is a list of modules and can't be the root: apply fully_shard to the whole model, too")
+            raise RuntimeError(f"FSDP requires a single root module but got {root.name}: apply fully_shard to the whole model, too")
         found: dict[int, tuple[Unit, list[str]]] = {}
         fqns = {}
         for fqn, module in modules[0].named_modules():
@@ -89,7 +96,8 @@ class Schedule:
                 continue
             if unit is not root and unit.schedule is not None:
                 raise RuntimeError(
-                    f"unit {fqn!r} has run a forward of its own before: call the root module first, so that all units share one schedule"
+                    f"FSDP state has already been lazily initialized for {fqn}\n"
+                    f"FSDP requires running forward through the root module first, so that all units share one schedule"
                 )
             found.setdefault(id(unit), (unit, []))[1].append(fqn)
         schedule = cls(root.lanes or Lanes(root.device))
@@ -102,8 +110,10 @@ class Schedule:
                 _name_parameters(group, fqns)
         units = [unit for unit, _ in found.values()]
         _check_materialized(units)
-        check_same_plan(units)
-        root.is_root = True
+        _check_hooks(units)
+        with _disable_current_modes():  # not a part of the step that a mode may be counting or recording
+            check_same_plan(units)
+        root.is_root, schedule.is_last_backward = True, root.is_last_backward
         for unit in units:
             unit.schedule, unit.lanes = schedule, schedule.lanes
             schedule._units.append(weakref.ref(unit))
@@ -129,9 +139,9 @@ class Schedule:
             )
         self.forward_root = unit
         if self.lanes.gather.stream is not None:
-            if self.post_optim_event is not None:
-                self.lanes.gather.after(self.post_optim_event)
-                self.post_optim_event = None
+            if unit.post_optim_event is not None:
+                self.lanes.gather.after(unit.post_optim_event)
+                unit.post_optim_event = None
             else:
                 self.lanes.gather.after_current()
             args, kwargs = _to_device(args, kwargs, unit.device)
@@ -187,10 +197,10 @@ class Schedule:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def enter_backward(self, unit: Unit) -> None:
+    def enter_backward(self) -> None:
         """A unit starts its part of a backward; the first one arranges for the end."""
         if not self._in_backward:
-            self._in_backward = True
+            self._in_backward, self._creates_graph = True, torch.is_grad_enabled()
             Variable._execution_engine.queue_callback(self.end_backward)
 
     def prefetch_backward(self, unit: Unit, call: Call) -> None:
@@ -236,7 +246,7 @@ class Schedule:
         """Autograd calls this when the backward is over."""
         units = self.units
         for unit in reversed(units):
-            unit.end_backward()
+            unit.end_backward(creates_graph=self._creates_graph)
         if self.is_last_backward:
             while self._reducing:
                 self._reducing.pop(0).grads.finish()
@@ -258,6 +268,16 @@ class Schedule:
                 self._stepped_by[optimizer] = groups
         for group in groups:
             group.refresh()
+
+    # -- other streams and buffers ---------------------------------------------------------------------------------------
+
+    def share(self, lanes: Lanes) -> None:
+        """Use ``lanes`` from now on. Between steps."""
+        self.lanes = lanes
+        for unit in self.units:
+            unit.lanes = lanes
+            for group in unit.groups:
+                group.attach(lanes.pool)
 
     # -- recovery ----------------------------------------------------------------------------------------------------
 
@@ -296,12 +316,24 @@ def _name_parameters(group: Group, fqns: dict[int, str]) -> None:
 
 
 def _check_materialized(units: list[Unit]) -> None:
-    on_meta = [param.fqn for unit in units for group in unit.groups for param in group.params if param.sharded.is_meta]
-    if on_meta:
-        raise RuntimeError(
-            f"parameters are still on the meta device: {', '.join(on_meta[:5])}{', ...' if len(on_meta) > 5 else ''}; "
-            f"call module.to_empty(device=...) and set their values before the first forward"
-        )
+    for unit in units:
+        on_meta = [param.fqn for group in unit.groups for param in group.params if param.sharded.is_meta]
+        if on_meta:
+            raise RuntimeError(
+                f"FSDP parameters should be materialized from meta device before training, but the following were still on meta device: "
+                f"{on_meta}; call module.to_empty(device=...) and set their values before the first forward"
+            )
+
+
+def _check_hooks(units: list[Unit]) -> None:
+    """All-gather hooks decide how a parameter is sharded, and can't come later."""
+    for unit in units:
+        for param in (param for group in unit.groups for param in group.params if not group.hooked):
+            if hasattr(param.local, "fsdp_pre_all_gather"):
+                raise RuntimeError(
+                    f"parameter {param.fqn!r} got all-gather hooks after fully_shard: give it a tensor class with fsdp_pre_all_gather and "
+                    f"fsdp_post_all_gather before"
+                )
 
 
 def _to_device(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -149,17 +149,18 @@ def _whole(mesh: DeviceMesh, names: Dims, rest: Dims, shard: Dims) -> DeviceMesh
 def _part(mesh: DeviceMesh, rest: Dims, shard: Dims) -> DeviceMesh:
     """A mesh of some of the ranks, cut out of a larger one: the ranks beside it make the same groups of their own at the same time, and
     every rank has to know of all of them. Hence by what torch derives from the larger mesh."""
-
-    def flat(dims: Dims) -> DeviceMesh:
-        one = mesh if dims == mesh.mesh_dim_names else mesh[dims]
-        return one if len(dims) == 1 else one._flatten("_".join(dims))
-
     if not rest:
-        return flat(shard)
-    replicas = flat(rest)
+        return flattened(mesh, shard)
+    replicas = flattened(mesh, rest)
     if not shard:
         return replicas._unflatten(0, (replicas.size(), 1), ("replicate", "shard"))
-    return DeviceMesh._concatenate([replicas, flat(shard)])
+    return DeviceMesh._concatenate([replicas, flattened(mesh, shard)])
+
+
+def flattened(mesh: DeviceMesh, dims: Dims) -> DeviceMesh:
+    """The dimensions ``dims`` of ``mesh`` as one, in the order of the mesh."""
+    one = mesh if dims == mesh.mesh_dim_names else mesh[dims]
+    return one if len(dims) == 1 else one._flatten("_".join(dims))
 
 
 _MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Dims, Dims], DeviceMesh]] = weakref.WeakKeyDictionary()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +25,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.group import Group
-from vescale_ray.fsdp.phases import Phase, check_transition
+from vescale_ray.fsdp.phases import Phase, PhaseError, check_transition
 from vescale_ray.fsdp.tree import cast_floating, grad_tensors, map_tensors
 
 if TYPE_CHECKING:
     from vescale_ray.fsdp.schedule import Lanes, Schedule
+    from vescale_ray.fsdp.torch_state import State
+
+
+def outside_transforms() -> Any:
+    """Parameters are gathered as plain tensors also inside ``torch.func`` transforms, which would wrap what is made there."""
+    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else _NO_TRANSFORM
+
+
+_NO_TRANSFORM: Any = nullcontext()
 
 
 def in_backward() -> bool:
@@ -43,12 +53,13 @@ class Call:
     a rank happens to keep alive must not change the order of its collectives.
     """
 
-    __slots__ = ("__weakref__", "consumed", "marked", "previous", "unit")
+    __slots__ = ("__weakref__", "consumed", "loads", "marked", "previous", "unit")
 
     def __init__(self, unit: Unit, marked: bool, previous: Call | None) -> None:
         self.unit = weakref.ref(unit)
         self.marked, self.previous = marked, previous
         self.consumed = False
+        self.loads = unit.loads
 
     def pre_backward(self, _grad: torch.Tensor) -> None:
         unit = self.unit()
@@ -78,6 +89,10 @@ class Unit:
         self.lanes: Lanes | None = None
         self.is_root = False
         self.last_call: Call | None = None
+        self.torch_state: State | None = None
+        self.is_last_backward = True
+        self.post_optim_event: Any = None
+        """Both count on the root."""
 
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
@@ -99,6 +114,10 @@ class Unit:
         """Marks of the calls that this backward has reached, whose turn is still to come."""
         self.reduced = False
         """Whether a reduction was started in the backward that is running."""
+        self.keeps_graph = False
+        """A backward with ``create_graph`` went through: its graph reads the parameters, in a backward that is still to come."""
+        self.loads = 0
+        """How often a state dict was loaded."""
         for module in modules:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward, prepend=False, always_call=True)
@@ -129,6 +148,7 @@ class Unit:
             else:
                 args, kwargs = schedule.enter_forward(self, args, kwargs)
                 self.set_phase(Phase.FORWARD)
+                self.keeps_graph = False
                 self._waiting = {id(m()) for m in self.modules}
                 self.unshard(fresh=True)
                 schedule.prefetch_forward(self)
@@ -173,8 +193,9 @@ class Unit:
         """The forward is over, or as much of it as the model's forward ran."""
         self._waiting.clear()
         if reshard and self.resharding_after_forward:
-            for group in self.groups:
-                group.rest(after_forward=torch.is_grad_enabled())
+            with outside_transforms():
+                for group in self.groups:
+                    group.rest(after_forward=torch.is_grad_enabled())
         self.set_phase(Phase.RESTING)
 
     @property
@@ -227,13 +248,19 @@ class Unit:
     def pre_backward(self, call: Call) -> None:
         if self._open_call is call and self.phase is Phase.BACKWARD:
             return
+        if call.loads != self.loads:
+            raise PhaseError(
+                f"a backward reached unit {self.name!r}, but a state dict was loaded into it since the forward: load between steps, then "
+                f"run the forward again (after reset_iter_state() on the root)"
+            )
+        self.keeps_graph = self.keeps_graph or torch.is_grad_enabled()
         if self.phase is not Phase.BACKWARD:
             self.set_phase(Phase.BACKWARD)
         assert self.schedule is not None
         if call.marked and not call.consumed:
             self._awaited_marks += 1
         self._open_call, call.consumed = call, True
-        self.schedule.enter_backward(self)
+        self.schedule.enter_backward()
         self.unshard(backward=True)
         self._prefetch_after = call
         if self.schedule.overlaps or call.previous is None or not any(group.grads.trainable_count for group in self.groups):
@@ -262,7 +289,7 @@ class Unit:
         call, self._open_call = self._open_call, None
         for group in self.groups:
             if self.reshard_after_backward:
-                group.rest(after_forward=False)
+                group.rest(after_forward=False, keep=self.keeps_graph)
             group.grads.end_window()
         if call is not None and self.schedule is not None and _is_nearly_first(call):
             self.schedule.trim()  # no unit is to come that could gather into what this one has given back
@@ -288,8 +315,12 @@ class Unit:
                 self.schedule.reduce(group)
                 self.reduced = True
 
-    def end_backward(self) -> None:
-        """The whole backward is over: close what is still open."""
+    def end_backward(self, *, creates_graph: bool) -> None:
+        """The whole backward is over: close what is still open. ``creates_graph``: another one may follow, through its graph."""
+        if self.keeps_graph and not creates_graph:
+            self.keeps_graph = False
+            for group in self.groups:
+                group.drop_kept()
         if self.phase is Phase.FORWARD:  # a backward inside the model's forward, of a part that this unit is not in
             return
         for group in self.groups:
@@ -310,18 +341,20 @@ class Unit:
 
     def unshard(self, *, backward: bool = False, fresh: bool = False) -> None:
         """Gather the parameters and give them to the modules."""
-        self.start_unshard(backward=backward, fresh=fresh)
-        for group in self.groups:
-            group.wait()
+        with outside_transforms():
+            self.start_unshard(backward=backward, fresh=fresh)
+            for group in self.groups:
+                group.wait()
 
     def start_unshard(self, *, backward: bool = False, fresh: bool = False) -> None:
         """Start to gather the parameters, where it has not started yet."""
         assert self.lanes is not None
         together = comm.Together(self.lanes.gather)
-        for group in self.groups:
-            if group.unshard_in_backward or not backward:
-                group.unshard(self.lanes.gather, together, fresh=fresh)
-        together.start()
+        with outside_transforms():
+            for group in self.groups:
+                if group.unshard_in_backward or not backward:
+                    group.unshard(self.lanes.gather, together, fresh=fresh)
+            together.start()
 
     def reshard(self) -> None:
         for group in self.groups:
@@ -364,7 +397,12 @@ def _reduce_if_complete(unit_ref: weakref.ref[Unit]) -> None:
 def _prefetch_at_first_gradient(unit_ref: weakref.ref[Unit]) -> None:
     """A gradient buffer is about to be filled: where there is one for all units, the last reduce-scatter has to be through."""
     unit = unit_ref()
-    if unit is not None and unit.schedule is not None and not unit.schedule.overlaps:
+    if unit is None or unit.schedule is None:
+        return
+    if in_backward():
+        # The graph of a backward with create_graph=True has no hooks of ours: its parameters' gradients are the first that we hear of it.
+        unit.schedule.enter_backward()
+    if not unit.schedule.overlaps:
         unit.schedule.finish_reductions()
         unit.prefetch_backward()
         if unit._open_call is not None and unit._open_call.previous is None:
@@ -374,11 +412,16 @@ def _prefetch_at_first_gradient(unit_ref: weakref.ref[Unit]) -> None:
 class _InputMark(torch.autograd.Function):
     """Identity on a unit's inputs; its backward runs when the unit's part of the graph is through."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, unit: weakref.ref[Unit], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.unit = unit
-        ctx.set_materialize_grads(False)
+    def forward(unit: weakref.ref[Unit], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tensors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.unit = inputs[0]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -386,3 +429,7 @@ class _InputMark(torch.autograd.Function):
         if unit is not None:
             unit.inputs_done()
         return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _unit: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tangents

@@ -1,0 +1,419 @@
+"""What suites and tools that were written for FSDP2 rely on beyond training itself: found by running torch's own tests of FSDP2 on ours."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.fsdp.units import unit_of
+from tests.ranks import run_gloo, run_threads
+from vescale_ray.fsdp import FSDPModule, MixedPrecisionPolicy, PhaseError, fully_shard, share_comm_ctx
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 24, layers: int = 3) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator) / 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def sharded(model: nn.Module | None = None, how: Any = fully_shard, **options: Any) -> Any:
+    model = Net() if model is None else model
+    for layer in model.layers:
+        how(layer, **options)
+    return how(model, **options)
+
+
+def batch(rank: int, width: int = 24) -> torch.Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(rank))
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def averaged(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    tensor = tensor.clone()
+    dist.all_reduce(tensor, group=group)
+    return tensor / dist.get_world_size(group)
+
+
+# -- a mesh of its own for some parameters -----------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """What every rank computes is its own rows times all experts, of which expert parallelism keeps some here."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.dense = nn.Parameter(torch.randn(8, 8, generator=generator))
+        experts = torch.randn(4, 8, 8, generator=generator)
+        self.experts = nn.Parameter(experts if mesh is None else distribute_tensor(experts, mesh, [Shard(0)], src_data_rank=None))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stack = self.experts.to_local() if isinstance(self.experts, DTensor) else self.experts
+        return torch.einsum("bi,eij->bej", x @ self.dense, stack).square().sum()
+
+
+def expert_meshes(replicas: int) -> tuple[DeviceMesh, DeviceMesh, Any, Any]:
+    """The dense mesh, that of expert parallelism, and what torch calls mesh infos of dense parameters and experts."""
+    if replicas == 1:
+        dense = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))._unflatten(0, (4,), ("dp",))["dp"]
+        sparse = dense._unflatten(0, (2, 2), ("efsdp", "ep"))
+        return dense, sparse["ep"], FSDPMeshInfo(dense, shard_mesh_dim=0), FSDPMeshInfo(sparse["efsdp"], shard_mesh_dim=0)
+    dense = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    sparse = dense._unflatten(1, (2, 2), ("efsdp", "ep"))
+    experts = HSDPMeshInfo(sparse["replicate", "efsdp"], shard_mesh_dim=1, replicate_mesh_dim=0)
+    return dense, sparse["ep"], HSDPMeshInfo(dense, shard_mesh_dim=1, replicate_mesh_dim=0), experts
+
+
+def experts_apart(rank: int, world: int, replicas: int) -> None:
+    dense, ep, of_dense, of_experts = expert_meshes(replicas)
+    built = {}
+    for how in (fully_shard, torch_fully_shard):
+        model = Experts(ep)
+        mine = model.experts
+
+        def place(param: nn.Parameter, mine: Any = mine) -> ShardPlacementResult:
+            return ShardPlacementResult(Shard(0), of_experts if param is mine else of_dense)
+
+        built[how] = how(model, mesh=dense, shard_placement_fn=place)
+        for step in range(2):
+            model(batch(rank + world * step, 8)).backward()
+    ours, theirs = built[fully_shard], built[torch_fully_shard]
+    assert len(unit_of(ours).groups) == 2
+    for name, p in theirs.named_parameters():
+        mine = ours.get_parameter(name)
+        torch.testing.assert_close(full(mine), full(p))
+        torch.testing.assert_close(full(mine.grad), full(p.grad), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(4, 1), (8, 2)])
+def test_parameters_of_one_unit_may_be_sharded_over_different_ranks(world: int, replicas: int) -> None:
+    run_threads(world, experts_apart, replicas)
+
+
+def misplaced(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    turned = HSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
+    with pytest.raises(ValueError, match=r"the mesh must be \(shard,\) or \(replicate, shard\)"):
+        fully_shard(Net(), mesh=mesh, shard_placement_fn=lambda p: ShardPlacementResult(None, turned))
+    small = FSDPMeshInfo(mesh["b"], shard_mesh_dim=0)
+    with pytest.raises(ValueError, match="must divide the shard size 2"):
+        here = ShardPlacementResult(None, small)
+        fully_shard(Net(), mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=4, shard_placement_fn=lambda p: here)
+
+
+def test_meshes_that_do_not_fit_are_refused() -> None:
+    run_threads(4, misplaced)
+
+
+# -- second derivatives --------------------------------------------------------------------------------------------------------
+
+
+def penalty(rank: int, world: int, options: dict[str, Any]) -> None:
+    """The gradient of |d loss / d input|, which torch's own fully_shard can't compute: against a plain module."""
+    ours, alone = sharded(Net(272, 2), **options), Net(272, 2)
+    for _ in range(2):  # the second step finds nothing left of the first
+        for model in (ours, alone):
+            model.zero_grad()
+            x = batch(rank, 272).requires_grad_()
+            (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+            assert all(isinstance(p, DTensor) for p in ours.parameters())
+            slope.norm().backward()
+        for (name, p), q in zip(alone.named_parameters(), ours.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            torch.testing.assert_close(full(q.grad), averaged(p.grad), rtol=1e-4, atol=1e-5, msg=name)
+    pool = unit_of(ours).lanes.pool
+    assert not options.get("reshard_after_forward", True) or sum(gathered for gathered, _ in pool.count().values()) == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])
+def test_a_gradient_penalty_is_that_of_a_plain_module(options: dict[str, Any]) -> None:
+    run_gloo(2, penalty, options)
+
+
+def graph_of_gradients(rank: int, world: int) -> None:
+    built = {how: sharded(how=how) for how in (fully_shard, torch_fully_shard)}
+    for model in built.values():
+        model(batch(rank)).square().sum().backward(create_graph=True)
+    for p, q in zip(built[fully_shard].parameters(), built[torch_fully_shard].parameters(), strict=True):
+        assert isinstance(p, DTensor) and p.grad is not None and not p.grad.requires_grad
+        torch.testing.assert_close(full(p.grad), full(q.grad))
+
+
+def test_gradients_of_a_backward_with_a_graph_carry_none_as_with_torch() -> None:
+    run_gloo(2, graph_of_gradients)
+
+
+# -- loading in the middle of a step ---------------------------------------------------------------------------------------------
+
+
+def loads_in_between(rank: int, world: int) -> None:
+    model = sharded()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    handle = model.layers[1].register_forward_hook(lambda *_: model.load_state_dict(state))
+    with pytest.raises(PhaseError, match="its state can't be loaded in the middle of a step"):
+        model(batch(rank))
+    handle.remove()
+    model.reset_iter_state()
+    loss = model(batch(rank)).sum()
+    model.load_state_dict(state)
+    with pytest.raises(PhaseError, match="a state dict was loaded into it since the forward"):
+        loss.backward()
+    model.reset_iter_state()
+    model(batch(rank)).sum().backward()
+    model.load_state_dict(state)
+    model(batch(rank)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_state_dict_is_loaded_between_steps_only() -> None:
+    run_threads(2, loads_in_between)
+
+
+def left_behind(rank: int, world: int) -> None:
+    """A parameter used outside of its module's forward says so."""
+    model = sharded()
+    with pytest.raises(ValueError, match=r"parameters of a sharded module are whole in its forward, or after its unshard\(\)"):
+        nn.functional.linear(batch(rank), model.layers[0].weight)
+    model.layers[0].unshard()
+    nn.functional.linear(batch(rank), model.layers[0].weight)
+
+
+def test_a_resharded_parameter_says_where_it_is_whole() -> None:
+    run_threads(2, left_behind)
+
+
+# -- several roots ---------------------------------------------------------------------------------------------------------------
+
+
+def one_of_several_roots_goes(rank: int, world: int) -> None:
+    stages: list[Any] = [sharded(Net(272, 2)) for _ in range(3)]
+    stages[0](batch(rank, 272)).sum().backward()  # has a schedule already
+    share_comm_ctx(stages)
+    units = [unit_of(m) for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
+    assert len({id(unit.lanes) for unit in units if unit.lanes is not None}) == 1
+    del units
+    pool = unit_of(stages[0]).lanes.pool
+    for _ in range(2):
+        for stage in stages:
+            stage(batch(rank, 272)).sum().backward()
+    size = unit_of(stages[0].layers[0]).groups[0].unsharded_bytes
+    stages[1].layers[0].unshard()
+    loss = stages[2](batch(rank, 272)).sum()
+    assert pool.count()[size][0] >= 1
+    with pytest.raises(PhaseError, match="in the middle of a step"):
+        handle = stages[0].layers[0].register_forward_hook(lambda *_: share_comm_ctx(stages[:1]))
+        stages[0](batch(rank, 272))
+    handle.remove()
+    loss.backward()
+    del stages[1], loss  # one root, with gathered parameters
+    for stage in stages:
+        stage(batch(rank, 272)).sum().backward()
+    assert pool.count()[size] == (0, 0), "what is left uses nothing between steps, and nothing is counted for those that are gone"
+    stages.clear()
+    assert pool.bytes_held() == 0
+
+
+def test_buffers_are_counted_right_after_one_of_several_roots_is_deleted() -> None:
+    run_gloo(2, one_of_several_roots_goes)
+
+
+def said_before_the_first_forward(rank: int, world: int) -> None:
+    """A flag set on a unit inside does not make it a root."""
+    model = sharded()
+    model.layers[0].set_is_last_backward(True)
+    model.layers[0].set_post_optim_event(None)
+    model.set_is_last_backward(False)
+    model(batch(rank)).sum().backward()
+    assert unit_of(model).is_root and not unit_of(model).schedule.is_last_backward
+
+
+def test_flags_may_be_set_before_the_first_forward() -> None:
+    run_threads(2, said_before_the_first_forward)
+
+
+# -- hooks, transforms, other composable functions -------------------------------------------------------------------------------
+
+
+def hook_on_a_stream(rank: int, world: int) -> None:
+    model, seen = fully_shard(nn.Linear(24, 24)), []
+    stream = torch.cpu.Stream()
+    model.set_all_reduce_hook(lambda flat: seen.append((torch.cpu.current_stream(), flat.numel() > 0)), stream=stream)
+    model(batch(rank)).sum().backward()
+    assert seen == [(stream, True)] and torch.cpu.current_stream() is not stream
+    hybrid = fully_shard(nn.Linear(24, 24), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    with pytest.raises(ValueError, match="native HSDP"):
+        hybrid.set_all_reduce_hook(lambda flat: None, stream=stream)
+
+
+def test_an_all_reduce_hook_runs_on_its_stream() -> None:
+    run_gloo(2, hook_on_a_stream)
+
+
+def pushed_forward(rank: int, world: int) -> None:
+    plain, policy = Net(), MixedPrecisionPolicy(param_dtype=torch.float64)
+    ours = sharded(copy.deepcopy(plain), mp_policy=policy, reshard_after_forward=False)
+    plain = plain.double()
+    x, direction = batch(rank).double(), batch(rank + 7).double()
+    for _ in range(2):
+        for model in (ours, ours.layers[0]):  # the first forward of all is inside a transform
+            alone = plain if model is ours else plain.layers[0]
+            got, expected = (torch.func.jvp(m, (x,), (direction,)) for m in (model, alone))
+            torch.testing.assert_close(got, expected)
+    ours(x).sum().backward()
+    plain(x).sum().backward()
+    for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(full(q.grad), averaged(p.grad).float())
+
+
+def test_forward_mode_derivatives_are_those_of_a_plain_module() -> None:
+    run_gloo(2, pushed_forward)
+
+
+def beside_replicate(rank: int, world: int) -> None:
+    ours, alone = Net(), Net()
+    replicate(ours.layers[0])
+    fully_shard(ours.layers[1])
+    fully_shard(ours)
+    assert not isinstance(ours.layers[0].weight, DTensor) and isinstance(ours.layers[2].weight, DTensor)
+    outer = Net()
+    sharded_part = fully_shard(outer.layers[0])
+    replicate(outer)  # leaves what is sharded alone
+    for model in (ours, outer, alone):
+        model(batch(rank)).square().sum().backward()
+    for model in (ours, outer):
+        for p, q in zip(alone.parameters(), model.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            torch.testing.assert_close(full(q.grad), averaged(p.grad))
+    assert isinstance(sharded_part.weight, DTensor)
+
+
+def test_modules_of_torchs_replicate_are_left_alone_and_leave_ours_alone() -> None:
+    run_gloo(2, beside_replicate)
+
+
+def hooks_too_late(rank: int, world: int) -> None:
+    model = fully_shard(nn.Linear(24, 24))
+    local = model.weight._local_tensor
+    local.fsdp_pre_all_gather = local.fsdp_post_all_gather = lambda *_: None
+    with pytest.raises(RuntimeError, match="'weight' got all-gather hooks after fully_shard"):
+        model(batch(rank))
+
+
+def test_all_gather_hooks_that_come_too_late_are_not_passed_over() -> None:
+    run_threads(2, hooks_too_late)
+
+
+def counted(rank: int, world: int) -> None:
+    """Seen by torch's own counter, the first step has the collectives of the others."""
+    for how in (fully_shard, torch_fully_shard):
+        model, counts = sharded(how=how), []
+        for _ in range(2):
+            with CommDebugMode() as mode:
+                model(batch(rank)).sum().backward()
+            counts.append(dict(mode.get_comm_counts()))
+        assert counts[0] == counts[1]
+
+
+def test_setting_up_is_not_counted_as_a_part_of_the_first_step() -> None:
+    run_gloo(2, counted)
+
+
+# -- what code reads from the state of a unit --------------------------------------------------------------------------------------
+
+
+def states(rank: int, world: int, how: Any) -> list[Any]:
+    model: Any = Net()
+    how([model.layers[1], model.layers[2]])
+    how(model)
+    root = how.state(model)
+    before = root._is_root
+    root._lazy_init()
+    inner = how.state(model.layers[1])
+    seen: list[Any] = [
+        before,
+        root._is_root,
+        inner._is_root,
+        inner is how.state(model.layers[2]),
+        how.state(model.layers[0]),
+        root is model._get_fsdp_state(),
+        root._state_ctx.all_states == [root, inner],
+        [g._module_fqn for g in (root._fsdp_param_group, inner._fsdp_param_group)],
+        [sorted(p._param_fqn for p in g.fsdp_params) for g in (root._fsdp_param_group, inner._fsdp_param_group)],
+    ]
+    model.layers[1].unshard()
+    seen.append((inner._fsdp_param_group.is_unsharded, root._fsdp_param_group.is_unsharded))
+    model.layers[2].reshard()
+    seen.append(inner._fsdp_param_group.is_unsharded)
+    with pytest.raises(RuntimeError, match="FSDP requires a single root module but got"):
+        lonely = Net()
+        how([lonely.layers[0], lonely.layers[1]])
+        how.state(lonely.layers[0])._lazy_init()
+    with pytest.raises(RuntimeError, match="already been lazily initialized for layers.0\nFSDP requires running forward through the root"):
+        early = Net()
+        how(early.layers[0])
+        how(early)
+        how.state(early.layers[0])._lazy_init()
+        how.state(early)._lazy_init()
+    return seen
+
+
+def test_the_state_of_a_unit_reads_as_that_of_torch() -> None:
+    ours, theirs = (run_threads(2, states, how)[0] for how in (fully_shard, torch_fully_shard))
+    assert ours == theirs
+
+
+def refusals(rank: int, world: int, how: Any) -> list[tuple[type[BaseException], str]]:
+    """What is raised, and the words that scripts look for."""
+    flat, named = init_device_mesh("cpu", (2, 1)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    meta: Any = Net()
+    with torch.device("meta"):
+        meta.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
+    done: Any = how(nn.Linear(4, 4))
+    own: Any = how(nn.Linear(4, 4))
+    own.set_custom_all_gather(lambda *_: None)
+    cases: list[tuple[Any, type[BaseException], str]] = [
+        (lambda: how(Net(), mesh=init_device_mesh("cpu", (2, 1, 1))), ValueError, "fully_shard expects a 1D or 2D DeviceMesh but got"),
+        (lambda: how(Net(), mesh=flat), AssertionError, "Please init the 2D mesh for HSDP with mesh_dim_names specified"),
+        (lambda: how(Net(), mesh=named, shard_placement_fn=lambda p: Shard(p.dim())), AssertionError, "Shard dim"),
+        (lambda: how(Net(25), shard_placement_fn=lambda p: Shard(p.dim() - 1)), NotImplementedError, "uneven sharding on dim 1"),
+        (lambda: how(Net(), shard_placement_fn=lambda p: Replicate()), ValueError, "shard_placement_fn"),
+        (lambda: how(done), AssertionError, "Each distinct composable distributed API can only be applied to a module once"),
+        (lambda: how(Net().layers), ValueError, "does not support containers that do not implement forward"),
+        (lambda: copy.deepcopy(done), AssertionError, "FSDP does not support deepcopy"),
+        (lambda: sharded(meta, how)(torch.zeros(1, 24)), RuntimeError, "on meta device: ['layers.0.weight', 'layers.0.bias']"),
+        (lambda: own.set_allocate_memory_from_process_group_for_comm(True), AssertionError, ""),
+    ]
+    for call, kind, words in cases:
+        with pytest.raises(kind) as error:
+            call()
+        assert words in str(error.value), (words, str(error.value))
+    return []
+
+
+@pytest.mark.parametrize("how", [fully_shard, torch_fully_shard], ids=["ours", "torch's"])
+def test_what_torch_refuses_is_refused_alike(how: Any) -> None:
+    run_threads(2, refusals, how)

@@ -1,0 +1,13 @@
+"""A look inside a sharded module, for tests of what happens there; untyped, since they replace its parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vescale_ray.fsdp import schedule
+
+
+def unit_of(module: Any) -> Any:
+    unit = schedule.unit_of(module)
+    assert unit is not None, f"{type(module).__name__} is not sharded"
+    return unit

@@ -1,0 +1,145 @@
+"""A unit in the shape of the state that torch's own ``fully_shard`` leaves on a module, for code that reaches into that.
+
+Torch's does: a pipeline stage runs backward in micro-batches without reduction and then, once, calls ``post_backward()`` of every group and
+``_root_post_backward_final_callback()`` (``stage.py``, ``perform_reduce_grad``, torch 2.13); ``replicate`` leaves modules alone that are
+registered as sharded. Trainers and tests of other people ask who is the root, what a parameter is called, whether a unit is gathered.
+Only what a unit really has is here; ``fully_shard.state(module)`` and ``module._get_fsdp_state()`` give it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from vescale_ray.fsdp.phases import Residency
+from vescale_ray.fsdp.schedule import Schedule, unit_of
+
+if TYPE_CHECKING:
+    from vescale_ray.fsdp.group import Group
+    from vescale_ray.fsdp.parameters import GroupParam
+    from vescale_ray.fsdp.unit import Unit
+
+
+class State:
+    """Torch's ``FSDPState``, as far as a unit has the same."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit_ref = weakref.ref(unit)  # the modules hold both
+
+    @property
+    def _unit(self) -> Unit:
+        unit = self._unit_ref()
+        assert unit is not None, "the module of this state is gone"
+        return unit
+
+    def _lazy_init(self) -> None:
+        """What the first forward does: this unit becomes the root of those below it."""
+        if self._unit.schedule is None:
+            Schedule.start(self._unit)
+
+    @property
+    def _is_root(self) -> bool | None:
+        """None: no forward has said so yet."""
+        return None if self._unit.schedule is None else self._unit.is_root
+
+    @property
+    def _modules(self) -> tuple[nn.Module, ...]:
+        return tuple(module for ref in self._unit.modules if (module := ref()) is not None)
+
+    @property
+    def _state_ctx(self) -> State:
+        return self
+
+    @property
+    def all_states(self) -> list[State]:
+        """Of all units below the root, once it has run a forward; before, this one only."""
+        schedule = self._unit.schedule
+        return [self] if schedule is None else [state_of_unit(one) for one in schedule.units]
+
+    @property
+    def _fsdp_param_groups(self) -> list[ParamGroup]:
+        return [ParamGroup(self._unit, group) for group in self._unit.groups]
+
+    @property
+    def _fsdp_param_group(self) -> ParamGroup | None:
+        groups = self._fsdp_param_groups
+        return groups[0] if groups else None
+
+    def _root_post_backward_final_callback(self) -> None:
+        if self._unit.schedule is not None:
+            self._unit.schedule.end_backward()
+
+
+class ParamGroup:
+    """Torch's ``FSDPParamGroup``, as far as a group has the same."""
+
+    def __init__(self, unit: Unit, group: Group) -> None:
+        self._unit_ref, self._group_ref = weakref.ref(unit), weakref.ref(group)
+
+    @property
+    def _group(self) -> Group:
+        group = self._group_ref()
+        assert group is not None, "the module of this group is gone"
+        return group
+
+    @property
+    def _module_fqn(self) -> str | None:
+        """Names of the unit's modules below the root; None before it is known."""
+        unit = self._unit_ref()
+        return None if unit is None or unit.schedule is None else unit.name.replace("(root)", "")
+
+    @property
+    def fsdp_params(self) -> list[Param]:
+        return [Param(param) for param in self._group.params]
+
+    @property
+    def is_unsharded(self) -> bool:
+        return self._group.residency is Residency.UNSHARDED
+
+    @property
+    def is_sharded(self) -> bool:
+        return self._group.residency is Residency.SHARDED
+
+    def post_backward(self) -> None:
+        """All micro-batches are through: reduce the gradients of this unit."""
+        unit = self._unit_ref()
+        if unit is not None and unit.schedule is not None:
+            unit.take_in_gradients()
+            unit.close()
+
+
+class Param:
+    """Torch's ``FSDPParam``, as far as a parameter has the same."""
+
+    def __init__(self, param: GroupParam) -> None:
+        self._param_fqn, self.sharded_param, self.unsharded_param = param.fqn, param.sharded, param.unsharded
+
+
+def leave_state(module: nn.Module, unit: Unit) -> None:
+    """Let torch's ``fully_shard.state(module)`` find the unit, and other composable functions that the module is sharded."""
+    module.__dict__.setdefault(STATE_KEY, OrderedDict())[inspect.unwrap(torch_fully_shard)] = state_of_unit(unit)
+    module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether torch's ``replicate`` was applied to this very module: its parameters are not ours to shard."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
+
+
+def state_of_unit(unit: Unit) -> State:
+    """The same one each time."""
+    if unit.torch_state is None:
+        unit.torch_state = State(unit)
+    return unit.torch_state
+
+
+def state_of(module: nn.Module) -> State | None:
+    """The state that :func:`vescale_ray.fully_shard` left on this very module, if it did."""
+    unit = unit_of(module)
+    return None if unit is None else state_of_unit(unit)
