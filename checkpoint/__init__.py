@@ -9,7 +9,7 @@ commit object); ``shard``, ``commits``, ``reader``, ``scrub``, ``retention`` (wh
 ``rng`` and ``api`` (a training script's state). May import ``vescale_ray.geometry``, torch, numpy, xxhash; neither Ray nor fsdp.
 """
 
-from .api import Loaded, SaveHandle, load, save
+from .api import SaveHandle, save
 from .commits import Commit, commit, latest, ls
 from .errors import (
     CheckpointCorrupt,
@@ -22,6 +22,8 @@ from .errors import (
 )
 from .faults import FAULT_ENV, FAULT_POINTS, fault_point
 from .layout import ShardPiece
+from .loading import Loaded, load
+from .names import NameTable
 from .posix import PosixStore
 from .reader import Checkpoint, ReadPlan, StoredTensor
 from .reader import open_checkpoint as open
@@ -43,6 +45,7 @@ __all__ = [
     "CommitRefused",
     "GcReport",
     "Loaded",
+    "NameTable",
     "NoCheckpoint",
     "ObjectStore",
     "PosixStore",

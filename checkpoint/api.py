@@ -12,24 +12,22 @@ import pickle
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from .commits import Commit, commit, ls, newest_first
-from .errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, NoCheckpoint, SaveFailed
+from .commits import Commit, commit, ls
+from .errors import CheckpointError, SaveFailed
 from .faults import fault_point
 from .layout import ShardPiece
 from .manifest import check_attempt, check_meta
-from .reader import Checkpoint, Range, open_checkpoint
 from .retention import gc
-from .rng import capture_rng, derive_rng, restore_rng
+from .rng import capture_rng
 from .shard import Vote, new_attempt, write_shard
-from .state import Flat, State, check_values, flatten, flatten_targets, restore_values, stored_pairs
+from .state import Flat, State, flatten
 from .store import KeyMissing, ObjectStore, Root, store_of
-from .tensors import LocalPart, local_part, owners
+from .tensors import local_part, owners
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,20 +41,6 @@ class SaveHandle:
 
     def wait(self) -> Commit:
         return self.commit
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What a load found beside the tensors: ``values`` are the plain entries saved, ``aux`` this rank's own (``None`` if the
-    number of ranks has changed), ``skipped`` damaged newer commits that were passed over."""
-
-    commit: Commit
-    step: int
-    epoch: int
-    meta: Mapping[str, Any]
-    values: Mapping[str, Any]
-    aux: Any
-    skipped: tuple[str, ...]
 
 
 def save(
@@ -129,102 +113,6 @@ def save(
     return SaveHandle(Commit(**outcome["commit"]))
 
 
-def load(
-    state: State,
-    root: Root,
-    *,
-    commit: str | Commit | None = None,
-    strict: bool = True,
-    rng: bool = True,
-    group: dist.ProcessGroup | None = None,
-) -> Loaded:
-    """Load into the modules, tensors and optimizers of ``state``, in place; every rank calls it. Any number of ranks, any layout.
-
-    Only what ``state`` names is read: ``{"model": module}`` reads the weights alone. Plain JSON entries are replaced in
-    ``state``. A damaged newest checkpoint is passed over for the one before, by all ranks together.
-
-    Args:
-        commit: a commit's name; default: the newest whole one. A named one is never passed over.
-        strict: every tensor of the entries must be in the checkpoint and the other way round. ``False``: only the tensors
-            that both have are loaded; shapes and dtypes must still agree.
-        rng: restore the random generators; on another number of ranks they are seeded from (commit, rank) instead.
-
-    Raises:
-        NoCheckpoint: nothing to load. CheckpointMismatch: it is another model's; nothing was changed.
-        CheckpointCorrupt: damaged, and no older one to go back to; tensors may hold parts of it.
-    """
-    rank, world = _ranks(group)
-    store = store_of(root)
-    candidates = _from_first(lambda: _candidates(store, commit), group)
-    skipped: list[str] = []
-    for index, chosen in enumerate(candidates):
-        try:
-            return _together(partial(_load_one, state, store, chosen, strict, rng, rank, world, tuple(skipped)), group)
-        except CheckpointCorrupt as error:
-            if index + 1 == len(candidates):
-                raise
-            skipped.append(chosen.name)
-            _log.error("%s; going back to checkpoint %s", error, candidates[index + 1].name)
-    raise AssertionError("unreachable: candidates are never empty")
-
-
-def _load_one(
-    state: State, store: ObjectStore, chosen: Commit, strict: bool, rng: bool, rank: int, world: int, skipped: tuple[str, ...]
-) -> Loaded:
-    checkpoint = open_checkpoint(store, chosen)
-    if checkpoint.commit.sha256 != chosen.sha256:
-        raise CheckpointCorrupt(chosen.key, None, ("manifest",), f"rank {rank} sees another commit object than rank 0")
-    flat = flatten_targets(state, checkpoint.meta.get("optimizers", {}), checkpoint.tensors)
-    wanted = {pair: (tuple(t.shape), t.dtype) for pair, t in flat.tensors.items()}
-    if strict:
-        check_values(state, checkpoint.meta)
-        checkpoint.require(wanted, among=stored_pairs(state, checkpoint.meta, checkpoint.tensors))
-        for alias, name in flat.aliases.items():
-            if alias in checkpoint.tensors and name in checkpoint.tensors:
-                raise CheckpointMismatch(f"{alias!r} and {name!r} are one tensor in the model, but two in checkpoint {chosen.path}")
-    else:
-        there = {
-            pair: want
-            for pair, want in wanted.items()
-            if (found := checkpoint.tensors.get(checkpoint.aliases.get(pair[0], pair[0]))) is not None and pair[1] in found.kinds
-        }
-        checkpoint.require(there, among=())
-        wanted = there
-    aux = checkpoint.aux(rank) if checkpoint.world == world else None
-    _fill(checkpoint, {pair: flat.tensors[pair] for pair in wanted}, world, rank)
-    restore_values(state, checkpoint.meta, flat)
-    if rng:
-        if aux is not None and "rng" in aux:
-            restore_rng(aux["rng"])
-        else:
-            derive_rng(chosen.sha256, rank)
-            if rank == 0:
-                _log.warning(
-                    "checkpoint %s holds no random generator states for %d ranks (saved by %d): generators were seeded anew",
-                    chosen.name,
-                    world,
-                    checkpoint.world,
-                )
-    user = aux.get("user") if isinstance(aux, dict) else None
-    meta = checkpoint.meta.get("meta", checkpoint.meta)
-    return Loaded(chosen, checkpoint.step, checkpoint.epoch, meta, checkpoint.meta.get("state", {}), user, skipped)
-
-
-def _fill(checkpoint: Checkpoint, tensors: Mapping[tuple[str, str], torch.Tensor], world: int, rank: int) -> None:
-    parts: list[tuple[LocalPart, torch.Tensor]] = []
-    ranges: list[Range] = []
-    for (name, kind), tensor in tensors.items():
-        part = local_part(name, tensor, world, rank)
-        flat = part.flat()
-        parts.append((part, flat))
-        ranges += [(name, kind, start, end, piece) for start, end, piece in part.pieces(flat)]
-    with torch.no_grad():
-        checkpoint.read_ranges(ranges)
-        for part, flat in parts:
-            if not part.shared:
-                part.local.copy_(flat.view(part.local.shape))
-
-
 def _pieces(flat: Flat, world: int, rank: int) -> list[ShardPiece]:
     parts = {pair: local_part(pair[0], tensor, world, rank) for pair, tensor in flat.tensors.items()}
     writes = owners(list(parts.values()))
@@ -244,16 +132,6 @@ def _next_epoch(store: ObjectStore, epoch: int | None, step: int) -> int:
     if newest is None:
         return 0
     return newest[0] if step > newest[1] else newest[0] + 1
-
-
-def _candidates(store: ObjectStore, named: str | Commit | None) -> list[Commit]:
-    if named is not None:
-        return [open_checkpoint(store, named).commit]
-    found = list(newest_first(store))
-    if not found:
-        open_checkpoint(store)  # raises, saying what is there
-        raise NoCheckpoint(f"no checkpoint in {store.describe()}")
-    return found
 
 
 def _lead(
