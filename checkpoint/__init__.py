@@ -23,9 +23,10 @@ from .errors import (
 from .faults import FAULT_ENV, FAULT_POINTS, fault_point
 from .layout import ShardPiece
 from .loading import Loaded, load
+from .matching import StoredTensor
 from .names import NameTable
 from .posix import PosixStore
-from .reader import Checkpoint, ReadPlan, StoredTensor
+from .reader import Checkpoint, ReadPlan
 from .reader import open_checkpoint as open
 from .retention import GcReport, gc
 from .rng import capture_rng, derive_rng, restore_rng

@@ -20,9 +20,10 @@ from torch import nn
 from .api import _from_first, _ranks, _together
 from .commits import Commit, newest_first
 from .errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
+from .matching import Pair
 from .materialize import materialize, on_meta
 from .names import Globs, NameTable, globs, matches, table_of
-from .reader import BUDGET_BYTES, Checkpoint, Pair, Range, ReadPlan, open_checkpoint
+from .reader import BUDGET_BYTES, Checkpoint, Range, ReadPlan, open_checkpoint
 from .rng import derive_rng, restore_rng
 from .state import Choice, Flat, State, check_values, flatten_models, flatten_targets, restore_values, stored_pairs
 from .store import ObjectStore, Root, store_of
@@ -139,7 +140,7 @@ def _load_one(
         # The weights are checked before anything gets storage; with the optimizers once more below, which need it.
         weights = {key: value for key, value in state.items() if not isinstance(value, torch.optim.Optimizer)}
         there = _agreed(checkpoint, weights, flatten_models(weights), choice, request.cast)
-        _check_filled(flatten_models(weights), there, models)
+        check_filled(flatten_models(weights), there, models)
         optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
         for model in models:
             materialize(model, request.device, optimizers)
@@ -189,7 +190,8 @@ def _agreed(checkpoint: Checkpoint, state: Mapping[str, Any], flat: Flat, choice
     return there
 
 
-def _check_filled(flat: Flat, there: Mapping[Pair, Pair], models: list[nn.Module]) -> None:
+def check_filled(flat: Flat, there: Mapping[Pair, Pair], models: list[nn.Module]) -> None:
+    """Raises ValueError, naming what of ``models`` is on the meta device and not in ``there``."""
     empty = [name for (name, kind), tensor in flat.tensors.items() if tensor.is_meta and (name, kind) not in there]
     known = {id(tensor) for tensor in flat.tensors.values()}
     empty += [name for model in models for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in known]

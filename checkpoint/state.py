@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,8 +25,9 @@ from torch import nn
 from .errors import CheckpointMismatch
 from .layout import dtype_name, dtype_of
 from .manifest import check_meta
+from .matching import Pair, StoredTensor
 from .names import NameTable, chosen, matches
-from .reader import Checkpoint, Pair
+from .reader import Checkpoint
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 State = MutableMapping[str, Any]
@@ -50,6 +51,16 @@ class Flat:
         self.tensors[name, kind] = tensor
 
 
+class Holder(Protocol):
+    """What a load needs to know of where tensors come from: a checkpoint of ours, or another program's files."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+
+    @property
+    def aliases(self) -> Mapping[str, str]: ...
+
+
 @dataclass(frozen=True)
 class Choice:
     """Which of a state's tensors a load takes, what may be lacking on either side, and under which names they are stored."""
@@ -70,17 +81,17 @@ class Choice:
     def takes_stored(self, name: str) -> bool:
         return chosen(name, self.include, self.exclude)
 
-    def source(self, pair: Pair, flat: Flat, checkpoint: Checkpoint) -> Pair:
+    def source(self, pair: Pair, flat: Flat, holder: Holder) -> Pair:
         """The stored pair of a pair here; of a tied tensor's names the first that the checkpoint has."""
         name, kind = pair
         if kind == "state":
             name, _, state_key = name.rpartition("/")
-            return f"{self.stored(name, flat, checkpoint)}/{state_key}", kind
-        return self.stored(name, flat, checkpoint), kind
+            return f"{self.stored(name, flat, holder)}/{state_key}", kind
+        return self.stored(name, flat, holder), kind
 
-    def stored(self, name: str, flat: Flat, checkpoint: Checkpoint) -> str:
+    def stored(self, name: str, flat: Flat, holder: Holder) -> str:
         names = [self.table(one) for one in self._names(name, flat)]
-        return next((one for one in names if one in checkpoint.tensors or one in checkpoint.aliases), names[0])
+        return next((one for one in names if one in holder.tensors or one in holder.aliases), names[0])
 
     @staticmethod
     def _names(name: str, flat: Flat) -> list[str]:

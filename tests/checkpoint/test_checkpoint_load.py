@@ -447,4 +447,4 @@ def _measure_load(root: str, report: str, size: int, budget: int) -> None:
 
 
 def test_the_default_budget_is_the_one_that_is_documented():
-    assert reader.BUDGET_BYTES == 8 << 20
+    assert reader.BUDGET_BYTES == 16 << 20
