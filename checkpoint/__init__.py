@@ -17,10 +17,13 @@ from .errors import (
     CheckpointMismatch,
     CommitExists,
     CommitRefused,
+    ForeignFileError,
     NoCheckpoint,
     SaveFailed,
 )
 from .faults import FAULT_ENV, FAULT_POINTS, fault_point
+from .foreign import Imported
+from .huggingface import Exported, export_hf, import_hf
 from .layout import ShardPiece
 from .loading import Loaded, load
 from .matching import StoredTensor
@@ -44,10 +47,13 @@ __all__ = [
     "Commit",
     "CommitExists",
     "CommitRefused",
+    "Exported",
+    "ForeignFileError",
     "GcReport",
     "Loaded",
     "NameTable",
     "NoCheckpoint",
+    "Imported",
     "ObjectStore",
     "PosixStore",
     "Problem",
@@ -61,8 +67,10 @@ __all__ = [
     "capture_rng",
     "commit",
     "derive_rng",
+    "export_hf",
     "fault_point",
     "gc",
+    "import_hf",
     "latest",
     "load",
     "ls",

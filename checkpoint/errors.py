@@ -30,6 +30,10 @@ class CommitExists(CommitRefused):
     """Another attempt has already committed this epoch and step."""
 
 
+class ForeignFileError(CheckpointError):
+    """A file of another format (safetensors, PyTorch DCP) is malformed, or holds what can't be read safely."""
+
+
 class CheckpointCorrupt(CheckpointError):
     """Stored bytes are not those that were written.
 

@@ -8,7 +8,7 @@ Every rank reads its own intervals; the ranks only agree on the commit and, at t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,12 +20,12 @@ from torch import nn
 from .api import _from_first, _ranks, _together
 from .commits import Commit, newest_first
 from .errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
-from .matching import Pair
+from .matching import Pair, match
 from .materialize import materialize, on_meta
 from .names import Globs, NameTable, globs, matches, table_of
 from .reader import BUDGET_BYTES, Checkpoint, Range, ReadPlan, open_checkpoint
 from .rng import derive_rng, restore_rng
-from .state import Choice, Flat, State, check_values, flatten_models, flatten_targets, restore_values, stored_pairs
+from .state import Choice, Flat, Holder, State, check_values, flatten_models, flatten_targets, restore_values, stored_pairs
 from .store import ObjectStore, Root, store_of
 from .tensors import LocalPart, local_part
 
@@ -168,13 +168,32 @@ def _load_one(
 
 
 def _agreed(checkpoint: Checkpoint, state: Mapping[str, Any], flat: Flat, choice: Choice, cast: bool) -> dict[Pair, Pair]:
-    """``{pair here: pair stored}`` of what will be read; raises CheckpointMismatch for what doesn't fit."""
+    return agreed(f"checkpoint {checkpoint.commit.path}", checkpoint, stored_pairs(state, checkpoint), flat, choice, cast)
+
+
+def agreed(where: str, holder: Holder, among: Set[Pair], flat: Flat, choice: Choice, cast: bool) -> dict[Pair, Pair]:
+    """``{pair here: pair stored}`` of what will be read.
+
+    Args:
+        among: the stored pairs that belong to the entries of the state, and may not be left over.
+
+    Raises:
+        CheckpointMismatch: what doesn't fit.
+    """
     wanted = {pair: (tuple(t.shape), t.dtype) for pair, t in flat.tensors.items() if choice.takes_pair(pair, flat)}
-    source = {pair: choice.source(pair, flat, checkpoint) for pair in flat.tensors}
+    source = {pair: choice.source(pair, flat, holder) for pair in flat.tensors}
     # A tensor that was left out on purpose has its counterpart all the same: that is not unexpected.
-    left_out = {(checkpoint.aliases.get(n, n), k) for pair, (n, k) in source.items() if pair not in wanted}
-    among = {pair for pair in stored_pairs(state, checkpoint) - left_out if choice.takes_stored(pair[0])}
-    there = checkpoint.require(
+    left_out = {(holder.aliases.get(n, n), k) for pair, (n, k) in source.items() if pair not in wanted}
+    among = {pair for pair in among - left_out if choice.takes_stored(pair[0])}
+    for alias, name in flat.aliases.items():
+        one, other = choice.table(alias), choice.table(name)
+        two = one != other and one in holder.tensors and other in holder.tensors
+        if two and choice.takes(name, flat) and not matches(one, choice.allow_unexpected):
+            raise CheckpointMismatch(f"{alias!r} and {name!r} are one tensor in the model, but two in {where}")
+    return match(
+        where,
+        holder.tensors,
+        holder.aliases,
         wanted,
         among,
         source=source,
@@ -182,12 +201,6 @@ def _agreed(checkpoint: Checkpoint, state: Mapping[str, Any], flat: Flat, choice
         allow_unexpected=choice.allow_unexpected,
         cast=cast,
     )
-    for alias, name in flat.aliases.items():
-        one, other = choice.table(alias), choice.table(name)
-        two = one != other and one in checkpoint.tensors and other in checkpoint.tensors
-        if two and choice.takes(name, flat) and not matches(one, choice.allow_unexpected):
-            raise CheckpointMismatch(f"{alias!r} and {name!r} are one tensor in the model, but two in checkpoint {checkpoint.commit.path}")
-    return there
 
 
 def check_filled(flat: Flat, there: Mapping[Pair, Pair], models: list[nn.Module]) -> None:

@@ -35,10 +35,15 @@ def match(
     allow_unexpected: Sequence[str] = (),
     cast: bool = False,
 ) -> dict[Pair, Pair]:
-    """``{wanted pair: stored pair}``; see :meth:`Checkpoint.require <vescale_ray.checkpoint.Checkpoint.require>` for the arguments.
+    """``{wanted pair: stored pair}`` of those that are there.
 
     Args:
         where: what holds ``tensors`` (and ``aliases`` of them), for the message.
+        wanted: ``{(name, kind): (shape, dtype)}``.
+        among: the stored pairs that may not be left over; by default all of the kinds that ``wanted`` mentions.
+        source: the stored pair of each wanted one, where the names differ.
+        allow_missing: globs of wanted names that may be lacking. allow_unexpected: of stored names that may be left over.
+        cast: dtypes of the same sort (floating point, or integer) may differ.
 
     Raises:
         CheckpointMismatch: one line naming the first differences of each sort.

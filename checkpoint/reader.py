@@ -249,42 +249,20 @@ class Checkpoint:
             first = last
         return ReadPlan(needed, planned, sum(breaks) + bool(runs), tuple(segments))
 
-    def require(
-        self,
-        wanted: Mapping[Pair, tuple[Sequence[int], torch.dtype]],
-        among: Iterable[Pair] | None = None,
-        *,
-        source: Mapping[Pair, Pair] | None = None,
-        allow_missing: Sequence[str] = (),
-        allow_unexpected: Sequence[str] = (),
-        cast: bool = False,
-    ) -> dict[Pair, Pair]:
+    def require(self, wanted: Mapping[Pair, tuple[Sequence[int], torch.dtype]], among: Iterable[Pair] | None = None) -> dict[Pair, Pair]:
         """Check that the checkpoint has exactly the wanted (name, kind) pairs, with these shapes and dtypes.
 
         Args:
             wanted: ``{(name, kind): (shape, dtype)}`` of the whole model (or optimizer).
             among: the stored pairs that may not be left over; by default all of the kinds that ``wanted`` mentions.
-            source: the stored pair of each wanted one, where the names differ.
-            allow_missing: globs of wanted names that the checkpoint may lack. allow_unexpected: of stored names that may be left over.
-            cast: dtypes of the same sort (floating point, or integer) may differ.
 
         Returns:
-            ``{wanted pair: stored pair}`` of those that are there.
+            ``{wanted pair: stored pair}``: another where the wanted name is a tied tensor's other one.
 
         Raises:
             CheckpointMismatch: one line naming the first differences of each sort.
         """
-        return match(
-            f"checkpoint {self.commit.path}",
-            self.tensors,
-            self.aliases,
-            wanted,
-            among,
-            source=source,
-            allow_missing=allow_missing,
-            allow_unexpected=allow_unexpected,
-            cast=cast,
-        )
+        return match(f"checkpoint {self.commit.path}", self.tensors, self.aliases, wanted, among)
 
     def _find(self, name: str, kind: str) -> tuple[TensorEntry, Extents]:
         entry = self.manifest.by_name.get(self.aliases.get(name, name))
