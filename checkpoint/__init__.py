@@ -11,6 +11,7 @@ commit object); ``shard``, ``commits``, ``reader``, ``scrub``, ``retention`` (wh
 
 from .api import SaveHandle, save
 from .commits import Commit, commit, latest, ls
+from .dcp import DcpExported, DcpReader, export_dcp, import_dcp
 from .errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -47,6 +48,8 @@ __all__ = [
     "Commit",
     "CommitExists",
     "CommitRefused",
+    "DcpExported",
+    "DcpReader",
     "Exported",
     "ForeignFileError",
     "GcReport",
@@ -67,9 +70,11 @@ __all__ = [
     "capture_rng",
     "commit",
     "derive_rng",
+    "export_dcp",
     "export_hf",
     "fault_point",
     "gc",
+    "import_dcp",
     "import_hf",
     "latest",
     "load",

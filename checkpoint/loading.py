@@ -189,7 +189,9 @@ def agreed(where: str, holder: Holder, among: Set[Pair], flat: Flat, choice: Cho
         one, other = choice.table(alias), choice.table(name)
         two = one != other and one in holder.tensors and other in holder.tensors
         if two and choice.takes(name, flat) and not matches(one, choice.allow_unexpected):
-            raise CheckpointMismatch(f"{alias!r} and {name!r} are one tensor in the model, but two in {where}")
+            raise CheckpointMismatch(
+                f"{alias!r} and {name!r} are one tensor in the model, but two in {where}; allow_unexpected={one!r} takes {other!r} for both"
+            )
     return match(
         where,
         holder.tensors,

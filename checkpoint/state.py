@@ -272,12 +272,12 @@ def _flatten_optimizer(key: str, optimizer: torch.optim.Optimizer, flat: Flat) -
             if isinstance(value, torch.Tensor) and not _is_scalar(param, state_key, value):
                 kinds[state_key] = None
             else:
-                scalars.setdefault(state_key, {})[name] = _encode(f"state {state_key!r} of {name!r}", value)
+                scalars.setdefault(state_key, {})[name] = encode(f"state {state_key!r} of {name!r}", value)
     groups = []
     for group in optimizer.param_groups:
         members = [_param_name(key, i, p, flat) for i, p in enumerate(group["params"])]
         hyper = {
-            k: _encode(f"hyperparameter {k!r} of optimizer {key!r}", v) for k, v in group.items() if k not in ("params", "param_names")
+            k: encode(f"hyperparameter {k!r} of optimizer {key!r}", v) for k, v in group.items() if k not in ("params", "param_names")
         }
         groups.append({"params": members, "hyper": hyper})
     return {"type": type(optimizer).__name__, "groups": groups, "kinds": list(kinds), "scalars": scalars}
@@ -343,38 +343,38 @@ def _restore_optimizer(
         for name, value in by_name.items():
             found = params.get(checkpoint.aliases.get(name, name))
             if found is not None:
-                optimizer.state[found][state_key] = _decode(value, optimizer.state[found].get(state_key))
+                optimizer.state[found][state_key] = decode(value, optimizer.state[found].get(state_key))
     for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
         for name, value in stored["hyper"].items():
-            group[name] = _decode(value, group.get(name))
+            group[name] = decode(value, group.get(name))
 
 
-def _encode(what: str, value: Any) -> Any:
+def encode(what: str, value: Any) -> Any:
     """A scalar, tuple or 0-d tensor as JSON: floats exactly (shortest round trip), non-finite ones as text."""
     if isinstance(value, torch.Tensor):
         if value.dim():
             raise ValueError(f"{what} is a tensor of shape {tuple(value.shape)}; only 0-d tensors can stand there")
         local = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return {"dtype": dtype_name(value.dtype), "value": _encode(what, local.item())}
+        return {"dtype": dtype_name(value.dtype), "value": encode(what, local.item())}
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
     if isinstance(value, (list, tuple)):
-        return [_encode(what, item) for item in value]
+        return [encode(what, item) for item in value]
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     raise ValueError(f"{what} is a {type(value).__name__}, which JSON can't hold")
 
 
-def _decode(value: Any, like: Any) -> Any:
-    """Back from :func:`_encode`, as the type that stands there now: a tuple stays a tuple, a tensor on its device."""
+def decode(value: Any, like: Any = None) -> Any:
+    """Back from :func:`encode`, as the type that stands there now: a tuple stays a tuple, a tensor on its device."""
     if isinstance(value, dict):
         if "float" in value:
             return float(value["float"])
-        number = _decode(value["value"], None)
+        number = decode(value["value"])
         device = like.device if isinstance(like, torch.Tensor) else "cpu"
         return torch.tensor(number, dtype=dtype_of(value["dtype"]), device=device)
     if isinstance(value, list):
-        items = [_decode(item, None) for item in value]
+        items = [decode(item) for item in value]
         return tuple(items) if isinstance(like, tuple) or like is None else items
     if isinstance(like, torch.Tensor) and isinstance(value, (int, float)):
         return torch.tensor(value, dtype=like.dtype, device=like.device)
