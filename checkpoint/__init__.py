@@ -5,12 +5,15 @@ described as 1-D intervals, so that a load onto other ranks or another layout is
 twice. The format is in ``docs/checkpoint-format.md``.
 
 Layers, each in its file: ``store`` (the seam) and ``posix``; ``digest``; ``layout`` (a rank's object) and ``manifest`` (the
-commit object); ``shard``, ``commits``, ``reader``, ``scrub``, ``retention`` (what is done with them); ``tensors``, ``state``,
-``rng`` and ``api`` (a training script's state). May import ``vescale_ray.geometry``, torch, numpy, xxhash; neither Ray nor fsdp.
+commit object); ``shard``, ``commits``, ``reader``, ``compare``, ``scrub``, ``retention`` (what is done with them); ``tensors``,
+``state``, ``rng``, ``api`` and ``loading`` with ``names``, ``matching``, ``materialize`` (a training script's state); ``foreign`` and, on it,
+``huggingface`` with ``safetensors_file``, ``dcp`` with ``dcp_state`` and ``dcp_files`` (other programs' formats).
+May import ``vescale_ray.geometry``, torch, numpy, xxhash; neither Ray nor fsdp.
 """
 
 from .api import SaveHandle, save
 from .commits import Commit, commit, latest, ls
+from .compare import CheckpointDiff, Difference, diff
 from .dcp import DcpExported, DcpReader, export_dcp, import_dcp
 from .errors import (
     CheckpointCorrupt,
@@ -18,6 +21,7 @@ from .errors import (
     CheckpointMismatch,
     CommitExists,
     CommitRefused,
+    ExportFailed,
     ForeignFileError,
     NoCheckpoint,
     SaveFailed,
@@ -43,6 +47,7 @@ __all__ = [
     "FAULT_POINTS",
     "Checkpoint",
     "CheckpointCorrupt",
+    "CheckpointDiff",
     "CheckpointError",
     "CheckpointMismatch",
     "Commit",
@@ -50,6 +55,8 @@ __all__ = [
     "CommitRefused",
     "DcpExported",
     "DcpReader",
+    "Difference",
+    "ExportFailed",
     "Exported",
     "ForeignFileError",
     "GcReport",
@@ -70,6 +77,7 @@ __all__ = [
     "capture_rng",
     "commit",
     "derive_rng",
+    "diff",
     "export_dcp",
     "export_hf",
     "fault_point",

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .commits import Commit, commit, ls
+from .commits import Commit, commit
 from .errors import CheckpointError, SaveFailed
 from .faults import fault_point
 from .layout import ShardPiece
-from .manifest import check_attempt, check_meta
+from .manifest import check_attempt, check_meta, parse_commit_name
 from .retention import gc
 from .rng import capture_rng
 from .shard import Vote, new_attempt, write_shard
@@ -73,7 +73,7 @@ def save(
         ValueError: a state that can't be stored; on every rank, before anything is written.
         SaveFailed: no commit was made (a rank failed, died, or storage refused); earlier checkpoints are untouched.
     """
-    rank, world = _ranks(group)
+    rank, world = ranks_of(group)
     store = store_of(root)
 
     def prepare() -> tuple[Flat, list[ShardPiece]]:
@@ -84,8 +84,8 @@ def save(
         flat = flatten(state)
         return flat, _pieces(flat, world, rank)
 
-    flat, pieces = _together(prepare, group)
-    attempt, chosen = _from_first(lambda: (new_attempt(), _next_epoch(store, epoch, step)), group)
+    flat, pieces = together(prepare, group)
+    attempt, chosen = from_first(lambda: (new_attempt(), next_epoch(newest_order(store), epoch, step)), group)
     full_aux = {"rng": capture_rng(), "user": dict(aux or {})}
     failure: Exception | None = None
     try:
@@ -125,10 +125,16 @@ def _pieces(flat: Flat, world: int, rank: int) -> list[ShardPiece]:
     return pieces
 
 
-def _next_epoch(store: ObjectStore, epoch: int | None, step: int) -> int:
+def newest_order(store: ObjectStore) -> tuple[int, int] | None:
+    """(epoch, step) of the newest commit, from the names alone."""
+    names = (entry.key.removeprefix("commits/").removesuffix(".json") for entry in store.list("commits/"))
+    return max(filter(None, map(parse_commit_name, names)), default=None)
+
+
+def next_epoch(newest: tuple[int, int] | None, epoch: int | None, step: int) -> int:
+    """The epoch of a save of ``step``: the one given, or the least that makes it the newest."""
     if epoch is not None:
         return epoch
-    newest = max(((c.epoch, c.step) for c in ls(store)), default=None)
     if newest is None:
         return 0
     return newest[0] if step > newest[1] else newest[0] + 1
@@ -191,15 +197,15 @@ def _await(store: ObjectStore, attempt: str, name: str, deadline: float) -> Mapp
         pause = min(0.25, pause * 1.5)
 
 
-def _ranks(group: dist.ProcessGroup | None) -> tuple[int, int]:
+def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(group), dist.get_world_size(group)
     return 0, 1
 
 
-def _from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+def from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Rank 0's result on every rank; its error too."""
-    rank, world = _ranks(group)
+    rank, world = ranks_of(group)
     if world == 1:
         return make()
     box: list[Any] = [None]
@@ -215,9 +221,9 @@ def _from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     return value  # type: ignore[no-any-return]
 
 
-def _together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+def together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Run ``work`` on every rank; if any rank raises, every rank raises the first rank's error that did."""
-    rank, world = _ranks(group)
+    rank, world = ranks_of(group)
     if world == 1:
         return work()
     mine: Exception | None = None

@@ -47,12 +47,12 @@ from torch.futures import Future
 
 from vescale_ray.geometry import intervals
 
-from .api import _from_first, _ranks, _together
+from .api import from_first, ranks_of, together
 from .commits import Commit
 from .dcp_files import Archives
 from .dcp_state import DcpSource
 from .digest import as_bytes, view_of
-from .errors import CheckpointMismatch, ForeignFileError
+from .errors import CheckpointMismatch, ExportFailed
 from .foreign import OBJECT_BYTES, Imported, Progress, into_commit, into_model, is_root
 from .layout import dtype_name
 from .matching import castable, some
@@ -323,7 +323,7 @@ def import_dcp(
         CheckpointMismatch: names, shapes or dtypes differ.
     """
     back = table_of(rename).inverse() if is_root(target) else NameTable()
-    source = _together(lambda: DcpSource(folder, {**ENTRIES, **(entries or {})}, back, globs(include), globs(exclude)), group)
+    source = together(lambda: DcpSource(folder, {**ENTRIES, **(entries or {})}, back, globs(include), globs(exclude)), group)
     if not is_root(target):
         assert isinstance(target, (nn.Module, Mapping))
         return into_model(
@@ -340,8 +340,8 @@ def import_dcp(
             progress=progress,
         )
     aliases = dict(tied or {})
-    _from_first(lambda: _check_tied(source, aliases), group)
-    meta = _together(source.meta, group)
+    from_first(lambda: _check_tied(source, aliases), group)
+    meta = together(source.meta, group)
     return into_commit(
         source,
         target,  # type: ignore[arg-type]
@@ -418,9 +418,9 @@ def export_dcp(
         entries: ``{our entry: DCP's}`` where it is to be called otherwise than in :data:`ENTRIES`.
 
     Raises:
-        ValueError: the folder is not empty. CheckpointCorrupt: the checkpoint is damaged. ForeignFileError: what was read back differs.
+        ValueError: the folder is not empty. CheckpointCorrupt: the checkpoint is damaged. ExportFailed: what was read back differs.
     """
-    rank, world = _ranks(group)
+    rank, world = ranks_of(group)
     place = Path(folder)
 
     def begin() -> Commit:
@@ -431,7 +431,7 @@ def export_dcp(
             raise ValueError(f"{place} holds {some(there)}: give an empty folder")
         return found
 
-    chosen_commit = _from_first(begin, group)
+    chosen_commit = from_first(begin, group)
     leaves: dict[str, Any] = {}
     paths: dict[str, Any] = {}
 
@@ -445,7 +445,7 @@ def export_dcp(
         items = list(_items(leaves))
         return _write_items(checkpoint, leaves, items[rank::world], place, rank, progress)
 
-    mine = _together(write, group)
+    mine = together(write, group)
     infos = [mine]
     if world > 1:
         infos = [{} for _ in range(world)]
@@ -461,7 +461,7 @@ def export_dcp(
         described = Metadata(declared, paths, storage, StorageMeta(checkpoint_id=str(place)), _DCP_VERSION)
         _publish(place, pickle.dumps(described))
 
-    _from_first(finish, group)
+    from_first(finish, group)
     files = sorted({info.relative_path for info in storage.values()})
     return DcpExported(tuple(files), tuple(leaves), sum(leaf.bytes for leaf in leaves.values() if isinstance(leaf, Ref)))
 
@@ -534,7 +534,7 @@ def _read_back(place: Path, written: list[tuple[_Item, Any, bytes]]) -> None:
             found = xxhash.xxh3_128()
             files.digest(info, found.update)
             if found.digest() != digest:
-                raise ForeignFileError(f"{place / info.relative_path}: {item.key!r} was read back with other bytes than were written")
+                raise ExportFailed(f"{place / info.relative_path}: {item.key!r} was read back with other bytes than were written")
 
 
 def _publish(place: Path, data: bytes) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .api import _from_first, _next_epoch, _ranks, _together
+from .api import from_first, newest_order, next_epoch, ranks_of, together
 from .commits import Commit, commit
 from .digest import CHUNK_BYTES, as_bytes, view_of
 from .errors import CheckpointMismatch, ForeignFileError
@@ -98,7 +98,7 @@ def into_model(
 
     The arguments are those of :func:`~vescale_ray.checkpoint.load`. Raises what that raises, and ForeignFileError.
     """
-    rank, world = _ranks(group)
+    rank, world = ranks_of(group)
     choice = Choice(globs(include), globs(exclude), globs(allow_missing), globs(allow_unexpected), table_of(rename))
 
     def work() -> Imported:
@@ -126,7 +126,7 @@ def into_model(
         missing = tuple(pair[0] for pair in flat.tensors if pair not in there and choice.takes_pair(pair, flat))
         return Imported(tuple(pair[0] for pair in there), done, missing)
 
-    return _together(work, group)
+    return together(work, group)
 
 
 def into_commit(
@@ -149,7 +149,7 @@ def into_commit(
         names: ``{source's name: name in the commit}`` of what to take, with all kinds.
         meta, aliases: as of :func:`~vescale_ray.checkpoint.commit`, by names in the commit.
     """
-    rank, world = _ranks(group)
+    rank, world = ranks_of(group)
     store = store_of(root)
     kinds = list(dict.fromkeys(kind for name in names for kind in source.tensors[name].kinds))
     # Kind by kind, so that an object's tensors of one kind follow each other, as they do in a shard.
@@ -161,9 +161,9 @@ def into_commit(
         if not names:
             raise CheckpointMismatch(f"{source.describe()} has nothing to import")
         check_meta(meta)
-        return new_attempt(), _next_epoch(store, None, step)
+        return new_attempt(), next_epoch(newest_order(store), None, step)
 
-    attempt, epoch = _from_first(begin, group)
+    attempt, epoch = from_first(begin, group)
 
     def write_one(index: int) -> str:
         """A function of its own, so that its pieces are gone when the next object's are read."""
@@ -173,13 +173,13 @@ def into_commit(
             progress(sum(p.data.numel() * p.dtype.itemsize for p in pieces))
         return vote.to_json()
 
-    mine = _together(lambda: [write_one(index) for index in range(rank, len(objects), world)], group)
+    mine = together(lambda: [write_one(index) for index in range(rank, len(objects), world)], group)
     everyone: list[list[str]] = [mine]
     if world > 1:
         everyone = [[] for _ in range(world)]
         dist.all_gather_object(everyone, mine, group=group)
     votes = [Vote.from_json(text) for texts in everyone for text in texts]
-    return _from_first(
+    return from_first(
         lambda: commit(store, votes, step=step, epoch=epoch, attempt=attempt, world=len(objects), meta=meta, aliases=aliases), group
     )
 

@@ -19,16 +19,16 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 
-from .api import _from_first, _ranks, _together
+from .api import from_first, ranks_of, together
 from .commits import Commit
 from .digest import as_bytes, view_of
-from .errors import CheckpointMismatch, ForeignFileError
+from .errors import CheckpointMismatch, ExportFailed, ForeignFileError
 from .foreign import OBJECT_BYTES, Files, Imported, Progress, Source, into_commit, into_model, is_root
-from .layout import SAFETENSORS_NAME, dtype_name
+from .layout import dtype_name
 from .matching import StoredTensor, some
 from .names import Globs, NameTable, chosen, globs, table_of
 from .reader import Checkpoint, open_checkpoint
-from .safetensors_file import Located, header_of, read_header
+from .safetensors_file import SAFETENSORS_NAME, Located, header_of, read_header
 from .store import Root
 
 INDEX = "model.safetensors.index.json"
@@ -194,9 +194,9 @@ def export_hf(
 
     Raises:
         ValueError: the folder holds model files. CheckpointMismatch: nothing to write, or a dtype that safetensors lacks.
-        CheckpointCorrupt: the checkpoint is damaged. ForeignFileError: what was read back differs from what was written.
+        CheckpointCorrupt: the checkpoint is damaged. ExportFailed: what was read back differs from what was written.
     """
-    rank, world = _ranks(group)
+    rank, world = ranks_of(group)
     place = Path(folder)
 
     def begin() -> Commit:
@@ -207,7 +207,7 @@ def export_hf(
             raise ValueError(f"{place} holds {some(there)}: give a folder without model files")
         return found
 
-    chosen_commit = _from_first(begin, group)
+    chosen_commit = from_first(begin, group)
 
     def write() -> tuple[list[_File], dict[str, str]]:
         checkpoint = open_checkpoint(root, chosen_commit)
@@ -217,7 +217,7 @@ def export_hf(
             _write(checkpoint, place / file.name, file, metadata, progress)
         return files, aliases
 
-    files, _ = _together(write, group)
+    files, _ = together(write, group)
     size = sum(entry.bytes for file in files for entry in file.entries)
 
     def finish() -> None:
@@ -225,7 +225,7 @@ def export_hf(
         text = json.dumps({"metadata": {"total_size": size}, "weight_map": weights}, indent=2, sort_keys=True) + "\n"
         _publish(place / INDEX, text.encode())
 
-    _from_first(finish, group)
+    from_first(finish, group)
     return Exported(tuple(f.name for f in files), tuple(e.name for f in files for e in f.entries), size)
 
 
@@ -335,7 +335,7 @@ def _compare(fd: int, path: Path, written: Any) -> None:
         found.update(data)
         offset += len(data)
     if found.digest() != written.digest():
-        raise ForeignFileError(f"{path}: what was read back is not what was written: the disk or its connection is at fault")
+        raise ExportFailed(f"{path}: what was read back is not what was written: the disk or its connection is at fault")
 
 
 def _publish(path: Path, data: bytes) -> None:
@@ -358,7 +358,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def _from_all(path: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Source:
-    return _together(lambda: HfSource(path), group)
+    return together(lambda: HfSource(path), group)
 
 
 def _files_of(path: Path) -> tuple[Path, list[str], dict[str, str] | None]:

@@ -27,7 +27,7 @@ from .store import ALIGNMENT
 
 FORMAT = "rcp/1"
 
-SAFETENSORS_NAME = {
+_SAFETENSORS_NAME = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -167,7 +167,7 @@ def plan_object(pieces: Sequence[ShardPiece], metadata: Mapping[str, str]) -> Ob
         if not size:
             relative += [(position, p) for p in members]
             continue
-        native = SAFETENSORS_NAME.get(members[0].dtype)
+        native = _SAFETENSORS_NAME.get(members[0].dtype)
         shape = [size // members[0].dtype.itemsize] if native else [size]
         header[f"{kind}.g{index}"] = {"dtype": native or "U8", "shape": shape, "data_offsets": [position, position + size]}
         for piece in members:

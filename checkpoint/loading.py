@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .api import _from_first, _ranks, _together
+from .api import from_first, ranks_of, together
 from .commits import Commit, newest_first
 from .errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
 from .matching import Pair, match
@@ -100,15 +100,15 @@ def load(
         CheckpointCorrupt: damaged, and no older one to go back to; tensors may hold parts of it.
         ValueError: a parameter or buffer on the meta device that would get no value.
     """
-    rank, world = _ranks(group)
+    rank, world = ranks_of(group)
     store = store_of(root)
     choice = Choice(globs(include), globs(exclude), globs(allow_missing), globs(allow_unexpected), table_of(rename))
     request = _Request(choice, cast, None if device is None else torch.device(device), rng, budget_bytes)
-    candidates = _from_first(lambda: _candidates(store, commit), group)
+    candidates = from_first(lambda: _candidates(store, commit), group)
     skipped: list[str] = []
     for index, chosen in enumerate(candidates):
         try:
-            return _together(partial(_load_one, state, store, chosen, request, rank, world, tuple(skipped)), group)
+            return together(partial(_load_one, state, store, chosen, request, rank, world, tuple(skipped)), group)
         except CheckpointCorrupt as error:
             if index + 1 == len(candidates):
                 raise

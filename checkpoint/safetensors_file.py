@@ -18,7 +18,7 @@ import torch
 
 from .errors import ForeignFileError
 from .foreign import Files
-from .layout import SAFETENSORS_NAME
+from .layout import _SAFETENSORS_NAME as SAFETENSORS_NAME
 
 _MAX_HEADER = 100_000_000  # bytes; the safetensors library's own limit
 

@@ -303,7 +303,7 @@ def test_an_export_is_read_back_before_it_counts(folder, monkeypatch):
             path.write_bytes(raw)
 
     monkeypatch.setattr(bridge.os, "fsync", flipping)
-    with pytest.raises(ckpt.ForeignFileError, match="'model.w' was read back with other bytes than were written"):
+    with pytest.raises(ckpt.ExportFailed, match="'model.w' was read back with other bytes than were written"):
         ckpt.export_dcp(folder / "a", None, folder / "dcp")
     assert not (folder / "dcp" / ".metadata").exists()
     monkeypatch.undo()

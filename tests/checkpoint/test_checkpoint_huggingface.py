@@ -199,7 +199,7 @@ def test_a_disk_that_stores_something_else_is_noticed(folder, monkeypatch):
         return real(fd, raw)
 
     monkeypatch.setattr(huggingface.os, "write", flipped)
-    with pytest.raises(ckpt.ForeignFileError, match="what was read back is not what was written"):
+    with pytest.raises(ckpt.ExportFailed, match="what was read back is not what was written"):
         ckpt.export_hf(folder / "a", None, folder / "hf")
     monkeypatch.undo()
     assert not list((folder / "hf").iterdir())
