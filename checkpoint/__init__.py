@@ -6,8 +6,8 @@ twice. The format is in ``docs/checkpoint-format.md``.
 
 Layers, each in its file: ``store`` (the seam) and ``posix``; ``digest``; ``layout`` (a rank's object) and ``manifest`` (the
 commit object); ``shard``, ``commits``, ``reader``, ``compare``, ``scrub``, ``retention`` (what is done with them); ``tensors``,
-``state``, ``rng``, ``api`` and ``loading`` with ``names``, ``matching``, ``materialize`` (a training script's state); ``foreign`` and, on it,
-``huggingface`` with ``safetensors_file``, ``dcp`` with ``dcp_state`` and ``dcp_files`` (other programs' formats).
+``state``, ``rng``, ``api`` and ``loading`` with ``names``, ``matching``, ``materialize`` (a training script's state); ``foreign`` and,
+on it, ``huggingface`` with ``safetensors_file``, ``dcp`` with ``dcp_state`` and ``dcp_files`` (other programs' formats).
 May import ``vescale_ray.geometry``, torch, numpy, xxhash; neither Ray nor fsdp.
 """
 
