@@ -446,12 +446,13 @@ def test_every_range_of_a_tensor_cut_in_columns_is_read_as_it_lies(folder):
             assert torch.equal(out, full.view(-1)[start:end]), (start, end)
 
 
+@pytest.mark.slow
 def test_a_dcp_import_and_export_take_a_bounded_memory(tmp_path):
     report = tmp_path / "rss"
     assert in_subprocess(_measure, str(tmp_path), str(report)) == 0
     exported, imported = (int(text) for text in report.read_text().split())
     assert exported <= (128 << 20) + (40 << 20), "a chunk, its archive's buffer, the reader's budget"
-    assert imported <= (32 << 20) + (64 << 20), "an object, the writer's buffers, what torch's loader leaves behind: not the 320 MiB"
+    assert imported <= (32 << 20) + (96 << 20), "an object, the writer's buffers, what the allocator keeps: not the 320 MiB"
 
 
 def _measure(root: str, report: str) -> None:
