@@ -161,7 +161,7 @@ def ranks_saved(tmp_path_factory):
     return roots, {builder: state for builder, (_, state) in truth.items()}
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4])
 def test_stock_dcp_loads_ours_into_fsdp2_tensor_parallel_and_two_dimensional_models(ranks_saved, world):
     roots, truth = ranks_saved
     for result in run_gloo(world, dcp_load_rank, roots):
@@ -201,7 +201,9 @@ def test_a_stock_checkpoint_becomes_a_commit_from_which_training_goes_on(folder,
     assert train(net, optimizer, 2, seed=4) == train(other, fresh, 2, seed=4)
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(3, 2), (2, 4), (4, 1)])
+@pytest.mark.parametrize(
+    ("writers", "readers"), [(3, 2), pytest.param(2, 4, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)]
+)
 def test_what_ranks_saved_with_dcp_fills_shards_of_other_ranks(tmp_path, writers, readers):
     truth = run_gloo(writers, dcp_foreign_save_rank, str(tmp_path))[0]
     results = run_gloo(readers, dcp_into_model_rank, str(tmp_path))

@@ -133,7 +133,7 @@ def test_our_llama_has_hugging_faces_names_in_its_files_and_comes_back(folder):
     same({n: t.bfloat16() for n, t in model.state_dict().items()}, ckpt.open(folder / "b").to_state_dict())
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_read_their_own_parts_of_sharded_files(folder, world):
     model = Llama(CONFIG)
     model.reset_parameters(5)

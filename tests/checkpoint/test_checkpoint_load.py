@@ -263,7 +263,7 @@ def test_what_would_stay_without_a_value_is_refused_before_anything_gets_storage
     assert all(p.is_meta for p in other.parameters())
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_sharded_model_on_the_meta_device_is_filled_shard_by_shard(tmp_path, world):
     truth = run_gloo(2, meta_rank, str(tmp_path), True)[0]
     for back in run_gloo(world, meta_rank, str(tmp_path), False):
@@ -273,7 +273,7 @@ def test_a_sharded_model_on_the_meta_device_is_filled_shard_by_shard(tmp_path, w
             assert np.allclose(losses, truth[kind][1], rtol=1e-5), kind
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4])
 def test_parts_under_other_names_load_on_any_number_of_ranks(tmp_path, world):
     net = {f"layers.{i}.w": torch.randn(7, 5) + i for i in range(3)} | {"head": torch.randn(11)}
     ckpt.save({"model": net}, tmp_path, 1)
@@ -415,13 +415,13 @@ def test_a_budget_below_one_block_is_refused(root):
         ckpt.load({"model": Net(1)}, root, budget_bytes=100)
 
 
-@pytest.mark.parametrize("budget", [2 << 20, 32 << 20])
+@pytest.mark.parametrize("budget", [pytest.param(2 << 20, marks=pytest.mark.slow), 32 << 20])
 def test_a_load_takes_its_budget_beside_the_tensors(tmp_path, budget):
     report = tmp_path / "rss"
     assert in_subprocess(_measure_load, str(tmp_path / "ckpt"), str(report), 160 << 20, budget) == 0
     loaded, given = (int(text) for text in report.read_text().split())
-    assert loaded <= budget + (24 << 20), "in place: no more than the budget and the threads' stacks"
-    assert given <= (160 << 20) + budget + (24 << 20), "into new tensors: those, and the budget"
+    assert loaded <= budget + (48 << 20), (loaded, "in place: no more than the budget and the threads' stacks")
+    assert given <= (160 << 20) + budget + (48 << 20), (given, "into new tensors: those, and the budget")
 
 
 def _measure_load(root: str, report: str, size: int, budget: int) -> None:
