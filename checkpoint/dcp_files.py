@@ -44,10 +44,10 @@ _CLASSES: dict[tuple[str, str], Any] = {
         filesystem._StorageInfo,
         filesystem._StoragePrefix,
         OrderedDict,
-        pathlib.PosixPath,
-        pathlib.PurePosixPath,
     )
 }
+# Where a checkpoint was saved, as Python up to 3.12 and from 3.13 on call it.
+_CLASSES |= {(module, cls.__name__): cls for module in ("pathlib", "pathlib._local") for cls in (pathlib.PosixPath, pathlib.PurePosixPath)}
 _CLASSES |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): torch.serialization._get_layout}  # type: ignore[attr-defined]
 
 _SPAN_BYTES = 1 << 20

@@ -75,10 +75,11 @@ class HfSource:
                     raise ForeignFileError(f"{folder}: the index has tensor {key!r} in {name}, which does not hold it")
             self._located = {key: located for key, located in self._located.items() if key in index}
         self._aliases = {a: n for a, n in self._aliases.items() if n in self._located and a not in self._located}
+        self._tensors = {name: StoredTensor(t.shape, {"param": t.dtype}) for name, t in self._located.items()}
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        return {name: StoredTensor(t.shape, {"param": t.dtype}) for name, t in self._located.items()}
+        return self._tensors
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -213,8 +214,14 @@ def export_hf(
         checkpoint = open_checkpoint(root, chosen_commit)
         files, aliases = _plan(checkpoint, table_of(rename), globs(include), globs(exclude), key, dtype, max_shard_bytes)
         metadata = {"format": "pt", **({_ALIASES: json.dumps(aliases)} if aliases else {})}
-        for file in files[rank::world]:
-            _write(checkpoint, place / file.name, file, metadata, progress)
+        mine = files[rank::world]
+        try:
+            for file in mine:
+                _write(checkpoint, place / file.name, file, metadata, progress)
+        except BaseException:
+            for file in mine:  # without an index a reader would take those that are there for the whole
+                (place / file.name).unlink(missing_ok=True)
+            raise
         return files, aliases
 
     files, _ = together(write, group)

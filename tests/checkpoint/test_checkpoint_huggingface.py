@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.checkpoint_bridge_ranks import hf_into_commit_rank, hf_into_model_rank
 from tests.checkpoint.checkpoint_load_ranks import CONFIG
-from tests.checkpoint.checkpoint_support import bits, in_subprocess, memory_folder, random_bits
+from tests.checkpoint.checkpoint_support import bits, in_subprocess, memory_folder, random_bits, random_layout, save_in_process
 from tests.checkpoint.test_checkpoint_state import Net
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
@@ -179,14 +179,16 @@ def test_an_export_refuses_what_it_cannot_write_and_leaves_nothing_half(folder):
 
 
 def test_a_damaged_checkpoint_is_not_exported(folder):
-    commit = ckpt.save({"model": {"a": torch.randn(3000), "b": torch.randn(3000)}}, folder / "a", 1).commit
+    tensors = {("a", "param"): torch.randn(3000), ("b", "param"): torch.randn(3000)}
+    commit = save_in_process(folder / "a", tensors, random_layout(tensors, 1, seed=1))  # blocks of 4096 bytes
     victim = next((folder / "a" / "data" / commit.attempt).glob("*.safetensors"))
     raw = bytearray(victim.read_bytes())
     raw[-5000] ^= 1
     victim.write_bytes(raw)
-    with pytest.raises(ckpt.CheckpointCorrupt, match="block 0"):
-        ckpt.export_hf(folder / "a", None, folder / "hf")
-    assert not list((folder / "hf").iterdir())
+    for limit in (100_000, 13_000):  # one file; two, of which the first comes out well
+        with pytest.raises(ckpt.CheckpointCorrupt, match="holds b"):
+            ckpt.export_hf(folder / "a", None, folder / "hf", max_shard_bytes=limit)
+        assert not list((folder / "hf").iterdir())
 
 
 def test_a_disk_that_stores_something_else_is_noticed(folder, monkeypatch):
