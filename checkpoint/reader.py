@@ -208,7 +208,8 @@ class Checkpoint:
 
         size = max((s.bytes for s in plan.segments), default=0)
         streams = min(len(plan.segments), STREAMS, budget_bytes // max(1, _padded(size))) or 1
-        _fetch(self._store, self.manifest, plan.segments, deliver, streams, pinned=any(out.is_cuda for out in outs))
+        device = next((out.device for out in outs if out.is_cuda), None)
+        _fetch(self._store, self.manifest, plan.segments, deliver, streams, device)
         return plan
 
     def plan(self, ranges: Sequence[Range], *, cast: bool = False, budget_bytes: int = BUDGET_BYTES) -> ReadPlan:
@@ -297,13 +298,15 @@ def _fetch(
     segments: Sequence[Segment],
     deliver: Callable[[Segment, torch.Tensor], None],
     streams: int,
-    *,
-    pinned: bool = False,
+    device: torch.device | None = None,
 ) -> None:
     """Read segments in ``streams`` threads and hand each with its checked bytes (uint8, valid during the call) to ``deliver``.
 
     Reading, hashing and copying all leave the interpreter's lock, so that one stream's disk time is another's hashing time. ``deliver`` is
     called by several threads at once, for different segments.
+
+    Args:
+        device: the GPU that segments go to: buffers are then pinned.
 
     Raises:
         CheckpointCorrupt: of the first segment that is bad, naming the object, the block and the tensors in it.
@@ -313,8 +316,12 @@ def _fetch(
     lock, stop = threading.Lock(), threading.Event()
     errors: dict[int, BaseException] = {}
 
-    def work() -> None:
-        whole = aligned_buffer(size, pinned=pinned)
+    # Made here: pinning in a new thread would open a context on GPU 0, whichever this rank has.
+    buffers = [aligned_buffer(size, pinned=device is not None) for _ in range(streams)]
+
+    def work(whole: torch.Tensor) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
         with ExitStack() as opened:
             current: tuple[int, RangeReader] | None = None
             while not stop.is_set():
@@ -334,11 +341,11 @@ def _fetch(
                     return
 
     if streams == 1:
-        work()
+        work(buffers[0])
     else:
         with ThreadPoolExecutor(streams, thread_name_prefix="checkpoint-read") as pool:
             try:
-                for future in [pool.submit(work) for _ in range(streams)]:
+                for future in [pool.submit(work, buffer) for buffer in buffers]:
                     future.result()
             finally:
                 stop.set()  # an interrupt of this thread ends the others after their segment

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.checkpoint.checkpoint_load_ranks import meta_rank, partial_rank
+from tests.checkpoint.checkpoint_load_ranks import fallback_rank, meta_rank, partial_rank
 from tests.checkpoint.checkpoint_support import bits, in_subprocess, memory_folder, random_bits, random_layout, save_in_process
 from tests.checkpoint.test_checkpoint_state import Net, adam, same_module, train
 from tests.ranks import run_gloo
@@ -407,6 +407,20 @@ def test_a_block_that_differs_is_read_once_more_by_every_stream(tmp_path):
     with pytest.raises(ckpt.CheckpointCorrupt, match="r00000.safetensors, block 1|r00000.safetensors, block 0"):
         ckpt.open(Flaky(ckpt.PosixStore(tmp_path), 99)).read_ranges([("w", "param", 0, 300_000, out)], budget_bytes=64 << 10)
     assert not out.any(), "nothing unverified arrives"
+
+
+def test_damage_that_one_rank_alone_meets_sends_all_ranks_to_the_checkpoint_before(tmp_path):
+    good = {("w", "param"): torch.randn(64, 1024)}
+    bad = {("w", "param"): torch.randn(64, 1024)}
+    save_in_process(tmp_path, good, random_layout(good, 2, seed=1), step=1)
+    damaged = save_in_process(tmp_path, bad, random_layout(bad, 1, seed=1), step=2)
+    victim = next((tmp_path / "data" / damaged.attempt).glob("*.safetensors"))
+    raw = bytearray(victim.read_bytes())
+    raw[-5000] ^= 1  # in the last rows, which the last rank reads
+    victim.write_bytes(raw)
+    for step, skipped, values in run_gloo(3, fallback_rank, str(tmp_path)):
+        assert step == 1 and skipped == (damaged.name,)
+        assert np.array_equal(values, good["w", "param"].numpy())
 
 
 def test_a_budget_below_one_block_is_refused(root):
