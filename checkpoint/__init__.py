@@ -5,25 +5,36 @@ described as 1-D intervals, so that a load onto other ranks or another layout is
 twice. The format is in ``docs/checkpoint-format.md``.
 
 Layers, each in its file: ``store`` (the seam) and ``posix``; ``digest``; ``layout`` (a rank's object) and ``manifest`` (the
-commit object); ``shard``, ``commits``, ``reader``, ``scrub``, ``retention`` (what is done with them); ``tensors``, ``state``,
-``rng`` and ``api`` (a training script's state). May import ``vescale_ray.geometry``, torch, numpy, xxhash; neither Ray nor fsdp.
+commit object); ``shard``, ``commits``, ``reader``, ``compare``, ``scrub``, ``retention`` (what is done with them); ``tensors``,
+``state``, ``rng``, ``api`` and ``loading`` with ``names``, ``matching``, ``materialize`` (a training script's state); ``foreign`` and,
+on it, ``huggingface`` with ``safetensors_file``, ``dcp`` with ``dcp_state`` and ``dcp_files`` (other programs' formats).
+May import ``vescale_ray.geometry``, torch, numpy, xxhash; neither Ray nor fsdp.
 """
 
-from .api import Loaded, SaveHandle, load, save
+from .api import SaveHandle, save
 from .commits import Commit, commit, latest, ls
+from .compare import CheckpointDiff, Difference, diff
+from .dcp import DcpExported, DcpReader, export_dcp, import_dcp
 from .errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointMismatch,
     CommitExists,
     CommitRefused,
+    ExportFailed,
+    ForeignFileError,
     NoCheckpoint,
     SaveFailed,
 )
 from .faults import FAULT_ENV, FAULT_POINTS, fault_point
+from .foreign import Imported
+from .huggingface import Exported, export_hf, import_hf
 from .layout import ShardPiece
+from .loading import Loaded, load
+from .matching import StoredTensor
+from .names import NameTable
 from .posix import PosixStore
-from .reader import Checkpoint, ReadPlan, StoredTensor
+from .reader import Checkpoint, ReadPlan
 from .reader import open_checkpoint as open
 from .retention import GcReport, gc
 from .rng import capture_rng, derive_rng, restore_rng
@@ -36,14 +47,23 @@ __all__ = [
     "FAULT_POINTS",
     "Checkpoint",
     "CheckpointCorrupt",
+    "CheckpointDiff",
     "CheckpointError",
     "CheckpointMismatch",
     "Commit",
     "CommitExists",
     "CommitRefused",
+    "DcpExported",
+    "DcpReader",
+    "Difference",
+    "ExportFailed",
+    "Exported",
+    "ForeignFileError",
     "GcReport",
     "Loaded",
+    "NameTable",
     "NoCheckpoint",
+    "Imported",
     "ObjectStore",
     "PosixStore",
     "Problem",
@@ -57,8 +77,13 @@ __all__ = [
     "capture_rng",
     "commit",
     "derive_rng",
+    "diff",
+    "export_dcp",
+    "export_hf",
     "fault_point",
     "gc",
+    "import_dcp",
+    "import_hf",
     "latest",
     "load",
     "ls",

@@ -12,24 +12,22 @@ import pickle
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from .commits import Commit, commit, ls, newest_first
-from .errors import CheckpointCorrupt, CheckpointError, CheckpointMismatch, NoCheckpoint, SaveFailed
+from .commits import Commit, commit
+from .errors import CheckpointError, SaveFailed
 from .faults import fault_point
 from .layout import ShardPiece
-from .manifest import check_attempt, check_meta
-from .reader import Checkpoint, Range, open_checkpoint
+from .manifest import check_attempt, check_meta, parse_commit_name
 from .retention import gc
-from .rng import capture_rng, derive_rng, restore_rng
+from .rng import capture_rng
 from .shard import Vote, new_attempt, write_shard
-from .state import Flat, State, check_values, flatten, flatten_targets, restore_values, stored_pairs
+from .state import Flat, State, flatten
 from .store import KeyMissing, ObjectStore, Root, store_of
-from .tensors import LocalPart, local_part, owners
+from .tensors import local_part, owners
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,20 +41,6 @@ class SaveHandle:
 
     def wait(self) -> Commit:
         return self.commit
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What a load found beside the tensors: ``values`` are the plain entries saved, ``aux`` this rank's own (``None`` if the
-    number of ranks has changed), ``skipped`` damaged newer commits that were passed over."""
-
-    commit: Commit
-    step: int
-    epoch: int
-    meta: Mapping[str, Any]
-    values: Mapping[str, Any]
-    aux: Any
-    skipped: tuple[str, ...]
 
 
 def save(
@@ -89,7 +73,7 @@ def save(
         ValueError: a state that can't be stored; on every rank, before anything is written.
         SaveFailed: no commit was made (a rank failed, died, or storage refused); earlier checkpoints are untouched.
     """
-    rank, world = _ranks(group)
+    rank, world = ranks_of(group)
     store = store_of(root)
 
     def prepare() -> tuple[Flat, list[ShardPiece]]:
@@ -100,8 +84,8 @@ def save(
         flat = flatten(state)
         return flat, _pieces(flat, world, rank)
 
-    flat, pieces = _together(prepare, group)
-    attempt, chosen = _from_first(lambda: (new_attempt(), _next_epoch(store, epoch, step)), group)
+    flat, pieces = together(prepare, group)
+    attempt, chosen = from_first(lambda: (new_attempt(), next_epoch(newest_order(store), epoch, step)), group)
     full_aux = {"rng": capture_rng(), "user": dict(aux or {})}
     failure: Exception | None = None
     try:
@@ -129,102 +113,6 @@ def save(
     return SaveHandle(Commit(**outcome["commit"]))
 
 
-def load(
-    state: State,
-    root: Root,
-    *,
-    commit: str | Commit | None = None,
-    strict: bool = True,
-    rng: bool = True,
-    group: dist.ProcessGroup | None = None,
-) -> Loaded:
-    """Load into the modules, tensors and optimizers of ``state``, in place; every rank calls it. Any number of ranks, any layout.
-
-    Only what ``state`` names is read: ``{"model": module}`` reads the weights alone. Plain JSON entries are replaced in
-    ``state``. A damaged newest checkpoint is passed over for the one before, by all ranks together.
-
-    Args:
-        commit: a commit's name; default: the newest whole one. A named one is never passed over.
-        strict: every tensor of the entries must be in the checkpoint and the other way round. ``False``: only the tensors
-            that both have are loaded; shapes and dtypes must still agree.
-        rng: restore the random generators; on another number of ranks they are seeded from (commit, rank) instead.
-
-    Raises:
-        NoCheckpoint: nothing to load. CheckpointMismatch: it is another model's; nothing was changed.
-        CheckpointCorrupt: damaged, and no older one to go back to; tensors may hold parts of it.
-    """
-    rank, world = _ranks(group)
-    store = store_of(root)
-    candidates = _from_first(lambda: _candidates(store, commit), group)
-    skipped: list[str] = []
-    for index, chosen in enumerate(candidates):
-        try:
-            return _together(partial(_load_one, state, store, chosen, strict, rng, rank, world, tuple(skipped)), group)
-        except CheckpointCorrupt as error:
-            if index + 1 == len(candidates):
-                raise
-            skipped.append(chosen.name)
-            _log.error("%s; going back to checkpoint %s", error, candidates[index + 1].name)
-    raise AssertionError("unreachable: candidates are never empty")
-
-
-def _load_one(
-    state: State, store: ObjectStore, chosen: Commit, strict: bool, rng: bool, rank: int, world: int, skipped: tuple[str, ...]
-) -> Loaded:
-    checkpoint = open_checkpoint(store, chosen)
-    if checkpoint.commit.sha256 != chosen.sha256:
-        raise CheckpointCorrupt(chosen.key, None, ("manifest",), f"rank {rank} sees another commit object than rank 0")
-    flat = flatten_targets(state, checkpoint.meta.get("optimizers", {}), checkpoint.tensors)
-    wanted = {pair: (tuple(t.shape), t.dtype) for pair, t in flat.tensors.items()}
-    if strict:
-        check_values(state, checkpoint.meta)
-        checkpoint.require(wanted, among=stored_pairs(state, checkpoint.meta, checkpoint.tensors))
-        for alias, name in flat.aliases.items():
-            if alias in checkpoint.tensors and name in checkpoint.tensors:
-                raise CheckpointMismatch(f"{alias!r} and {name!r} are one tensor in the model, but two in checkpoint {chosen.path}")
-    else:
-        there = {
-            pair: want
-            for pair, want in wanted.items()
-            if (found := checkpoint.tensors.get(checkpoint.aliases.get(pair[0], pair[0]))) is not None and pair[1] in found.kinds
-        }
-        checkpoint.require(there, among=())
-        wanted = there
-    aux = checkpoint.aux(rank) if checkpoint.world == world else None
-    _fill(checkpoint, {pair: flat.tensors[pair] for pair in wanted}, world, rank)
-    restore_values(state, checkpoint.meta, flat)
-    if rng:
-        if aux is not None and "rng" in aux:
-            restore_rng(aux["rng"])
-        else:
-            derive_rng(chosen.sha256, rank)
-            if rank == 0:
-                _log.warning(
-                    "checkpoint %s holds no random generator states for %d ranks (saved by %d): generators were seeded anew",
-                    chosen.name,
-                    world,
-                    checkpoint.world,
-                )
-    user = aux.get("user") if isinstance(aux, dict) else None
-    meta = checkpoint.meta.get("meta", checkpoint.meta)
-    return Loaded(chosen, checkpoint.step, checkpoint.epoch, meta, checkpoint.meta.get("state", {}), user, skipped)
-
-
-def _fill(checkpoint: Checkpoint, tensors: Mapping[tuple[str, str], torch.Tensor], world: int, rank: int) -> None:
-    parts: list[tuple[LocalPart, torch.Tensor]] = []
-    ranges: list[Range] = []
-    for (name, kind), tensor in tensors.items():
-        part = local_part(name, tensor, world, rank)
-        flat = part.flat()
-        parts.append((part, flat))
-        ranges += [(name, kind, start, end, piece) for start, end, piece in part.pieces(flat)]
-    with torch.no_grad():
-        checkpoint.read_ranges(ranges)
-        for part, flat in parts:
-            if not part.shared:
-                part.local.copy_(flat.view(part.local.shape))
-
-
 def _pieces(flat: Flat, world: int, rank: int) -> list[ShardPiece]:
     parts = {pair: local_part(pair[0], tensor, world, rank) for pair, tensor in flat.tensors.items()}
     writes = owners(list(parts.values()))
@@ -237,23 +125,19 @@ def _pieces(flat: Flat, world: int, rank: int) -> list[ShardPiece]:
     return pieces
 
 
-def _next_epoch(store: ObjectStore, epoch: int | None, step: int) -> int:
+def newest_order(store: ObjectStore) -> tuple[int, int] | None:
+    """(epoch, step) of the newest commit, from the names alone."""
+    names = (entry.key.removeprefix("commits/").removesuffix(".json") for entry in store.list("commits/"))
+    return max(filter(None, map(parse_commit_name, names)), default=None)
+
+
+def next_epoch(newest: tuple[int, int] | None, epoch: int | None, step: int) -> int:
+    """The epoch of a save of ``step``: the one given, or the least that makes it the newest."""
     if epoch is not None:
         return epoch
-    newest = max(((c.epoch, c.step) for c in ls(store)), default=None)
     if newest is None:
         return 0
     return newest[0] if step > newest[1] else newest[0] + 1
-
-
-def _candidates(store: ObjectStore, named: str | Commit | None) -> list[Commit]:
-    if named is not None:
-        return [open_checkpoint(store, named).commit]
-    found = list(newest_first(store))
-    if not found:
-        open_checkpoint(store)  # raises, saying what is there
-        raise NoCheckpoint(f"no checkpoint in {store.describe()}")
-    return found
 
 
 def _lead(
@@ -313,15 +197,15 @@ def _await(store: ObjectStore, attempt: str, name: str, deadline: float) -> Mapp
         pause = min(0.25, pause * 1.5)
 
 
-def _ranks(group: dist.ProcessGroup | None) -> tuple[int, int]:
+def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(group), dist.get_world_size(group)
     return 0, 1
 
 
-def _from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+def from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Rank 0's result on every rank; its error too."""
-    rank, world = _ranks(group)
+    rank, world = ranks_of(group)
     if world == 1:
         return make()
     box: list[Any] = [None]
@@ -337,9 +221,9 @@ def _from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     return value  # type: ignore[no-any-return]
 
 
-def _together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+def together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Run ``work`` on every rank; if any rank raises, every rank raises the first rank's error that did."""
-    rank, world = _ranks(group)
+    rank, world = ranks_of(group)
     if world == 1:
         return work()
     mine: Exception | None = None

@@ -30,6 +30,14 @@ class CommitExists(CommitRefused):
     """Another attempt has already committed this epoch and step."""
 
 
+class ExportFailed(CheckpointError):
+    """What an export wrote was read back with other bytes: the disk or its connection is at fault. What is there must not be used."""
+
+
+class ForeignFileError(CheckpointError):
+    """A file of another format (safetensors, PyTorch DCP) is malformed, or holds what can't be read safely."""
+
+
 class CheckpointCorrupt(CheckpointError):
     """Stored bytes are not those that were written.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,7 +25,9 @@ from torch import nn
 from .errors import CheckpointMismatch
 from .layout import dtype_name, dtype_of
 from .manifest import check_meta
-from .reader import StoredTensor
+from .matching import Pair, StoredTensor
+from .names import NameTable, chosen, matches
+from .reader import Checkpoint
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 State = MutableMapping[str, Any]
@@ -49,13 +51,60 @@ class Flat:
         self.tensors[name, kind] = tensor
 
 
+class Holder(Protocol):
+    """What a load needs to know of where tensors come from: a checkpoint of ours, or another program's files."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+
+    @property
+    def aliases(self) -> Mapping[str, str]: ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which of a state's tensors a load takes, what may be lacking on either side, and under which names they are stored."""
+
+    include: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+    allow_missing: tuple[str, ...] = ()
+    allow_unexpected: tuple[str, ...] = ()
+    table: NameTable = field(default_factory=NameTable)
+
+    def takes(self, name: str, flat: Flat) -> bool:
+        """Whether the tensor called ``name`` here is to be loaded; a tied one is if one of its names is."""
+        return any(chosen(one, self.include, self.exclude) for one in self._names(name, flat))
+
+    def takes_pair(self, pair: Pair, flat: Flat) -> bool:
+        return self.takes(pair[0].rpartition("/")[0] if pair[1] == "state" else pair[0], flat)
+
+    def takes_stored(self, name: str) -> bool:
+        return chosen(name, self.include, self.exclude)
+
+    def source(self, pair: Pair, flat: Flat, holder: Holder) -> Pair:
+        """The stored pair of a pair here; of a tied tensor's names the first that the checkpoint has."""
+        name, kind = pair
+        if kind == "state":
+            name, _, state_key = name.rpartition("/")
+            return f"{self.stored(name, flat, holder)}/{state_key}", kind
+        return self.stored(name, flat, holder), kind
+
+    def stored(self, name: str, flat: Flat, holder: Holder) -> str:
+        names = [self.table(one) for one in self._names(name, flat)]
+        return next((one for one in names if one in holder.tensors or one in holder.aliases), names[0])
+
+    @staticmethod
+    def _names(name: str, flat: Flat) -> list[str]:
+        return [name, *(alias for alias, target in flat.aliases.items() if target == name)]
+
+
 def flatten(state: Mapping[str, Any]) -> Flat:
     """Take a state apart for saving.
 
     Raises:
         ValueError: something that can't be stored, named, with the remedy.
     """
-    flat = _models(state)
+    flat = flatten_models(state)
     for key, value in state.items():
         if isinstance(value, torch.optim.Optimizer):
             flat.optimizers[key] = _flatten_optimizer(key, value, flat)
@@ -71,30 +120,29 @@ def flatten(state: Mapping[str, Any]) -> Flat:
     return flat
 
 
-def flatten_targets(state: Mapping[str, Any], optimizers: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Flat:
+def flatten_targets(state: Mapping[str, Any], checkpoint: Checkpoint, choice: Choice) -> Flat:
     """Take a state apart for loading: optimizer states that the checkpoint has and the optimizer has not yet are created.
-
-    Args:
-        optimizers: ``meta["optimizers"]`` of the checkpoint. stored: its tensors.
 
     Raises:
         CheckpointMismatch: the checkpoint has no such optimizer, or its parameter groups differ. Nothing was changed, but for
             missing optimizer states that may have been created (zeros).
     """
-    flat = _models(state)
+    flat = flatten_models(state)
+    optimizers = checkpoint.meta.get("optimizers", {})
     for key, value in state.items():
         if isinstance(value, torch.optim.Optimizer):
             if key not in optimizers:
                 raise CheckpointMismatch(f"the checkpoint has no optimizer {key!r}; it has {sorted(optimizers) or 'none'}")
             saved = optimizers[key]
-            _check_groups(key, value, saved, flat)
-            _create_states(key, value, saved, flat, stored)
+            _check_groups(key, value, saved, flat, checkpoint, choice)
+            _create_states(key, value, saved, flat, checkpoint, choice)
             _optimizer_tensors(key, value, flat)
     return flat
 
 
-def stored_pairs(state: Mapping[str, Any], meta: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> set[tuple[str, str]]:
+def stored_pairs(state: Mapping[str, Any], checkpoint: Checkpoint) -> set[Pair]:
     """The stored (name, kind) pairs that belong to the entries of ``state``: what a strict load must find a place for."""
+    meta = checkpoint.meta
     models = [key for key in meta.get("models", ["model"]) if key != "model"]
     wanted = {key for key, value in state.items() if _is_tensors(value)}
     kinds = {
@@ -104,7 +152,7 @@ def stored_pairs(state: Mapping[str, Any], meta: Mapping[str, Any], stored: Mapp
         for state_key in meta["optimizers"][key]["kinds"]
     }
     pairs = set()
-    for name, tensor in stored.items():
+    for name, tensor in checkpoint.tensors.items():
         entry = next((key for key in models if name.startswith(f"{key}/")), "model")
         for kind in tensor.kinds:
             if (kind == "param" and entry in wanted) or kind in kinds or (kind == "state" and name.rpartition("/")[2] in kinds):
@@ -112,20 +160,22 @@ def stored_pairs(state: Mapping[str, Any], meta: Mapping[str, Any], stored: Mapp
     return pairs
 
 
-def check_values(state: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+def check_values(state: Mapping[str, Any], meta: Mapping[str, Any], choice: Choice) -> None:
     """Raises CheckpointMismatch if the checkpoint has no value for an entry of the state that is no tensor and no optimizer."""
     values = meta.get("state", {})
     for key, value in state.items():
-        if not _is_tensors(value) and not isinstance(value, torch.optim.Optimizer) and key not in values:
+        if _is_tensors(value) or isinstance(value, torch.optim.Optimizer) or matches(key, choice.allow_missing):
+            continue
+        if key not in values:
             raise CheckpointMismatch(f"the checkpoint has no state {key!r}; it has {sorted(values) or 'none'}")
 
 
-def restore_values(state: State, meta: Mapping[str, Any], flat: Flat) -> None:
+def restore_values(state: State, checkpoint: Checkpoint, flat: Flat, choice: Choice) -> None:
     """Set what is not a tensor: hyperparameters and scalars of optimizers, stateful objects, plain values (in ``state`` itself)."""
-    values = meta.get("state", {})
+    values = checkpoint.meta.get("state", {})
     for key, value in list(state.items()):
         if isinstance(value, torch.optim.Optimizer):
-            _restore_optimizer(value, meta["optimizers"][key], flat)
+            _restore_optimizer(value, checkpoint.meta["optimizers"][key], flat, checkpoint, choice)
         elif not _is_tensors(value):
             if key not in values:
                 continue
@@ -135,7 +185,8 @@ def restore_values(state: State, meta: Mapping[str, Any], flat: Flat) -> None:
                 state[key] = values[key]
 
 
-def _models(state: Mapping[str, Any]) -> Flat:
+def flatten_models(state: Mapping[str, Any]) -> Flat:
+    """The tensors of a state's modules and dicts of tensors, by name."""
     flat = Flat()
     for key, value in state.items():
         if not _is_tensors(value):
@@ -221,83 +272,109 @@ def _flatten_optimizer(key: str, optimizer: torch.optim.Optimizer, flat: Flat) -
             if isinstance(value, torch.Tensor) and not _is_scalar(param, state_key, value):
                 kinds[state_key] = None
             else:
-                scalars.setdefault(state_key, {})[name] = _encode(f"state {state_key!r} of {name!r}", value)
+                scalars.setdefault(state_key, {})[name] = encode(f"state {state_key!r} of {name!r}", value)
     groups = []
     for group in optimizer.param_groups:
         members = [_param_name(key, i, p, flat) for i, p in enumerate(group["params"])]
         hyper = {
-            k: _encode(f"hyperparameter {k!r} of optimizer {key!r}", v) for k, v in group.items() if k not in ("params", "param_names")
+            k: encode(f"hyperparameter {k!r} of optimizer {key!r}", v) for k, v in group.items() if k not in ("params", "param_names")
         }
         groups.append({"params": members, "hyper": hyper})
     return {"type": type(optimizer).__name__, "groups": groups, "kinds": list(kinds), "scalars": scalars}
 
 
-def _check_groups(key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: Flat) -> None:
+def _check_groups(
+    key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: Flat, checkpoint: Checkpoint, choice: Choice
+) -> None:
     here = [[_param_name(key, i, p, flat) for i, p in enumerate(g["params"])] for g in optimizer.param_groups]
     there = [list(g["params"]) for g in saved["groups"]]
     if len(here) != len(there):
         raise CheckpointMismatch(f"optimizer {key!r} has {len(here)} parameter groups, {len(there)} in the checkpoint")
     for index, (ours, theirs) in enumerate(zip(here, there, strict=True)):
-        resolve = {flat.aliases.get(n, n) for n in theirs}
-        if set(ours) != resolve:
-            odd = sorted(set(ours) ^ resolve)
-            raise CheckpointMismatch(f"parameter group {index} of optimizer {key!r} differs from the checkpoint's in {', '.join(odd[:3])}")
+        wanted = {_stored(name, flat, checkpoint, choice): name for name in ours}
+        found = {checkpoint.aliases.get(n, n) for n in theirs}
+        odd = [
+            name
+            for stored, name in wanted.items()
+            if stored not in found and choice.takes(name, flat) and not matches(name, choice.allow_missing)
+        ]
+        odd += [n for n in found if n not in wanted and choice.takes_stored(n) and not matches(n, choice.allow_unexpected)]
+        if odd:
+            raise CheckpointMismatch(
+                f"parameter group {index} of optimizer {key!r} differs from the checkpoint's in {', '.join(sorted(odd)[:3])}"
+            )
+
+
+def _stored(name: str, flat: Flat, checkpoint: Checkpoint, choice: Choice) -> str:
+    stored = choice.stored(name, flat, checkpoint)
+    return checkpoint.aliases.get(stored, stored)
 
 
 def _create_states(
-    key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: Flat, stored: Mapping[str, StoredTensor]
+    key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: Flat, checkpoint: Checkpoint, choice: Choice
 ) -> None:
     """Lazily made optimizer states exist only after the first step; a load must not need one."""
+    stored = checkpoint.tensors
     for name, param in _params(key, optimizer, flat):
+        if not choice.takes(name, flat):
+            continue
+        source = _stored(name, flat, checkpoint, choice)
         for state_key in saved["kinds"]:
             kind = _kind(key, state_key)
             if state_key in optimizer.state[param]:
                 continue
             with torch.no_grad():
-                if name in stored and kind in stored[name].kinds:
-                    optimizer.state[param][state_key] = torch.zeros_like(param, dtype=stored[name].kinds[kind], requires_grad=False)
-                elif f"{name}/{kind}" in stored and not hasattr(param, "device_mesh"):
-                    other = stored[f"{name}/{kind}"]
+                if source in stored and kind in stored[source].kinds:
+                    optimizer.state[param][state_key] = torch.zeros_like(param, dtype=stored[source].kinds[kind], requires_grad=False)
+                elif f"{source}/{kind}" in stored and not hasattr(param, "device_mesh"):
+                    other = stored[f"{source}/{kind}"]
                     optimizer.state[param][state_key] = torch.zeros(other.shape, dtype=other.kinds["state"], device=param.device)
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: Flat) -> None:
-    params = {flat.names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+def _restore_optimizer(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: Flat, checkpoint: Checkpoint, choice: Choice
+) -> None:
+    params: dict[str, torch.Tensor] = {}
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
+        name = flat.names[id(param)]
+        if choice.takes(name, flat):
+            params[_stored(name, flat, checkpoint, choice)] = param
     for state_key, by_name in saved["scalars"].items():
         for name, value in by_name.items():
-            param = params[flat.aliases.get(name, name)]
-            optimizer.state[param][state_key] = _decode(value, optimizer.state[param].get(state_key))
+            found = params.get(checkpoint.aliases.get(name, name))
+            if found is not None:
+                optimizer.state[found][state_key] = decode(value, optimizer.state[found].get(state_key))
     for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
         for name, value in stored["hyper"].items():
-            group[name] = _decode(value, group.get(name))
+            group[name] = decode(value, group.get(name))
 
 
-def _encode(what: str, value: Any) -> Any:
+def encode(what: str, value: Any) -> Any:
     """A scalar, tuple or 0-d tensor as JSON: floats exactly (shortest round trip), non-finite ones as text."""
     if isinstance(value, torch.Tensor):
         if value.dim():
             raise ValueError(f"{what} is a tensor of shape {tuple(value.shape)}; only 0-d tensors can stand there")
         local = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return {"dtype": dtype_name(value.dtype), "value": _encode(what, local.item())}
+        return {"dtype": dtype_name(value.dtype), "value": encode(what, local.item())}
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
     if isinstance(value, (list, tuple)):
-        return [_encode(what, item) for item in value]
+        return [encode(what, item) for item in value]
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     raise ValueError(f"{what} is a {type(value).__name__}, which JSON can't hold")
 
 
-def _decode(value: Any, like: Any) -> Any:
-    """Back from :func:`_encode`, as the type that stands there now: a tuple stays a tuple, a tensor on its device."""
+def decode(value: Any, like: Any = None) -> Any:
+    """Back from :func:`encode`, as the type that stands there now: a tuple stays a tuple, a tensor on its device."""
     if isinstance(value, dict):
         if "float" in value:
             return float(value["float"])
-        number = _decode(value["value"], None)
+        number = decode(value["value"])
         device = like.device if isinstance(like, torch.Tensor) else "cpu"
         return torch.tensor(number, dtype=dtype_of(value["dtype"]), device=device)
     if isinstance(value, list):
-        items = [_decode(item, None) for item in value]
+        items = [decode(item) for item in value]
         return tuple(items) if isinstance(like, tuple) or like is None else items
     if isinstance(like, torch.Tensor) and isinstance(value, (int, float)):
         return torch.tensor(value, dtype=like.dtype, device=like.device)

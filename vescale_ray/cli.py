@@ -6,7 +6,6 @@ traceback only with --debug. torch, Ray and pydantic are imported inside the com
 
 from __future__ import annotations
 
-import difflib
 import json
 import shutil
 import sys
@@ -20,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vescale_ray import __version__
+from vescale_ray.cli_base import BAD_INPUT, FAILED, INTERRUPTED, OK, Failed, Group
+from vescale_ray.cli_ckpt import ckpt
 from vescale_ray.errors import BadInput
 
 if TYPE_CHECKING:
@@ -27,26 +28,6 @@ if TYPE_CHECKING:
     from vescale_ray.controller.protocol import ScheduledAction
     from vescale_ray.report import Summary
     from vescale_ray.runfolder import RunFolder
-
-OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-
-
-class Failed(Exception):
-    """The command did not do what it was asked; the message is one line. Exit code 1."""
-
-
-class _Group(click.Group):
-    """Suggests the nearest command."""
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
-            if not near:
-                raise
-            raise click.UsageError(f"no such command {args[0]}: did you mean {near[0]}?", ctx) from error
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
@@ -90,10 +71,11 @@ def _hint(error: BaseException) -> str:
 
 def _is_bad_input(error: BaseException) -> bool:
     # A checkpoint of another model is the wrong folder, given by the person; checkpoint/ knows nothing of this CLI's codes.
-    return isinstance(error, BadInput) or any(kind.__name__ == "CheckpointMismatch" for kind in type(error).__mro__)
+    wrong = {"CheckpointMismatch", "ForeignFileError"}
+    return isinstance(error, BadInput) or any(kind.__name__ in wrong for kind in type(error).__mro__)
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="vescale-ray")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def cli(debug: bool) -> None:
@@ -101,6 +83,9 @@ def cli(debug: bool) -> None:
 
     Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted.
     """
+
+
+cli.add_command(ckpt)
 
 
 # ------------------------------------------------------------------------------------------------------------------- runs
@@ -284,65 +269,6 @@ def ls(runs: str, as_json: bool) -> int:
         started = state.get("started")
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if isinstance(started, (int, float)) else "-"
         click.echo(f"{when:<16}  {state.get('state', 'NEW'):<13}  {state.get('step', 0)}/{state.get('steps', '?')} steps  {folder.path}")
-    return OK
-
-
-# ------------------------------------------------------------------------------------------------------------- checkpoints
-
-
-@cli.group(cls=_Group)
-def ckpt() -> None:
-    """Look at checkpoints."""
-
-
-def _checkpoint_root(path: str | None) -> Path:
-    """The folder of checkpoints: of the newest run, of a run's folder, or the path itself."""
-    from vescale_ray.config import load_config
-    from vescale_ray.runfolder import RunFolder, newest_run
-
-    folder = newest_run() if path is None else RunFolder(path)
-    root = Path(path) if path is not None else folder.path
-    if folder.config_path.is_file():
-        # The run's folder may have been moved since: where it is now counts, unless the configuration names another place.
-        root = load_config(folder.config_path).checkpoint_dir if load_config(folder.config_path).checkpoint.dir else folder.checkpoints
-    if not root.is_dir():
-        raise BadInput(f"{root}: no such folder of checkpoints")
-    return root
-
-
-@ckpt.command("ls")
-@click.argument("path", required=False)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
-def ckpt_ls(path: str | None, as_json: bool) -> int:
-    """List the committed checkpoints in PATH, a run's folder or a folder of checkpoints."""
-    from vescale_ray import checkpoint
-
-    root = _checkpoint_root(path)
-    commits = checkpoint.ls(root)
-    for one in commits:
-        if as_json:
-            about = {"name": one.name, "path": str(one.path), "step": one.step, "epoch": one.epoch, "world": one.world, "bytes": one.bytes}
-            click.echo(json.dumps({**about, "problem": one.problem}))
-        else:
-            verdict = one.problem or f"step {one.step}, written by {one.world} workers, {one.bytes / 1e6:.1f} MB"
-            click.echo(f"{one.name}  {verdict}")
-    if not commits and not as_json:
-        click.echo(f"{root}: no committed checkpoint")
-    return OK
-
-
-@ckpt.command("verify")
-@click.argument("path", required=False)
-@click.argument("name", required=False)
-def ckpt_verify(path: str | None, name: str | None) -> int:
-    """Read a checkpoint and check every block's checksum: NAME in PATH, or the newest."""
-    from vescale_ray import checkpoint
-
-    root = _checkpoint_root(path)
-    report = checkpoint.verify(root, name)
-    if report.problems:
-        raise Failed(f"{root}: {report.commit} is damaged: " + "; ".join(str(problem) for problem in report.problems))
-    click.echo(f"{root}: {report.commit}: every checksum right ({report.objects} objects, {report.bytes / 1e6:.1f} MB)")
     return OK
 
 

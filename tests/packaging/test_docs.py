@@ -32,7 +32,7 @@ def test_every_path_in_code_style_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_every_command_exists(page: Path) -> None:
-    for line in re.findall(r"(?:^|`|-- )vescale-ray ([a-z]+(?: [a-z]+)?)", page.read_text(encoding="utf-8"), re.MULTILINE):
+    for line in re.findall(r"(?:^|`|-- )vescale-ray ([a-z]+(?: [a-z]+(?:-[a-z]+)*)?)", page.read_text(encoding="utf-8"), re.MULTILINE):
         command, _, second = line.partition(" ")
         assert command in cli.commands, line
         if command == "ckpt" and second:

@@ -20,12 +20,15 @@ LAYERS: list[set[str]] = [
     {"report"},
     {"workers", "progress"},
     {"controller"},
+    {"cli_base"},
+    {"cli_ckpt"},
     {"cli", "demo"},
 ]
 DATA_ONLY = {"configs", "deploy"}
 RANK = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 MAY_IMPORT_RAY = {"controller", "workers"}
-TORCH_FREE = {"geometry", "errors", "config", "schedule", "runfolder", "client", "progress", "cli", "demo", "report"}
+TORCH_FREE = {"geometry", "errors", "config", "schedule", "runfolder", "client", "progress", "report", "demo"}
+TORCH_FREE |= {"cli", "cli_base", "cli_ckpt"}
 
 
 def part_of(module: str) -> str:

@@ -1,0 +1,552 @@
+"""Between our checkpoints and PyTorch's distributed checkpoint (DCP), both ways.
+
+    dcp.load(state_dict, storage_reader=DcpReader(root))     stock DCP reads ours, into FSDP2, tensor-parallel, 2-D or plain models
+    import_dcp(folder, model or root)                        foreign .distcp files -> shards, or a new commit
+    export_dcp(root, commit, folder)                         a commit -> a stock DCP checkpoint
+
+Names are those of torch's ``get_model_state_dict`` and ``get_optimizer_state_dict``, put together as everybody does:
+
+    ours                                    DCP
+    tensor ``fqn`` of the entry "model"     ``model.<fqn>``
+    kind ``exp_avg`` of ``fqn``             ``optim.state.<fqn>.exp_avg``        (the entry "optimizer" is called "optim")
+    scalars (``step``)                      ``optim.state.<fqn>.step``, 0-d tensors
+    hyperparameters, by parameter group     ``optim.param_groups.<i>.lr``, .., ``.params``
+    tensor ``key/fqn``, value ``key``       ``<key>.<fqn>``, ``<key>``
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from vescale_ray.geometry import intervals
+
+from .api import from_first, ranks_of, together
+from .commits import Commit
+from .dcp_files import Archives
+from .dcp_state import DcpSource
+from .digest import as_bytes, view_of
+from .errors import CheckpointMismatch, ExportFailed
+from .foreign import OBJECT_BYTES, Imported, Progress, into_commit, into_model, is_root
+from .layout import dtype_name
+from .matching import castable, some
+from .names import Globs, NameTable, chosen, globs, table_of
+from .reader import BUDGET_BYTES, Checkpoint, Range, open_checkpoint
+from .state import decode
+from .store import Root
+
+ENTRIES = {"optimizer": "optim"}
+"""Entries of our state that are called otherwise in DCP's."""
+
+_DCP_VERSION = "1.0.0"
+_CHUNK_BYTES = 64 << 20
+_FILE_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor of the checkpoint, as a leaf of the nested state dict."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def nested(checkpoint: Checkpoint, entries: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The state that the checkpoint holds, as torch's ``get_*_state_dict`` would give it, a :class:`Ref` for every tensor."""
+    called = {**ENTRIES, **(entries or {})}
+    meta = checkpoint.meta
+    state: dict[str, Any] = {}
+    for key in meta.get("models", ["model"]):
+        names = checkpoint.names(key)
+        if names:
+            state[called.get(key, key)] = {name: _ref(checkpoint, stored, "param") for name, stored in names.items()}
+    for key, saved in meta.get("optimizers", {}).items():
+        per_param: dict[str, dict[str, Any]] = {}
+        for group in saved["groups"]:
+            for name in group["params"]:
+                per_param[name] = _states(checkpoint, key, saved, name)
+        groups = [
+            {**{k: decode(v) for k, v in group["hyper"].items()}, "params": [_local(checkpoint, n) for n in group["params"]]}
+            for group in saved["groups"]
+        ]
+        state[called.get(key, key)] = {"state": {_local(checkpoint, n): s for n, s in per_param.items()}, "param_groups": groups}
+    for key, value in meta.get("state", {}).items():
+        state.setdefault(called.get(key, key), value)
+    return state
+
+
+def _states(checkpoint: Checkpoint, key: str, saved: Mapping[str, Any], name: str) -> dict[str, Any]:
+    stored = checkpoint.aliases.get(name, name)
+    states: dict[str, Any] = {k: decode(by_name[name]) for k, by_name in saved["scalars"].items() if name in by_name}
+    for state_key in saved["kinds"]:
+        kind = state_key if key == "optimizer" else f"{key}.{state_key}"
+        if stored in checkpoint.tensors and kind in checkpoint.tensors[stored].kinds:
+            states[state_key] = _ref(checkpoint, stored, kind)
+        elif f"{stored}/{kind}" in checkpoint.tensors:
+            states[state_key] = _ref(checkpoint, f"{stored}/{kind}", "state")
+    return states
+
+
+def _ref(checkpoint: Checkpoint, stored: str, kind: str) -> Ref:
+    tensor = checkpoint.tensors[stored]
+    return Ref(stored, kind, tensor.shape, tensor.kinds[kind])
+
+
+def _local(checkpoint: Checkpoint, name: str) -> str:
+    """A parameter's name within its own entry."""
+    entry = next((k for k in checkpoint.meta.get("models", []) if k != "model" and name.startswith(f"{k}/")), None)
+    return name if entry is None else name.removeprefix(f"{entry}/")
+
+
+# ----------------------------------------------------------------------------------------------------- stock DCP reads ours
+
+
+class _Answers(dict[str, Any]):
+    """Lists every key once, and answers to other usual names, too (a bare model's state dict, flattened parameter groups)."""
+
+    def __init__(self, items: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+        super().__init__(items)
+        self._others = others
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key in self._others
+
+    def __missing__(self, key: str) -> Any:
+        return self._others[key]
+
+
+class DcpReader(StorageReader):
+    """Reads our checkpoints for ``torch.distributed.checkpoint.load``: any model, any sharding, with or without a process group.
+
+    Each tensor is declared as one chunk, so that DCP plans one item per box of the destination; a box is read as flat runs, put together
+    where they share blocks, every block verified. Beside the names of the head of this file it answers to a bare model's
+    (``dcp.load(model.state_dict(), ..)``) and to those of ``flatten_optimizer_state_dict``.
+
+    Args:
+        root: where the checkpoints are.
+        commit: a name; ``None``: the newest whole one, on which the ranks must agree.
+        entries: ``{our entry: DCP's}`` where it is called otherwise than in :data:`ENTRIES`.
+        cast: convert between dtypes of floating point, or of integers; by default another dtype is an error (DCP itself converts silently).
+        budget_bytes: memory to take beside the tensors.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        commit: str | Commit | None = None,
+        *,
+        entries: Mapping[str, str] | None = None,
+        cast: bool = False,
+        budget_bytes: int = BUDGET_BYTES,
+    ) -> None:
+        super().__init__()
+        self._root, self._commit, self._entries, self._cast, self._budget = root, commit, entries, cast, budget_bytes
+        self._checkpoint: Checkpoint | None = None
+        self._leaves: dict[str, Any] = {}
+        self.bytes_read = 0
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._root = checkpoint_id
+        self._checkpoint, self.bytes_read = None, 0
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        self._checkpoint = checkpoint = open_checkpoint(self._root, self._commit)
+        leaves, paths = flatten_state_dict(nested(checkpoint, self._entries))
+        others = _other_names(checkpoint, leaves, self._entries)
+        self._leaves = {**others, **leaves}
+        return Metadata(
+            _Answers({key: _declared(leaf) for key, leaf in leaves.items()}, {key: _declared(leaf) for key, leaf in others.items()}),
+            planner_data=paths,
+            storage_data={},
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        commit = self._opened().commit
+        return replace(plan, storage_data=(commit.name, commit.sha256))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        seen = sorted({plan.storage_data for plan in plans})
+        if len(seen) > 1:
+            raise CheckpointMismatch(
+                f"the ranks see different newest checkpoints ({', '.join(name for name, _ in seen)}): one was committed just now; "
+                "give DcpReader the commit's name"
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        checkpoint = self._opened()
+        ranges: list[Range] = []
+        ready: list[tuple[Any, torch.Tensor, torch.Tensor | None]] = []
+        for item in plan.items:
+            leaf = self._leaves[item.storage_index.fqn]
+            if item.type == LoadItemType.BYTE_IO:
+                raw = io.BytesIO()
+                torch.save(leaf, raw)
+                raw.seek(0)
+                planner.load_bytes(item, raw)
+                continue
+            target = planner.resolve_tensor(item).detach()
+            if not isinstance(leaf, Ref):
+                target.copy_(leaf)
+                ready.append((item, target, None))
+                continue
+            if target.dtype != leaf.dtype and not (self._cast and castable(leaf.dtype, target.dtype)):
+                raise CheckpointMismatch(
+                    f"{item.dest_index.fqn!r} is {dtype_name(leaf.dtype)} in checkpoint {checkpoint.commit.path}, "
+                    f"{dtype_name(target.dtype)} wanted; DcpReader(cast=True) converts"
+                )
+            direct = target.is_contiguous()
+            flat = target.view(-1) if direct else torch.empty(target.numel(), dtype=target.dtype, device=target.device)
+            position = 0
+            for start, end in intervals(leaf.shape, [(tuple(item.storage_offsets), tuple(item.lengths))]) if leaf.shape else [(0, 1)]:
+                ranges.append((leaf.name, leaf.kind, start, end, flat[position : position + end - start]))
+                position += end - start
+            ready.append((item, target, None if direct else flat))
+        self.bytes_read += checkpoint.read_ranges(ranges, cast=self._cast, budget_bytes=self._budget).planned
+        for item, target, copied in ready:
+            if copied is not None:
+                target.copy_(copied.view(target.shape))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _opened(self) -> Checkpoint:
+        if self._checkpoint is None:
+            raise RuntimeError("DcpReader: read_metadata() comes first; use it through torch.distributed.checkpoint.load")
+        return self._checkpoint
+
+
+def _declared(leaf: Any) -> Any:
+    if not isinstance(leaf, (Ref, torch.Tensor)):
+        return BytesStorageMetadata()
+    size = torch.Size(leaf.shape)
+    return TensorStorageMetadata(TensorProperties(dtype=leaf.dtype), size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)])
+
+
+def _other_names(checkpoint: Checkpoint, leaves: Mapping[str, Any], entries: Mapping[str, str] | None) -> dict[str, Any]:
+    called = {**ENTRIES, **(entries or {})}
+    others: dict[str, Any] = {}
+    for key in ("model", "optimizer"):
+        prefix = called.get(key, key) + "."
+        others |= {name.removeprefix(prefix): leaf for name, leaf in leaves.items() if name.startswith(prefix)}
+    for key, saved in checkpoint.meta.get("optimizers", {}).items():
+        flat = {
+            f"param_groups.{_local(checkpoint, name)}.{k}": decode(v)
+            for group in saved["groups"]
+            for name in group["params"]
+            for k, v in group["hyper"].items()
+        }
+        others |= {f"{called.get(key, key)}.{name}": value for name, value in flat.items()}
+        if key == "optimizer":
+            others |= flat
+    return others
+
+
+# -------------------------------------------------------------------------------------------------------------------- import
+
+
+def import_dcp(
+    folder: str | os.PathLike[str],
+    target: Root | nn.Module | Mapping[str, torch.Tensor],
+    *,
+    rename: Mapping[str, str] | NameTable | None = None,
+    include: Globs = "*",
+    exclude: Globs = (),
+    allow_missing: Globs = (),
+    allow_unexpected: Globs = (),
+    cast: bool = False,
+    device: torch.device | str | None = None,
+    entries: Mapping[str, str] | None = None,
+    tied: Mapping[str, str] | None = None,
+    step: int = 0,
+    object_bytes: int = OBJECT_BYTES,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> Imported | Commit:
+    """A stock DCP checkpoint into a model's shards (weights), or into a checkpoint folder as its newest commit; every rank calls it.
+
+    A commit gets everything: weights, optimizer states, scalars, hyperparameters, plain values; so that ``load`` resumes from it.
+
+    Args:
+        folder: what ``torch.distributed.checkpoint.save`` wrote.
+        target: a model or dict of tensors, sharded or not, to fill; or the root of checkpoints.
+        rename: table from our names to the checkpoint's; into a root it is turned round.
+        include, exclude: globs of our names.
+        allow_missing, allow_unexpected, cast, device: into a model; as :func:`~vescale_ray.checkpoint.load`.
+        entries: ``{our entry: DCP's}`` where it is called otherwise than in :data:`ENTRIES`.
+        tied: into a root: ``{other name: name}`` of our names. DCP stores tied tensors twice; these are stored once, if they are equal.
+        step, object_bytes: into a root: the commit's step, and the size of its objects, which is the memory taken.
+
+    Raises:
+        ForeignFileError: malformed, or with objects that can't be read without unpickling them.
+        CheckpointMismatch: names, shapes or dtypes differ.
+    """
+    back = table_of(rename).inverse() if is_root(target) else NameTable()
+    source = together(lambda: DcpSource(folder, {**ENTRIES, **(entries or {})}, back, globs(include), globs(exclude)), group)
+    if not is_root(target):
+        assert isinstance(target, (nn.Module, Mapping))
+        return into_model(
+            source.weights(),
+            target,
+            include=include,
+            exclude=exclude,
+            allow_missing=allow_missing,
+            allow_unexpected=allow_unexpected,
+            rename=rename,
+            cast=cast,
+            device=device,
+            group=group,
+            progress=progress,
+        )
+    aliases = dict(tied or {})
+    from_first(lambda: _check_tied(source, aliases), group)
+    meta = together(source.meta, group)
+    return into_commit(
+        source,
+        target,  # type: ignore[arg-type]
+        {name: name for name in source.tensors if name not in aliases},
+        step=step,
+        meta=meta,
+        aliases=aliases,
+        object_bytes=object_bytes,
+        group=group,
+        progress=progress,
+    )
+
+
+def _check_tied(source: DcpSource, aliases: Mapping[str, str]) -> None:
+    for alias, name in aliases.items():
+        one, other = source.tensors.get(alias), source.tensors.get(name)
+        if one is None or other is None:
+            raise CheckpointMismatch(f"{source.describe()} has no tensor {(alias if one is None else name)!r}, which is said to be tied")
+        if set(one.kinds) != {"param"}:
+            raise CheckpointMismatch(f"{source.describe()}: {alias!r} has optimizer states of its own: it is not tied to {name!r}")
+        numel = math.prod(one.shape)
+        same = (one.shape, one.kinds["param"]) == (other.shape, other.kinds.get("param"))
+        for start in range(0, numel if same else 0, 1 << 20):
+            left, right = (torch.empty(min(1 << 20, numel - start), dtype=one.kinds["param"]) for _ in range(2))
+            source.read_into(alias, "param", start, left)
+            source.read_into(name, "param", start, right)
+            same = same and torch.equal(as_bytes(left), as_bytes(right))
+        if not same:
+            raise CheckpointMismatch(f"{source.describe()}: {alias!r} and {name!r} differ: they are not tied")
+
+
+# -------------------------------------------------------------------------------------------------------------------- export
+
+
+@dataclass(frozen=True)
+class DcpExported:
+    """Files written, keys written, bytes of the tensors."""
+
+    files: tuple[str, ...]
+    keys: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One archive to write: a value (``ref`` is None), or rows of a tensor."""
+
+    key: str
+    ref: Ref | None
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+
+
+def export_dcp(
+    root: Root,
+    commit: str | Commit | None,
+    folder: str | os.PathLike[str],
+    *,
+    include: Globs = "*",
+    exclude: Globs = (),
+    entries: Mapping[str, str] | None = None,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> DcpExported:
+    """Write a commit as a DCP checkpoint that stock ``torch.distributed.checkpoint.load`` reads; several ranks share the writing.
+
+    Every tensor is read back from the files and compared with what our blocks' checksums vouch for; ``.metadata`` is written last. Takes
+    about 128 MiB of memory (a row larger than 64 MiB is written whole).
+
+    Args:
+        commit: a name; ``None``: the newest.
+        folder: is made; must be empty.
+        include, exclude: globs of DCP's keys (``model.*``).
+        entries: ``{our entry: DCP's}`` where it is to be called otherwise than in :data:`ENTRIES`.
+
+    Raises:
+        ValueError: the folder is not empty. CheckpointCorrupt: the checkpoint is damaged. ExportFailed: what was read back differs.
+    """
+    rank, world = ranks_of(group)
+    place = Path(folder)
+
+    def begin() -> Commit:
+        found = open_checkpoint(root, commit).commit
+        place.mkdir(parents=True, exist_ok=True)
+        there = sorted(p.name for p in place.iterdir())
+        if there:
+            raise ValueError(f"{place} holds {some(there)}: give an empty folder")
+        return found
+
+    chosen_commit = from_first(begin, group)
+    leaves: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+
+    def write() -> dict[MetadataIndex, Any]:
+        checkpoint = open_checkpoint(root, chosen_commit)
+        flat, planned = flatten_state_dict(nested(checkpoint, entries))
+        leaves.update({key: leaf for key, leaf in flat.items() if chosen(key, globs(include), globs(exclude))})
+        paths.update({key: planned[key] for key in leaves})
+        if not leaves:
+            raise CheckpointMismatch(f"checkpoint {checkpoint.commit.path} has nothing that fits {', '.join(globs(include))}")
+        items = list(_items(leaves))
+        return _write_items(checkpoint, leaves, items[rank::world], place, rank, progress)
+
+    mine = together(write, group)
+    infos = [mine]
+    if world > 1:
+        infos = [{} for _ in range(world)]
+        dist.all_gather_object(infos, mine, group=group)
+    storage = {index: info for one in infos for index, info in one.items()}
+
+    def finish() -> None:
+        declared: dict[str, Any] = {key: _declared(leaf) for key, leaf in leaves.items()}
+        for key, entry in declared.items():
+            if isinstance(entry, TensorStorageMetadata):
+                leaf = leaves[key]
+                entry.chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for _, o, s in _boxes(key, leaf)]
+        described = Metadata(declared, paths, storage, StorageMeta(checkpoint_id=str(place)), _DCP_VERSION)
+        _publish(place, pickle.dumps(described))
+
+    from_first(finish, group)
+    files = sorted({info.relative_path for info in storage.values()})
+    return DcpExported(tuple(files), tuple(leaves), sum(leaf.bytes for leaf in leaves.values() if isinstance(leaf, Ref)))
+
+
+def _items(leaves: Mapping[str, Any]) -> Iterator[_Item]:
+    for key, leaf in leaves.items():
+        if isinstance(leaf, Ref):
+            for _, offsets, sizes in _boxes(key, leaf):
+                yield _Item(key, leaf, offsets, sizes)
+        else:
+            yield _Item(key, None)
+
+
+def _boxes(key: str, leaf: Ref | torch.Tensor) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Whole rows of at most 64 MiB (one row at least): a box of the tensor and a range of its elements, both."""
+    shape = tuple(leaf.shape)
+    if not isinstance(leaf, Ref) or not shape or not math.prod(shape):
+        yield key, (0,) * len(shape), shape
+        return
+    row = math.prod(shape[1:]) * leaf.dtype.itemsize
+    step = max(1, _CHUNK_BYTES // row)
+    for start in range(0, shape[0], step):
+        yield key, (start, *(0 for _ in shape[1:])), (min(step, shape[0] - start), *shape[1:])
+
+
+def _write_items(
+    checkpoint: Checkpoint, leaves: Mapping[str, Any], items: list[_Item], place: Path, rank: int, progress: Progress | None
+) -> dict[MetadataIndex, Any]:
+    infos: dict[MetadataIndex, Any] = {}
+    number = 0
+    while items:
+        name = f"__{rank}_{number}.distcp"
+        written: list[tuple[_Item, Any, bytes]] = []
+        with open(place / name, "xb") as file:
+            while items and file.tell() < _FILE_BYTES:
+                item = items.pop(0)
+                offset, digest = file.tell(), b""
+                value = leaves[item.key]
+                if item.ref is not None:
+                    value = _chunk(checkpoint, item)
+                    digest = xxhash.xxh3_128_digest(view_of(as_bytes(value.view(-1))))
+                torch.save(value, file)
+                written.append((item, _StorageInfo(name, offset, file.tell() - offset), digest))
+                if progress is not None and item.ref is not None:
+                    progress(value.numel() * item.ref.dtype.itemsize)
+            file.flush()
+            os.fsync(file.fileno())
+            with suppress(OSError):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that what is read back comes from the disk
+        _read_back(place, written)
+        for item, info, _ in written:
+            value = leaves[item.key]
+            is_tensor = item.ref is not None or isinstance(value, torch.Tensor)
+            infos[MetadataIndex(item.key, torch.Size(item.offsets) if is_tensor else None)] = info
+        number += 1
+    return infos
+
+
+def _chunk(checkpoint: Checkpoint, item: _Item) -> torch.Tensor:
+    assert item.ref is not None
+    row = math.prod(item.ref.shape[1:])
+    start = item.offsets[0] * row if item.offsets else 0
+    return checkpoint.read_range(item.ref.name, start, start + math.prod(item.sizes), item.ref.kind).view(item.sizes)
+
+
+def _read_back(place: Path, written: list[tuple[_Item, Any, bytes]]) -> None:
+    files = Archives(place)
+    for item, info, digest in written:
+        if item.ref is not None:
+            found = xxhash.xxh3_128()
+            files.digest(info, found.update)
+            if found.digest() != digest:
+                raise ExportFailed(f"{place / info.relative_path}: {item.key!r} was read back with other bytes than were written")
+
+
+def _publish(place: Path, data: bytes) -> None:
+    temporary = place / ".metadata.tmp"
+    with open(temporary, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, place / ".metadata")
+    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # not every file system offers it
+            os.fsync(fd)
+    finally:
+        os.close(fd)

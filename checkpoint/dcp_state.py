@@ -1,0 +1,245 @@
+"""A stock DCP checkpoint's keys as our tensors with kinds, scalars and hyperparameters; the table is at the head of ``dcp.py``.
+
+DCP records each key's path in the nested state dict that was saved, so that ``("model", "layers.0.w")`` and ``("model.layers.0.w",)``,
+a bare model whose names begin with ``model.``, are told apart. Both of torch's forms of optimizer state are understood, nested and
+flattened.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .dcp_files import DcpFiles
+from .errors import CheckpointMismatch, ForeignFileError
+from .manifest import check_meta
+from .matching import StoredTensor
+from .names import chosen
+from .state import encode
+
+
+class DcpSource:
+    """The tensors of a DCP checkpoint by our names and kinds, as a :class:`~vescale_ray.checkpoint.foreign.Source`.
+
+    Args:
+        entries: ``{our entry: DCP's}``.
+        table: from DCP's names of tensors to ours.
+        include, exclude: globs of our names; what they leave out is not looked at.
+
+    Raises:
+        ForeignFileError: malformed, or holding what we have no place for: named, with the remedy.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        entries: Mapping[str, str],
+        table: Callable[[str], str],
+        include: Sequence[str],
+        exclude: Sequence[str],
+    ) -> None:
+        self._files = DcpFiles(folder)
+        self._table, self._include, self._exclude = table, include, exclude
+        self._ours = {theirs: ours for ours, theirs in entries.items()}
+        self._keys: dict[tuple[str, str], str] = {}
+        self._tensors: dict[str, StoredTensor] = {}
+        self._models: list[str] = []
+        self._optimizers: dict[str, _Optimizer] = {}
+        self._values: dict[tuple[Any, ...], str] = {}
+        states: list[tuple[str, str, str, str]] = []  # our optimizer, name, state key, DCP's key
+        bare = not any(len(path) > 1 and self._entry(path) == "model" for path in self._files.paths.values())
+        for key, path in self._files.paths.items():
+            entry = self._entry(path)
+            inner = [str(part) for part in path[1:]]
+            part = _optimizer_part(inner)
+            if part is not None:
+                found = self._optimizers.setdefault(entry, _Optimizer({}, {}, {}, []))
+                kind, name, field = part
+                if kind == "state":
+                    states.append((entry, name, field, key))
+                else:
+                    found.groups.setdefault(name, {})[field] = key
+            elif key in self._files.tensors:
+                if len(path) == 1 and not bare:
+                    if chosen(key, include, exclude):
+                        raise ForeignFileError(f"{folder}: the tensor {key!r} belongs to no entry of the state dict: exclude it")
+                    continue
+                self._param(entry if len(path) > 1 else "model", ".".join(inner) if len(path) > 1 else key, key)
+            else:
+                self._values[path] = key
+        for entry, name, field, key in states:
+            self._state(entry, name, field, key)
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        return self._tensors
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        return {}
+
+    def describe(self) -> str:
+        return str(self._files.folder)
+
+    def read_into(self, name: str, kind: str, start: int, out: torch.Tensor) -> None:
+        self._files.read_into(self._keys[name, kind], start, out)
+
+    def weights(self) -> _Weights:
+        """The tensors of the entry ``model`` alone."""
+        others = tuple(f"{entry}/" for entry in self._models if entry != "model")
+        names = {n: t for n, t in self._tensors.items() if "param" in t.kinds and not (others and n.startswith(others))}
+        return _Weights(self, {n: StoredTensor(t.shape, {"param": t.kinds["param"]}) for n, t in names.items()})
+
+    def meta(self) -> dict[str, Any]:
+        """What ``save`` would have put into the manifest's meta; reads the small objects."""
+        values: dict[str, Any] = {}
+        for path, key in self._values.items():
+            if not chosen(str(path[0]), self._include, self._exclude):
+                continue
+            _put(values, [self._entry(path), *path[1:]], self._files.object(key))
+        values = {key: _lists(value) for key, value in values.items()}
+        try:
+            check_meta(values, "state")
+        except ValueError as error:
+            raise ForeignFileError(f"{self.describe()}: {error}; exclude it to import the rest") from None
+        return {
+            "models": self._models or ["model"],
+            "state": values,
+            "optimizers": {key: self._optimizer_meta(key, found) for key, found in self._optimizers.items()},
+            "meta": {"imported": {"from": self.describe(), "format": "dcp"}},
+        }
+
+    def _entry(self, path: Sequence[Any]) -> str:
+        first = str(path[0])
+        return self._ours.get(first, first)
+
+    def _param(self, entry: str, name: str, key: str) -> None:
+        stored = self._stored(entry, name)
+        if not chosen(stored, self._include, self._exclude):
+            return
+        if entry not in self._models:
+            self._models.append(entry)
+        self._add(stored, "param", key)
+
+    def _stored(self, entry: str, name: str) -> str:
+        return self._table(name) if entry == "model" else f"{entry}/{self._table(name)}"
+
+    def _add(self, name: str, kind: str, key: str) -> None:
+        tensor = self._files.tensors[key]
+        if (name, kind) in self._keys:
+            raise CheckpointMismatch(f"{self.describe()}: {self._keys[name, kind]!r} and {key!r} both become {name!r}")
+        self._keys[name, kind] = key
+        kinds = dict(self._tensors[name].kinds) if name in self._tensors else {}
+        self._tensors[name] = StoredTensor(tensor.shape, {**kinds, kind: tensor.dtype})
+
+    def _owner(self, optimizer: str, name: str) -> str:
+        """The stored name of an optimizer's parameter: of the model that the optimizer is named after, else of the first that has it."""
+        others = sorted((entry for entry in self._models if entry != "model"), key=lambda entry: not optimizer.startswith(entry))
+        first = [entry for entry in others if optimizer.startswith(entry)]
+        for entry in [*first, "model", *others]:
+            if self._stored(entry, name) in self._tensors:
+                return self._stored(entry, name)
+        return self._stored("model", name)
+
+    def _state(self, entry: str, name: str, field: str, key: str) -> None:
+        owner = self._owner(entry, name)
+        if not chosen(owner, self._include, self._exclude):
+            return
+        found = self._optimizers[entry]
+        tensor = self._files.tensors.get(key)
+        held = self._tensors.get(owner)
+        if tensor is None or (tensor.shape == () and (field == "step" or held is None or held.shape != ())):
+            found.scalars.setdefault(field, {})[owner] = key
+            return
+        kind = field if entry == "optimizer" else f"{entry}.{field}"
+        found.kinds.setdefault(field)
+        if held is None or held.shape == tensor.shape:
+            self._add(owner, kind, key)
+        else:
+            self._add(f"{owner}/{kind}", "state", key)
+        found.owners.append(owner)
+
+    def _scalar(self, key: str) -> Any:
+        if key not in self._files.tensors:
+            return self._files.object(key)
+        out = torch.empty(1, dtype=self._files.tensors[key].dtype)
+        self._files.read_into(key, 0, out)
+        return out[0]
+
+    def _optimizer_meta(self, key: str, found: _Optimizer) -> dict[str, Any]:
+        def encoded(what: str, value: Any) -> Any:
+            try:
+                return encode(what, value)
+            except ValueError as error:
+                raise ForeignFileError(f"{self.describe()}: optimizer {key!r}: {error}") from None
+
+        scalars = {
+            field: {name: encoded(f"{field!r} of {name!r}", self._scalar(where)) for name, where in by_name.items()}
+            for field, by_name in found.scalars.items()
+        }
+        groups: list[dict[str, Any]] = []
+        for name, fields in found.groups.items():
+            loaded = {field: self._scalar(where) for field, where in fields.items()}
+            params = loaded.pop("params", None)
+            hyper = {field: encoded(f"hyperparameter {field!r}", value) for field, value in loaded.items() if field != "param_names"}
+            if params is not None:
+                members = [self._owner(key, str(param)) for param in params]
+            else:  # flattened: one entry for each parameter; those with the same values were one group, as far as one can tell
+                members = [self._owner(key, name)]
+                same = next((group for group in groups if group["hyper"] == hyper), None)
+                if same is not None:
+                    same["params"] += members
+                    continue
+            groups.append({"params": members, "hyper": hyper})
+        for group in groups:
+            group["params"] = [name for name in group["params"] if chosen(name, self._include, self._exclude)]
+        return {"type": "imported from DCP", "kinds": list(found.kinds), "groups": groups, "scalars": scalars}
+
+
+@dataclass
+class _Optimizer:
+    """What a checkpoint has of one optimizer, by DCP's keys: ``scalars[state][name]``, ``groups[group][field]``, kinds in order."""
+
+    scalars: dict[str, dict[str, str]]
+    groups: dict[str, dict[str, str]]
+    kinds: dict[str, None]
+    owners: list[str]
+
+
+class _Weights:
+    def __init__(self, source: DcpSource, tensors: Mapping[str, StoredTensor]) -> None:
+        self._source, self.tensors = source, tensors
+        self.aliases: Mapping[str, str] = {}
+        self.describe, self.read_into = source.describe, source.read_into
+
+
+def _optimizer_part(inner: Sequence[str]) -> tuple[str, str, str] | None:
+    """("state" or "param_groups", parameter or group, field) of an optimizer's entry; ``None`` for anything else."""
+    if len(inner) == 3 and inner[0] in ("state", "param_groups"):
+        return inner[0], inner[1], inner[2]
+    if len(inner) == 1:
+        kind, _, rest = inner[0].partition(".")
+        name, _, field = rest.rpartition(".")
+        if kind in ("state", "param_groups") and name:
+            return kind, name, field
+    return None
+
+
+def _put(values: dict[str, Any], path: Iterable[Any], value: Any) -> None:
+    *parents, last = path
+    for part in parents:
+        values = values.setdefault(part, {})
+    values[last] = value
+
+
+def _lists(value: Any) -> Any:
+    """Dicts whose keys are numbers were lists; tuples become lists, as in JSON."""
+    if isinstance(value, dict):
+        if value and all(isinstance(key, int) for key in value):
+            return [_lists(value[key]) for key in sorted(value)]
+        return {key: _lists(one) for key, one in value.items()}
+    return [_lists(one) for one in value] if isinstance(value, (list, tuple)) else value

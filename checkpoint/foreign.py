@@ -1,0 +1,279 @@
+"""Tensors of other programs' files, into a model's shards or a new commit; no process ever holds the whole.
+
+A :class:`Source` gives flat ranges of tensors. A rank reads the intervals that it holds, and no others; for a new commit the tensors,
+end to end, are cut into objects of a bounded size, which the ranks write in turn.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .api import from_first, newest_order, next_epoch, ranks_of, together
+from .commits import Commit, commit
+from .digest import CHUNK_BYTES, as_bytes, view_of
+from .errors import CheckpointMismatch, ForeignFileError
+from .layout import ShardPiece
+from .loading import agreed, check_filled
+from .manifest import check_meta
+from .matching import StoredTensor
+from .materialize import materialize, on_meta
+from .names import Globs, NameTable, globs, table_of
+from .shard import Vote, new_attempt, write_shard
+from .state import Choice, flatten_models
+from .store import ObjectStore, Root, store_of
+from .tensors import local_part
+
+OBJECT_BYTES = 256 << 20
+"""Most bytes of one object of an imported commit, and about the memory that writing it takes; more where there would be over 1024."""
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes that were just done."""
+
+
+class Source(Protocol):
+    """Tensors (of kind ``param`` and others) that can be read by flat ranges."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+
+    @property
+    def aliases(self) -> Mapping[str, str]: ...
+
+    def describe(self) -> str: ...
+
+    def read_into(self, name: str, kind: str, start: int, out: torch.Tensor) -> None:
+        """Fill ``out`` (flat, on the CPU, of the stored dtype) with the elements from ``start`` on."""
+        ...
+
+
+@dataclass(frozen=True)
+class Imported:
+    """Names read, bytes read by this rank, names of the model that the files lack (``allow_missing``)."""
+
+    tensors: tuple[str, ...]
+    bytes: int
+    missing: tuple[str, ...]
+
+
+def fill(source: Source, name: str, kind: str, start: int, out: torch.Tensor) -> None:
+    """Elements from ``start`` on into ``out`` (flat; any device, any dtype that the stored one may be cast to), by chunks."""
+    stored = source.tensors[name].kinds[kind]
+    if out.device.type == "cpu" and out.dtype == stored:
+        source.read_into(name, kind, start, out)
+        return
+    chunk = CHUNK_BYTES // stored.itemsize
+    whole = torch.empty(min(chunk, out.numel()), dtype=stored)
+    for position in range(0, out.numel(), chunk):
+        target = out[position : position + chunk]
+        part = whole[: target.numel()]
+        source.read_into(name, kind, start + position, part)
+        target.copy_(part)
+
+
+def into_model(
+    source: Source,
+    target: nn.Module | Mapping[str, torch.Tensor],
+    *,
+    include: Globs = "*",
+    exclude: Globs = (),
+    allow_missing: Globs = (),
+    allow_unexpected: Globs = (),
+    rename: Mapping[str, str] | NameTable | None = None,
+    cast: bool = False,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> Imported:
+    """Read weights into a model (or a dict of tensors), sharded or not, on the meta device or not; every rank calls it.
+
+    The arguments are those of :func:`~vescale_ray.checkpoint.load`. Raises what that raises, and ForeignFileError.
+    """
+    rank, world = ranks_of(group)
+    choice = Choice(globs(include), globs(exclude), globs(allow_missing), globs(allow_unexpected), table_of(rename))
+
+    def work() -> Imported:
+        state = {"model": target}
+        flat = flatten_models(state)
+        among = {(name, "param") for name, tensor in source.tensors.items() if "param" in tensor.kinds}
+        there = agreed(source.describe(), source, among, flat, choice, cast)
+        if isinstance(target, nn.Module) and on_meta(target):
+            check_filled(flat, there, [target])
+            materialize(target, None if device is None else torch.device(device))
+            flat = flatten_models(state)
+        done = 0
+        with torch.no_grad():
+            for pair, (name, kind) in there.items():
+                part = local_part(pair[0], flat.tensors[pair], world, rank)
+                whole = part.flat()
+                for start, _, piece in part.pieces(whole):
+                    fill(source, name, kind, start, piece)
+                    size = piece.numel() * source.tensors[name].kinds[kind].itemsize
+                    done += size
+                    if progress is not None:
+                        progress(size)
+                if not part.shared:
+                    part.local.copy_(whole.view(part.local.shape))
+        missing = tuple(pair[0] for pair in flat.tensors if pair not in there and choice.takes_pair(pair, flat))
+        return Imported(tuple(pair[0] for pair in there), done, missing)
+
+    return together(work, group)
+
+
+def into_commit(
+    source: Source,
+    root: Root,
+    names: Mapping[str, str],
+    *,
+    step: int = 0,
+    meta: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    object_bytes: int = OBJECT_BYTES,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> Commit:
+    """Write the tensors of ``source`` as a new, newest commit; every rank calls it and writes its turn of the objects.
+
+    Takes about ``object_bytes`` of memory.
+
+    Args:
+        names: ``{source's name: name in the commit}`` of what to take, with all kinds.
+        meta, aliases: as of :func:`~vescale_ray.checkpoint.commit`, by names in the commit.
+    """
+    rank, world = ranks_of(group)
+    store = store_of(root)
+    kinds = list(dict.fromkeys(kind for name in names for kind in source.tensors[name].kinds))
+    # Kind by kind, so that an object's tensors of one kind follow each other, as they do in a shard.
+    items = [(name, kind) for kind in kinds for name in names if kind in source.tensors[name].kinds]
+    total = sum(_bytes(source, name, kind) for name, kind in items)
+    objects = list(_cut(source, items, max(object_bytes, -(-total // 1024))))
+
+    def begin() -> tuple[str, int]:
+        if not names:
+            raise CheckpointMismatch(f"{source.describe()} has nothing to import")
+        check_meta(meta)
+        return new_attempt(), next_epoch(newest_order(store), None, step)
+
+    attempt, epoch = from_first(begin, group)
+
+    # One buffer for all objects in turn: what is allocated and freed for each would stay in the allocator's heaps.
+    mine_of = range(rank, len(objects), world)
+    buffer = torch.empty(max((sum(_room(source, *cut) for cut in objects[index]) for index in mine_of), default=0), dtype=torch.uint8)
+
+    def write_one(index: int) -> str:
+        pieces, position = [], 0
+        for cut in objects[index]:
+            pieces.append(_piece(source, names[cut[0]], *cut, buffer[position:]))
+            position += _room(source, *cut)
+        vote = write_shard(store, attempt, index, pieces, step=step, epoch=epoch)
+        if progress is not None:
+            progress(sum(p.data.numel() * p.dtype.itemsize for p in pieces))
+        return vote.to_json()
+
+    mine = together(lambda: [write_one(index) for index in mine_of], group)
+    everyone: list[list[str]] = [mine]
+    if world > 1:
+        everyone = [[] for _ in range(world)]
+        dist.all_gather_object(everyone, mine, group=group)
+    votes = [Vote.from_json(text) for texts in everyone for text in texts]
+    return from_first(
+        lambda: commit(store, votes, step=step, epoch=epoch, attempt=attempt, world=len(objects), meta=meta, aliases=aliases), group
+    )
+
+
+def is_root(target: Any) -> bool:
+    return isinstance(target, (str, os.PathLike)) or isinstance(target, ObjectStore)
+
+
+def _bytes(source: Source, name: str, kind: str) -> int:
+    tensor = source.tensors[name]
+    return math.prod(tensor.shape) * tensor.kinds[kind].itemsize
+
+
+def _cut(source: Source, items: Sequence[tuple[str, str]], limit: int) -> Iterator[list[tuple[str, str, int, int]]]:
+    """The items' elements in order, in lists of at most ``limit`` bytes (one element at least); tensors are cut where they must."""
+    held: list[tuple[str, str, int, int]] = []
+    room = limit
+    for name, kind in items:
+        width, numel = source.tensors[name].kinds[kind].itemsize, math.prod(source.tensors[name].shape)
+        start = 0
+        while True:
+            if room < width and held and numel:
+                yield held
+                held, room = [], limit
+            end = min(numel, start + max(1, room // width))
+            held.append((name, kind, start, end))
+            room -= (end - start) * width
+            start = end
+            if start >= numel:
+                break
+    yield held
+
+
+def _room(source: Source, name: str, kind: str, start: int, end: int) -> int:
+    """Bytes of a cut in the buffer: a multiple of 16, so that the next one is aligned to any element."""
+    return -(-(end - start) * source.tensors[name].kinds[kind].itemsize // 16) * 16
+
+
+def _piece(source: Source, new: str, name: str, kind: str, start: int, end: int, room: torch.Tensor) -> ShardPiece:
+    tensor = source.tensors[name]
+    dtype = tensor.kinds[kind]
+    data = room[: (end - start) * dtype.itemsize].view(dtype)
+    source.read_into(name, kind, start, data)
+    return ShardPiece(new, kind, start, end, tensor.shape, dtype, data)
+
+
+class Files:
+    """Files of one folder, read at any offset; a few stay open."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: dict[str, int] = {}
+
+    def size(self, name: str) -> int:
+        return os.fstat(self._fd(name)).st_size
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        data = os.pread(self._fd(name), size, offset)
+        if len(data) < size:
+            raise ForeignFileError(f"{self.folder / name}: ends at byte {offset + len(data)}, {offset + size} are needed: truncated")
+        return data
+
+    def read_into(self, name: str, offset: int, out: torch.Tensor) -> None:
+        """Fill ``out`` (flat, contiguous, on the CPU) with the bytes from ``offset`` on."""
+        view, done = view_of(as_bytes(out)), 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._fd(name), [view[done : done + (64 << 20)]], offset + done)
+            except OSError as error:
+                raise ForeignFileError(f"{self.folder / name}: can't be read: {error.strerror}") from error
+            if not count:
+                raise ForeignFileError(f"{self.folder / name}: ends at byte {offset + done}, {offset + len(view)} are needed: truncated")
+            done += count
+
+    def close(self) -> None:
+        while self._open:
+            with suppress(OSError):
+                os.close(self._open.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _fd(self, name: str) -> int:
+        if name not in self._open:
+            if len(self._open) >= 16:
+                os.close(self._open.pop(next(iter(self._open))))
+            try:
+                self._open[name] = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise ForeignFileError(f"{self.folder / name}: can't be opened: {error.strerror}") from error
+        return self._open[name]

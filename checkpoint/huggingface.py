@@ -1,0 +1,414 @@
+"""Hugging Face's folders of safetensors: weights from them into shards or a new commit, and from a commit into them.
+
+Import reads flat ranges, each rank its own; export streams from verified blocks, a bounded piece at a time, and reads back what it wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+
+from .api import from_first, ranks_of, together
+from .commits import Commit
+from .digest import as_bytes, view_of
+from .errors import CheckpointMismatch, ExportFailed, ForeignFileError
+from .foreign import OBJECT_BYTES, Files, Imported, Progress, Source, into_commit, into_model, is_root
+from .layout import dtype_name
+from .matching import StoredTensor, some
+from .names import Globs, NameTable, chosen, globs, table_of
+from .reader import Checkpoint, open_checkpoint
+from .safetensors_file import SAFETENSORS_NAME, Located, header_of, read_header
+from .store import Root
+
+INDEX = "model.safetensors.index.json"
+_ALIASES = "vescale_ray.aliases"
+_PIECE_BYTES = 32 << 20
+
+LLAMA = {
+    "embed.weight": "model.embed_tokens.weight",
+    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
+    "layers.*.attention.*_proj.weight": "model.layers.*.self_attn.*_proj.weight",
+    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "layers.*.ffn.*_proj.weight": "model.layers.*.mlp.*_proj.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+"""Names of ``vescale_ray.models.Llama`` -> of transformers' ``LlamaForCausalLM``. Both rotate halves of a head, so that no row moves."""
+
+TABLES = {"llama": LLAMA}
+
+
+class HfSource:
+    """The tensors of a safetensors file, of a folder of them, or of an index; nothing is read but headers until ranges are asked for.
+
+    Raises:
+        ForeignFileError: a header, or the index, that is malformed or reaches outside its folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        given = Path(path)
+        folder, names, index = _files_of(given)
+        self._path, self._files = given, Files(folder)
+        self._located: dict[str, Located] = {}
+        self._aliases: dict[str, str] = {}
+        for name in names:
+            tensors, metadata = read_header(self._files, name)
+            for key, located in tensors.items():
+                if key in self._located:
+                    raise ForeignFileError(f"{folder}: tensor {key!r} is both in {self._located[key].file} and in {name}")
+                self._located[key] = located
+            self._aliases |= _stored_aliases(folder / name, metadata)
+        if index is not None:
+            for key, name in index.items():
+                if key not in self._located or self._located[key].file != name:
+                    raise ForeignFileError(f"{folder}: the index has tensor {key!r} in {name}, which does not hold it")
+            self._located = {key: located for key, located in self._located.items() if key in index}
+        self._aliases = {a: n for a, n in self._aliases.items() if n in self._located and a not in self._located}
+        self._tensors = {name: StoredTensor(t.shape, {"param": t.dtype}) for name, t in self._located.items()}
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        return self._tensors
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        return self._aliases
+
+    def describe(self) -> str:
+        return str(self._path)
+
+    def read_into(self, name: str, kind: str, start: int, out: torch.Tensor) -> None:
+        located = self._located[name]
+        self._files.read_into(located.file, located.offset + start * located.dtype.itemsize, out)
+
+
+def import_hf(
+    path: str | os.PathLike[str],
+    target: Root | nn.Module | Mapping[str, torch.Tensor],
+    *,
+    rename: Mapping[str, str] | NameTable | None = None,
+    include: Globs = "*",
+    exclude: Globs = (),
+    allow_missing: Globs = (),
+    allow_unexpected: Globs = (),
+    cast: bool = False,
+    device: torch.device | str | None = None,
+    step: int = 0,
+    object_bytes: int = OBJECT_BYTES,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> Imported | Commit:
+    """Weights from safetensors into a model's shards, or into a checkpoint folder as its newest commit; every rank calls it.
+
+    Args:
+        path: a folder (its ``model.safetensors.index.json``, else all its ``*.safetensors``), an index, or one file.
+        target: a model or dict of tensors, sharded or not, to fill; or the root of checkpoints.
+        rename: table from our names to the files' (:data:`LLAMA`). Into a root, it is turned round, which regular expressions can't be:
+            give ``NameTable`` of the other direction's inverse, or a table of globs.
+        include, exclude: globs of our names.
+        allow_missing, allow_unexpected, cast, device: into a model; as :func:`~vescale_ray.checkpoint.load`.
+        step, object_bytes: into a root: the commit's step, and the size of its objects, which is the memory taken.
+
+    Raises:
+        ForeignFileError: a malformed file. CheckpointMismatch: names, shapes or dtypes differ.
+    """
+    source = _from_all(path, group)
+    if not is_root(target):
+        assert isinstance(target, (nn.Module, Mapping))
+        return into_model(
+            source,
+            target,
+            include=include,
+            exclude=exclude,
+            allow_missing=allow_missing,
+            allow_unexpected=allow_unexpected,
+            rename=rename,
+            cast=cast,
+            device=device,
+            group=group,
+            progress=progress,
+        )
+    back = table_of(rename).inverse()
+    ours = back.map([*source.tensors, *source.aliases])
+    taken = {name: ours[name] for name in source.tensors if chosen(ours[name], globs(include), globs(exclude))}
+    aliases = {ours[alias]: ours[name] for alias, name in source.aliases.items() if name in taken}
+    meta = {"models": ["model"], "state": {}, "optimizers": {}, "meta": {"imported": {"from": str(path), "format": "safetensors"}}}
+    return into_commit(
+        source,
+        target,  # type: ignore[arg-type]
+        taken,
+        step=step,
+        meta=meta,
+        aliases=aliases,
+        object_bytes=object_bytes,
+        group=group,
+        progress=progress,
+    )
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Files written, in order; names written; bytes of the tensors."""
+
+    files: tuple[str, ...]
+    tensors: tuple[str, ...]
+    bytes: int
+
+
+def export_hf(
+    root: Root,
+    commit: str | Commit | None,
+    folder: str | os.PathLike[str],
+    *,
+    rename: Mapping[str, str] | NameTable | None = None,
+    include: Globs = "*",
+    exclude: Globs = (),
+    key: str = "model",
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    group: dist.ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write the weights of a commit as safetensors files and, last, their index; several ranks share the files.
+
+    Each file is written under a temporary name, synced, read back and compared, and only then named. Tied tensors are written once, under
+    their first name; the others are noted in the header, where :func:`import_hf` finds them. Takes 64 MiB of memory.
+
+    Args:
+        commit: a name; ``None``: the newest.
+        folder: is made; must not hold safetensors files.
+        rename: table from our names to the files' (:data:`LLAMA`).
+        include, exclude: globs of our names. key: the entry of the state (``"ema"``, ..).
+        dtype: cast what is of floating point to this.
+        max_shard_bytes: of a file's tensors; a larger tensor has a file of its own.
+
+    Raises:
+        ValueError: the folder holds model files. CheckpointMismatch: nothing to write, or a dtype that safetensors lacks.
+        CheckpointCorrupt: the checkpoint is damaged. ExportFailed: what was read back differs from what was written.
+    """
+    rank, world = ranks_of(group)
+    place = Path(folder)
+
+    def begin() -> Commit:
+        found = open_checkpoint(root, commit).commit
+        place.mkdir(parents=True, exist_ok=True)
+        there = sorted(p.name for p in place.iterdir() if p.name.endswith((".safetensors", ".index.json")))
+        if there:
+            raise ValueError(f"{place} holds {some(there)}: give a folder without model files")
+        return found
+
+    chosen_commit = from_first(begin, group)
+
+    def write() -> tuple[list[_File], dict[str, str]]:
+        checkpoint = open_checkpoint(root, chosen_commit)
+        files, aliases = _plan(checkpoint, table_of(rename), globs(include), globs(exclude), key, dtype, max_shard_bytes)
+        metadata = {"format": "pt", **({_ALIASES: json.dumps(aliases)} if aliases else {})}
+        mine = files[rank::world]
+        try:
+            for file in mine:
+                _write(checkpoint, place / file.name, file, metadata, progress)
+        except BaseException:
+            for file in mine:  # without an index a reader would take those that are there for the whole
+                (place / file.name).unlink(missing_ok=True)
+            raise
+        return files, aliases
+
+    files, _ = together(write, group)
+    size = sum(entry.bytes for file in files for entry in file.entries)
+
+    def finish() -> None:
+        weights = {entry.name: file.name for file in files for entry in file.entries}
+        text = json.dumps({"metadata": {"total_size": size}, "weight_map": weights}, indent=2, sort_keys=True) + "\n"
+        _publish(place / INDEX, text.encode())
+
+    from_first(finish, group)
+    return Exported(tuple(f.name for f in files), tuple(e.name for f in files for e in f.entries), size)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    stored: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _File:
+    name: str
+    entries: tuple[_Entry, ...]
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    table: NameTable,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    key: str,
+    dtype: torch.dtype | None,
+    max_bytes: int,
+) -> tuple[list[_File], dict[str, str]]:
+    """Which tensor goes into which file, the same on every rank; and ``{alias: name}`` of tied ones, by the files' names."""
+    names = {name: stored for name, stored in checkpoint.names(key).items() if chosen(name, include, exclude)}
+    if not names:
+        raise CheckpointMismatch(f"checkpoint {checkpoint.commit.path} has no tensor of {key!r} that fits {', '.join(include)}")
+    new = table.map(names)
+    entries: list[_Entry] = []
+    first: dict[str, str] = {}
+    aliases: dict[str, str] = {}
+    for name, stored in names.items():
+        if stored in first:
+            aliases[new[name]] = first[stored]
+            continue
+        first[stored] = new[name]
+        tensor = checkpoint.tensors[stored]
+        kept = tensor.kinds["param"]
+        to = dtype if dtype is not None and kept.is_floating_point else kept
+        if to not in SAFETENSORS_NAME:
+            raise CheckpointMismatch(f"{name!r} is {dtype_name(to)}, which safetensors has no name for: exclude it, or give a dtype")
+        entries.append(_Entry(new[name], stored, tensor.shape, to))
+    shards: list[list[_Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        if shards[-1] and filled + entry.bytes > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(entry)
+        filled += entry.bytes
+    count = len(shards)
+    files = []
+    for index, held in enumerate(shards):
+        called = "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+        # Wide elements first: every tensor then begins at a multiple of its element's size.
+        files.append(_File(called, tuple(sorted(held, key=lambda e: -e.dtype.itemsize))))
+    return files, aliases
+
+
+def _write(checkpoint: Checkpoint, path: Path, file: _File, metadata: Mapping[str, str], progress: Progress | None) -> None:
+    temporary = path.with_name(f".tmp-{path.name}")
+    fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            written = xxhash.xxh3_128()
+            header = header_of([(e.name, e.shape, e.dtype) for e in file.entries], metadata)
+            _append(fd, memoryview(header), written)
+            for entry in file.entries:
+                stored = checkpoint.tensors[entry.stored].kinds["param"]
+                step = max(1, _PIECE_BYTES // max(stored.itemsize, entry.dtype.itemsize))
+                numel = math.prod(entry.shape)
+                for start in range(0, numel, step):
+                    piece = checkpoint.read_range(entry.stored, start, min(numel, start + step)).to(entry.dtype)
+                    _append(fd, view_of(as_bytes(piece)), written)
+                    if progress is not None:
+                        progress(piece.numel() * stored.itemsize)
+            os.fsync(fd)
+            with suppress(OSError):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that what is read back comes from the disk
+            _compare(fd, path, written)
+        finally:
+            os.close(fd)
+        os.rename(temporary, path)
+        _sync_folder(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _append(fd: int, data: memoryview, digest: Any) -> None:
+    digest.update(data)
+    while len(data):
+        data = data[os.write(fd, data) :]
+
+
+def _compare(fd: int, path: Path, written: Any) -> None:
+    found, offset = xxhash.xxh3_128(), 0
+    while data := os.pread(fd, 4 << 20, offset):
+        found.update(data)
+        offset += len(data)
+    if found.digest() != written.digest():
+        raise ExportFailed(f"{path}: what was read back is not what was written: the disk or its connection is at fault")
+
+
+def _publish(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".tmp-{path.name}")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # not every file system offers it
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _from_all(path: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Source:
+    return together(lambda: HfSource(path), group)
+
+
+def _files_of(path: Path) -> tuple[Path, list[str], dict[str, str] | None]:
+    """(folder, file names, the index's {tensor: file} if there is one)."""
+    if path.is_dir():
+        if (path / INDEX).is_file():
+            return _indexed(path / INDEX)
+        names = sorted(p.name for p in path.glob("*.safetensors"))
+        if not names:
+            raise ForeignFileError(f"{path}: holds no {INDEX} and no *.safetensors")
+        return path, names, None
+    if path.name.endswith(".json"):
+        return _indexed(path)
+    return path.parent, [path.name], None
+
+
+def _indexed(path: Path) -> tuple[Path, list[str], dict[str, str]]:
+    try:
+        if path.stat().st_size > 1 << 30:
+            raise ForeignFileError(f"{path}: no index: it is larger than 1 GiB")
+        index = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ForeignFileError(f"{path}: can't be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ForeignFileError(f"{path}: no index: no JSON: {error}") from None
+    weights = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weights, dict) or not weights:
+        raise ForeignFileError(f"{path}: no index: it has no weight_map")
+    for key, name in weights.items():
+        # Names only: an index from elsewhere must not make us read other files of this machine.
+        plain = isinstance(name, str) and name.endswith(".safetensors") and name == os.path.basename(name) and "\\" not in name
+        if not plain or name.startswith("."):
+            raise ForeignFileError(f"{path}: tensor {key!r} is said to be in {name!r}, which is no safetensors file beside the index")
+    return path.parent, sorted(set(weights.values())), weights
+
+
+def _stored_aliases(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
+    if _ALIASES not in metadata:
+        return {}
+    try:
+        aliases = json.loads(metadata[_ALIASES])
+    except ValueError:
+        aliases = None
+    if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
+        raise ForeignFileError(f"{path}: its {_ALIASES} is no JSON object of names")
+    return aliases

@@ -1,0 +1,102 @@
+"""The safetensors format, read by flat ranges and written as a stream; a header is believed only after every number was checked.
+
+    8 bytes length | JSON {name: {dtype, shape, data_offsets}, "__metadata__": {text: text}} | the tensors' bytes, without holes
+
+No code of the ``safetensors`` package is used: it maps files, which counts as memory, and can't read a part of a flat tensor. Tests check
+both directions against it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import ForeignFileError
+from .foreign import Files
+from .layout import _SAFETENSORS_NAME as SAFETENSORS_NAME
+
+_MAX_HEADER = 100_000_000  # bytes; the safetensors library's own limit
+
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAME.items()}
+_DTYPES |= {"F8_E8M0": torch.float8_e8m0fnu, "C64": torch.complex64}
+
+
+@dataclass(frozen=True)
+class Located:
+    """A tensor in a file: its bytes begin at byte ``offset`` of the file."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+
+def read_header(files: Files, name: str) -> tuple[dict[str, Located], dict[str, str]]:
+    """The tensors of file ``name``, and the texts of its ``__metadata__``.
+
+    Raises:
+        ForeignFileError: no whole safetensors file: naming the file and what is wrong.
+    """
+    size = files.size(name)
+
+    def expect(condition: bool, message: str) -> None:
+        if not condition:
+            raise ForeignFileError(f"{files.folder / name}: no safetensors file: {message}")
+
+    expect(size >= 8, f"{size} bytes are too few for a header")
+    length = int.from_bytes(files.read(name, 0, 8), "little")
+    expect(length <= min(_MAX_HEADER, size - 8), f"a header of {length} bytes is announced in a file of {size} (at most {_MAX_HEADER})")
+    try:
+        header = json.loads(files.read(name, 8, length), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise ForeignFileError(f"{files.folder / name}: no safetensors file: its header is no JSON: {error}") from None
+    expect(isinstance(header, dict), "its header is no JSON object")
+    metadata = header.pop("__metadata__", {})
+    expect(isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values()), "__metadata__ holds more than texts")
+    tensors: dict[str, Located] = {}
+    spans: list[tuple[int, int, str]] = []
+    for key, raw in header.items():
+        expect(isinstance(raw, dict), f"the entry of {key!r} is no object")
+        dtype, shape, offsets = raw.get("dtype"), raw.get("shape"), raw.get("data_offsets")
+        expect(isinstance(dtype, str) and dtype in _DTYPES, f"{key!r} has dtype {dtype!r}, which is not known here")
+        expect(_counts(shape), f"{key!r} has shape {shape!r}")
+        expect(_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1], f"{key!r} has data_offsets {offsets!r}")
+        wanted = math.prod(shape) * _DTYPES[dtype].itemsize
+        expect(offsets[1] - offsets[0] == wanted, f"{key!r} of shape {shape} takes {wanted} bytes, not {offsets[1] - offsets[0]}")
+        tensors[key] = Located(name, tuple(shape), _DTYPES[dtype], 8 + length + offsets[0])
+        spans.append((offsets[0], offsets[1], key))
+    position = 0
+    for start, end, key in sorted(spans):
+        expect(start == position, f"{key!r} begins at byte {start} of the data, {'before' if start < position else 'after'} {position}")
+        position = end
+    expect(8 + length + position == size, f"its tensors end at byte {8 + length + position}, the file at {size}")
+    return tensors, metadata
+
+
+def header_of(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]], metadata: Mapping[str, str]) -> bytes:
+    """The first bytes of a file that holds ``tensors`` (name, shape, dtype) in this order."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    position = 0
+    for name, shape, dtype in tensors:
+        size = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": SAFETENSORS_NAME[dtype], "shape": list(shape), "data_offsets": [position, position + size]}
+        position += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
+    return len(text).to_bytes(8, "little") + text
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands there twice")
+    return found

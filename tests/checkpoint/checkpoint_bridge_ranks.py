@@ -1,0 +1,104 @@
+"""What the ranks of the tests with other programs' formats do; importable by the processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests.checkpoint.checkpoint_load_ranks import sharded_llama, whole
+from tests.checkpoint.checkpoint_ranks import Mlp, fsdp2, one_step, ragged
+from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint import huggingface
+
+
+def hf_into_model_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
+    found = {}
+    for kind in ("ours", "torch"):
+        model = sharded_llama(kind, world, "meta")
+        done = ckpt.import_hf(folder, model, rename=huggingface.LLAMA)
+        found[kind] = whole(model), done.bytes
+    return found
+
+
+def hf_into_commit_rank(rank: int, world: int, folder: str) -> str:
+    commit = ckpt.import_hf(Path(folder, "x.safetensors"), Path(folder, "root"), object_bytes=4000)
+    ckpt.export_hf(Path(folder, "root"), None, Path(folder, "out"), max_shard_bytes=4000)
+    return commit.name
+
+
+def placed(kind: str, world: int) -> tuple[dict[str, torch.Tensor], int]:
+    """The Mlp's tensors, zeroed, under one sort of sharding, and the bytes that this rank holds of them."""
+    model = Mlp(1)
+    if kind == "plain":
+        tensors: dict[str, torch.Tensor] = {name: torch.zeros_like(t) for name, t in model.state_dict().items()}
+    elif kind == "ragged":
+        tensors = dict(ragged(1, world)[0].state_dict())
+        for tensor in tensors.values():
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
+    else:
+        two = kind == "two dimensions" and world == 4
+        mesh = init_device_mesh("cpu", (2, 2) if two else (world,))
+        placements = {"fsdp2": [Shard(0)], "columns": [Shard(1)], "two dimensions": [Shard(0), Shard(1)] if two else [Shard(0)]}[kind]
+        tensors = {
+            name: distribute_tensor(torch.zeros_like(t), mesh, placements if t.dim() == 2 else [Replicate()] * mesh.ndim)
+            for name, t in model.state_dict().items()
+        }
+    held = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors.values())
+    return tensors, held
+
+
+def gathered(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    with torch.no_grad():
+        return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone().numpy() for n, t in tensors.items()}
+
+
+def dcp_load_rank(rank: int, world: int, roots: dict[str, str]) -> Any:
+    found = {}
+    for builder, root in roots.items():
+        for kind in ("fsdp2", "columns", "two dimensions", "plain", "ragged"):
+            tensors, held = placed(kind, world)
+            reader = ckpt.DcpReader(root)
+            dcp.load({"model": tensors}, storage_reader=reader)
+            found[builder, kind] = gathered(tensors), held, reader.bytes_read
+    return found
+
+
+def disagreeing_rank(rank: int, world: int, folder: str) -> str:
+    try:
+        dcp.load({"w": torch.zeros(3)}, storage_reader=ckpt.DcpReader(Path(folder, "ab"[rank])))
+    except BaseException as error:  # CheckpointException is no Exception
+        return str(error)
+    return "no error"
+
+
+def dcp_foreign_save_rank(rank: int, world: int, folder: str) -> dict[str, np.ndarray]:
+    """Stock dcp.save of a sharded model and its optimizer: by rows where that goes, by columns for one tensor."""
+    model, optimizer = fsdp2(0, world)
+    one_step(model, optimizer)
+    state: dict[str, Any] = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    mesh = init_device_mesh("cpu", (world,))
+    whole_first = state["model"]["first.weight"].full_tensor()
+    state["model"]["first.weight"] = distribute_tensor(whole_first, mesh, [Shard(1)])
+    dcp.save(state, checkpoint_id=Path(folder, "dcp"))
+    return gathered(model.state_dict())
+
+
+def dcp_into_model_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind, build in (("fsdp2", fsdp2), ("ragged", ragged)):
+        model, _ = build(1, world)
+        done = ckpt.import_dcp(Path(folder, "dcp"), model)
+        found[kind] = gathered(model.state_dict()), done.bytes
+    found["commit"] = ckpt.import_dcp(Path(folder, "dcp"), Path(folder, "root"), object_bytes=500).sha256
+    return found
+
+
+def dcp_export_rank(rank: int, world: int, root: str, folder: str) -> tuple[str, ...]:
+    return ckpt.export_dcp(root, None, folder).files

@@ -1,0 +1,490 @@
+"""Stock PyTorch DCP reads our checkpoints, and we read and write its: checked against ``torch.distributed.checkpoint`` itself."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from tests.checkpoint.checkpoint_bridge_ranks import (
+    dcp_export_rank,
+    dcp_foreign_save_rank,
+    dcp_into_model_rank,
+    dcp_load_rank,
+    disagreeing_rank,
+)
+from tests.checkpoint.checkpoint_ranks import Mlp, one_step, save_rank
+from tests.checkpoint.checkpoint_support import bits, in_subprocess, memory_folder, random_bits, random_layout, save_in_process
+from tests.checkpoint.test_checkpoint_state import Net, adam, same_module, train
+from tests.ranks import run_gloo
+from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint import dcp as bridge
+from vescale_ray.checkpoint.dcp_files import DcpFiles
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+
+
+@pytest.fixture
+def folder():
+    with memory_folder() as place:
+        yield place
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64)
+
+
+@st.composite
+def models(draw):
+    shapes = draw(st.lists(st.lists(st.integers(0, 7), min_size=0, max_size=3), min_size=1, max_size=5))
+    return {f"a.t{i}": random_bits(shape, draw(st.sampled_from(DTYPES)), seed=i) for i, shape in enumerate(shapes)}
+
+
+def trained(seed: int = 0) -> tuple[Net, torch.optim.Optimizer]:
+    net = Net(seed)
+    optimizer = adam(net)
+    train(net, optimizer, 2)
+    return net, optimizer
+
+
+def torch_state(net: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> dict[str, Any]:
+    chosen = StateDictOptions(**options)
+    return {"model": get_model_state_dict(net, options=chosen), "optim": get_optimizer_state_dict(net, optimizer, options=chosen)}
+
+
+def same_optimizers(a: torch.optim.Optimizer, net_a: nn.Module, b: torch.optim.Optimizer, net_b: nn.Module) -> None:
+    for ours, theirs in zip(net_a.parameters(), net_b.parameters(), strict=True):
+        left, right = a.state.get(ours, {}), b.state.get(theirs, {})
+        assert left.keys() == right.keys()
+        for key in left:
+            assert bits(left[key]) == bits(right[key]), key
+
+
+# ------------------------------------------------------------------------------------------------------- stock DCP reads ours
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(models(), st.integers(1, 4), st.integers(0, 10**6))
+def test_stock_dcp_reads_any_tensors_that_any_ranks_wrote(tensors, writers, seed):
+    with memory_folder() as place:
+        stored = {(name, "param"): t for name, t in tensors.items()}
+        save_in_process(place, stored, random_layout(stored, writers, seed))
+        for outer in (lambda t: {"model": t}, lambda t: t):
+            target = {name: torch.zeros_like(t) for name, t in tensors.items()}
+            dcp.load(outer(target), storage_reader=ckpt.DcpReader(place))
+            assert all(bits(target[name]) == bits(t) for name, t in tensors.items())
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_torchs_own_functions_resume_a_model_and_its_optimizer_from_ours(folder, flatten):
+    net, optimizer = trained()
+    ckpt.save({"model": net, "optimizer": optimizer, "stream": {"consumed": 7}, "note": "x"}, folder, 2)
+    other = Net(1)
+    fresh = adam(other, lr=9.0)
+    state = torch_state(other, fresh, flatten_optimizer_state_dict=flatten) | {"stream": {"consumed": 0}, "note": ""}
+    dcp.load(state, storage_reader=ckpt.DcpReader(folder))
+    set_optimizer_state_dict(other, fresh, state["optim"], options=StateDictOptions(flatten_optimizer_state_dict=flatten))
+    assert same_module(net, other) and state["stream"] == {"consumed": 7} and state["note"] == "x"
+    same_optimizers(optimizer, net, fresh, other)
+    assert [g["lr"] for g in fresh.param_groups] == [1e-2, 1e-2] and [g["weight_decay"] for g in fresh.param_groups] == [0.0, 0.01]
+    assert train(net, optimizer, 2, seed=4) == train(other, fresh, 2, seed=4)
+
+
+def test_dcps_converter_makes_one_file_of_ours(folder):
+    """It builds the state dict from the metadata alone, so every key must be listed once."""
+    net, optimizer = trained()
+    ckpt.save({"model": net, "optimizer": optimizer}, folder / "a", 2)
+    state: dict[str, Any] = {}
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+
+    dcp.state_dict_loader._load_state_dict(
+        state, storage_reader=ckpt.DcpReader(folder / "a"), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    assert set(state) == {"model", "optim"} and set(state["model"]) == set(net.state_dict())
+    assert all(bits(state["model"][name]) == bits(t) for name, t in net.state_dict().items())
+
+
+def test_another_dtype_is_an_error_where_dcp_would_convert_silently(folder):
+    values = torch.randn(50) * 1e6
+    ckpt.save({"model": {"w": values}}, folder, 1)
+    target = {"w": torch.zeros(50, dtype=torch.float16)}
+    with pytest.raises(BaseException, match=r"'w' is float32 in checkpoint .*, float16 wanted; DcpReader\(cast=True\) converts"):
+        dcp.load(target, storage_reader=ckpt.DcpReader(folder))
+    assert not target["w"].any()
+    dcp.load(target, storage_reader=ckpt.DcpReader(folder, cast=True))
+    assert torch.equal(target["w"], values.half())
+
+
+def test_damage_and_missing_names_are_errors(folder):
+    commit = ckpt.save({"model": {"w": torch.randn(3000), "v": torch.randn(3000)}}, folder, 1).commit
+    with pytest.raises(BaseException, match="Missing key in checkpoint state_dict: x"):
+        dcp.load({"x": torch.zeros(3)}, storage_reader=ckpt.DcpReader(folder))
+    with pytest.raises(BaseException, match="Size mismatch"):
+        dcp.load({"w": torch.zeros(3)}, storage_reader=ckpt.DcpReader(folder))
+    victim = next((folder / "data" / commit.attempt).glob("*.safetensors"))
+    raw = bytearray(victim.read_bytes())
+    raw[-5000] ^= 1
+    victim.write_bytes(raw)
+    with pytest.raises(BaseException, match="checkpoint is damaged: .* block 0"):
+        dcp.load({"w": torch.zeros(3000)}, storage_reader=ckpt.DcpReader(folder))
+
+
+@pytest.fixture(scope="module")
+def ranks_saved(tmp_path_factory):
+    roots = {builder: str(tmp_path_factory.mktemp(builder)) for builder in ("fsdp2", "ragged")}
+    truth = run_gloo(2, save_rank, roots)[0]
+    return roots, {builder: state for builder, (_, state) in truth.items()}
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4])
+def test_stock_dcp_loads_ours_into_fsdp2_tensor_parallel_and_two_dimensional_models(ranks_saved, world):
+    roots, truth = ranks_saved
+    for result in run_gloo(world, dcp_load_rank, roots):
+        for (root, kind), (state, needed, read) in result.items():
+            for name, value in state.items():
+                assert np.array_equal(value, truth[root][name]), (root, kind, name)
+            assert read <= 1.05 * needed + (2 << 20), (root, kind, needed, read)
+
+
+def test_ranks_that_see_different_newest_commits_are_told(tmp_path):
+    for root, step in (("a", 1), ("b", 2)):
+        ckpt.save({"model": {"w": torch.ones(3)}}, tmp_path / root, step)
+    for message in run_gloo(2, disagreeing_rank, str(tmp_path)):
+        assert "the ranks see different newest checkpoints (e0000-s000000000001, e0000-s000000000002)" in message
+
+
+# ----------------------------------------------------------------------------------------------------------------- import
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_a_stock_checkpoint_becomes_a_commit_from_which_training_goes_on(folder, flatten):
+    net, optimizer = trained()
+    state = torch_state(net, optimizer, flatten_optimizer_state_dict=flatten)
+    state |= {"stream": {"consumed": 7, "list": [1, 2, {"a": None}]}, "ema": {"w": torch.randn(3, 3).t()}}
+    dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
+    tied = {"head.weight": "embed.weight"}
+    commit = ckpt.import_dcp(folder / "dcp", folder / "root", step=2, object_bytes=300, tied=tied)
+    assert commit.step == 2 and ckpt.verify(folder / "root").ok and commit.world > 5
+    other = Net(1)
+    fresh = adam(other, lr=9.0)
+    into: dict[str, Any] = {"model": other, "optimizer": fresh, "stream": None, "ema": {"w": torch.zeros(3, 3)}}
+    ckpt.load(into, folder / "root")
+    assert same_module(net, other) and into["stream"] == state["stream"] and torch.equal(into["ema"]["w"], state["ema"]["w"])
+    same_optimizers(optimizer, net, fresh, other)
+    if not flatten:  # flattened, groups with equal hyperparameters can't be told apart; these differ in weight decay
+        assert [g["weight_decay"] for g in fresh.param_groups] == [0.0, 0.01]
+    assert train(net, optimizer, 2, seed=4) == train(other, fresh, 2, seed=4)
+
+
+@pytest.mark.parametrize(
+    ("writers", "readers"), [(3, 2), pytest.param(2, 4, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow)]
+)
+def test_what_ranks_saved_with_dcp_fills_shards_of_other_ranks(tmp_path, writers, readers):
+    truth = run_gloo(writers, dcp_foreign_save_rank, str(tmp_path))[0]
+    results = run_gloo(readers, dcp_into_model_rank, str(tmp_path))
+    for kind in ("fsdp2", "ragged"):
+        for state, _ in (result[kind] for result in results):
+            assert state.keys() == truth.keys() and all(np.array_equal(state[name], truth[name]) for name in truth)
+    assert len({result["commit"] for result in results}) == 1
+    got = ckpt.open(tmp_path / "root")
+    assert all(np.array_equal(got.read(name).numpy(), value) for name, value in truth.items())
+
+
+def test_tied_tensors_which_dcp_stores_twice_are_tied_again_if_they_are_equal(folder):
+    net, _ = trained()
+    dcp.save({"model": net.state_dict()}, checkpoint_id=folder / "dcp", no_dist=True)
+    with pytest.raises(ckpt.CheckpointMismatch, match="'body.0.weight' and 'embed.weight' differ: they are not tied"):
+        ckpt.import_dcp(folder / "dcp", folder / "root", tied={"body.0.weight": "embed.weight"})
+    with pytest.raises(ckpt.CheckpointMismatch, match="has no tensor 'x', which is said to be tied"):
+        ckpt.import_dcp(folder / "dcp", folder / "root", tied={"x": "embed.weight"})
+    ckpt.import_dcp(folder / "dcp", folder / "root")
+    other = Net(1)
+    with pytest.raises(ckpt.CheckpointMismatch, match="are one tensor in the model, but two in .*; allow_unexpected='head.weight' takes"):
+        ckpt.load({"model": other}, folder / "root")
+    ckpt.load({"model": other}, folder / "root", allow_unexpected="head.weight")
+    assert same_module(net, other)
+
+
+def test_a_bare_state_dict_whose_names_begin_with_model_is_understood(folder):
+    tensors = {
+        "model.embed": torch.randn(4, 3),
+        "model.layers.0.w": torch.randn(3),
+        "lm_head": torch.randn(2),
+        "transposed": torch.randn(4, 6).t(),
+    }
+    dcp.save(dict(tensors), checkpoint_id=folder / "dcp", no_dist=True)
+    ckpt.import_dcp(folder / "dcp", folder / "root")
+    got = ckpt.open(folder / "root").to_state_dict()
+    assert got.keys() == tensors.keys() and all(torch.equal(got[n], t) for n, t in tensors.items())
+    target = {"embed": torch.zeros(4, 3), "head": torch.zeros(2)}
+    ckpt.import_dcp(folder / "dcp", target, rename={"embed": "model.embed", "head": "lm_head"}, allow_unexpected=["model.layers.*", "tr*"])
+    assert torch.equal(target["embed"], tensors["model.embed"]) and torch.equal(target["head"], tensors["lm_head"])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(models(), st.integers(1, 200), st.integers(0, 1000))
+def test_any_tensors_go_to_dcp_and_come_back_bit_for_bit(tensors, piece, seed):
+    with memory_folder() as place:
+        stored = {(name, "param"): t for name, t in tensors.items()}
+        save_in_process(place / "a", stored, random_layout(stored, 3, seed))
+        ckpt.export_dcp(place / "a", None, place / "dcp")
+        target = {"model": {name: torch.zeros_like(t) for name, t in tensors.items()}}
+        dcp.load(target, checkpoint_id=place / "dcp", no_dist=True)
+        assert all(bits(target["model"][name]) == bits(t) for name, t in tensors.items())
+        ckpt.import_dcp(place / "dcp", place / "b", object_bytes=piece)
+        assert all(bits(ckpt.open(place / "b").read(name)) == bits(t) for name, t in tensors.items())
+
+
+# ----------------------------------------------------------------------------------------------------------------- export
+
+
+def test_torch_resumes_from_an_export_and_converts_it_to_one_file(folder, monkeypatch):
+    monkeypatch.setattr(bridge, "_CHUNK_BYTES", 100)  # rows go to archives of their own
+    monkeypatch.setattr(bridge, "_FILE_BYTES", 30_000)
+    net, optimizer = trained()
+    ckpt.save({"model": net, "optimizer": optimizer, "stream": {"consumed": 7}}, folder / "a", 2)
+    done = ckpt.export_dcp(folder / "a", None, folder / "dcp")
+    assert len(done.files) > 1 and {f"model.{n}" for n in net.state_dict()} <= set(done.keys)
+    other = Net(1)
+    fresh = adam(other, lr=9.0)
+    state = torch_state(other, fresh) | {"stream": {"consumed": 0}}
+    dcp.load(state, checkpoint_id=folder / "dcp")
+    set_optimizer_state_dict(other, fresh, state["optim"])
+    assert same_module(net, other) and state["stream"] == {"consumed": 7}
+    same_optimizers(optimizer, net, fresh, other)
+    dcp_to_torch_save(folder / "dcp", folder / "one.pt")
+    one = torch.load(folder / "one.pt", weights_only=True)
+    assert all(bits(one["model"][n]) == bits(t) for n, t in net.state_dict().items()) and one["stream"] == {"consumed": 7}
+
+
+def test_ranks_share_an_export(ranks_saved, tmp_path):
+    roots, truth = ranks_saved
+    files = run_gloo(3, dcp_export_rank, roots["ragged"], str(tmp_path / "dcp"))
+    assert files[0] == files[1] and {name.split("_")[2] for name in files[0]} == {"0", "1", "2"}
+    model = Mlp(3)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp")
+    assert all(np.array_equal(t.numpy(), truth["ragged"][n]) for n, t in state["model"].items())
+
+
+def test_an_export_is_read_back_before_it_counts(folder, monkeypatch):
+    ckpt.save({"model": {"w": torch.randn(3000)}}, folder / "a", 1)
+    real = os.fsync
+
+    def flipping(fd: int) -> None:
+        real(fd)
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if path.suffix == ".distcp":
+            raw = bytearray(path.read_bytes())
+            raw[len(raw) // 2] ^= 1
+            path.write_bytes(raw)
+
+    monkeypatch.setattr(bridge.os, "fsync", flipping)
+    with pytest.raises(ckpt.ExportFailed, match="'model.w' was read back with other bytes than were written"):
+        ckpt.export_dcp(folder / "a", None, folder / "dcp")
+    assert not (folder / "dcp" / ".metadata").exists()
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="holds __0_0.distcp: give an empty folder"):
+        ckpt.export_dcp(folder / "a", None, folder / "dcp")
+
+
+# ---------------------------------------------------------------------------------------------------------- what is refused
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("/tmp/vescale-evil-was-here",)
+
+
+def stock(place: Path, **more: Any) -> Metadata:
+    dcp.save({"model": {"w": torch.arange(12.0).view(4, 3)}, **more}, checkpoint_id=place, no_dist=True)
+    return pickle.loads((place / ".metadata").read_bytes())
+
+
+def rewrite(place: Path, described: Any) -> None:
+    (place / ".metadata").write_bytes(pickle.dumps(described))
+
+
+def test_nothing_but_dcps_own_classes_is_unpickled(folder):
+    described = stock(folder)
+    described.planner_data = Evil()
+    rewrite(folder, described)
+    with pytest.raises(ckpt.ForeignFileError, match=r"refers to posix.mkdir, which is none of DCP's own classes"):
+        ckpt.import_dcp(folder, {"w": torch.zeros(4, 3)})
+    assert not os.path.exists("/tmp/vescale-evil-was-here")
+
+
+def test_an_object_that_only_pickle_could_read_is_refused_and_can_be_excluded(folder):
+    stock(folder / "dcp", thing=random.Random(3), other={"n": 3})
+    with pytest.raises(ckpt.ForeignFileError, match=r"'thing' can't be read safely \(weights_only\)"):
+        ckpt.import_dcp(folder / "dcp", folder / "root")
+    ckpt.import_dcp(folder / "dcp", folder / "root", exclude="thing")
+    assert ckpt.open(folder / "root").meta["state"] == {"other": {"n": 3}}
+
+
+def change_chunks(*chunks: tuple[list[int], list[int]]) -> Any:
+    def change(described: Metadata) -> None:
+        entry = described.state_dict_metadata["model.w"]
+        info = next(v for k, v in described.storage_data.items() if k.fqn == "model.w")
+        entry.chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in chunks]
+        described.storage_data |= {MetadataIndex("model.w", torch.Size(o)): info for o, _ in chunks}
+
+    return change
+
+
+def change_info(**fields: Any) -> Any:
+    def change(described: Metadata) -> None:
+        for info in described.storage_data.values():
+            for name, value in fields.items():
+                setattr(info, name, value)
+
+    return change
+
+
+def change_size(described: Metadata) -> None:
+    described.state_dict_metadata["model.w"] = TensorStorageMetadata(
+        TensorProperties(dtype=torch.float64), torch.Size([4, 3]), [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([4, 3]))]
+    )
+
+
+def change_to_bytes(described: Metadata) -> None:
+    described.state_dict_metadata["model.w"] = BytesStorageMetadata()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (change_chunks(([0, 0], [2, 3])), "has 12 elements, its chunks 6"),
+        (change_chunks(([0, 0], [4, 3]), ([0, 0], [0, 3])), None),
+        (change_chunks(([0, 0], [2, 3]), ([1, 0], [2, 3])), r"the chunks at \(0, 0\) and \(1, 0\) overlap"),
+        (change_chunks(([0, 0], [5, 3])), r"has a chunk at \(0, 0\) of sizes \(5, 3\)"),
+        (change_chunks(([0, 0], [2, 3]), ([2, 0], [2, 3])), r"is torch.float32 of shape \(4, 3\) there, .* of shape \(2, 3\) in .metadata"),
+        (change_size, "is torch.float32 of shape .* there, torch.float64"),
+        (change_info(relative_path="../x"), r"keeps data in '../x', which is no file of the folder"),
+        (change_info(relative_path="/etc/passwd"), "which is no file of the folder"),
+        (change_info(relative_path="missing.distcp"), "can't be opened"),
+        (change_info(offset=10**9), "ends before byte"),
+        (change_info(offset=1, length=500), "archive at byte 1: not a tensor that can be read safely"),
+        (change_info(offset=-5), "at byte -5"),
+        (change_info(transform_descriptors=["zstd"]), "streams were transformed"),
+        (change_to_bytes, "malformed: KeyError"),
+    ],
+)
+def test_metadata_that_contradicts_itself_or_the_files_is_refused(folder, change, words):
+    described = stock(folder)
+    change(described)
+    rewrite(folder, described)
+    target = {"w": torch.zeros(4, 3)}
+    if words is None:
+        ckpt.import_dcp(folder, target)
+        assert torch.equal(target["w"], torch.arange(12.0).view(4, 3))
+        return
+    with pytest.raises(ckpt.ForeignFileError, match=words) as caught:
+        ckpt.import_dcp(folder, target, cast=True)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("raw", [b"", b"junk", pickle.dumps(3), pickle.dumps(None)])
+def test_a_metadata_file_that_is_none_is_refused(folder, raw):
+    with pytest.raises(ckpt.ForeignFileError, match="no DCP checkpoint: it has no .metadata"):
+        DcpFiles(folder)
+    (folder / ".metadata").write_bytes(raw)
+    with pytest.raises(ckpt.ForeignFileError, match="no DCP metadata"):
+        DcpFiles(folder)
+
+
+def test_every_range_of_a_tensor_cut_in_columns_is_read_as_it_lies(folder):
+    """Against torch's own load, as the oracle, over all ranges of a 3-D tensor in four boxes and one transposed."""
+    full = torch.arange(4 * 3 * 5.0).view(4, 3, 5)
+    boxes = [((0, 0, 0), (2, 3, 2)), ((0, 0, 2), (2, 3, 3)), ((2, 0, 0), (2, 1, 5)), ((2, 1, 0), (2, 2, 5))]
+    described = stock(folder)
+    infos = {}
+    with open(folder / "x.distcp", "wb") as file:
+        for i, (offsets, sizes) in enumerate(boxes):
+            part = full[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].clone()
+            if i == 1:
+                part = part.transpose(0, 2).contiguous().transpose(0, 2)
+            raw = io.BytesIO()
+            torch.save(part, raw)
+            info = type(next(iter(described.storage_data.values())))("x.distcp", file.tell(), len(raw.getvalue()))
+            file.write(raw.getvalue())
+            infos[MetadataIndex("t", torch.Size(offsets))] = info
+    chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in boxes]
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), full.shape, chunks)
+    rewrite(folder, Metadata({"t": entry}, {"t": ("t",)}, infos))
+    theirs = {"t": torch.zeros(4, 3, 5)}
+    dcp.load(theirs, checkpoint_id=folder, no_dist=True)
+    assert torch.equal(theirs["t"], full)
+    files = DcpFiles(folder)
+    for start in range(60):
+        for end in range(start, 61):
+            out = torch.zeros(end - start)
+            files.read_into("t", start, out)
+            assert torch.equal(out, full.view(-1)[start:end]), (start, end)
+
+
+@pytest.mark.slow
+def test_a_dcp_import_and_export_take_a_bounded_memory(tmp_path):
+    report = tmp_path / "rss"
+    assert in_subprocess(_measure, str(tmp_path), str(report)) == 0
+    exported, imported = (int(text) for text in report.read_text().split())
+    assert exported <= (128 << 20) + (40 << 20), "a chunk, its archive's buffer, the reader's budget"
+    assert imported <= (32 << 20) + (96 << 20), "an object, the writer's buffers, what the allocator keeps: not the 320 MiB"
+
+
+def _measure(root: str, report: str) -> None:
+    torch.set_num_threads(1)
+    tensors = {f"t{i}": torch.zeros(16 << 20, dtype=torch.uint8) for i in range(20)}
+    ckpt.save({"model": tensors}, Path(root, "ckpt"), 1)
+
+    tensors.clear()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = peak_now()
+    ckpt.export_dcp(Path(root, "ckpt"), None, Path(root, "dcp"))
+    middle = peak_now()
+    Path("/proc/self/clear_refs").write_text("5")
+    again = peak_now()
+    ckpt.import_dcp(Path(root, "dcp"), Path(root, "back"), object_bytes=32 << 20)
+    after = peak_now()
+    Path(report).write_text(f"{middle - before} {after - again}")
+
+
+def peak_now() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def test_a_trained_mlp_of_plain_dcp_needs_no_process_group(folder):
+    model = Mlp(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    one_step(model, optimizer)
+    dcp.save(torch_state(model, optimizer), checkpoint_id=folder / "dcp", no_dist=True)
+    with torch.device("meta"):
+        other = Mlp(1)
+    ckpt.import_dcp(folder / "dcp", other)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))

@@ -1,0 +1,355 @@
+"""Safetensors folders in and out, checked against the ``safetensors`` package; malformed ones are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint.checkpoint_bridge_ranks import hf_into_commit_rank, hf_into_model_rank
+from tests.checkpoint.checkpoint_load_ranks import CONFIG
+from tests.checkpoint.checkpoint_support import bits, in_subprocess, memory_folder, random_bits, random_layout, save_in_process
+from tests.checkpoint.test_checkpoint_state import Net
+from tests.ranks import run_gloo
+from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint import huggingface
+from vescale_ray.models.llama import Llama
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+
+@pytest.fixture
+def folder():
+    with memory_folder() as place:
+        yield place
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        other = right[name]
+        assert tensor.shape == other.shape and tensor.dtype == other.dtype and bits(tensor) == bits(other), name
+
+
+@st.composite
+def weights(draw):
+    shapes = draw(st.lists(st.lists(st.integers(0, 9), min_size=0, max_size=3), min_size=1, max_size=7))
+    return {f"t{i}.w": random_bits(shape, draw(st.sampled_from(DTYPES)), seed=i) for i, shape in enumerate(shapes)}
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(weights(), st.integers(1, 600), st.integers(1, 400))
+def test_what_a_commit_exports_the_safetensors_package_reads_and_its_files_import_again(tensors, shard, piece):
+    with memory_folder() as place:
+        ckpt.save({"model": tensors}, place / "a", 1)
+        done = ckpt.export_hf(place / "a", None, place / "hf", max_shard_bytes=shard)
+        index = json.loads((place / "hf" / huggingface.INDEX).read_text())
+        theirs = {name: t for file in done.files for name, t in load_file(place / "hf" / file).items()}
+        same(tensors, theirs)
+        assert {name: file for file in done.files for name in load_file(place / "hf" / file)} == index["weight_map"]
+        assert index["metadata"]["total_size"] == done.bytes == sum(t.nbytes for t in tensors.values())
+        for file in done.files:
+            held = load_file(place / "hf" / file)
+            assert len(held) == 1 or sum(t.nbytes for t in held.values()) <= shard
+        commit = ckpt.import_hf(place / "hf", place / "b", object_bytes=piece, step=3)
+        assert commit.step == 3 and ckpt.verify(place / "b").ok
+        same(tensors, ckpt.open(place / "b").to_state_dict())
+        assert all(e.bytes <= piece + 12 * 4096 for e in ckpt.open(place / "b").manifest.objects)
+        target = {name: torch.zeros_like(t) for name, t in tensors.items()}
+        ckpt.import_hf(place / "hf", target)
+        same(tensors, target)
+
+
+@settings(max_examples=25, deadline=None)
+@given(weights())
+def test_what_the_safetensors_package_writes_is_imported(tensors):
+    with memory_folder() as place:
+        save_file(tensors, place / "x.safetensors")
+        ckpt.import_hf(place / "x.safetensors", place / "root")
+        same(tensors, ckpt.open(place / "root").to_state_dict())
+
+
+def test_tied_weights_are_written_once_and_come_back_tied(folder):
+    net = Net(0)
+    ckpt.save({"model": net}, folder / "a", 1)
+    done = ckpt.export_hf(folder / "a", None, folder / "hf")
+    assert done.files == ("model.safetensors",) and "head.weight" not in load_file(folder / "hf" / "model.safetensors")
+    ckpt.import_hf(folder / "hf", folder / "b")
+    back = ckpt.open(folder / "b")
+    assert back.aliases == {"head.weight": "embed.weight"}
+    same(ckpt.open(folder / "a").to_state_dict(), back.to_state_dict())
+    tied, untied = Net(1), Net(2, tie=False)
+    ckpt.load({"model": tied}, folder / "b")
+    ckpt.import_hf(folder / "hf", untied)
+    assert bits(tied.head.weight) == bits(net.embed.weight) == bits(untied.head.weight) == bits(untied.embed.weight)
+
+
+def transformers_names(layers: int) -> set[str]:
+    """What transformers' LlamaForCausalLM calls its parameters (modeling_llama.py)."""
+    names = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    for i in range(layers):
+        names |= {f"model.layers.{i}.{n}_layernorm.weight" for n in ("input", "post_attention")}
+        names |= {f"model.layers.{i}.self_attn.{n}_proj.weight" for n in "qkvo"}
+        names |= {f"model.layers.{i}.mlp.{n}_proj.weight" for n in ("gate", "up", "down")}
+    return names
+
+
+def test_our_llama_has_hugging_faces_names_in_its_files_and_comes_back(folder):
+    model = Llama(CONFIG)
+    model.reset_parameters(3)
+    ckpt.save({"model": model}, folder / "a", 1)
+    done = ckpt.export_hf(folder / "a", None, folder / "hf", rename=huggingface.LLAMA, max_shard_bytes=4000, dtype=torch.bfloat16)
+    assert set(done.tensors) == transformers_names(CONFIG.layers) and len(done.files) > 3
+    with torch.device("meta"):
+        other = Llama(CONFIG)
+    with pytest.raises(ckpt.CheckpointMismatch, match="is bfloat16, wanted float32; cast=True converts"):
+        ckpt.import_hf(folder / "hf", other, rename=huggingface.LLAMA)
+    ckpt.import_hf(folder / "hf" / huggingface.INDEX, other, rename=huggingface.LLAMA, cast=True)
+    same({n: t.bfloat16().float() for n, t in model.state_dict().items()}, dict(other.state_dict()))
+    ckpt.import_hf(folder / "hf", folder / "b", rename=huggingface.LLAMA)
+    same({n: t.bfloat16() for n, t in model.state_dict().items()}, ckpt.open(folder / "b").to_state_dict())
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_read_their_own_parts_of_sharded_files(folder, world):
+    model = Llama(CONFIG)
+    model.reset_parameters(5)
+    ckpt.save({"model": model}, folder / "a", 1)
+    ckpt.export_hf(folder / "a", None, folder / "hf", rename=huggingface.LLAMA, max_shard_bytes=9000)
+    whole = sum(p.nbytes for p in model.parameters())
+    results = run_gloo(world, hf_into_model_rank, str(folder / "hf"))
+    for kind in ("ours", "torch"):
+        assert sum(result[kind][1] for result in results) == whole, "no byte is read by two ranks"
+        for result in results:
+            assert all(np.array_equal(result[kind][0][n], t.numpy()) for n, t in model.state_dict().items())
+
+
+def test_ranks_share_the_writing_of_a_commit_and_of_files(folder):
+    tensors = {f"t{i}": random_bits((50, 40), torch.bfloat16, i) for i in range(9)}
+    save_file(tensors, folder / "x.safetensors")
+    names = run_gloo(3, hf_into_commit_rank, str(folder))
+    assert len(set(names)) == 1
+    same(tensors, ckpt.open(folder / "root").to_state_dict())
+    assert ckpt.open(folder / "root").world == 9
+    back = ckpt.import_hf(folder / "out", dict.fromkeys(tensors, torch.zeros(0)) | {n: torch.zeros_like(t) for n, t in tensors.items()})
+    assert set(back.tensors) == set(tensors)  # type: ignore[union-attr]
+    assert len(list((folder / "out").glob("*.safetensors"))) == 9
+
+
+def test_other_entries_and_optimizer_states_are_left_out(folder):
+    net = {"w": torch.randn(3)}
+    ckpt.save({"model": net, "ema": {"w": torch.ones(3)}}, folder / "a", 1)
+    assert ckpt.export_hf(folder / "a", None, folder / "hf").tensors == ("w",)
+    assert ckpt.export_hf(folder / "a", None, folder / "ema", key="ema").tensors == ("w",)
+    assert torch.equal(load_file(folder / "ema" / "model.safetensors")["w"], torch.ones(3))
+
+
+def test_an_export_refuses_what_it_cannot_write_and_leaves_nothing_half(folder):
+    ckpt.save({"model": {"c": torch.zeros(3, dtype=torch.complex64), "w": torch.zeros(2)}}, folder / "a", 1)
+    with pytest.raises(ckpt.CheckpointMismatch, match="'c' is complex64, which safetensors has no name for"):
+        ckpt.export_hf(folder / "a", None, folder / "hf")
+    ckpt.export_hf(folder / "a", None, folder / "hf", exclude="c")
+    with pytest.raises(ValueError, match="holds model.safetensors, model.safetensors.index.json: give a folder without model files"):
+        ckpt.export_hf(folder / "a", None, folder / "hf", exclude="c")
+    with pytest.raises(ckpt.CheckpointMismatch, match="no tensor of 'model' that fits x"):
+        ckpt.export_hf(folder / "a", None, folder / "hf2", include="x")
+
+
+def test_a_damaged_checkpoint_is_not_exported(folder):
+    tensors = {("a", "param"): torch.randn(3000), ("b", "param"): torch.randn(3000)}
+    commit = save_in_process(folder / "a", tensors, random_layout(tensors, 1, seed=1))  # blocks of 4096 bytes
+    victim = next((folder / "a" / "data" / commit.attempt).glob("*.safetensors"))
+    raw = bytearray(victim.read_bytes())
+    raw[-5000] ^= 1
+    victim.write_bytes(raw)
+    for limit in (100_000, 13_000):  # one file; two, of which the first comes out well
+        with pytest.raises(ckpt.CheckpointCorrupt, match="holds b"):
+            ckpt.export_hf(folder / "a", None, folder / "hf", max_shard_bytes=limit)
+        assert not list((folder / "hf").iterdir())
+
+
+def test_a_disk_that_stores_something_else_is_noticed(folder, monkeypatch):
+    ckpt.save({"model": {"a": torch.randn(3000)}}, folder / "a", 1)
+    real = os.write
+
+    def flipped(fd: int, data: Any) -> int:
+        raw = bytearray(data)
+        raw[-1] ^= 1
+        return real(fd, raw)
+
+    monkeypatch.setattr(huggingface.os, "write", flipped)
+    with pytest.raises(ckpt.ExportFailed, match="what was read back is not what was written"):
+        ckpt.export_hf(folder / "a", None, folder / "hf")
+    monkeypatch.undo()
+    assert not list((folder / "hf").iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------------ malformed ones
+
+
+def file_of(header: Any, data: bytes, *, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(start: int, end: int, dtype: str = "F32", shape: list[Any] | None = None) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [(end - start) // 4] if shape is None else shape, "data_offsets": [start, end]}
+
+
+MALFORMED = {
+    "empty": (b"", "0 bytes are too few"),
+    "huge length": (file_of({}, b"", length=2**63), "a header of 9223372036854775808 bytes is announced"),
+    "length beyond the file": (file_of({}, b"", length=3), "a header of 3 bytes is announced in a file of 10"),
+    "no JSON": (file_of(b"{]", b""), "no JSON"),
+    "deep": (file_of(b"[" * 100_000, b""), "no JSON"),
+    "a list": (file_of([], b""), "no JSON object"),
+    "twice": (file_of(b'{"a":1,"a":2}', b""), "stands there twice"),
+    "overlap": (file_of({"a": entry(0, 8), "b": entry(4, 12)}, b"0" * 12), "'b' begins at byte 4 of the data, before 8"),
+    "hole": (file_of({"a": entry(0, 8), "b": entry(12, 16)}, b"0" * 16), "'b' begins at byte 12 of the data, after 8"),
+    "same bytes": (file_of({"a": entry(0, 8), "b": entry(0, 8)}, b"0" * 8), "'b' begins at byte 0 of the data, before 8"),
+    "beyond the end": (file_of({"a": entry(0, 80)}, b"0" * 8), "its tensors end at byte"),
+    "trailing": (file_of({"a": entry(0, 8)}, b"0" * 9), "its tensors end at byte"),
+    "negative": (file_of({"a": entry(-4, 0)}, b""), "data_offsets"),
+    "huge shape": (file_of({"a": entry(0, 4, shape=[2**61, 2**61])}, b"0" * 4), "takes"),
+    "true for one": (file_of({"a": entry(0, 4, shape=[True])}, b"0" * 4), "has shape"),
+    "unknown dtype": (file_of({"a": entry(0, 4, "F31")}, b"0" * 4), "dtype 'F31', which is not known"),
+    "dtype a list": (file_of({"a": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}, b"0" * 4), "dtype"),
+    "size": (file_of({"a": entry(0, 4, shape=[2])}, b"0" * 4), "takes 8 bytes, not 4"),
+    "metadata": (file_of({"__metadata__": {"a": 1}}, b""), "__metadata__ holds more than texts"),
+    "entry": (file_of({"a": 3}, b""), "the entry of 'a' is no object"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_malformed_file_is_refused_in_one_line(folder, case):
+    raw, words = MALFORMED[case]
+    (folder / "x.safetensors").write_bytes(raw)
+    with pytest.raises(ckpt.ForeignFileError, match=words) as caught:
+        ckpt.import_hf(folder / "x.safetensors", folder / "root")
+    assert "\n" not in str(caught.value) and "x.safetensors" in str(caught.value)
+    assert not (folder / "root").exists()
+
+
+def test_no_change_of_a_header_makes_a_read_go_astray(folder):
+    """Random bytes of a header changed: refused, or accepted by the safetensors package too with the same result."""
+    tensors = {"a": random_bits((4, 5), torch.float32, 1), "b": random_bits((3,), torch.int64, 2), "c": random_bits((), torch.bfloat16, 3)}
+    save_file(tensors, folder / "good.safetensors")
+    good = (folder / "good.safetensors").read_bytes()
+    length = 8 + int.from_bytes(good[:8], "little")
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(400):
+        raw = bytearray(good)
+        for _ in range(rng.randint(1, 3)):
+            raw[rng.randrange(length)] = rng.randrange(256)
+        (folder / "x.safetensors").write_bytes(raw)
+        try:
+            source = huggingface.HfSource(folder / "x.safetensors")
+        except ckpt.ForeignFileError:
+            refused += 1
+            continue
+        theirs = load_file(folder / "x.safetensors")
+        assert set(source.tensors) == set(theirs)
+        for name, tensor in theirs.items():
+            out = torch.zeros(tensor.numel(), dtype=tensor.dtype)
+            source.read_into(name, "param", 0, out)
+            assert source.tensors[name].shape == tuple(tensor.shape) and bits(out) == bits(tensor)
+    assert refused > 200
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({"weight_map": {"a": "../x.safetensors"}}, "which is no safetensors file beside the index"),
+        ({"weight_map": {"a": "/etc/x.safetensors"}}, "which is no safetensors file beside the index"),
+        ({"weight_map": {"a": "d/x.safetensors"}}, "which is no safetensors file beside the index"),
+        ({"weight_map": {"a": "x.bin"}}, "which is no safetensors file beside the index"),
+        ({"weight_map": {"a": 3}}, "which is no safetensors file beside the index"),
+        ({"weight_map": {"a": "..\\x.safetensors"}}, "which is no safetensors file beside the index"),
+        ({"weight_map": {"a": "missing.safetensors"}}, "can't be opened"),
+        ({"weight_map": {"b": "x.safetensors"}}, "the index has tensor 'b' in x.safetensors, which does not hold it"),
+        ({"weight_map": {}}, "no weight_map"),
+        ([], "no weight_map"),
+    ],
+)
+def test_an_index_that_lies_or_reaches_outside_its_folder_is_refused(folder, index, words):
+    place = folder / "hf"
+    place.mkdir()
+    for path in (folder / "x.safetensors", place / "x.safetensors"):
+        save_file({"a": torch.ones(2)}, path)
+    (place / huggingface.INDEX).write_text(json.dumps(index))
+    with pytest.raises(ckpt.ForeignFileError, match=words):
+        ckpt.import_hf(place, {"a": torch.zeros(2)})
+
+
+def test_a_tensor_in_two_files_and_an_empty_folder_are_refused(folder):
+    with pytest.raises(ckpt.ForeignFileError, match="holds no model.safetensors.index.json and no"):
+        ckpt.import_hf(folder, folder / "root")
+    for name in ("x", "y"):
+        save_file({"a": torch.ones(2)}, folder / f"{name}.safetensors")
+    with pytest.raises(ckpt.ForeignFileError, match="tensor 'a' is both in x.safetensors and in y.safetensors"):
+        ckpt.import_hf(folder, folder / "root")
+
+
+def test_a_file_cut_short_after_its_header_was_read_is_named(folder):
+    save_file({"a": torch.ones(20_000)}, folder / "x.safetensors")
+    source = huggingface.HfSource(folder / "x.safetensors")
+    os.truncate(folder / "x.safetensors", 4096)
+    with pytest.raises(ckpt.ForeignFileError, match="ends at byte 4096, .* truncated"):
+        source.read_into("a", "param", 0, torch.zeros(20_000))
+
+
+def test_imports_and_exports_take_a_bounded_memory(tmp_path):
+    report = tmp_path / "rss"
+    assert in_subprocess(_measure, str(tmp_path), str(report)) == 0
+    imported, exported = (int(text) for text in report.read_text().split())
+    assert imported <= (32 << 20) + (40 << 20), "an object, the writer's buffers, the threads' stacks"
+    assert exported <= (64 << 20) + (40 << 20)
+
+
+def _measure(root: str, report: str) -> None:
+    import resource
+
+    torch.set_num_threads(1)
+    piece = np.zeros(8 << 20, dtype=np.uint8)
+    header = {f"t{i}": {"dtype": "U8", "shape": [8 << 20], "data_offsets": [i * (8 << 20), (i + 1) * (8 << 20)]} for i in range(32)}
+    text = json.dumps(header).encode()
+    with open(Path(root, "x.safetensors"), "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _ in range(32):
+            file.write(piece.data)
+
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    before = peak()
+    ckpt.import_hf(Path(root, "x.safetensors"), Path(root, "ckpt"), object_bytes=32 << 20)
+    middle = peak()
+    ckpt.export_hf(Path(root, "ckpt"), None, Path(root, "hf"), max_shard_bytes=100 << 20)
+    after = peak()
+    with safetensors.safe_open(str(Path(root, "hf", "model-00001-of-00003.safetensors")), "pt") as opened:
+        assert len(opened.keys()) == 12
+    Path(report).write_text(f"{middle - before} {after - middle}")

@@ -1,0 +1,464 @@
+"""Loading parts, under other names, in other dtypes, into models without storage, within a budget of memory; strict unless told."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.checkpoint.checkpoint_load_ranks import fallback_rank, meta_rank, partial_rank
+from tests.checkpoint.checkpoint_support import bits, in_subprocess, memory_folder, random_bits, random_layout, save_in_process
+from tests.checkpoint.test_checkpoint_state import Net, adam, same_module, train
+from tests.ranks import run_gloo
+from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint import reader
+from vescale_ray.checkpoint.commits import _assemble
+from vescale_ray.checkpoint.digest import root_of
+from vescale_ray.checkpoint.layout import PlacedPiece
+from vescale_ray.checkpoint.manifest import ObjectEntry
+from vescale_ray.checkpoint.names import chosen
+
+
+@pytest.fixture
+def root():
+    with memory_folder() as folder:
+        yield folder
+
+
+def saved_net(root: Path, **kwargs: Any) -> tuple[Net, torch.optim.Optimizer]:
+    net = Net(0, **kwargs)
+    optimizer = adam(net)
+    train(net, optimizer, 2)
+    ckpt.save({"model": net, "optimizer": optimizer, "stream": {"consumed": 5}}, root, 2)
+    return net, optimizer
+
+
+def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name in before if bits(before[name]) != bits(after[name])}
+
+
+# ---------------------------------------------------------------------------------------------------------------- which ones
+
+
+def test_only_the_tensors_that_the_globs_choose_change(root):
+    net, _ = saved_net(root)
+    other = Net(1)
+    before = copy.deepcopy(other.state_dict())
+    loaded = ckpt.load({"model": other}, root, include="body.*", exclude="*.bias")
+    assert changed(before, other.state_dict()) == {"body.0.weight", "body.1.weight"}
+    assert bits(other.get_parameter("body.0.weight")) == bits(net.get_parameter("body.0.weight")) and loaded.missing == ()
+
+
+def test_a_tied_tensor_is_chosen_by_either_of_its_names(root):
+    net, _ = saved_net(root)
+    for glob in ("head.*", "embed.*"):
+        other = Net(1)
+        ckpt.load({"model": other}, root, include=glob)
+        assert bits(other.head.weight) == bits(net.embed.weight)
+
+
+def test_an_optimizers_states_are_chosen_with_their_parameters(root):
+    net, optimizer = saved_net(root)
+    other = Net(1)
+    fresh = adam(other, lr=9.0)
+    ckpt.load({"model": other, "optimizer": fresh}, root, exclude="body.1.*")
+    assert set(fresh.state) == {p for p in other.parameters() if p.requires_grad} - set(other.body[1].parameters())
+    assert bits(fresh.state[other.scale]["exp_avg"]) == bits(optimizer.state[net.scale]["exp_avg"])
+    assert fresh.state[other.scale]["step"] == 2 and fresh.param_groups[0]["lr"] == 1e-2
+    train(other, fresh, 1)  # what was left out begins anew
+    assert fresh.state[other.get_parameter("body.1.weight")]["step"] == 1
+
+
+def test_a_parameter_that_is_new_or_gone_is_named_with_its_nearest_and_may_be_allowed(root):
+    net, optimizer = saved_net(root)
+    other = Net(1)
+    other.body = nn.Sequential(other.body[0], other.body[1], nn.Linear(6, 6))
+    del other.narrow
+    fresh = adam(other)
+    state = {"model": other, "optimizer": fresh}
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ckpt.CheckpointMismatch, match=r"differs from the checkpoint's in body.2.bias, narrow"):
+        ckpt.load(state, root)
+    with pytest.raises(ckpt.CheckpointMismatch, match=r"lacks 'body.2.weight', 'body.2.bias'; it also has 'narrow'"):
+        ckpt.load({"model": other}, root)
+    with pytest.raises(ckpt.CheckpointMismatch, match="also has 'narrow'"):
+        ckpt.load({"model": other}, root, allow_missing="body.2.*")
+    with pytest.raises(ckpt.CheckpointMismatch, match="lacks 'body.2.weight'"):
+        ckpt.load({"model": other}, root, allow_unexpected=["narrow"])
+    assert not changed(before, other.state_dict())
+    loaded = ckpt.load(state, root, allow_missing="body.2.*", allow_unexpected=["narrow"])
+    assert loaded.missing == ("body.2.weight", "body.2.bias")
+    assert bits(fresh.state[other.scale]["exp_avg"]) == bits(optimizer.state[net.scale]["exp_avg"])
+    assert not fresh.state.get(other.get_parameter("body.2.weight"))
+
+
+def test_a_plain_value_may_be_missing_too(root):
+    saved_net(root)
+    state: dict[str, Any] = {"model": Net(1), "epoch": 4}
+    with pytest.raises(ckpt.CheckpointMismatch, match="has no state 'epoch'"):
+        ckpt.load(state, root)
+    ckpt.load(state, root, allow_missing="epoch")
+    assert state["epoch"] == 4
+
+
+def test_a_parameter_frozen_since_leaves_its_states_behind_only_if_allowed(root):
+    saved_net(root)
+    other = Net(1)
+    other.scale.requires_grad_(False)
+    state = {"model": other, "optimizer": adam(other)}
+    with pytest.raises(ckpt.CheckpointMismatch, match="scale"):
+        ckpt.load(state, root)
+    ckpt.load(state, root, allow_unexpected="scale")
+    assert bits(other.scale) == bits(ckpt.open(root).read("scale"))
+
+
+# -------------------------------------------------------------------------------------------------------------- other names
+
+
+def test_names_are_mapped_for_weights_states_and_scalars(root):
+    net, optimizer = saved_net(root)
+
+    class Renamed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrapped = Net(1)
+
+    other = Renamed()
+    fresh = adam(other.wrapped)
+    ckpt.load({"model": other, "optimizer": fresh}, root, rename={"wrapped.*": "*"})
+    assert same_module(net, other.wrapped)
+    assert fresh.state[other.wrapped.scale]["step"] == 2
+    assert bits(fresh.state[other.wrapped.scale]["exp_avg_sq"]) == bits(optimizer.state[net.scale]["exp_avg_sq"])
+    with pytest.raises(ckpt.CheckpointMismatch, match=r"lacks 'wrapped.scale' \(stored as 'scales'\) \(nearest there: 'scale'\)"):
+        ckpt.load({"model": other}, root, rename={"wrapped.scale": "scales", "wrapped.*": "*"})
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.from_regex(r"[a-z]{1,3}(\.[a-z0-9]{1,2}){0,3}", fullmatch=True), unique=True, min_size=1, max_size=8))
+def test_a_table_and_its_inverse_undo_each_other(names):
+    table = ckpt.NameTable({"a*": "model.a*", "*.b.*": "x.*.c.*", "q.weight": "r.weight"})
+    try:
+        mapped = table.map(names)
+    except ckpt.CheckpointMismatch:
+        return
+    assert set(mapped) == set(names)
+    for name, new in mapped.items():
+        if name.startswith("a"):
+            assert new == "model." + name and table.inverse()(new) == name
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ({"a.*.*": "b.*"}, "has 2 stars on one side and 1 on the other"),
+        ({"re:(": "b"}, "no regular expression"),
+    ],
+)
+def test_a_rule_that_cannot_work_is_refused(rules, words):
+    with pytest.raises(ValueError, match=words):
+        ckpt.NameTable(rules)
+
+
+def test_tables_know_regular_expressions_and_two_names_do_not_become_one():
+    table = ckpt.NameTable({r"re:blocks\.(\d+)\.(.*)": r"model.layers.\1.\2", "a*": "z"})
+    assert table("blocks.12.w.x") == "model.layers.12.w.x" and table("other") == "other"
+    with pytest.raises(ckpt.CheckpointMismatch, match="'a1' and 'a2' both become 'z'"):
+        table.map(["a1", "a2"])
+    with pytest.raises(ValueError, match="can't be turned round"):
+        table.inverse()
+
+
+def test_globs_are_the_shells():
+    assert chosen("layers.0.w", ["layers.*"], []) and not chosen("layers.0.w", ["layers.*"], ["*.w"]) and not chosen("a", ["b"], [])
+
+
+# ------------------------------------------------------------------------------------------------------------- other dtypes
+
+
+def test_dtypes_are_converted_on_request_only_and_as_torch_does(root):
+    values = torch.randn(70_001)
+    ckpt.save({"model": {"w": values, "n": torch.arange(9), "b": torch.tensor([True])}}, root, 1)
+    target = {"w": torch.zeros(70_001, dtype=torch.bfloat16), "n": torch.zeros(9, dtype=torch.int32), "b": torch.tensor([False])}
+    with pytest.raises(ckpt.CheckpointMismatch, match="'w' is float32, wanted bfloat16; cast=True converts"):
+        ckpt.load({"model": target}, root)
+    assert not target["w"].any()
+    ckpt.load({"model": target}, root, cast=True)
+    assert torch.equal(target["w"], values.bfloat16()) and target["n"].tolist() == list(range(9)) and target["b"].item()
+    for wrong in ({"w": torch.zeros(70_001, dtype=torch.int64)}, {"b": torch.zeros(1)}, {"n": torch.zeros(9)}):
+        with pytest.raises(ckpt.CheckpointMismatch, match="wanted"):
+            ckpt.load({"model": wrong}, root, cast=True, allow_unexpected="*")
+
+
+# ---------------------------------------------------------------------------------------------------------- without a group
+
+
+def test_a_state_dict_comes_without_a_model(root):
+    net, _ = saved_net(root)
+    checkpoint = ckpt.open(root)
+    whole = checkpoint.to_state_dict()
+    assert list(whole) != [] and set(whole) == set(net.state_dict())
+    assert whole["head.weight"] is whole["embed.weight"]
+    other = Net(3)
+    other.load_state_dict(whole)
+    assert same_module(net, other)
+    some = checkpoint.to_state_dict(include=["body.*", "count"], exclude="body.1.*", dtype=torch.bfloat16)
+    assert set(some) == {"body.0.weight", "body.0.bias", "count"} and some["count"].dtype == torch.int64
+    assert torch.equal(some["body.0.weight"], net.get_parameter("body.0.weight").detach().bfloat16())
+    with pytest.raises(ckpt.CheckpointMismatch, match="has no tensor that fits nothing.here"):
+        checkpoint.to_state_dict(include="nothing.here")
+
+
+def test_one_entry_of_several_is_given_under_its_own_names(root):
+    ema = {"w": torch.randn(3), "v": torch.randn(2)}
+    ckpt.save({"model": {"w": torch.zeros(3)}, "ema": ema}, root, 1)
+    got = ckpt.open(root).to_state_dict(key="ema")
+    assert set(got) == {"w", "v"} and torch.equal(got["w"], ema["w"])
+    assert set(ckpt.open(root).to_state_dict()) == {"w"}
+
+
+def test_any_range_of_any_tensor_can_be_read_alone(root):
+    net, optimizer = saved_net(root)
+    checkpoint = ckpt.open(root)
+    flat = net.embed.weight.detach().reshape(-1)
+    for start, end in [(0, 66), (5, 6), (13, 13), (60, 66)]:
+        assert torch.equal(checkpoint.read_range("embed.weight", start, end), flat[start:end])
+    with pytest.raises(ckpt.CheckpointMismatch, match=r"has 66 elements in the checkpoint; \[60, 67\) was asked for"):
+        checkpoint.read_range("embed.weight", 60, 67)
+    with pytest.raises(ckpt.CheckpointMismatch, match=r"no tensor 'embd.weight' \(nearest there: 'embed.weight'\)"):
+        checkpoint.read("embd.weight")
+
+
+# ------------------------------------------------------------------------------------------------- models without storage
+
+
+def test_a_plain_model_on_the_meta_device_gets_storage_ties_and_an_optimizer_that_follows(root):
+    net, optimizer = saved_net(root)
+    with torch.device("meta"):
+        other = Net(1)
+        other.scratch = torch.zeros(2, device="cpu")
+    fresh = adam(other)
+    ckpt.load({"model": other, "optimizer": fresh}, root)
+    assert same_module(net, other) and other.head.weight is other.embed.weight
+    assert train(net, optimizer, 2, seed=4) == train(other, fresh, 2, seed=4)
+    assert same_module(net, other)
+
+
+def test_what_would_stay_without_a_value_is_refused_before_anything_gets_storage(root):
+    saved_net(root)
+    with torch.device("meta"):
+        other = Net(1)
+    with pytest.raises(ValueError, match="'scratch' would stay without a value"):
+        ckpt.load({"model": other}, root)
+    other.scratch = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"'body.0.weight', 'body.0.bias', 'body.1.weight' and 1 more would stay without a value"):
+        ckpt.load({"model": other}, root, exclude="body.*")
+    assert all(p.is_meta for p in other.parameters())
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_a_sharded_model_on_the_meta_device_is_filled_shard_by_shard(tmp_path, world):
+    truth = run_gloo(2, meta_rank, str(tmp_path), True)[0]
+    for back in run_gloo(world, meta_rank, str(tmp_path), False):
+        for kind, (state, losses) in back.items():
+            assert state.keys() == truth[kind][0].keys()
+            assert all(np.array_equal(state[name], truth[kind][0][name]) for name in state), kind
+            assert np.allclose(losses, truth[kind][1], rtol=1e-5), kind
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 4])
+def test_parts_under_other_names_load_on_any_number_of_ranks(tmp_path, world):
+    net = {f"layers.{i}.w": torch.randn(7, 5) + i for i in range(3)} | {"head": torch.randn(11)}
+    ckpt.save({"model": net}, tmp_path, 1)
+    for back in run_gloo(world, partial_rank, str(tmp_path)):
+        for i in range(3):
+            expected = net[f"layers.{i}.w"].numpy() if i != 1 else np.zeros((7, 5), np.float32)
+            assert np.array_equal(back[f"blocks.{i}.w"], expected)
+        assert not back["new"].any()
+
+
+# --------------------------------------------------------------------------------------------- how much is read, and how
+
+
+def llama_votes(writers: int, layers: int = 32) -> tuple[list[ckpt.Vote], dict[str, tuple[int, ...]]]:
+    """What ``writers`` ranks would vote for Llama-3-8B's float32 weights, each layer cut evenly: 32 GB that need not be written."""
+    shapes: dict[str, tuple[int, ...]] = {"embed": (128256, 4096)}
+    units = [["embed"]]
+    for i in range(layers):
+        layer = {"q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096), "n1": (4096,)}
+        layer |= {"gate": (14336, 4096), "up": (14336, 4096), "down": (4096, 14336), "n2": (4096,)}
+        shapes |= {f"{i}.{name}": shape for name, shape in layer.items()}
+        units.append([f"{i}.{name}" for name in layer])
+    shapes |= {"norm": (4096,), "head": (128256, 4096)}
+    units.append(["norm", "head"])
+    votes = []
+    for rank, held in enumerate(even_cuts(units, shapes, writers)):
+        offset, pieces = 4096, []
+        for name, start, end in held:
+            pieces.append(PlacedPiece(name, "param", "float32", shapes[name], start, end, offset))
+            offset += 4 * (end - start)
+        size = -(-offset // 4096) * 4096
+        sums = np.zeros(-(-size // (1 << 20)), dtype="<u8")
+        entry = ObjectEntry(f"data/a/r{rank:05d}.safetensors", rank, size, 1 << 20, sums, root_of(sums))
+        votes.append(ckpt.Vote("a", rank, 1, 0, entry, None, tuple(pieces)))
+    return votes, shapes
+
+
+def even_cuts(units: list[list[str]], shapes: dict[str, tuple[int, ...]], world: int) -> list[list[tuple[str, int, int]]]:
+    held: list[list[tuple[str, int, int]]] = [[] for _ in range(world)]
+    for names in units:
+        total = sum(math.prod(shapes[name]) for name in names)
+        for rank in range(world):
+            low, high, base = rank * total // world, (rank + 1) * total // world, 0
+            for name in names:
+                numel = math.prod(shapes[name])
+                start, end = max(low - base, 0), min(high - base, numel)
+                if end > start:
+                    held[rank].append((name, start, end))
+                base += numel
+    return held
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(8, 6), (8, 16), (8, 8), (6, 8)])
+def test_a_resharded_load_of_an_8b_model_reads_at_most_a_20th_more_than_it_needs(tmp_path, writers, readers):
+    votes, shapes = llama_votes(writers)
+    manifest = _assemble(votes, 1, 0, "a", writers, {}, {})
+    checkpoint = ckpt.Checkpoint(ckpt.PosixStore(tmp_path), ckpt.Commit(manifest.name, "", 0, 1), manifest)
+    units: dict[str, list[str]] = {}
+    for name in shapes:
+        units.setdefault(name.split(".")[0] if "." in name else ("embed" if name == "embed" else "last"), []).append(name)
+    needed = planned = 0
+    for held in even_cuts(list(units.values()), shapes, readers):
+        plan = checkpoint.plan([(name, "param", start, end, torch.empty(end - start, device="meta")) for name, start, end in held])
+        assert plan.needed == 4 * sum(end - start for _, start, end in held)
+        assert plan.planned == sum(s.bytes for s in plan.segments) and plan.requests == len(plan.segments)
+        needed, planned = needed + plan.needed, planned + plan.planned
+    assert needed == 4 * sum(map(math.prod, shapes.values()))
+    assert planned <= 1.05 * needed, planned / needed
+
+
+def test_a_load_reports_what_it_read(root):
+    saved_net(root)
+    loaded = ckpt.load({"model": Net(1)}, root)
+    weights = sum(t.numel() * t.element_size() for name, t in Net(1).state_dict().items() if name != "head.weight")
+    assert loaded.read.needed == weights <= loaded.read.planned and loaded.read.requests >= 1
+
+
+def test_small_gaps_are_read_along_and_large_ones_are_not(tmp_path):
+    tensors = {("w", "param"): random_bits((1 << 20,), torch.uint8, 3)}
+    save_in_process(tmp_path, tensors, random_layout(tensors, 1, seed=1), block_bytes=4096)
+    checkpoint = ckpt.open(tmp_path)
+
+    def plan(*ranges: tuple[int, int]) -> ckpt.ReadPlan:
+        return checkpoint.plan([("w", "param", a, b, torch.empty(b - a, dtype=torch.uint8)) for a, b in ranges])
+
+    block = 4096
+    near = plan((0, 40 * block), (42 * block, 80 * block))
+    assert near.runs == 2 and near.requests == 1 and near.planned == 80 * block
+    far = plan((0, 40 * block), (45 * block, 80 * block))
+    assert far.requests == 2 and far.planned == 75 * block
+
+
+class Flaky:
+    """A store whose reads damage each block once, or always, on the way."""
+
+    def __init__(self, store: Any, times: int) -> None:
+        self.store, self.times, self.seen, self.reads = store, times, {}, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def open_read(self, key: str) -> Any:
+        from contextlib import contextmanager
+
+        @contextmanager
+        def opened() -> Any:
+            with self.store.open_read(key) as inner:
+
+                class Reader:
+                    def read_into(_, offset: int, view: memoryview) -> int:
+                        count = inner.read_into(offset, view)
+                        self.reads += 1
+                        self.seen[key, offset] = self.seen.get((key, offset), 0) + 1
+                        if self.seen[key, offset] <= self.times:
+                            view[0] ^= 1
+                        return count
+
+                yield Reader()
+
+        return opened()
+
+
+def test_a_block_that_differs_is_read_once_more_by_every_stream(tmp_path):
+    tensors = {("w", "param"): random_bits((300_000,), torch.float32, 3)}
+    save_in_process(tmp_path, tensors, random_layout(tensors, 3, seed=1))
+    out = torch.zeros(300_000)
+    once = Flaky(ckpt.PosixStore(tmp_path), 1)
+    ckpt.open(once).read_ranges([("w", "param", 0, 300_000, out)], budget_bytes=64 << 10)
+    assert bits(out) == bits(tensors["w", "param"]) and once.reads == 2 * len(once.seen) and len(once.seen) > 30
+    out.zero_()
+    with pytest.raises(ckpt.CheckpointCorrupt, match="r00000.safetensors, block 1|r00000.safetensors, block 0"):
+        ckpt.open(Flaky(ckpt.PosixStore(tmp_path), 99)).read_ranges([("w", "param", 0, 300_000, out)], budget_bytes=64 << 10)
+    assert not out.any(), "nothing unverified arrives"
+
+
+def test_damage_that_one_rank_alone_meets_sends_all_ranks_to_the_checkpoint_before(tmp_path):
+    good = {("w", "param"): torch.randn(64, 1024)}
+    bad = {("w", "param"): torch.randn(64, 1024)}
+    save_in_process(tmp_path, good, random_layout(good, 2, seed=1), step=1)
+    damaged = save_in_process(tmp_path, bad, random_layout(bad, 1, seed=1), step=2)
+    victim = next((tmp_path / "data" / damaged.attempt).glob("*.safetensors"))
+    raw = bytearray(victim.read_bytes())
+    raw[-5000] ^= 1  # in the last rows, which the last rank reads
+    victim.write_bytes(raw)
+    for step, skipped, values in run_gloo(3, fallback_rank, str(tmp_path)):
+        assert step == 1 and skipped == (damaged.name,)
+        assert np.array_equal(values, good["w", "param"].numpy())
+
+
+def test_a_budget_below_one_block_is_refused(root):
+    saved_net(root)
+    with pytest.raises(ValueError, match="budget_bytes is 100, less than a block of the checkpoint: give at least"):
+        ckpt.load({"model": Net(1)}, root, budget_bytes=100)
+
+
+@pytest.mark.parametrize("budget", [pytest.param(2 << 20, marks=pytest.mark.slow), 32 << 20])
+def test_a_load_takes_its_budget_beside_the_tensors(tmp_path, budget):
+    report = tmp_path / "rss"
+    assert in_subprocess(_measure_load, str(tmp_path / "ckpt"), str(report), 160 << 20, budget) == 0
+    loaded, given = (int(text) for text in report.read_text().split())
+    assert loaded <= budget + (48 << 20), (loaded, "in place: no more than the budget and the threads' stacks")
+    assert given <= (160 << 20) + budget + (48 << 20), (given, "into new tensors: those, and the budget")
+
+
+def _measure_load(root: str, report: str, size: int, budget: int) -> None:
+    import resource
+
+    torch.set_num_threads(1)
+
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    target = {f"w{i}": torch.ones(size // 16) for i in range(4)}
+    ckpt.save({"model": target}, root, 1)
+    for tensor in target.values():
+        tensor.zero_()
+    before = peak()
+    ckpt.load({"model": target}, root, budget_bytes=budget)
+    middle = peak()
+    assert all(bool((t == 1).all()) for t in target.values())
+    other = ckpt.open(root).to_state_dict(budget_bytes=budget)
+    after = peak()
+    assert all(bool((t == 1).all()) for t in other.values())
+    Path(report).write_text(f"{middle - before} {after - middle}")
+
+
+def test_the_default_budget_is_the_one_that_is_documented():
+    assert reader.BUDGET_BYTES == 16 << 20

@@ -1,0 +1,202 @@
+"""``vescale-ray ckpt``: what a person sees, the exit codes, JSON, and no control characters where nobody looks."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint.checkpoint_load_ranks import CONFIG
+from vescale_ray import checkpoint, cli
+from vescale_ray.cli import main
+from vescale_ray.cli_ckpt import ckpt
+from vescale_ray.models.llama import Llama
+from vescale_ray.runfolder import RunFolder
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(elsewhere: Path) -> RunFolder:
+    """A run with a small Llama's checkpoints: of step 10, and of step 20, where one weight differs."""
+    found = RunFolder(elsewhere / "runs" / "x").create()
+    found.write_config("train: {steps: 50}\n")
+    found.write_state({"run": "x", "state": "DONE", "step": 20, "steps": 50})
+    model = Llama(CONFIG)
+    model.reset_parameters(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    checkpoint.save({"model": model, "optimizer": optimizer}, found.checkpoints, 10, meta={"note": "ten"})
+    with torch.no_grad():
+        model.norm.weight[3] += 0.5
+    checkpoint.save({"model": model, "optimizer": optimizer}, found.checkpoints, 20)
+    return found
+
+
+def said(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = main(["ckpt", *args])
+    out, err = capsys.readouterr()
+    assert all(c.isprintable() or c == "\n" for c in out + err), "no control characters"
+    return code, out, err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str, code: int = 2) -> str:
+    found, out, err = said(capsys, *args)
+    assert found == code and len(err.splitlines()) == 1 and not out, (found, out, err)
+    return err
+
+
+NEWEST, BEFORE = "e0000-s000000000020", "e0000-s000000000010"
+
+
+def test_every_command_has_an_example_or_an_explanation_and_json() -> None:
+    assert set(ckpt.commands) >= {"ls", "show", "verify", "diff", "gc", "export-hf", "import-hf", "export-dcp", "import-dcp"}
+    for command in ckpt.commands.values():
+        assert command.help and any(p.name == "as_json" for p in command.params), command.name
+    assert cli.ckpt is ckpt
+
+
+@pytest.mark.parametrize("path", [[], ["x"], ["runs/x"], ["runs/x/checkpoints"], [f"x@{BEFORE}"], ["runs/x", BEFORE]])
+def test_a_checkpoint_is_meant_by_a_runs_name_a_folder_and_a_name_in_it(run, capsys, path):
+    code, out, _ = said(capsys, "show", *path)
+    step = 10 if BEFORE in " ".join(path) else 20
+    assert code == 0 and f"step {step}, epoch 0, written by 1 workers" in out
+    about = json.loads(said(capsys, "show", *path, "--json")[1])
+    assert about["step"] == step and about["tensors"] == 3 + 9 * CONFIG.layers and about["optimizers"] == {"optimizer": "AdamW"}
+    assert about["kinds"]["param float32"]["elements"] == sum(p.numel() for p in Llama(CONFIG).parameters())
+    assert about["meta"] == ({"note": "ten"} if step == 10 else {})
+
+
+def test_the_tensors_are_listed_on_request(run, capsys):
+    _, out, _ = said(capsys, "show", "x", "--tensors", "--include", "layers.0.ffn.*")
+    assert "  layers.0.ffn.gate_proj.weight  [40, 24]  param float32, exp_avg float32, exp_avg_sq float32" in out and "head" not in out
+    about = json.loads(said(capsys, "show", "x", "--include", "norm.*", "--json")[1])
+    assert about["tensor"] == {"norm.weight": {"shape": [24], "kinds": dict.fromkeys(("param", "exp_avg", "exp_avg_sq"), "float32")}}
+
+
+def test_what_is_not_there_is_named_with_the_remedy(run, capsys):
+    assert "no such folder of checkpoints, and no run of that name" in refused(capsys, "show", "y")
+    assert f"no checkpoint 'e0000-s000000000030' in {run.checkpoints}; newest there: {BEFORE}, {NEWEST}" in refused(
+        capsys, "show", "x@e0000-s000000000030", code=1
+    )
+    assert "did you mean show?" in refused(capsys, "shw")
+    assert "ckpt diff --help" in refused(capsys, "diff", "x")
+
+
+def test_verify_says_what_it_read_and_names_damage(run, capsys):
+    about = json.loads(said(capsys, "verify", "x", "--json")[1])
+    assert about["commit"] == NEWEST and about["problems"] == []
+    victim = next((run.checkpoints / "data" / checkpoint.ls(run.checkpoints)[1].attempt).glob("*.safetensors"))
+    raw = bytearray(victim.read_bytes())
+    raw[5000] ^= 1
+    victim.write_bytes(raw)
+    assert said(capsys, "verify", f"x@{BEFORE}")[0] == 0
+    assert "block 0 (holds header, embed.weight" in refused(capsys, "verify", "x", code=1)
+    code, out, _ = said(capsys, "verify", "x", "--json")
+    assert code == 1 and json.loads(out)["problems"][0]["block"] == 0
+
+
+def test_diff_says_what_changed_and_by_how_much(run, capsys):
+    for b in (f"x@{NEWEST}", NEWEST, "x"):
+        code, out, _ = said(capsys, "diff", f"x@{BEFORE}", b)
+        assert code == 1 and out.splitlines()[0] == "~ 'norm.weight': 1 of 24 elements differ, largest difference 0.5", out
+        assert "they differ; " in out.splitlines()[-1] and len(out.splitlines()) == 2
+    assert said(capsys, "diff", f"x@{BEFORE}", NEWEST, "--exclude", "norm.*")[0] == 0
+    code, out, _ = said(capsys, "diff", "x", "x")
+    assert code == 0 and "no difference" in out
+    about = json.loads(said(capsys, "diff", f"x@{BEFORE}", NEWEST, "--json")[1])
+    assert about["changed"] == [{"name": "norm.weight", "kind": "param", "differing": 1, "numel": 24, "largest": 0.5}]
+    assert about["added"] == [] and about["same"] == 3 * (3 + 9 * CONFIG.layers) - 1
+
+
+def test_weights_go_to_hugging_face_and_come_back_as_a_checkpoint(run, capsys):
+    code, out, _ = said(capsys, "export-hf", f"x@{BEFORE}", "hf", "--names", "llama", "--max-shard", "8KB", "--dtype", "bf16")
+    assert code == 0 and f"hf: {BEFORE}, " in out and "files, read back and compared" in out
+    files = sorted(p.name for p in Path("hf").glob("*.safetensors"))
+    assert len(files) > 1 and any("model.layers.0.self_attn.q_proj.weight" in load_file(f"hf/{name}") for name in files)
+    assert "give a folder without model files" in refused(capsys, "export-hf", "x", "hf")
+    about = json.loads(said(capsys, "import-hf", "hf", "fresh", "--names", "llama", "--step", "3", "--json")[1])
+    assert about["commit"] == "e0000-s000000000003" and about["path"] == "fresh"
+    got, want = checkpoint.open("fresh").to_state_dict(), checkpoint.open(run.checkpoints, BEFORE).to_state_dict(dtype=torch.bfloat16)
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+    assert said(capsys, "import-hf", "hf", "x", "--names", "llama")[0] == 0
+    assert [c.name for c in checkpoint.ls(run.checkpoints)] == [BEFORE, NEWEST, "e0001-s000000000000"], "the newest, of a higher epoch"
+
+
+def test_a_table_of_names_comes_from_a_file(run, capsys):
+    Path("table.json").write_text(json.dumps({"layers.*": "blocks.*"}))
+    said(capsys, "export-hf", "x", "hf", "--names", "table.json", "--include", "layers.1.*")
+    assert {name.split(".")[0] for name in load_file("hf/model.safetensors")} == {"blocks"}
+    Path("bad.json").write_text("[1]")
+    assert "give one JSON object of names" in refused(capsys, "export-hf", "x", "hf2", "--names", "bad.json")
+    assert "none of llama, and no file that can be read" in refused(capsys, "export-hf", "x", "hf2", "--names", "lama")
+    Path("odd.json").write_text(json.dumps({"a*": "b*c*"}))
+    assert "has 1 stars on one side and 2 on the other" in refused(capsys, "export-hf", "x", "hf2", "--names", "odd.json")
+    assert "give a size such as 5GB" in refused(capsys, "export-hf", "x", "hf2", "--max-shard", "5 parsecs")
+    assert "no tensor of 'model' that fits nothing" in refused(capsys, "export-hf", "x", "hf2", "--include", "nothing")
+
+
+def test_malformed_files_are_bad_input(run, capsys):
+    Path("bad.safetensors").write_bytes(b"\xff" * 20)
+    assert "no safetensors file: a header of" in refused(capsys, "import-hf", "bad.safetensors", "y")
+    assert "no such file or folder" in refused(capsys, "import-hf", "nowhere", "y")
+    Path("empty").mkdir()
+    assert "no DCP checkpoint: it has no .metadata" in refused(capsys, "import-dcp", "empty", "y")
+    assert "give OTHER=NAME" in refused(capsys, "import-dcp", "empty", "y", "--tied", "a")
+    assert not Path("y").exists()
+
+
+def test_a_checkpoint_goes_to_dcp_and_comes_back_with_its_optimizer(run, capsys):
+    code, out, _ = said(capsys, "export-dcp", "x", "dcp")
+    assert code == 0 and f"dcp: {NEWEST}, " in out
+    target = {"model": {name: torch.zeros_like(p) for name, p in Llama(CONFIG).state_dict().items()}}
+    dcp.load(target, checkpoint_id="dcp", no_dist=True)
+    assert all(torch.equal(t, checkpoint.open(run.checkpoints).read(name)) for name, t in target["model"].items())
+    assert "give an empty folder" in refused(capsys, "export-dcp", "x", "dcp")
+    about = json.loads(said(capsys, "import-dcp", "dcp", "back", "--step", "20", "--json")[1])
+    assert about["commit"] == NEWEST
+    assert said(capsys, "diff", "x", "back")[0] == 0
+
+
+def test_old_checkpoints_are_collected(run, capsys):
+    code, out, _ = said(capsys, "gc", "x", "--keep", "1")
+    assert code == 0 and f"deleted {BEFORE}" in out
+    assert [c.name for c in checkpoint.ls(run.checkpoints)] == [NEWEST]
+    assert json.loads(said(capsys, "gc", "x", "--keep", "1", "--json")[1])["kept"] == [NEWEST]
+    assert "Missing option '--keep'" in refused(capsys, "gc", "x")
+
+
+def test_names_with_control_characters_are_shown_without(elsewhere, capsys):
+    save_file({"a\x1b[2Jb": torch.ones(2)}, "x.safetensors")
+    said(capsys, "import-hf", "x.safetensors", "root")
+    code, out, _ = said(capsys, "show", "root", "--tensors")
+    assert code == 0 and r"a\x1b[2Jb" in out
+
+
+def test_a_bar_is_drawn_on_a_terminal_and_nowhere_else(run, capsys, monkeypatch):
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        assert main(["ckpt", "verify", "x"]) == 0 and main(["ckpt", "verify", "x", "--json"]) == 0
+        terminal.flush()
+        drawn = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "\x1b" in drawn and drawn.count("verifying") >= 1
+    assert "\x1b" not in capsys.readouterr().out
+    monkeypatch.undo()

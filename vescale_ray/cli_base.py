@@ -1,0 +1,26 @@
+"""What the parts of the command line share: exit codes, failure, and groups that suggest the nearest command."""
+
+from __future__ import annotations
+
+import difflib
+
+import click
+
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+class Failed(Exception):
+    """The command did not do what it was asked; the message is one line. Exit code 1."""
+
+
+class Group(click.Group):
+    """Suggests the nearest command."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if not near:
+                raise
+            raise click.UsageError(f"no such command {args[0]}: did you mean {near[0]}?", ctx) from error
