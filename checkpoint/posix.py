@@ -14,12 +14,12 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .faults import fault_point
-from .store import ALIGNMENT, Entry, KeyExists, KeyMissing, check_key
+from .store import ALIGNMENT, Entry, KeyExists, KeyMissing, check_key, is_key
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _TMP = ".tmp-"
@@ -134,9 +134,9 @@ class PosixStore:
             return found
         for folder, _, names in os.walk(top):
             for name in names:
-                if name.startswith("."):
-                    continue
                 path = Path(folder, name)
+                if not is_key(path.relative_to(self.root).as_posix()):
+                    continue
                 # Another collector may delete what we have just listed.
                 with suppress(FileNotFoundError):
                     status = path.stat()
@@ -212,6 +212,9 @@ class PosixReader:
     def __init__(self, fd: int, direct: bool) -> None:
         self._fd = fd
         self._direct = direct
+
+    def expect(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Nothing to do: the caller's own read-ahead keeps a local disk busy."""
 
     def read_into(self, offset: int, view: memoryview) -> int:
         if self._direct and (offset % ALIGNMENT or len(view) % ALIGNMENT):
