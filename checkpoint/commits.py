@@ -25,6 +25,7 @@ from .errors import CheckpointCorrupt, CommitExists, CommitRefused, NoCheckpoint
 from .faults import fault_point
 from .layout import dtype_of, group_tensors, merge_orders, tensor_kinds
 from .manifest import (
+    MAX_BYTES,
     Extents,
     Group,
     Manifest,
@@ -171,7 +172,11 @@ def find(root: Root, name: str | Commit | None) -> Commit:
 
 def read_manifest(store: ObjectStore, name: str) -> tuple[Manifest, str]:
     """Raises ManifestError or KeyMissing."""
-    manifest, digest = decode(store.get(f"commits/{name}.json"))
+    key = f"commits/{name}.json"
+    size = store.size(key)
+    if size is not None and size > MAX_BYTES:
+        raise ManifestError(f"its {size} bytes are more than a manifest can have ({MAX_BYTES})")
+    manifest, digest = decode(store.get(key))
     if manifest.name != name:
         raise ManifestError(f"it is the manifest of {manifest.name} under another name")
     return manifest, digest

@@ -131,8 +131,15 @@ class FaultyStore:
         return found
 
     def list(self, prefix: str) -> list[Entry]:
-        fault = self._before("list", prefix)
-        found = self.store.list(prefix)
+        found: list[Entry] | None = None
+
+        def hides(pattern: str) -> bool:
+            nonlocal found
+            found = self.store.list(prefix) if found is None else found
+            return any(fnmatch.fnmatchcase(entry.key, pattern) for entry in found)
+
+        fault = self._before("list", prefix, hides=hides)
+        found = self.store.list(prefix) if found is None else found
         if fault and fault.action == "stale":
             found = [entry for entry in found if not fnmatch.fnmatchcase(entry.key, fault.key)]
         self._after(fault, prefix)
@@ -158,9 +165,10 @@ class FaultyStore:
         self._after(fault, prefix)
         return found
 
-    def _before(self, operation: str, key: str, *, missing: bool = True) -> Fault | None:
-        """The fault that strikes this call, if any; raises if it strikes before anything is done."""
-        fault = self._strike(operation, key)
+    def _before(self, operation: str, key: str, *, missing: bool = True, hides: Callable[[str], bool] = bool) -> Fault | None:
+        """The fault that strikes this call, if any; raises if it strikes before anything is done. A ``stale`` one strikes the listings
+        that ``hides`` says have something to leave out."""
+        fault = self._strike(operation, key, hides)
         if fault is None:
             return None
         if fault.action == "error":
@@ -174,10 +182,12 @@ class FaultyStore:
             raise KeyMissing(errno.ENOENT, "no such object", self.describe(key))
         return fault
 
-    def _strike(self, operation: str, key: str) -> Fault | None:
+    def _strike(self, operation: str, key: str, hides: Callable[[str], bool]) -> Fault | None:
         with self._lock:
             for index, fault in enumerate(self.faults):
-                if fault.operation != operation or fault.action != "stale" and not fnmatch.fnmatchcase(key, fault.key):
+                if fault.operation != operation:
+                    continue
+                if not (hides(fault.key) if fault.action == "stale" else fnmatch.fnmatchcase(key, fault.key)):
                     continue
                 self._seen[index] += 1
                 count = self._seen[index] - fault.after
@@ -221,12 +231,12 @@ class FaultyReader:
 
 
 def _limited(chunks: Iterable[memoryview], size: int) -> Iterator[memoryview]:
+    """The first ``size`` bytes; the rest is asked for too, as by a store that has taken everything and kept a part."""
     left = size
     for chunk in chunks:
-        if not left:
-            return
-        yield chunk[:left]
-        left -= min(left, len(chunk))
+        if left:
+            yield chunk[:left]
+            left -= min(left, len(chunk))
 
 
 def _flipped(chunks: Iterable[memoryview], at: int) -> Iterator[memoryview]:

@@ -25,6 +25,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _TMP = ".tmp-"
 # fsync of a folder is not offered by every file system; these errors mean "not offered", not "failed".
 _NO_DIR_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class PosixStore:
@@ -93,7 +94,16 @@ class PosixStore:
                 # link() is the one exclusive and atomic creation that POSIX and NFS both have; rename() would overwrite.
                 os.link(tmp, path)
             except FileExistsError:
-                raise KeyExists(errno.EEXIST, "exists already", str(path)) from None
+                # NFS repeats a link whose answer was lost, and then says that the name is taken: by this very file.
+                if not _same_file(tmp, path):
+                    # Whoever is there may be the caller's own, from a try that failed before this: then it has to last, too.
+                    _sync_folder(path.parent)
+                    raise KeyExists(errno.EEXIST, "exists already", str(path)) from None
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                text = "this file system has no hard links, without which a commit can't be exclusive; use another, or an object store"
+                raise OSError(error.errno, text, str(path)) from error
             if point:
                 fault_point("commit.linked")
             self._sync_folders(path.parent)
@@ -257,6 +267,13 @@ def _create(path: Path) -> tuple[int, bool]:
         return os.open(path, flags, 0o644), False
     except FileExistsError:
         raise KeyExists(errno.EEXIST, "exists already", str(path)) from None
+
+
+def _same_file(first: Path, second: Path) -> bool:
+    try:
+        return os.path.samefile(first, second)
+    except OSError:
+        return False
 
 
 def _open_read(path: Path) -> tuple[int, bool]:

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -93,7 +93,10 @@ class Checkpoint:
                     raise CheckpointCorrupt(entry.key, None, ("aux",), _unreadable(error)) from error
                 if len(raw) != entry.bytes or digest_of(raw) != entry.xxh3_128:
                     raise CheckpointCorrupt(entry.key, None, ("aux",), "its checksum differs")
-                return json.loads(raw)
+                try:
+                    return json.loads(raw)
+                except (ValueError, RecursionError) as error:
+                    raise CheckpointCorrupt(entry.key, None, ("aux",), f"it is no JSON: {error}") from None
         return None
 
     def read(self, name: str, kind: str = "param", *, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -236,9 +239,6 @@ def verified(
                     if current is None or current[0] != segment.object:
                         opened.close()
                         current = segment.object, opened.enter_context(store.open_read(key))
-                        # What follows in the same object, so that a store with a long way to its data can fetch ahead.
-                        following = next(groupby(segments[index:], key=lambda s: s.object))[1]
-                        current[1].expect([(s.offset, _padded(s.bytes)) for s in following])
                     buffer = buffers[index % 2][: segment.bytes]
                     # Whole pages are asked for: a direct read has to, and the object ends with one.
                     count = current[1].read_into(segment.offset, view_of(buffers[index % 2][: _padded(segment.bytes)]))
