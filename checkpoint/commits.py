@@ -95,6 +95,7 @@ def commit(
     manifest = _assemble(votes, step, epoch, attempt, world, meta, aliases or {})
     raw = encode(manifest)
     key = f"commits/{manifest.name}.json"
+    fault_point("commit.begun")
     try:
         missing = _missing(store, manifest)
         if missing:

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
+from .faults import fault_point
 from .ranges import ParallelReader
 from .store import Entry, KeyExists, KeyMissing, check_key, is_key
 
@@ -26,7 +27,7 @@ _WHEN = ("mtime", "LastModified", "last_modified", "updated", "modified", "creat
 class FsspecStore:
     """Objects below an fsspec URL. What is and is not promised (a warning says so once):
 
-    - *Exclusive creation* is the file system's own (``mode="create"``: atomic on gs://) where a second creation of a probe is
+    - *Exclusive creation* is the file system's own (``mode="create"``, as atomic as it makes it) where a second creation of a probe is
       refused; elsewhere it is a look before and a look after the write: of two processes that commit within the same
       moment both may see success for an instant. Let one process commit.
     - *Durability* on return is what the file system gives on close. *Ages*, by which collections judge, compare its times with this host's
@@ -64,12 +65,15 @@ class FsspecStore:
             file = self._fs.open(path, "wb")
         total = 0
         try:
-            for chunk in chunks:  # outside the translation: what the caller raises stays as it is
+            fault_point("data.created")
+            for index, chunk in enumerate(chunks):  # outside the translation: what the caller raises stays as it is
                 with _as_oserror(f"writing {self.describe(key)}"):
                     file.write(chunk)
                 total += len(chunk)
+                fault_point("data.chunk", index)
             if total != size:
                 raise ValueError(f"{key}: {total} bytes were streamed, {size} announced")
+            fault_point("data.written")
             with _as_oserror(f"writing {self.describe(key)}"):
                 file.close()
             found = self.size(key)
@@ -81,6 +85,7 @@ class FsspecStore:
             with suppress(Exception):
                 self._fs.rm_file(path)
             raise
+        fault_point("data.published")
 
     def put(self, key: str, data: bytes) -> None:
         path = self._path(key)
@@ -103,6 +108,8 @@ class FsspecStore:
                 if self._holds(key, data):
                     return
             raise
+        if key.startswith("commits/"):
+            fault_point("commit.linked")
         if not self._holds(key, data):
             raise KeyExists(errno.EEXIST, "was replaced by another writer", self.describe(key))
 

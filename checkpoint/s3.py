@@ -21,6 +21,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 from .faults import fault_point
@@ -52,10 +53,12 @@ class S3Store:
         options: the same and more; what the URL says goes first.
 
     Raises:
-        ValueError: an ill-formed URL or option.
+        ValueError: an ill-formed URL or option; botocore is not installed.
     """
 
     def __init__(self, url: str, options: S3Options | None = None) -> None:
+        if find_spec("botocore") is None:
+            raise ValueError(f"checkpoint root {url!r}: S3 needs botocore; pip install 'vescale-ray[s3]'")
         self._url = url
         self._bucket, self._prefix, self.options = parse_s3_url(url, options)
         self._given = options

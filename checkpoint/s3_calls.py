@@ -193,11 +193,9 @@ class S3Calls:
             stop.wait(min(random.uniform(0, limit), max(0.0, self.options.retry_s - spent)))
 
     def _make(self) -> Any:
-        try:
-            import botocore.session
-            from botocore.config import Config
-        except ImportError:
-            raise OSError(errno.ENOPKG, "checkpoints on S3 need botocore; install vescale-ray[s3]") from None
+        import botocore.session
+        from botocore.config import Config
+
         o = self.options
         style = "path" if o.addressing == "auto" and o.endpoint else o.addressing
         config = Config(

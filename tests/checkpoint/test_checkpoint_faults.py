@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import random
+import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.checkpoint.checkpoint_support import adam_like, assert_equals, load_in_process, random_layout, save_in_process
+from tests.checkpoint.checkpoint_support import adam_like, assert_equals, in_subprocess, load_in_process, random_layout, save_in_process
 from tests.checkpoint.stores import KINDS, Opened, opened
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.faulty import ACTIONS, OPERATIONS
@@ -409,3 +412,42 @@ def test_opened_back_ends_show_what_a_stranger_would_see():
             assert found.store.get("commits/a.json") == b"22" == found.read("commits/a.json") and found.keys() == ["commits/a.json"]
             found.remove("commits/a.json")
             assert found.store.list("commits/") == [] and found.keys() == []
+
+
+def killed_on_fsspec(url: str, point: str) -> None:
+    os.environ[ckpt.FAULT_ENV] = point
+    saved_after(ckpt.FsspecStore(url))
+    ckpt.gc(url, 1, grace_s=-5.0)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "data.chunk#1",
+        "commit.linked",
+        *(
+            pytest.param(p, marks=pytest.mark.slow)
+            for p in ("data.created", "data.written", "data.published", "aux.written", "commit.validated")
+        ),
+    ],
+)
+def test_killed_at_any_point_of_a_save_through_fsspec_the_right_checkpoint_loads_and_the_debris_goes(point):
+    with opened("fsspec file") as found:
+        save_in_process(found.store, BEFORE, random_layout(BEFORE, 2, seed=1), step=10)
+        assert in_subprocess(killed_on_fsspec, found.store.describe(), point) == -9
+        done = point == "commit.linked"
+        newest = ckpt.latest(found.store)
+        assert newest is not None and newest.step == (30 if done else 10)
+        assert_equals(found.store, AFTER if done else BEFORE)
+        assert not ckpt.gc(found.store, 1, grace_s=-5.0).problems
+        assert {key.split("/")[1] for key in found.keys() if key.startswith("data/")} == {newest.attempt}
+        assert_equals(found.store, AFTER if done else BEFORE)
+
+
+def test_the_table_of_what_survives_names_tests_that_exist():
+    root = Path(__file__).resolve().parents[2]
+    named = set(re.findall(r"`(test_\w+)`", (root / "docs/checkpoints.md").read_text(encoding="utf-8")))
+    there = {
+        name for path in Path(__file__).parent.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+    assert len(named) > 30 and not named - there

@@ -177,9 +177,10 @@ def document_with(path: tuple, value: object, document: dict) -> dict:
 )
 def test_a_manifest_that_was_made_to_hurt_is_refused_cheaply(saved, change):
     store, made, document = saved
+    path, value = change
     tracemalloc.start()
     try:
-        assert attempt_to_load(store, made, sealed(document_with(*change, document))) == "refused"
+        assert attempt_to_load(store, made, sealed(document_with(path, value, document))) == "refused"
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
