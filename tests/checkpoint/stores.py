@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.checkpoint.checkpoint_support import memory_folder
 from tests.checkpoint.s3_fake import FakeS3, fake_s3
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.store import ObjectStore
+from vescale_ray.checkpoint.store import ObjectStore, Root
 
 QUICK = ckpt.S3Options(
     region="us-east-1",
@@ -38,6 +38,12 @@ class Opened:
     remove: Callable[[str], object]
     keys: Callable[[], list[str]]
     fake: FakeS3 | None = None
+
+
+def collect(root: Root, keep: int, *, grace_s: float = 3600.0) -> ckpt.GcReport:
+    """Keep the newest ``keep``; what is older than ``grace_s`` by the store's clock is debris. S3 dates things to the second, so a
+    test that means "at once" gives some seconds below zero."""
+    return ckpt.gc(root, keep, grace_s=grace_s)
 
 
 def s3_store(fake_or_url: FakeS3 | str, root: str = "s3://bucket/runs/one", **options: object) -> ckpt.S3Store:

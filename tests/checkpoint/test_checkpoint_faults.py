@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, in_subprocess, load_in_process, random_layout, save_in_process
-from tests.checkpoint.stores import KINDS, Opened, opened
+from tests.checkpoint.stores import KINDS, Opened, collect, opened
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.faulty import ACTIONS, OPERATIONS
 
@@ -94,7 +94,7 @@ def test_whatever_fails_in_a_save_the_newest_whole_checkpoint_loads_and_the_debr
     assert_equals(memory, AFTER if committed else BEFORE)
     # The same step can be saved again, in a higher epoch where a torn commit object holds its place.
     again = save_in_process(memory, AFTER, random_layout(AFTER, 3, seed=5), step=30, epoch=1)
-    report = ckpt.gc(memory, 1, grace_s=-1.0)
+    report = collect(memory, 1, grace_s=-1.0)
     assert report.kept == (again.name,) and not report.problems
     assert {e.key.split("/")[1] for e in memory.list("data/")} == {again.attempt}
     assert_equals(memory, AFTER)
@@ -286,7 +286,7 @@ def test_two_collectors_at_once_and_a_reader_meanwhile(kind):
         def collect():
             try:
                 for _ in range(2):
-                    report = ckpt.gc(found.store, 2, grace_s=-5.0)
+                    report = collect(found.store, 2, grace_s=-5.0)
                     assert not report.problems
             except BaseException as error:
                 errors.append(error)
@@ -326,7 +326,7 @@ def test_a_zombie_of_an_older_epoch_changes_nothing(kind):
         ckpt.commit(blind, [zombie], step=500, epoch=6, attempt="zombie", world=1, meta={})
         assert [(c.epoch, c.step) for c in ckpt.ls(found.store)] == [(6, 400), (6, 500), (7, 100)]
         assert ckpt.latest(found.store) == current
-        assert ckpt.gc(found.store, 1, grace_s=-5.0).kept == (current.name,)
+        assert collect(found.store, 1, grace_s=-5.0).kept == (current.name,)
         assert_equals(found.store, AFTER)
 
 
@@ -342,7 +342,7 @@ def test_a_host_whose_clock_is_a_day_off_orders_and_collects_as_the_others(kind,
             if found.fake:
                 found.fake.now = real
             made = saved_after(found.store)
-            assert ckpt.gc(found.store, 2).swept == () and ckpt.latest(found.store) == made
+            assert collect(found.store, 2).swept == () and ckpt.latest(found.store) == made
         assert [c.step for c in ckpt.ls(found.store)] == [10, 30]
         assert_equals(found.store, AFTER)
 
@@ -355,12 +355,12 @@ def test_a_collection_that_fails_half_way_loses_nothing_and_the_next_one_finishe
     for after in range(4):
         store = ckpt.FaultyStore(memory, [ckpt.Fault(operation, fault, after=after, seconds=0.01)])
         try:
-            within(20, lambda store=store: ckpt.gc(store, 1, grace_s=-1.0))
+            within(20, lambda store=store: collect(store, 1, grace_s=-1.0))
         except OSError:
             assert operation != "delete", "deletions that fail are reported"
         assert ckpt.latest(memory) == made
         assert_equals(memory, AFTER)
-    assert not ckpt.gc(memory, 1, grace_s=-1.0).problems
+    assert not collect(memory, 1, grace_s=-1.0).problems
     assert {e.key.split("/")[1] for e in memory.list("data/")} == {made.attempt}
 
 
@@ -417,7 +417,7 @@ def test_opened_back_ends_show_what_a_stranger_would_see():
 def killed_on_fsspec(url: str, point: str) -> None:
     os.environ[ckpt.FAULT_ENV] = point
     saved_after(ckpt.FsspecStore(url))
-    ckpt.gc(url, 1, grace_s=-5.0)
+    collect(url, 1, grace_s=-5.0)
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def test_killed_at_any_point_of_a_save_through_fsspec_the_right_checkpoint_loads
         newest = ckpt.latest(found.store)
         assert newest is not None and newest.step == (30 if done else 10)
         assert_equals(found.store, AFTER if done else BEFORE)
-        assert not ckpt.gc(found.store, 1, grace_s=-5.0).problems
+        assert not collect(found.store, 1, grace_s=-5.0).problems
         assert {key.split("/")[1] for key in found.keys() if key.startswith("data/")} == {newest.attempt}
         assert_equals(found.store, AFTER if done else BEFORE)
 

@@ -18,7 +18,7 @@ import torch
 
 from tests.checkpoint.checkpoint_ranks import load_rank, save_rank
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, load_in_process, random_bits, random_layout, save_in_process
-from tests.checkpoint.stores import s3_store
+from tests.checkpoint.stores import collect, s3_store
 from tests.checkpoint.test_checkpoint_stores import chunks, content, race
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
@@ -90,7 +90,7 @@ def test_saved_verified_resharded_and_collected(server, bucket):
     assert_equals(store, A, ckpt.ls(store)[0].name)
     load_in_process(ckpt.open(store), B, random_layout(B, 5, seed=9))
     upload = store._calls.client.create_multipart_upload(Bucket=bucket.split("/")[2], Key="runs/one/data/dead/r")["UploadId"]
-    assert ckpt.gc(store, 1).deleted == ("e0000-s000000000010",) and [c.step for c in ckpt.ls(store)] == [20]
+    assert collect(store, 1).deleted == ("e0000-s000000000010",) and [c.step for c in ckpt.ls(store)] == [20]
     assert upload not in json.dumps(store._calls.client.list_multipart_uploads(Bucket=bucket.split("/")[2]), default=str)
     assert len(store.list("data/")) == 4
     assert_equals(store, B)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.checkpoint.checkpoint_support import assert_equals, in_subprocess, random_bits, random_layout, save_in_process
+from tests.checkpoint.stores import collect
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.digest import aligned_buffer, one_ahead, view_of
 from vescale_ray.checkpoint.store import KeyExists, KeyMissing, check_key
@@ -299,5 +300,5 @@ def test_files_that_people_put_into_the_folder_stay_and_disturb_nothing(tmp_path
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
     made = save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=2)
-    assert ckpt.gc(tmp_path, 1, grace_s=-1.0).problems == () and ckpt.ls(tmp_path) == [made]
+    assert collect(tmp_path, 1, grace_s=-1.0).problems == () and ckpt.ls(tmp_path) == [made]
     assert all(Path(tmp_path, name).read_text() == "mine" for name in names)

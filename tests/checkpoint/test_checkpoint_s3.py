@@ -19,7 +19,7 @@ import torch
 
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, in_subprocess, random_bits, random_layout, save_in_process
 from tests.checkpoint.s3_fake import FakeS3, fake_s3
-from tests.checkpoint.stores import s3_store
+from tests.checkpoint.stores import collect, s3_store
 from tests.checkpoint.test_checkpoint_stores import chunks, content, race
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.s3_calls import Undecided
@@ -54,7 +54,7 @@ def assert_untouched(store, fake: FakeS3) -> None:
     assert found is not None and found.step == 10
     assert_equals(store, BEFORE)
     assert not fake.uploads, "an unfinished upload is left"
-    ckpt.gc(store, 1, grace_s=-5.0)
+    collect(store, 1, grace_s=-5.0)
     assert {k.split("/")[3] for k in fake.objects if k.startswith(f"{TOP}data/")} == {found.attempt}
 
 
@@ -93,7 +93,7 @@ def test_what_passes_is_tried_again_and_the_checkpoint_is_right(store, fake, ope
     if action not in ("lost", "short"):  # a start whose answer was lost is debris, which is collected
         assert not fake.uploads
     fake.rules.clear()
-    ckpt.gc(store, 1, grace_s=-5.0)
+    collect(store, 1, grace_s=-5.0)
     assert not fake.uploads and ckpt.verify(store).ok
 
 
@@ -148,7 +148,7 @@ def test_a_service_that_stays_down_fails_the_save_by_the_deadline(store, fake, w
         save_after(hasty)
     assert time.monotonic() - began < 12
     fake.rules.clear()
-    ckpt.gc(store, 1, grace_s=-5.0)  # where nothing is answered, the upload can't be aborted either
+    collect(store, 1, grace_s=-5.0)  # where nothing is answered, the upload can't be aborted either
     assert_untouched(store, fake)
 
 
@@ -227,9 +227,9 @@ def test_the_probe_is_made_once_before_the_first_commit_and_leaves_nothing(fake)
     assert sum("probes" in key for operation, key in fake.log if operation == "PUT") == 2
     assert not [k for k in fake.objects if "probes" in k]
     fake.objects[f"{TOP}probes/left"] = fake.objects[next(iter(fake.objects))]
-    ckpt.gc(store, 1, grace_s=3600.0)
+    collect(store, 1, grace_s=3600.0)
     assert f"{TOP}probes/left" in fake.objects
-    ckpt.gc(store, 1, grace_s=-5.0)
+    collect(store, 1, grace_s=-5.0)
     assert f"{TOP}probes/left" not in fake.objects
 
 
@@ -314,9 +314,9 @@ def test_collection_goes_by_the_services_clock_whatever_this_hosts_says(store, f
         monkeypatch.setattr("time.time", lambda skew=skew: real() + skew)
         fake.now = real
         ckpt.write_shard(store, "inflight", 0, [], step=20, epoch=0)
-        assert ckpt.gc(store, 1).swept == ()
+        assert collect(store, 1).swept == ()
         fake.now = lambda: real() + 4000
-        assert ckpt.gc(store, 1).swept == ("inflight",)
+        assert collect(store, 1).swept == ("inflight",)
     save_in_process(store, BEFORE, random_layout(BEFORE, 1, seed=1), step=30)
     assert [c.step for c in ckpt.ls(store)] == [10, 30]
 
@@ -327,7 +327,7 @@ def test_only_uploads_that_nobody_works_on_are_aborted(store, fake):
     other = s3_store(fake)._calls.client.create_multipart_upload(Bucket="bucket", Key="runs/two/data/o/r")["UploadId"]
     fake.uploads[old].began -= 4000
     fake.uploads[other].began -= 4000
-    ckpt.gc(store, 1)
+    collect(store, 1)
     assert set(fake.uploads) == {young, other}
 
     def while_uploading():
@@ -335,7 +335,7 @@ def test_only_uploads_that_nobody_works_on_are_aborted(store, fake):
             if index == 8:
                 for upload in fake.uploads.values():
                     upload.began -= 4000
-                ckpt.gc(store, 1)
+                collect(store, 1)
             yield chunk
 
     store.put_stream("data/z/r", while_uploading(), 12 << 20)
@@ -347,7 +347,7 @@ def killed_on_s3(url: str, point: str) -> None:
     os.environ.update(AWS_ACCESS_KEY_ID="a", AWS_SECRET_ACCESS_KEY="b", AWS_ENDPOINT_URL_S3=url, AWS_REGION="us-east-1")
     store = ckpt.S3Store("s3://bucket/runs/one", ckpt.S3Options(part_bytes=5 << 20))
     save_after(store)
-    ckpt.gc(store, 1, grace_s=-5.0)
+    collect(store, 1, grace_s=-5.0)
 
 
 S3_POINTS = [
@@ -367,7 +367,7 @@ def test_killed_at_any_point_of_a_save_to_s3_the_right_checkpoint_loads_and_the_
     assert_equals(store, AFTER if done else BEFORE)
     if point in ("data.created", "data.chunk#1", "data.written"):
         assert len(fake.uploads) == 1, "a killed process can't abort"
-    report = ckpt.gc(store, 1, grace_s=-5.0)
+    report = collect(store, 1, grace_s=-5.0)
     assert report.kept == (found.name,) and not report.problems and not fake.uploads
     assert {k.split("/")[3] for k in fake.objects if k.startswith(f"{TOP}data/")} == {found.attempt}
     assert_equals(store, AFTER if done else BEFORE)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, load_in_process, random_bits, random_layout, save_in_process
-from tests.checkpoint.stores import EXCLUSIVE, KINDS, opened
+from tests.checkpoint.stores import EXCLUSIVE, KINDS, collect, opened
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.digest import aligned_buffer, view_of
 from vescale_ray.checkpoint.store import KeyExists, KeyMissing, ObjectStore, store_of
@@ -125,7 +125,7 @@ def test_save_load_ls_verify_gc_and_latest_work_through_every_back_end(backend):
     report = ckpt.verify(store)
     assert report.ok and report.objects == 4
     ckpt.write_shard(store, "orphan", 0, [], step=30, epoch=0)
-    collected = ckpt.gc(store, 1, grace_s=-5.0)
+    collected = collect(store, 1, grace_s=-5.0)
     assert collected.kept == (second.name,) and collected.swept == ("orphan",) and not collected.problems
     assert {key.split("/")[1] for key in backend.keys() if key.startswith("data/")} == {second.attempt}
     assert_equals(store, B)
@@ -215,7 +215,7 @@ def test_what_strangers_put_beside_our_objects_disturbs_nothing(kind):
             found.store.put(name, b"a stranger's")
         assert [c.step for c in ckpt.ls(found.store)] == [10]
         assert_equals(found.store, A)
-        assert ckpt.gc(found.store, 1).problems == ()
+        assert collect(found.store, 1).problems == ()
         assert set(ours) < set(found.keys())
 
 
