@@ -139,8 +139,8 @@ def test_a_read_that_fails_once_gives_right_bytes_or_an_older_commit_never_wrong
 def test_a_read_that_keeps_failing_is_named_and_load_goes_back_on_all_fours(action, caplog):
     store = ckpt.MemoryStore()
     good, bad = torch.nn.Linear(700, 3), torch.nn.Linear(700, 3)
-    ckpt.save({"model": good}, store, 1)
-    made = ckpt.save({"model": bad}, store, 2).commit
+    ckpt.save({"model": good}, store, 1).wait()
+    made = ckpt.save({"model": bad}, store, 2).wait()
     operation = "open_read" if action == "missing" else "read"
     faulty = ckpt.FaultyStore(store, [ckpt.Fault(operation, action, key=f"*{made.attempt}*", times=None, seconds=0.01, at=5000)])
     target = torch.nn.Linear(700, 3)
@@ -283,7 +283,7 @@ def test_two_collectors_at_once_and_a_reader_meanwhile(kind):
         going, staying = ckpt.open(found.store, ckpt.ls(found.store)[0]), ckpt.open(found.store)
         errors: list[BaseException] = []
 
-        def collect():
+        def collector():
             try:
                 for _ in range(2):
                     report = collect(found.store, 2, grace_s=-5.0)
@@ -298,7 +298,7 @@ def test_two_collectors_at_once_and_a_reader_meanwhile(kind):
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=work, daemon=True) for work in (collect, collect, read)]
+        threads = [threading.Thread(target=work, daemon=True) for work in (collector, collector, read)]
         for t in threads:
             t.start()
         for t in threads:

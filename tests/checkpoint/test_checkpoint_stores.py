@@ -137,11 +137,11 @@ def test_a_training_state_is_saved_and_loaded_through_every_back_end(backend):
     net(torch.ones(2, 5)).sum().backward()
     optimizer.step()
     for step in (1, 2, 3):
-        ckpt.save({"model": net, "optimizer": optimizer, "stream": {"at": step}}, backend.store, step, keep=2)
+        ckpt.save({"model": net, "optimizer": optimizer, "stream": {"at": step}}, backend.store, step).wait()
     other = torch.nn.Linear(5, 3)
     state = {"model": other, "optimizer": torch.optim.AdamW(other.parameters()), "stream": None}
     assert ckpt.load(state, backend.store).step == 3 and state["stream"] == {"at": 3}
-    assert torch.equal(net.weight, other.weight) and [c.step for c in ckpt.ls(backend.store)] == [2, 3]
+    assert torch.equal(net.weight, other.weight) and [c.step for c in ckpt.ls(backend.store)] == [1, 2, 3]
 
 
 def race(store_of_racer, step, racers=6):
