@@ -11,7 +11,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from .errors import CheckpointCorrupt, CommitExists, CommitRefused, NoCheckpoint
 from .faults import fault_point
 from .layout import dtype_of, group_tensors, merge_orders, tensor_kinds
 from .manifest import (
+    MAX_BYTES,
     Extents,
     Group,
     Manifest,
@@ -35,6 +36,7 @@ from .manifest import (
     decode,
     encode,
     parse_commit_name,
+    unseal,
     validate,
 )
 from .shard import Vote
@@ -93,6 +95,7 @@ def commit(
     manifest = _assemble(votes, step, epoch, attempt, world, meta, aliases or {})
     raw = encode(manifest)
     key = f"commits/{manifest.name}.json"
+    fault_point("commit.begun")
     try:
         missing = _missing(store, manifest)
         if missing:
@@ -107,13 +110,16 @@ def commit(
         try:
             store.put(key, raw)
         except KeyExists:
-            present = _read(store, manifest.name)
-            if present.attempt != attempt:
-                raise CommitExists(f"{present.path} was committed by another attempt ({present.attempt or present.problem})") from None
-            return present
+            theirs, digest = _present(store, manifest.name)
+            if theirs.attempt != attempt:
+                raise CommitExists(f"{store.describe(key)} was committed by another attempt ({theirs.attempt})") from None
+            return _whole(store, theirs, digest)
+    except ManifestError as error:
+        raise CommitExists(f"{store.describe(key)} is there already, and damaged: {error}; delete it, or save in a higher epoch") from None
     except OSError as error:
         raise SaveFailed(f"could not commit {store.describe(key)}: {error.strerror or error}; earlier checkpoints are untouched") from error
-    return _read(store, manifest.name)
+    # Not read back: the commit is durable, and a failing read now would report a checkpoint that exists as lost.
+    return _whole(store, manifest, unseal(raw)[1])
 
 
 def ls(root: Root) -> list[Commit]:
@@ -167,7 +173,11 @@ def find(root: Root, name: str | Commit | None) -> Commit:
 
 def read_manifest(store: ObjectStore, name: str) -> tuple[Manifest, str]:
     """Raises ManifestError or KeyMissing."""
-    manifest, digest = decode(store.get(f"commits/{name}.json"))
+    key = f"commits/{name}.json"
+    size = store.size(key)
+    if size is not None and size > MAX_BYTES:
+        raise ManifestError(f"its {size} bytes are more than a manifest can have ({MAX_BYTES})")
+    manifest, digest = decode(store.get(key))
     if manifest.name != name:
         raise ManifestError(f"it is the manifest of {manifest.name} under another name")
     return manifest, digest
@@ -193,12 +203,30 @@ def _read(store: ObjectStore, name: str) -> Commit:
         return Commit(name, path, epoch, step, f"its manifest is unusable: {error}")
     except OSError as error:
         return Commit(name, path, epoch, step, f"it can't be read: {error.strerror or error}")
-    return Commit(name, path, epoch, step, problem, digest, manifest.attempt, manifest.world, manifest.bytes, manifest.created)
+    return replace(_whole(store, manifest, digest), problem=problem)
+
+
+def _present(store: ObjectStore, name: str) -> tuple[Manifest, str]:
+    """The commit object that made ours fail. It may be gone again already (collected), which is as final."""
+    try:
+        return read_manifest(store, name)
+    except KeyMissing:
+        raise CommitExists(f"{store.describe(f'commits/{name}.json')} was committed by another attempt, and deleted since") from None
+
+
+def _whole(store: ObjectStore, manifest: Manifest, digest: str) -> Commit:
+    path = store.describe(f"commits/{manifest.name}.json")
+    m = manifest
+    return Commit(m.name, path, m.epoch, m.step, None, digest, m.attempt, m.world, m.bytes, m.created)
 
 
 def _missing(store: ObjectStore, manifest: Manifest) -> str | None:
+    # One listing instead of a request for each object; what it lacks is asked for, in case that it is behind.
+    listed = {entry.key: entry.bytes for entry in store.list(f"data/{manifest.attempt}/")}
     for stored in manifest.stored:
-        size = store.size(stored.key)
+        size = listed.get(stored.key)
+        if size != stored.bytes:
+            size = store.size(stored.key)
         if size is None:
             return f"object {stored.key} is missing"
         if size != stored.bytes:

@@ -16,13 +16,14 @@ FAULT_ENV = "VESCALE_RAY_CHECKPOINT_FAULT"
 
 FAULT_POINTS: tuple[str, ...] = (
     "shard.planned",  # nothing of this rank is on disk
-    "data.created",  # the object exists, empty
+    "data.created",  # the object exists, empty (S3: its upload is begun)
     "data.chunk",  # after chunk #index is written
-    "data.written",  # all bytes written, not synced
+    "data.written",  # all bytes written, not synced (S3: all parts uploaded, not completed)
     "data.synced",  # synced, its directory entry perhaps not
     "data.published",  # durable
     "aux.written",  # the rank's aux object is durable too
     "vote.written",  # the rank's vote is readable by others (high-level save)
+    "commit.begun",  # all votes are there, nothing is checked
     "commit.validated",  # all votes checked, nothing of the commit on disk
     "commit.tmp_written",  # the manifest's temporary file is written, not synced
     "commit.tmp_synced",  # .. synced, not linked
@@ -32,7 +33,7 @@ FAULT_POINTS: tuple[str, ...] = (
     "gc.object_deleted",  # after object #index of an attempt is gone
     "gc.swept",  # after orphan attempt #index is gone
 )
-"""All points, in the order in which a save, then a collection, passes them."""
+"""All points, in the order in which a save to a disk, then a collection, passes them. Other back ends pass those that they have."""
 
 
 def fault_point(name: str, index: int = 0) -> None:

@@ -249,4 +249,7 @@ def dtype_of(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None) if name.isidentifier() else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {name!r} is not known to torch {torch.__version__}")
+    if name.startswith("q"):
+        # A quantized tensor that is made without its quantizer ends the process with a segmentation fault (torch 2.13).
+        raise ValueError(f"dtype {name!r} is quantized: its scales are no part of the tensor; store int_repr() and the scales")
     return dtype

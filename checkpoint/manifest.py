@@ -24,11 +24,16 @@ from .digest import decode_sums, encode_sums, root_of
 from .layout import FORMAT, dtype_name, dtype_of
 from .store import ALIGNMENT
 
-_DATA_KEY = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]*/r\d{5,}\.safetensors")
-_AUX_KEY = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]*/r\d{5,}\.aux\.json")
+_DATA_KEY = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]{0,127}/r[0-9]{5,9}\.safetensors")
+_AUX_KEY = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]{0,127}/r[0-9]{5,9}\.aux\.json")
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-_COMMIT = re.compile(r"e(\d{4,})-s(\d{12,})")
+_COMMIT = re.compile(r"e([0-9]{4,18})-s([0-9]{12,18})")
 _MAX_BLOCK = 64 << 20
+_MAX_DIMS = 64  # torch's own limit
+_LIMIT = 1 << 62
+
+MAX_BYTES = 256 << 20
+"""Of a manifest: 40 times that of an 8B model on 1024 ranks. JSON takes about ten times as much memory while it is parsed."""
 
 
 class ManifestError(ValueError):
@@ -258,6 +263,34 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+def strict_json(raw: bytes | str) -> Any:
+    """JSON of one meaning: no key twice (parsers differ in which counts), no NaN, no infinity, no number that becomes one.
+
+    Raises:
+        ValueError: anything else. RecursionError: nested some thousand deep.
+    """
+    return json.loads(raw, object_pairs_hook=_object, parse_constant=_no_number, parse_float=_finite)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} stands twice in one object")
+    return found
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large for a number")
+    return value
+
+
 def seal(body: bytes) -> bytes:
     """``body``, a newline, the SHA-256 of both in hexadecimal, a newline."""
     body += b"\n"
@@ -327,7 +360,7 @@ def decode(raw: bytes) -> tuple[Manifest, str]:
     """
     body, digest = unseal(raw)
     try:
-        document = json.loads(body)
+        document = strict_json(body)
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"no JSON: {error}") from None
     _expect(isinstance(document, dict), "no JSON object")
@@ -339,8 +372,8 @@ def decode(raw: bytes) -> tuple[Manifest, str]:
             epoch=_count(document, "epoch"),
             attempt=_text(document, "attempt"),
             world=_count(document, "world"),
-            created=str(document.get("created", "")),
-            writer=str(document.get("writer", "")),
+            created=_information(document, "created"),
+            writer=_information(document, "writer"),
             tensors=tuple(_tensor(raw_tensor) for raw_tensor in _list(document, "tensors")),
             aliases=cast(dict[str, str], document.get("aliases", {})),
             groups=tuple(_group(raw_group) for raw_group in _list(document, "groups")),
@@ -383,7 +416,8 @@ def validate(manifest: Manifest) -> None:
         )
         position[t.group] += t.numel
     for alias, target in manifest.aliases.items():
-        _expect(target in names and alias not in names, f"alias {alias!r} of {target!r} does not stand for a stored tensor")
+        stands = isinstance(target, str) and target in names and alias not in names
+        _expect(stands, f"alias {alias!r} of {target!r} does not stand for a stored tensor")
     for g in manifest.groups:
         _expect(bool(g.kinds) and len({e.kind for e in g.kinds}) == len(g.kinds), f"group {g.id} names no kind, or one twice")
         _expect(g.numel == position[g.id], f"group {g.id} has {g.numel} elements, its tensors {position[g.id]}")
@@ -423,7 +457,11 @@ def _check_bytes(manifest: Manifest) -> None:
 
 
 def _tensor(raw: Mapping[str, Any]) -> TensorEntry:
-    shape = tuple(_integer(n, "a dimension") for n in _list(raw, "shape"))
+    stated = _list(raw, "shape")
+    _expect(len(stated) <= _MAX_DIMS, f"a tensor of {len(stated)} dimensions")
+    shape = tuple(_integer(n, "a dimension") for n in stated)
+    # An empty tensor too must have a shape whose strides torch can hold.
+    _expect(math.prod(max(1, n) for n in shape) < _LIMIT, f"a tensor of shape {shape} is too large")
     entry = TensorEntry(_text(raw, "fqn"), shape, _count(raw, "group"), _count(raw, "base"))
     _expect(entry.numel == raw.get("numel"), f"tensor {entry.fqn!r} of shape {shape} does not have {raw.get('numel')} elements")
     return entry
@@ -448,8 +486,14 @@ def _count(raw: Mapping[str, Any], key: str) -> int:
 
 
 def _integer(value: Any, what: str) -> int:
-    _expect(type(value) is int and 0 <= value < 1 << 62, f"{what} is {value!r}, no non-negative integer")
+    _expect(type(value) is int and 0 <= value < _LIMIT, f"{what} is {value!r}, no non-negative integer")
     return int(value)
+
+
+def _information(document: Mapping[str, Any], key: str) -> str:
+    value = document.get(key, "")
+    _expect(isinstance(value, str), f"{key} is no text")
+    return str(value)
 
 
 def _text(raw: Mapping[str, Any], key: str) -> str:

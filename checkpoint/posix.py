@@ -14,17 +14,18 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .faults import fault_point
-from .store import ALIGNMENT, Entry, KeyExists, KeyMissing, check_key
+from .store import ALIGNMENT, Entry, KeyExists, KeyMissing, check_key, is_key
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _TMP = ".tmp-"
 # fsync of a folder is not offered by every file system; these errors mean "not offered", not "failed".
 _NO_DIR_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class PosixStore:
@@ -93,7 +94,16 @@ class PosixStore:
                 # link() is the one exclusive and atomic creation that POSIX and NFS both have; rename() would overwrite.
                 os.link(tmp, path)
             except FileExistsError:
-                raise KeyExists(errno.EEXIST, "exists already", str(path)) from None
+                # NFS repeats a link whose answer was lost, and then says that the name is taken: by this very file.
+                if not _same_file(tmp, path):
+                    # Whoever is there may be the caller's own, from a try that failed before this: then it has to last, too.
+                    _sync_folder(path.parent)
+                    raise KeyExists(errno.EEXIST, "exists already", str(path)) from None
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                text = "this file system has no hard links, without which a commit can't be exclusive; use another, or an object store"
+                raise OSError(error.errno, text, str(path)) from error
             if point:
                 fault_point("commit.linked")
             self._sync_folders(path.parent)
@@ -134,9 +144,9 @@ class PosixStore:
             return found
         for folder, _, names in os.walk(top):
             for name in names:
-                if name.startswith("."):
-                    continue
                 path = Path(folder, name)
+                if not is_key(path.relative_to(self.root).as_posix()):
+                    continue
                 # Another collector may delete what we have just listed.
                 with suppress(FileNotFoundError):
                     status = path.stat()
@@ -213,6 +223,9 @@ class PosixReader:
         self._fd = fd
         self._direct = direct
 
+    def expect(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Nothing to do: the caller's own read-ahead keeps a local disk busy."""
+
     def read_into(self, offset: int, view: memoryview) -> int:
         if self._direct and (offset % ALIGNMENT or len(view) % ALIGNMENT):
             self._buffered()
@@ -254,6 +267,13 @@ def _create(path: Path) -> tuple[int, bool]:
         return os.open(path, flags, 0o644), False
     except FileExistsError:
         raise KeyExists(errno.EEXIST, "exists already", str(path)) from None
+
+
+def _same_file(first: Path, second: Path) -> bool:
+    try:
+        return os.path.samefile(first, second)
+    except OSError:
+        return False
 
 
 def _open_read(path: Path) -> tuple[int, bool]:

@@ -108,7 +108,10 @@ class Checkpoint:
                     raise CheckpointCorrupt(entry.key, None, ("aux",), _unreadable(error)) from error
                 if len(raw) != entry.bytes or digest_of(raw) != entry.xxh3_128:
                     raise CheckpointCorrupt(entry.key, None, ("aux",), "its checksum differs")
-                return json.loads(raw)
+                try:
+                    return json.loads(raw)
+                except (ValueError, RecursionError) as error:
+                    raise CheckpointCorrupt(entry.key, None, ("aux",), f"it is no JSON: {error}") from None
         return None
 
     def names(self, key: str = "model") -> dict[str, str]:

@@ -123,6 +123,7 @@ def _check_object(store: ObjectStore, manifest: Manifest, index: int, stored: Ob
 
     def segments() -> Generator[tuple[Segment, torch.Tensor, OSError | None]]:
         with store.open_read(stored.key) as reader:
+            reader.expect([(offset, min(chunk, -(-(readable - offset) // ALIGNMENT) * ALIGNMENT)) for offset in offsets])
             for k, offset in enumerate(offsets):
                 segment = Segment(index, offset, min(chunk, readable - offset), ())
                 padded = -(-segment.bytes // ALIGNMENT) * ALIGNMENT

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -40,6 +40,10 @@ class Entry:
 
 class RangeReader(Protocol):
     """An object opened for reading at any offset."""
+
+    def expect(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """A hint: these (offset, bytes) will be read next, in this order. A store with a long way to its data fetches them ahead."""
+        ...
 
     def read_into(self, offset: int, view: memoryview) -> int:
         """Fill ``view`` from ``offset`` on; return the bytes read, fewer only at the object's end."""
@@ -101,25 +105,45 @@ Root = str | os.PathLike[str] | ObjectStore
 
 
 def store_of(root: Root) -> ObjectStore:
-    """The store behind ``root``: a path, or a store itself.
+    """The store behind ``root``: a path, a URL, or a store itself.
+
+    ``s3://`` is an :class:`S3Store`, ``file://`` and paths a :class:`PosixStore`, every other URL an :class:`FsspecStore`.
 
     Raises:
-        ValueError: a URL of a kind that no back end serves.
+        ValueError: an empty or ill-formed root, or a URL of a kind that nothing here serves.
     """
-    if isinstance(root, (str, os.PathLike)):
-        text = os.fspath(root)
-        if "://" in text:
-            raise ValueError(f"checkpoint root {text!r}: only local and mounted folders can hold checkpoints; give a path")
-        if not text:
-            raise ValueError("checkpoint root is empty; give a folder's path")
+    if not isinstance(root, (str, os.PathLike)):
+        return root
+    text = os.fspath(root)
+    if not text:
+        raise ValueError("checkpoint root is empty; give a folder's path or a URL")
+    scheme, found, rest = text.partition("://")
+    if not found:
         from .posix import PosixStore
 
         return PosixStore(text)
-    return root
+    if scheme == "file":
+        from .posix import PosixStore
+
+        if not rest.startswith("/"):
+            raise ValueError(f"checkpoint root {text!r}: give file:///absolute/path, or the path alone")
+        return PosixStore(rest)
+    if scheme == "s3":
+        from .s3 import S3Store
+
+        return S3Store(text)
+    from .fsspec_store import FsspecStore
+
+    return FsspecStore(text)
 
 
 def check_key(key: str) -> str:
     """``key`` itself if it stays below the root: letters, digits, ``_ - .`` and single slashes; no ``..``, no leading dot."""
-    if not _KEY.fullmatch(key):
+    if not is_key(key):
         raise ValueError(f"{key!r} is no object key: letters, digits, '_', '-', single dots and slashes only")
     return key
+
+
+def is_key(text: str) -> bool:
+    """Whether :func:`check_key` accepts it. A listing leaves out what it does not: people put files of their own beside ours."""
+    return _KEY.fullmatch(text) is not None

@@ -15,6 +15,7 @@ import torch
 
 from tests.ranks import _context
 from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint.store import Root
 
 Tensors = Mapping[tuple[str, str], torch.Tensor]
 Held = list[list[tuple[str, str, int, int]]]
@@ -116,7 +117,7 @@ def pieces_of(tensors: Tensors, intervals: Sequence[tuple[str, str, int, int]], 
 
 
 def save_in_process(
-    root: os.PathLike[str] | str,
+    root: Root,
     tensors: Tensors,
     held: Held,
     *,
@@ -160,7 +161,7 @@ def load_in_process(checkpoint: ckpt.Checkpoint, tensors: Tensors, held: Held) -
     return plans
 
 
-def assert_equals(root: os.PathLike[str] | str, tensors: Tensors, commit: str | None = None) -> None:
+def assert_equals(root: Root, tensors: Tensors, commit: str | None = None) -> None:
     checkpoint = ckpt.open(root, commit)
     assert {(n, k) for n, t in checkpoint.tensors.items() for k in t.kinds} == set(tensors)
     for (name, kind), full in tensors.items():

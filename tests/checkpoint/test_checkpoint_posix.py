@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+import signal
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.checkpoint.checkpoint_support import assert_equals, random_bits, random_layout, save_in_process
+from tests.checkpoint.checkpoint_support import assert_equals, in_subprocess, random_bits, random_layout, save_in_process
+from tests.checkpoint.stores import collect
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.digest import aligned_buffer, one_ahead, view_of
 from vescale_ray.checkpoint.store import KeyExists, KeyMissing, check_key
@@ -166,3 +170,135 @@ def test_no_file_descriptor_or_thread_is_left_behind(tmp_path):
     for step in range(2, 12):
         once(step)
     assert len(os.listdir("/proc/self/fd")) == descriptors and threading.active_count() == threads
+
+
+SMALL = {("w", "param"): random_bits((40_000,), torch.uint8, 1)}
+
+
+def save_with_a_limit(root, limit):
+    """Exit code 0: the save failed as it should."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        save_in_process(root, SMALL, random_layout(SMALL, 1, seed=2), step=2)
+    except ckpt.SaveFailed as error:
+        os._exit(0 if "File too large" in str(error) and "\n" not in str(error) else 3)
+    os._exit(4)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 4096, 8192, 20_000])
+def test_a_file_that_may_grow_no_further_leaves_the_checkpoint_before(tmp_path, limit):
+    """The kernel's own refusal, at several bytes, of data, aux or commit object: RLIMIT_FSIZE."""
+    save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=1)
+    assert in_subprocess(save_with_a_limit, tmp_path, limit) == 0
+    assert ckpt.latest(tmp_path).step == 1 and len(list(tmp_path.glob("data/*/*.safetensors"))) == 1
+    assert_equals(tmp_path, SMALL)
+
+
+@pytest.mark.parametrize("code", ["EACCES", "EROFS", "EMFILE", "EDQUOT"])
+@pytest.mark.parametrize("where", ["data", "commits"])
+def test_a_file_that_may_not_be_created_fails_the_save_in_one_line(tmp_path, monkeypatch, code, where):
+    save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=1)
+    real = os.open
+
+    def refused(path, flags, *args, **kwargs):
+        if flags & os.O_CREAT and f"/{where}/" in str(path):
+            raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)), str(path))
+        return real(path, flags, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        with pytest.raises(ckpt.SaveFailed, match=os.strerror(getattr(errno, code))) as caught:
+            save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=2), step=2)
+    assert "\n" not in str(caught.value) and "earlier checkpoints are untouched" in str(caught.value)
+    assert ckpt.latest(tmp_path).step == 1
+    assert_equals(tmp_path, SMALL)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "close", "fsync"])
+def test_an_error_while_writing_leaves_no_file_of_that_name(tmp_path, monkeypatch, call):
+    real = getattr(os, call)
+    strikes = []
+
+    def broken(fd, *args):
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".safetensors"):
+            strikes.append(fd)
+            if call == "close":
+                real(fd)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, *args)
+
+    monkeypatch.setattr(os, call, broken)
+    with pytest.raises(ckpt.SaveFailed, match="Input/output error"):
+        save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=2))
+    monkeypatch.undo()
+    assert len(strikes) == 1, "an fsync that failed must not be repeated"
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_signals_during_a_save_do_no_harm(tmp_path):
+    """EINTR at any call: a timer of the training script, a profiler."""
+    hits = []
+    previous = signal.signal(signal.SIGALRM, lambda *_: hits.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    try:
+        save_in_process(tmp_path, BIG, random_layout(BIG, 2, seed=1), block_bytes=1 << 20, chunk_bytes=1 << 20)
+        assert_equals(tmp_path, BIG)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, previous)
+    assert hits
+
+
+def test_a_link_whose_answer_nfs_lost_is_known_as_ours(tmp_path, monkeypatch):
+    real = os.link
+
+    def link(source, target):
+        real(source, target)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+
+    monkeypatch.setattr(os, "link", link)
+    made = save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1))
+    assert ckpt.latest(tmp_path) == made
+
+
+def test_a_file_system_without_hard_links_is_refused_with_the_remedy(tmp_path, monkeypatch):
+    def link(source, target):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(ckpt.SaveFailed, match="has no hard links.*use another, or an object store"):
+        save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1))
+    assert [p.name for p in tmp_path.glob("commits/*")] == []
+
+
+def test_a_commit_that_is_linked_but_not_synced_fails_and_may_be_repeated(tmp_path, monkeypatch):
+    """Its fate is open until the folder is synced; whichever it is, the same attempt committed again is the same commit."""
+    vote = ckpt.write_shard(tmp_path, "a", 0, [], step=1, epoch=0)
+    real = os.fsync
+
+    def fsync(fd):
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("/commits"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(ckpt.SaveFailed, match="Input/output error"):
+            ckpt.commit(tmp_path, [vote], step=1, epoch=0, attempt="a", world=1, meta={})
+        with pytest.raises(ckpt.SaveFailed, match="Input/output error"):  # it is there, but would not last
+            ckpt.commit(tmp_path, [vote], step=1, epoch=0, attempt="a", world=1, meta={})
+    made = ckpt.commit(tmp_path, [vote], step=1, epoch=0, attempt="a", world=1, meta={})
+    assert ckpt.latest(tmp_path) == made and [p.name for p in tmp_path.glob("commits/*")] == [f"{made.name}.json"]
+
+
+def test_files_that_people_put_into_the_folder_stay_and_disturb_nothing(tmp_path):
+    save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=1)
+    names = ["commits/read me.txt", "data/my notes", ".DS_Store", "data/.DS_Store", "data/x~/a b", "commits/e0000-s000000000009.json.part"]
+    for name in names:
+        path = Path(tmp_path, name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    made = save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=2)
+    assert collect(tmp_path, 1, grace_s=-1.0).problems == () and ckpt.ls(tmp_path) == [made]
+    assert all(Path(tmp_path, name).read_text() == "mine" for name in names)

@@ -1,0 +1,453 @@
+"""The list of faults, struck one by one with a store that fails as told: the checkpoint before stays whole, nothing hangs, the debris goes.
+
+Kill points are in test_checkpoint_crash (disk) and test_checkpoint_s3, system calls in test_checkpoint_posix, the S3 protocol's own
+failures in test_checkpoint_s3, forged manifests in test_checkpoint_safety.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.checkpoint_support import adam_like, assert_equals, in_subprocess, load_in_process, random_layout, save_in_process
+from tests.checkpoint.stores import KINDS, Opened, collect, opened
+from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint.faulty import ACTIONS, OPERATIONS
+
+BEFORE, AFTER = adam_like(seed=1), adam_like(seed=2)
+
+
+@pytest.fixture
+def memory():
+    """Two committed steps in memory."""
+    store = ckpt.MemoryStore()
+    save_in_process(store, BEFORE, random_layout(BEFORE, 3, seed=1), step=10)
+    save_in_process(store, BEFORE, random_layout(BEFORE, 2, seed=2), step=20)
+    return store
+
+
+def saved_after(store, step=30):
+    return save_in_process(store, AFTER, random_layout(AFTER, 2, seed=3), step=step)
+
+
+def within(seconds, work):
+    """Run ``work`` in a thread with a deadline: what it returns or raises."""
+    result: list[object] = []
+
+    def run():
+        try:
+            result.append(work())
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), f"still running after {seconds} s"
+    if isinstance(result[0], BaseException):
+        raise result[0]
+    return result[0]
+
+
+WRITE_FAULTS = [
+    # (fault, whether the new step is committed all the same)
+    *((ckpt.Fault("put_stream", a, key="*r00001*", code=errno.ENOSPC), False) for a in ("error", "torn", "lost")),
+    (ckpt.Fault("put_stream", "hang", seconds=0.2), False),
+    (ckpt.Fault("put_stream", "cut", key="*r00001*"), False),
+    (ckpt.Fault("put_stream", "cut", at=0), False),
+    (ckpt.Fault("put_stream", "cut", at=4096), False),
+    (ckpt.Fault("put_stream", "delay", seconds=0.1), True),
+    *((ckpt.Fault("put", a, key="*aux*"), False) for a in ("error", "torn", "hang", "lost", "cut")),
+    *((ckpt.Fault("put", a, key="commits/*"), False) for a in ("error", "torn", "hang", "cut")),
+    *((ckpt.Fault("put", "cut", key="commits/*", at=at), False) for at in (0, 1, 64, 65, 1000)),
+    (ckpt.Fault("put", "lost", key="commits/*"), True),
+    (ckpt.Fault("put", "flip", key="commits/*"), False),
+    (ckpt.Fault("put", "flip", key="commits/*", at=10**9), False),
+    (ckpt.Fault("size", "missing", key="*r00001.s*"), True),  # the listing has it
+    (ckpt.Fault("list", "stale", key="*r00001.s*", times=None), True),  # a request for it finds it
+    (ckpt.Fault("list", "stale", key="commits/*", times=1), True),
+    (ckpt.Fault("list", "error"), False),
+    (ckpt.Fault("list", "hang", seconds=0.2), False),
+    (ckpt.Fault("open_read", "error"), True),
+    (ckpt.Fault("clock", "error"), True),
+]
+
+
+@pytest.mark.parametrize(("fault", "committed"), WRITE_FAULTS, ids=[f"{f.operation} {f.action} {f.key} {f.at}" for f, _ in WRITE_FAULTS])
+def test_whatever_fails_in_a_save_the_newest_whole_checkpoint_loads_and_the_debris_goes(memory, fault, committed):
+    store = ckpt.FaultyStore(memory, [fault])
+    try:
+        within(20, lambda: saved_after(store))
+    except ckpt.SaveFailed as error:
+        assert "\n" not in str(error) and ("earlier checkpoints are untouched" in str(error) or isinstance(error, ckpt.CommitRefused))
+    found = ckpt.latest(memory)
+    assert found is not None and found.step == (30 if committed else 20)
+    assert_equals(memory, AFTER if committed else BEFORE)
+    # The same step can be saved again, in a higher epoch where a torn commit object holds its place.
+    again = save_in_process(memory, AFTER, random_layout(AFTER, 3, seed=5), step=30, epoch=1)
+    report = collect(memory, 1, grace_s=-1.0)
+    assert report.kept == (again.name,) and not report.problems
+    assert {e.key.split("/")[1] for e in memory.list("data/")} == {again.attempt}
+    assert_equals(memory, AFTER)
+
+
+def test_a_commit_whose_answer_was_lost_may_be_asked_for_again(memory):
+    store = ckpt.FaultyStore(memory, [ckpt.Fault("put", "lost", key="commits/*")])
+    held = [("w", "param", 0, 6)]
+    w = torch.arange(6.0)
+    vote = ckpt.write_shard(store, "a", 0, [ckpt.ShardPiece(*held[0], (6,), w.dtype, w)], step=30, epoch=0)
+    with pytest.raises(ckpt.SaveFailed, match="could not commit"):
+        ckpt.commit(store, [vote], step=30, epoch=0, attempt="a", world=1, meta={})
+    made = ckpt.commit(store, [vote], step=30, epoch=0, attempt="a", world=1, meta={})
+    assert made.problem is None and ckpt.latest(memory) == made and len(store.fired) == 1
+
+
+READ_FAULTS = [
+    *(ckpt.Fault("read", a, times=1) for a in ("flip", "wrong_range", "delay")),
+    ckpt.Fault("get", "error", key="commits/*30.json"),
+    ckpt.Fault("get", "missing", key="commits/*30.json"),
+    ckpt.Fault("get", "flip", key="commits/*30.json"),
+    ckpt.Fault("get", "short", key="commits/*30.json"),
+    ckpt.Fault("get", "short", key="commits/*30.json", at=0),
+    ckpt.Fault("get", "hang", key="commits/*30.json", seconds=0.1),
+    ckpt.Fault("list", "stale", key="commits/*30.json"),
+]
+
+
+@pytest.mark.parametrize("fault", READ_FAULTS, ids=[f"{f.operation} {f.action} {f.at}" for f in READ_FAULTS])
+def test_a_read_that_fails_once_gives_right_bytes_or_an_older_commit_never_wrong_bytes(memory, fault):
+    made = saved_after(memory)
+    store = ckpt.FaultyStore(memory, [fault])
+    checkpoint = within(20, lambda: ckpt.open(store))
+    expected = AFTER if checkpoint.commit.name == made.name else BEFORE
+    assert expected is AFTER if fault.operation == "read" else expected is BEFORE
+    load_in_process(checkpoint, expected, random_layout(expected, 2, seed=8))
+    assert store.fired
+    assert ckpt.latest(store) == made, "the fault has passed"
+
+
+@pytest.mark.parametrize("action", ["error", "short", "flip", "wrong_range", "missing", "hang"])
+def test_a_read_that_keeps_failing_is_named_and_load_goes_back_on_all_fours(action, caplog):
+    store = ckpt.MemoryStore()
+    good, bad = torch.nn.Linear(700, 3), torch.nn.Linear(700, 3)
+    ckpt.save({"model": good}, store, 1).wait()
+    made = ckpt.save({"model": bad}, store, 2).wait()
+    operation = "open_read" if action == "missing" else "read"
+    faulty = ckpt.FaultyStore(store, [ckpt.Fault(operation, action, key=f"*{made.attempt}*", times=None, seconds=0.01, at=5000)])
+    target = torch.nn.Linear(700, 3)
+    with pytest.raises(ckpt.CheckpointCorrupt, match=made.attempt):
+        ckpt.load({"model": target}, faulty, commit=made.name)
+    with caplog.at_level(logging.ERROR):
+        loaded = within(20, lambda: ckpt.load({"model": target}, faulty))
+    assert loaded.step == 1 and loaded.skipped == (made.name,) and torch.equal(target.weight, good.weight)
+    assert made.attempt in caplog.text and "going back" in caplog.text
+
+
+# -- torn, missing, extra
+
+
+def boundaries(raw: bytes) -> list[int]:
+    """Of a data object: the ends of its length field, header and sections, each with its neighbours."""
+    import json
+
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    edges = {0, 8, start, *(start + n for name, e in header.items() if name != "__metadata__" for n in e["data_offsets"])}
+    return sorted({n + d for n in edges for d in (-1, 0, 1) if 0 <= n + d < len(raw)})
+
+
+@pytest.mark.parametrize(
+    "kind", ["memory", "posix", pytest.param("s3", marks=pytest.mark.slow), pytest.param("fsspec memory", marks=pytest.mark.slow)]
+)
+def test_an_object_cut_at_any_boundary_or_filled_with_zeros_or_rubbish_is_found(kind):
+    rng = random.Random(0)
+    with opened(kind) as found:
+        first = save_in_process(found.store, BEFORE, random_layout(BEFORE, 2, seed=1), step=10)
+        second = saved_after(found.store)
+        for key in (f"data/{second.attempt}/r00001.safetensors", f"data/{second.attempt}/r00000.aux.json", second.key):
+            sound = found.read(key)
+            cuts = boundaries(sound) if key.endswith("safetensors") else [0, 1, len(sound) // 2, len(sound) - 66, len(sound) - 1]
+            cuts = cuts if kind == "memory" else cuts[:: max(1, len(cuts) // 6)]
+            for cut in [c for c in cuts if 0 <= c < len(sound)] + [rng.randrange(len(sound)) for _ in range(3)]:
+                found.write(key, sound[:cut])
+                assert ckpt.latest(found.store) == first, (key, cut)
+                assert key in {p.object for p in ckpt.verify(found.store, second).problems}
+                for filler in (bytes(len(sound) - cut), rng.randbytes(len(sound) - cut)):
+                    if sound[:cut] + filler != sound:  # the right length, the wrong bytes: a hole, or what lay on the disk before
+                        found.write(key, sound[:cut] + filler)
+                        assert key in {p.object for p in ckpt.verify(found.store, second).problems}, (key, cut)
+            found.write(key, sound)
+        assert ckpt.verify(found.store).ok
+        for victim in sorted(k for k in found.keys() if second.attempt in k):
+            sound = found.read(victim)
+            found.remove(victim)
+            assert ckpt.latest(found.store) == first and victim in {p.object for p in ckpt.verify(found.store, second).problems}
+            found.store.put(victim, sound)
+        assert ckpt.latest(found.store) == second
+        assert_equals(found.store, BEFORE, first.name)
+
+
+# -- bit rot
+
+
+@pytest.mark.parametrize("flips", [60, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_a_random_flipped_bit_in_any_object_is_found_and_named(flips):
+    """Over all objects of a checkpoint, header, padding, manifest, sums and aux included: object, block and what lies there."""
+    store = ckpt.MemoryStore()
+    held = random_layout(AFTER, 3, seed=4)
+    made = save_in_process(store, AFTER, held, step=10)
+    checkpoint = ckpt.open(store)
+    rng = random.Random(7)
+    keys = sorted(store.objects)
+    assert len(keys) == 7
+    struck = {"manifest": 0, "aux": 0, "header": 0, "padding": 0, "tensor": 0}
+    for index in range(flips):
+        # Every object as often as the others, so that the small ones are struck too; every 50th flip is anywhere in all bytes.
+        key = keys[index % len(keys)] if index % 50 else rng.choices(keys, [len(store.objects[k][0]) for k in keys])[0]
+        sound, when = store.objects[key]
+        bit = rng.randrange(8 * len(sound))
+        harmed = bytearray(sound)
+        harmed[bit // 8] ^= 1 << bit % 8
+        store.objects[key] = (bytes(harmed), when)
+        (problem,) = ckpt.verify(store, made.name).problems
+        assert problem.object == key
+        if key == made.key:
+            assert problem.tensors == ("manifest",) and ckpt.latest(store) is None
+            struck["manifest"] += 1
+        elif key.endswith(".aux.json"):
+            rank = int(key.rsplit("/r", 1)[1][:5])
+            assert problem.tensors == ("aux",)
+            with pytest.raises(ckpt.CheckpointCorrupt, match=key):
+                checkpoint.aux(rank)
+            struck["aux"] += 1
+        else:
+            assert problem.block == bit // 8 // 4096
+            where = what_lies_at(sound, bit // 8, held[int(key.rsplit("/r", 1)[1][:5])])
+            assert where in problem.tensors, (key, bit)
+            struck[where if where in struck else "tensor"] += 1
+            if where not in struck:
+                name, _, kind = where.rstrip(")").partition(" (")
+                with pytest.raises(ckpt.CheckpointCorrupt, match=f"{key}, block {problem.block}"):
+                    checkpoint.read(name, kind or "param")
+        store.objects[key] = (sound, when)
+    assert all(struck.values()), struck
+    assert ckpt.verify(store).ok
+
+
+def what_lies_at(raw: bytes, byte: int, intervals) -> str:
+    """The oracle: the safetensors header, and the order in which the rank gave its pieces."""
+    import json
+
+    start = 8 + int.from_bytes(raw[:8], "little")
+    if byte < start:
+        return "header"
+    groups: list[object] = []
+    group_of = {}
+    for name in dict.fromkeys(n for n, _ in AFTER):
+        signature = tuple((k, t.dtype) for (n, k), t in AFTER.items() if n == name)
+        groups += [signature] if signature not in groups else []
+        group_of[name] = groups.index(signature)
+    for section, entry in json.loads(raw[8:start]).items():
+        if section == "__metadata__" or not entry["data_offsets"][0] <= byte - start < entry["data_offsets"][1]:
+            continue
+        if section.startswith("__pad__"):
+            return "padding"
+        kind, _, group = section.rpartition(".g")
+        position = start + entry["data_offsets"][0]
+        for name, of_kind, first, last in intervals:
+            if of_kind == kind and group_of[name] == int(group):
+                position += (last - first) * AFTER[name, kind].dtype.itemsize
+                if byte < position:
+                    return name if kind == "param" else f"{name} ({kind})"
+    raise AssertionError(f"byte {byte} is in no section")
+
+
+# -- several at once
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_collectors_at_once_and_a_reader_meanwhile(kind):
+    """Collectors race each other; a reader of a commit that stays reads on, and one whose commit goes is told so."""
+    with opened(kind) as found:
+        for step in range(1, 6):
+            save_in_process(found.store, BEFORE, random_layout(BEFORE, 2, seed=step), step=step)
+        going, staying = ckpt.open(found.store, ckpt.ls(found.store)[0]), ckpt.open(found.store)
+        errors: list[BaseException] = []
+
+        def collector():
+            try:
+                for _ in range(2):
+                    report = collect(found.store, 2, grace_s=-5.0)
+                    assert not report.problems
+            except BaseException as error:
+                errors.append(error)
+
+        def read():
+            try:
+                for seed in range(2):
+                    load_in_process(staying, BEFORE, random_layout(BEFORE, 2, seed=seed))
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, daemon=True) for work in (collector, collector, read)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+            assert not t.is_alive(), "it hangs"
+        assert not errors, errors
+        assert [c.step for c in ckpt.ls(found.store) if c.problem is None] == [4, 5]
+        assert_equals(found.store, BEFORE)
+        with pytest.raises(ckpt.CheckpointCorrupt, match="is missing"):
+            going.read("embed.weight")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_zombie_of_an_older_epoch_changes_nothing(kind):
+    with opened(kind) as found:
+        zombie = ckpt.write_shard(found.store, "zombie", 0, [], step=500, epoch=6)
+        early = ckpt.write_shard(found.store, "early", 0, [], step=400, epoch=6)
+        ckpt.commit(found.store, [early], step=400, epoch=6, attempt="early", world=1, meta={})
+        current = save_in_process(found.store, AFTER, random_layout(AFTER, 2, seed=1), step=100, epoch=7)
+        with pytest.raises(ckpt.CommitRefused, match="older than the commit e0007-s000000000100"):
+            ckpt.commit(found.store, [zombie], step=500, epoch=6, attempt="zombie", world=1, meta={})
+        assert ckpt.latest(found.store) == current
+        # Even one that got in while the newer commit was not yet listed.
+        blind = ckpt.FaultyStore(found.store, [ckpt.Fault("list", "stale", key="commits/*", times=1)])
+        ckpt.commit(blind, [zombie], step=500, epoch=6, attempt="zombie", world=1, meta={})
+        assert [(c.epoch, c.step) for c in ckpt.ls(found.store)] == [(6, 400), (6, 500), (7, 100)]
+        assert ckpt.latest(found.store) == current
+        assert collect(found.store, 1, grace_s=-5.0).kept == (current.name,)
+        assert_equals(found.store, AFTER)
+
+
+@pytest.mark.parametrize("skew", [-86400.0, 86400.0])
+@pytest.mark.parametrize("kind", ["posix", "s3"])
+def test_a_host_whose_clock_is_a_day_off_orders_and_collects_as_the_others(kind, skew, monkeypatch):
+    real = time.time
+    with opened(kind) as found:
+        save_in_process(found.store, BEFORE, random_layout(BEFORE, 2, seed=1), step=10)
+        ckpt.write_shard(found.store, "inflight", 0, [], step=20, epoch=0)
+        with monkeypatch.context() as patch:
+            patch.setattr("time.time", lambda: real() + skew)
+            if found.fake:
+                found.fake.now = real
+            made = saved_after(found.store)
+            assert collect(found.store, 2).swept == () and ckpt.latest(found.store) == made
+        assert [c.step for c in ckpt.ls(found.store)] == [10, 30]
+        assert_equals(found.store, AFTER)
+
+
+@pytest.mark.parametrize("fault", ["error", "lost", "hang", "delay"])
+@pytest.mark.parametrize("operation", ["delete", "list", "clock", "tidy"])
+def test_a_collection_that_fails_half_way_loses_nothing_and_the_next_one_finishes(memory, operation, fault):
+    made = saved_after(memory)
+    ckpt.write_shard(memory, "dead", 0, [], step=25, epoch=0)
+    for after in range(4):
+        store = ckpt.FaultyStore(memory, [ckpt.Fault(operation, fault, after=after, seconds=0.01)])
+        try:
+            within(20, lambda store=store: collect(store, 1, grace_s=-1.0))
+        except OSError:
+            assert operation != "delete", "deletions that fail are reported"
+        assert ckpt.latest(memory) == made
+        assert_equals(memory, AFTER)
+    assert not collect(memory, 1, grace_s=-1.0).problems
+    assert {e.key.split("/")[1] for e in memory.list("data/")} == {made.attempt}
+
+
+# -- the wrapper itself
+
+
+def test_every_fault_of_the_wrapper_does_what_it_says(memory):
+    for operation in OPERATIONS:
+        for action in ACTIONS:
+            try:
+                fault = ckpt.Fault(operation, action)
+            except ValueError as error:
+                assert "makes no sense" in str(error)
+                continue
+            assert fault.times == 1
+    with pytest.raises(ValueError, match="is none of"):
+        ckpt.Fault("rename", "error")
+    slept: list[float] = []
+    store = ckpt.FaultyStore(
+        ckpt.MemoryStore(),
+        [
+            ckpt.Fault("get", "error", after=1, times=2, code=errno.ESTALE),
+            ckpt.Fault("get", "flip", key="b", after=3),
+            ckpt.Fault("size", "hang", seconds=99.0),
+        ],
+        sleep=slept.append,
+    )
+    store.put("a", b"1234")
+    store.put("b", b"1234")
+    assert store.get("a") == b"1234"
+    for _ in range(2):
+        with pytest.raises(OSError) as caught:
+            store.get("a")
+        assert caught.value.errno == errno.ESTALE
+    assert [store.get("b") for _ in range(5)] == [b"1234"] * 3 + [b"12\x324"] + [b"1234"]
+    with pytest.raises(TimeoutError):
+        store.size("a")
+    assert slept == [99.0] and [(f.action, k) for f, k in store.fired] == [("error", "a"), ("error", "a"), ("flip", "b"), ("hang", "a")]
+    assert store.size("a") == 4 and store.describe("a") == "<memory>/a"
+
+
+def test_opened_back_ends_show_what_a_stranger_would_see():
+    """The tests' own tool: what is written behind the store's back is what the store reads."""
+    for kind in KINDS:
+        with opened(kind) as found:
+            assert isinstance(found, Opened)
+            found.store.put("commits/a.json", b"1")
+            found.write("commits/a.json", b"22")
+            assert found.store.get("commits/a.json") == b"22" == found.read("commits/a.json") and found.keys() == ["commits/a.json"]
+            found.remove("commits/a.json")
+            assert found.store.list("commits/") == [] and found.keys() == []
+
+
+def killed_on_fsspec(url: str, point: str) -> None:
+    os.environ[ckpt.FAULT_ENV] = point
+    saved_after(ckpt.FsspecStore(url))
+    collect(url, 1, grace_s=-5.0)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "data.chunk#1",
+        "commit.linked",
+        *(
+            pytest.param(p, marks=pytest.mark.slow)
+            for p in ("data.created", "data.written", "data.published", "aux.written", "commit.validated")
+        ),
+    ],
+)
+def test_killed_at_any_point_of_a_save_through_fsspec_the_right_checkpoint_loads_and_the_debris_goes(point):
+    with opened("fsspec file") as found:
+        save_in_process(found.store, BEFORE, random_layout(BEFORE, 2, seed=1), step=10)
+        assert in_subprocess(killed_on_fsspec, found.store.describe(), point) == -9
+        done = point == "commit.linked"
+        newest = ckpt.latest(found.store)
+        assert newest is not None and newest.step == (30 if done else 10)
+        assert_equals(found.store, AFTER if done else BEFORE)
+        assert not collect(found.store, 1, grace_s=-5.0).problems
+        assert {key.split("/")[1] for key in found.keys() if key.startswith("data/")} == {newest.attempt}
+        assert_equals(found.store, AFTER if done else BEFORE)
+
+
+def test_the_table_of_what_survives_names_tests_that_exist():
+    root = Path(__file__).resolve().parents[2]
+    named = set(re.findall(r"`(test_\w+)`", (root / "docs/checkpoints.md").read_text(encoding="utf-8")))
+    there = {
+        name for path in Path(__file__).parent.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+    assert len(named) > 30 and not named - there

@@ -1,0 +1,133 @@
+"""The same operations against moto's S3 server, which is not of our making: what goes over the wire is the protocol, not our idea of it.
+
+moto never fails, and answers no 409; it dates every unfinished upload to 2010, and a ranged read costs it the whole object: objects
+stay small here. The failures are in test_checkpoint_s3.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoint.checkpoint_ranks import load_rank, save_rank
+from tests.checkpoint.checkpoint_support import adam_like, assert_equals, load_in_process, random_bits, random_layout, save_in_process
+from tests.checkpoint.stores import collect, s3_store
+from tests.checkpoint.test_checkpoint_stores import chunks, content, race
+from tests.ranks import run_gloo
+from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint.store import KeyExists, KeyMissing
+
+A, B = adam_like(seed=1), {**adam_like(seed=2), ("large", "param"): random_bits((1_600_000,), torch.float32, 3)}
+
+
+@pytest.fixture(scope="module")
+def server():
+    threaded = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    threaded.start()
+    host, port = threaded.get_host_and_port()
+    yield f"http://{host}:{port}"
+    threaded.stop()
+
+
+@pytest.fixture
+def bucket(server):
+    """A bucket of its own for each test; its root URL."""
+    name = f"bucket-{np.random.default_rng().integers(1 << 60)}"
+    s3_store(server)._calls.client.create_bucket(Bucket=name)
+    return f"s3://{name}/runs/one"
+
+
+def test_every_operation_speaks_the_protocol(server, bucket):
+    store = s3_store(server, bucket)
+    assert store.list("data/") == [] and store.size("data/x") is None and not store.delete("data/x")
+    with pytest.raises(KeyMissing):
+        store.get("data/x")
+    for key, size in (("data/a/small", 5000), ("data/a/parts", (6 << 20) + 77)):
+        store.put_stream(key, chunks(size), size)
+        assert store.get(key) == content(size) and store.size(key) == size
+        with pytest.raises(KeyExists):
+            store.put_stream(key, chunks(size, seed=1), size)
+        with store.open_read(key) as reader:
+            view = memoryview(bytearray(4096))
+            assert reader.read_into(size - 100, view) == 100 and view[:100] == content(size)[-100:]
+    store.put("commits/a.json", b"1")
+    with pytest.raises(KeyExists):
+        store.put("commits/a.json", b"1")
+    assert [(e.key, e.bytes) for e in store.list("data/a/")] == [("data/a/parts", (6 << 20) + 77), ("data/a/small", 5000)]
+    assert abs(store.list("commits/")[0].modified - store.clock()) < 30
+    assert store.delete("commits/a.json") and store.list("commits/") == []
+
+
+def test_two_creators_of_one_large_object_have_one_winner(server, bucket):
+    """The condition stands at the completion too: both upload, one is completed."""
+    store, other = s3_store(server, bucket), s3_store(server, bucket)
+
+    def meanwhile():
+        for index, chunk in enumerate(chunks(6 << 20)):
+            if index == 3:
+                other.put_stream("data/x/r", chunks(6 << 20, seed=1), 6 << 20)
+            yield chunk
+
+    with pytest.raises(KeyExists):
+        store.put_stream("data/x/r", meanwhile(), 6 << 20)
+    assert store.get("data/x/r") == content(6 << 20, seed=1)
+    assert store.tidy("data/", 0.0) == 0, "the loser's upload was aborted"
+
+
+def test_saved_verified_resharded_and_collected(server, bucket):
+    store = s3_store(server, bucket)
+    save_in_process(store, A, random_layout(A, 3, seed=1), step=10)
+    made = save_in_process(store, B, random_layout(B, 2, seed=2), step=20, block_bytes=1 << 20, chunk_bytes=4 << 20)
+    assert ckpt.latest(store) == made and ckpt.verify(store).ok
+    assert_equals(store, A, ckpt.ls(store)[0].name)
+    load_in_process(ckpt.open(store), B, random_layout(B, 5, seed=9))
+    upload = store._calls.client.create_multipart_upload(Bucket=bucket.split("/")[2], Key="runs/one/data/dead/r")["UploadId"]
+    assert collect(store, 1).deleted == ("e0000-s000000000010",) and [c.step for c in ckpt.ls(store)] == [20]
+    assert upload not in json.dumps(store._calls.client.list_multipart_uploads(Bucket=bucket.split("/")[2]), default=str)
+    assert len(store.list("data/")) == 4
+    assert_equals(store, B)
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_of_six_writers_of_one_commit_exactly_one_wins(server, bucket, rounds):
+    for step in range(1, rounds + 1):
+        stores = [s3_store(server, bucket) for _ in range(6)]
+        won, lost = race(lambda i, stores=stores: stores[i], step)
+        assert len(won) == 1 and len(lost) == 5
+        newest = ckpt.latest(stores[0])
+        assert newest is not None and (newest.step, newest.attempt) == (step, won[0])
+
+
+def test_a_bucket_that_does_not_exist_is_one_line_and_is_not_created(server):
+    store = s3_store(server, "s3://nobodys-bucket/x")
+    with pytest.raises(ckpt.SaveFailed, match="bucket 'nobodys-bucket' does not exist; create it"):
+        save_in_process(store, A, random_layout(A, 1, seed=1))
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(f"{server}/nobodys-bucket", timeout=10)
+
+
+def test_ranks_save_to_s3_by_url_and_others_load(server, bucket, monkeypatch):
+    """Under torchrun: votes, outcome and data all go through the bucket; two ranks save, three load, set up by their environment alone."""
+    aws = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL_S3": server, "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in aws.items():
+        monkeypatch.setenv(name, value)
+    truth = run_gloo(2, with_environment, aws, "save", bucket)[0]["fsdp2"][1]
+    back = run_gloo(3, with_environment, aws, "load", bucket)
+    for rank in back:
+        ((facts, _, state),) = rank
+        assert facts[:2] == (2, {"consumed": 12})
+        assert truth.keys() == state.keys() and all(truth[k].tobytes() == state[k].tobytes() for k in truth)
+    assert ckpt.verify(bucket).ok
+
+
+def with_environment(rank, world, environment, what, root):
+    os.environ.update(environment)  # the fork server has its own
+    return save_rank(rank, world, {"fsdp2": root}) if what == "save" else load_rank(rank, world, [(root, "fsdp2")])

@@ -1,0 +1,491 @@
+"""S3 misbehaving in every way that S3 does, over real sockets: what passes is ridden out, what does not fails soon and leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.checkpoint_support import adam_like, assert_equals, in_subprocess, random_bits, random_layout, save_in_process
+from tests.checkpoint.s3_fake import FakeS3, fake_s3
+from tests.checkpoint.stores import collect, s3_store
+from tests.checkpoint.test_checkpoint_stores import chunks, content, race
+from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint.s3_calls import Undecided
+
+BEFORE, AFTER = adam_like(seed=1), {**adam_like(seed=2), ("large", "param"): random_bits((2_800_000,), torch.float32, 3)}
+TOP = "runs/one/"
+
+
+@pytest.fixture
+def fake():
+    with fake_s3() as server:
+        yield server
+
+
+@pytest.fixture
+def store(fake):
+    """One committed step, saved before anything goes wrong."""
+    found = s3_store(fake)
+    save_in_process(found, BEFORE, random_layout(BEFORE, 2, seed=1), step=10)
+    fake.log.clear()
+    return found
+
+
+def save_after(store, step=20):
+    """One rank of 11 MiB: three parts, an aux object, a commit."""
+    return save_in_process(store, AFTER, random_layout(AFTER, 1, seed=2), step=step, block_bytes=1 << 20, chunk_bytes=4 << 20)
+
+
+def assert_untouched(store, fake: FakeS3) -> None:
+    fake.rules.clear()
+    found = ckpt.latest(store)
+    assert found is not None and found.step == 10
+    assert_equals(store, BEFORE)
+    assert not fake.uploads, "an unfinished upload is left"
+    collect(store, 1, grace_s=-5.0)
+    assert {k.split("/")[3] for k in fake.objects if k.startswith(f"{TOP}data/")} == {found.attempt}
+
+
+WRITES = ("PUT", "START", "PART", "COMPLETE")
+READS = ("GET", "HEAD", "LIST")
+
+
+@pytest.mark.parametrize(
+    ("operations", "action", "options"),
+    [
+        pytest.param((*WRITES, *READS), "status", {"times": 3}, id="503 SlowDown three times"),
+        pytest.param((*WRITES, *READS), "status", {"code": "ServiceUnavailable"}, id="503 ServiceUnavailable"),
+        pytest.param((*WRITES, *READS), "status", {"status": 500, "code": "InternalError"}, id="500"),
+        pytest.param((*WRITES, *READS), "status", {"status": 502, "code": "BadGateway"}, id="502"),
+        pytest.param(WRITES, "status", {"status": 400, "code": "RequestTimeout"}, id="400 RequestTimeout"),
+        pytest.param(("PUT",), "status", {"status": 409, "code": "ConditionalRequestConflict", "times": 2}, id="409"),
+        pytest.param(("START",), "status", {"times": 6}, id="throttled at CreateMultipartUpload alone"),
+        pytest.param((*WRITES, *READS), "reset", {}, id="connection reset"),
+        pytest.param((*WRITES, *READS), "lost", {}, id="answer lost"),
+        pytest.param(("PART", "GET", "PUT"), "hang", {"seconds": 5.0}, id="nothing moves"),
+        pytest.param(("GET", "LIST", "START"), "short", {}, id="body cut short"),
+        pytest.param(("GET", "LIST"), "reset after headers", {}, id="reset in the middle of the body"),
+        pytest.param(("GET",), "wrong range", {"times": 2, "key": "*/data/*"}, id="another range"),
+        pytest.param(("PART", "PUT"), "damage", {}, id="damaged on the way up"),
+        pytest.param(("GET",), "drip", {"seconds": 0.01, "key": "*safetensors"}, id="dripping"),
+    ],
+)
+def test_what_passes_is_tried_again_and_the_checkpoint_is_right(store, fake, operations, action, options):
+    rules = [fake.fail(operation, action, **options) for operation in operations]
+    began = time.monotonic()
+    made = save_after(store)
+    assert ckpt.latest(store) == made
+    assert_equals(store, AFTER)
+    assert time.monotonic() - began < 30
+    assert all(rule.done for rule in rules), [rule for rule in rules if not rule.done]
+    if action not in ("lost", "short"):  # a start whose answer was lost is debris, which is collected
+        assert not fake.uploads
+    fake.rules.clear()
+    collect(store, 1, grace_s=-5.0)
+    assert not fake.uploads and ckpt.verify(store).ok
+
+
+FATAL = [
+    pytest.param({"status": 403, "code": "AccessDenied"}, "need s3:GetObject, PutObject", id="403"),
+    pytest.param({"status": 400, "code": "ExpiredToken"}, "have expired: renew them", id="expired credentials"),
+    pytest.param({"status": 403, "code": "RequestTimeTooSkewed"}, "set this host's clock", id="clock"),
+    pytest.param({"status": 404, "code": "NoSuchBucket"}, "bucket 'bucket' does not exist; create it", id="no bucket"),
+    pytest.param({"status": 400, "code": "InvalidRequest"}, "400 InvalidRequest", id="400"),
+]
+
+
+PLACES = ["START", "PART", "COMPLETE", "commit"]
+
+
+@pytest.mark.parametrize(
+    ("where", "options", "words"),
+    # Every failure once and every place once; the other combinations are slow.
+    [
+        pytest.param(where, *case.values, id=f"{case.id} at {where}", marks=[] if i % 4 == k else [pytest.mark.slow])
+        for i, case in enumerate(FATAL)
+        for k, where in enumerate(PLACES)
+    ],
+)
+def test_what_does_not_pass_fails_at_once_with_the_remedy_and_leaves_nothing(store, fake, where, options, words):
+    operation, key = ("PUT", "*/commits/*") if where == "commit" else (where, "*")
+    rule = fake.fail(operation, "status", key=key, times=99, after=1 if where == "PART" else 0, **options)
+    began = time.monotonic()
+    with pytest.raises(ckpt.SaveFailed, match=words) as caught:
+        save_after(store)
+    assert time.monotonic() - began < 2.5 and rule.done <= 3, "it was tried again"
+    assert "\n" not in str(caught.value) and "earlier checkpoints are untouched" in str(caught.value)
+    assert_untouched(store, fake)
+
+
+@pytest.mark.parametrize(
+    ("where", "action"),
+    [
+        pytest.param(
+            where, action, marks=[] if (where, action) in {("PART", "hang"), ("commit", "status"), ("*", "reset")} else [pytest.mark.slow]
+        )
+        for where in [*PLACES, "*"]
+        for action in ("status", "hang", "reset")
+    ],
+)
+def test_a_service_that_stays_down_fails_the_save_by_the_deadline(store, fake, where, action):
+    hasty = s3_store(fake, retry_s=0.5, timeout_s=0.5)
+    operation, key = ("PUT", "*/commits/*") if where == "commit" else (where, "*")
+    fake.fail(operation, action, key=key, times=10_000, seconds=5.0)
+    began = time.monotonic()
+    with pytest.raises(ckpt.SaveFailed, match=r"tries in \d"):
+        save_after(hasty)
+    assert time.monotonic() - began < 12
+    fake.rules.clear()
+    collect(store, 1, grace_s=-5.0)  # where nothing is answered, the upload can't be aborted either
+    assert_untouched(store, fake)
+
+
+def test_a_commit_whose_every_answer_is_lost_is_still_known_as_ours(store, fake):
+    fake.fail("PUT", "lost", key="*/commits/*", times=10_000)
+    hasty = s3_store(fake, retry_s=0.3)
+    made = save_after(hasty)
+    assert fake.requests("PUT") > 3 and ckpt.latest(store) == made
+
+
+def test_a_completion_whose_answer_is_lost_is_done_once(store, fake):
+    fake.fail("COMPLETE", "lost")
+    save_after(store)
+    assert fake.requests("COMPLETE") == 2 and fake.requests("START") == 1
+    assert_equals(store, AFTER)
+
+
+def test_losing_the_race_and_the_answer_is_not_winning(fake):
+    """Both commit the same step; the first answer to the second is lost, so that it must not take the other's object for its own."""
+    store = s3_store(fake)
+    votes = [ckpt.write_shard(store, f"a{i}", 0, [], step=1, epoch=0) for i in range(2)]
+    ckpt.commit(store, [votes[0]], step=1, epoch=0, attempt="a0", world=1, meta={})
+    fake.fail("PUT", "status", key="*/commits/*", status=500, code="InternalError")
+    with pytest.raises(ckpt.CommitExists, match="another attempt .a0"):
+        ckpt.commit(store, [votes[1]], step=1, epoch=0, attempt="a1", world=1, meta={})
+    again = ckpt.commit(s3_store(fake), [votes[0]], step=1, epoch=0, attempt="a0", world=1, meta={})
+    assert again.attempt == "a0", "another process of the same attempt asks again"
+
+
+def test_identical_content_of_another_creator_is_not_ours(fake):
+    store = s3_store(fake)
+    store.put("attempts/x/outcome.json", b"same")
+    fake.fail("PUT", "lost", times=2)
+    with pytest.raises(FileExistsError):
+        store.put("attempts/x/outcome.json", b"same")
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_six_writers_race_on_a_bad_day_and_one_wins(fake, rounds):
+    for step in range(1, rounds + 1):
+        stores = [s3_store(fake) for _ in range(6)]
+        for action in ("lost", "status", "reset"):
+            fake.fail("PUT", action, key="*/commits/*", times=3)
+        fake.fail("GET", "status", times=2)
+        won, lost = race(lambda i, stores=stores: stores[i], step)
+        assert len(won) == 1 and len(lost) == 5
+        newest = ckpt.latest(stores[0])
+        assert newest is not None and (newest.step, newest.attempt) == (step, won[0])
+        fake.rules.clear()
+
+
+@pytest.mark.parametrize("how", ["ignored", "501"])
+def test_a_service_without_conditional_writes_is_refused_for_commits_unless_told(fake, how, caplog):
+    fake.conditional = False
+    if how == "501":
+        fake.fail("PUT", "status", key="*probes*", status=501, code="NotImplemented", times=99)
+        fake.fail("PUT", "status", key="*aux*", status=501, code="NotImplemented")
+    with pytest.raises(ckpt.SaveFailed, match=r"If-None-Match.*\?conditional=off"):
+        save_in_process(s3_store(fake), BEFORE, random_layout(BEFORE, 1, seed=1))
+    assert not [k for k in fake.objects if "commits" in k or "probes" in k]
+    alone = s3_store(fake, "s3://bucket/runs/one?conditional=off")
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            save_in_process(alone, BEFORE, random_layout(BEFORE, 1, seed=1), step=step)
+    assert caplog.text.count("conditional writes are off") == 1
+    assert_equals(alone, BEFORE)
+    votes = [ckpt.write_shard(alone, "other", 0, [], step=2, epoch=0)]
+    with pytest.raises(ckpt.CommitExists):
+        ckpt.commit(alone, votes, step=2, epoch=0, attempt="other", world=1, meta={})
+
+
+def test_the_probe_is_made_once_before_the_first_commit_and_leaves_nothing(fake):
+    store = s3_store(fake)
+    for step in (1, 2):
+        save_in_process(store, BEFORE, random_layout(BEFORE, 1, seed=1), step=step)
+    assert sum("probes" in key for operation, key in fake.log if operation == "PUT") == 2
+    assert not [k for k in fake.objects if "probes" in k]
+    fake.objects[f"{TOP}probes/left"] = fake.objects[next(iter(fake.objects))]
+    collect(store, 1, grace_s=3600.0)
+    assert f"{TOP}probes/left" in fake.objects
+    collect(store, 1, grace_s=-5.0)
+    assert f"{TOP}probes/left" not in fake.objects
+
+
+def test_a_read_of_another_range_or_of_a_replaced_object_never_gives_wrong_bytes(store, fake):
+    made = save_after(store)
+    key = f"{TOP}data/{made.attempt}/r00000.safetensors"
+    hasty = s3_store(fake, retry_s=0.3)
+    fake.fail("GET", "wrong range", key="*safetensors", times=10_000)
+    with pytest.raises(ckpt.CheckpointCorrupt, match="asked for bytes"):
+        ckpt.open(hasty).read("large")
+    fake.rules.clear()
+    with hasty.open_read(f"data/{made.attempt}/r00000.safetensors") as reader:
+        fake.objects[key].etag = '"another"'
+        with pytest.raises(OSError, match="was replaced while it was read"):
+            reader.read_into(0, memoryview(bytearray(4096)))
+    assert_equals(store, AFTER)
+
+
+def test_a_bit_that_flips_on_the_way_down_is_read_again(store, fake):
+    rule = fake.fail("GET", "flip", key="*safetensors", after=1)
+    assert_equals(store, BEFORE)
+    assert rule.done == 1
+
+
+def test_without_checksums_damage_on_the_way_up_is_found_by_verify(fake):
+    store = s3_store(fake, checksums=False)
+    fake.fail("PART", "damage", after=1)
+    save_after(store)
+    (problem,) = ckpt.verify(store).problems
+    assert "large" in problem.tensors
+    assert not [h for h in fake.log if h[0] == "x-amz-checksum-crc32"]
+
+
+def test_a_listing_that_is_behind_hides_no_committed_data_and_names_no_lost_one(store, fake):
+    attempt = ckpt.latest(store).attempt  # type: ignore[union-attr]
+    fake.hidden = {k for k in fake.objects if attempt in k}
+    assert ckpt.latest(store).step == 10, "data that the listing lacks is asked for by name"  # type: ignore[union-attr]
+    made = save_after(store)
+    fake.hidden = {f"{TOP}{made.key}"}
+    assert ckpt.latest(store).step == 10  # type: ignore[union-attr]
+    fake.hidden = set()
+    assert ckpt.latest(store) == made
+    gone = fake.objects.pop(f"{TOP}data/{made.attempt}/r00000.safetensors")
+    assert ckpt.latest(store).step == 10  # type: ignore[union-attr]
+    fake.objects[f"{TOP}data/{made.attempt}/r00000.safetensors"] = gone
+    fake.fail("GET", "status", key=f"*{made.key}", status=404, code="NoSuchKey")
+    assert ckpt.latest(store).step == 10, "listed, then gone"  # type: ignore[union-attr]
+
+
+def test_an_object_of_another_size_than_was_written_makes_no_commit(store, fake):
+    vote = ckpt.write_shard(store, "short", 0, [], step=20, epoch=0)
+    key = f"{TOP}data/short/r00000.safetensors"
+    fake.objects[key].data = fake.objects[key].data[:-1]
+    with pytest.raises(ckpt.CommitRefused, match="has 4095 bytes instead of 4096"):
+        ckpt.commit(store, [vote], step=20, epoch=0, attempt="short", world=1, meta={})
+    assert_untouched(store, fake)
+
+
+def test_parts_go_in_parallel_within_the_budget(fake):
+    store = s3_store(fake, parallel=3)
+    fake.fail("PART")
+    store.put_stream("data/x/r", chunks(40 << 20), 40 << 20)
+    assert fake.requests("PART") == 9 and 2 <= fake.busiest <= 3
+    fake.busiest = 0
+    with store.open_read("data/x/r") as reader:
+        reader.expect([(offset, 1 << 20) for offset in range(0, 40 << 20, 1 << 20)])
+        view = memoryview(bytearray(1 << 20))
+        for offset in range(0, 40 << 20, 1 << 20):
+            reader.read_into(offset, view)
+    assert fake.busiest <= 3 and fake.requests("GET") == 40, "each announced range is fetched once"
+
+
+def test_listings_of_many_pages_are_whole(store, fake):
+    fake.page = 2
+    assert len(store.list("data/")) == 4 and [c.step for c in ckpt.ls(store)] == [10]
+    assert_equals(store, BEFORE)
+
+
+def test_collection_goes_by_the_services_clock_whatever_this_hosts_says(store, fake, monkeypatch):
+    real = time.time
+    for skew in (-86400.0, 86400.0):
+        monkeypatch.setattr("time.time", lambda skew=skew: real() + skew)
+        fake.now = real
+        ckpt.write_shard(store, "inflight", 0, [], step=20, epoch=0)
+        assert collect(store, 1).swept == ()
+        fake.now = lambda: real() + 4000
+        assert collect(store, 1).swept == ("inflight",)
+    save_in_process(store, BEFORE, random_layout(BEFORE, 1, seed=1), step=30)
+    assert [c.step for c in ckpt.ls(store)] == [10, 30]
+
+
+def test_only_uploads_that_nobody_works_on_are_aborted(store, fake):
+    young = s3_store(fake)._calls.client.create_multipart_upload(Bucket="bucket", Key=f"{TOP}data/y/r")["UploadId"]
+    old = s3_store(fake)._calls.client.create_multipart_upload(Bucket="bucket", Key=f"{TOP}data/o/r")["UploadId"]
+    other = s3_store(fake)._calls.client.create_multipart_upload(Bucket="bucket", Key="runs/two/data/o/r")["UploadId"]
+    fake.uploads[old].began -= 4000
+    fake.uploads[other].began -= 4000
+    collect(store, 1)
+    assert set(fake.uploads) == {young, other}
+
+    def while_uploading():
+        for index, chunk in enumerate(chunks(12 << 20)):
+            if index == 8:
+                for upload in fake.uploads.values():
+                    upload.began -= 4000
+                collect(store, 1)
+            yield chunk
+
+    store.put_stream("data/z/r", while_uploading(), 12 << 20)
+    assert store.get("data/z/r") == content(12 << 20), "its own upload, though it looks old"
+
+
+def killed_on_s3(url: str, point: str) -> None:
+    os.environ[ckpt.FAULT_ENV] = point
+    os.environ.update(AWS_ACCESS_KEY_ID="a", AWS_SECRET_ACCESS_KEY="b", AWS_ENDPOINT_URL_S3=url, AWS_REGION="us-east-1")
+    store = ckpt.S3Store("s3://bucket/runs/one", ckpt.S3Options(part_bytes=5 << 20))
+    save_after(store)
+    collect(store, 1, grace_s=-5.0)
+
+
+S3_POINTS = [
+    "shard.planned", "data.created", "data.chunk#0", "data.chunk#1", "data.chunk#2", "data.written", "data.published", "aux.written",
+    "commit.begun", "commit.validated", "commit.tmp_synced", "commit.linked", "gc.commit_deleted", "gc.object_deleted#1", "gc.swept",
+]  # fmt: skip
+QUICK_POINTS = {"data.chunk#1", "data.written", "commit.validated", "commit.linked", "gc.commit_deleted"}
+
+
+@pytest.mark.parametrize("point", [p if p in QUICK_POINTS else pytest.param(p, marks=pytest.mark.slow) for p in S3_POINTS])
+def test_killed_at_any_point_of_a_save_to_s3_the_right_checkpoint_loads_and_the_debris_goes(store, fake, point):
+    ckpt.write_shard(store, "dead", 0, [], step=15, epoch=0)
+    assert in_subprocess(killed_on_s3, fake.url, point, timeout=60) == -9, f"nothing was killed at {point}"
+    done = point.split("#")[0] in ("commit.linked", "gc.commit_deleted", "gc.object_deleted", "gc.swept")
+    found = ckpt.latest(store)
+    assert found is not None and found.step == (20 if done else 10)
+    assert_equals(store, AFTER if done else BEFORE)
+    if point in ("data.created", "data.chunk#1", "data.written"):
+        assert len(fake.uploads) == 1, "a killed process can't abort"
+    report = collect(store, 1, grace_s=-5.0)
+    assert report.kept == (found.name,) and not report.problems and not fake.uploads
+    assert {k.split("/")[3] for k in fake.objects if k.startswith(f"{TOP}data/")} == {found.attempt}
+    assert_equals(store, AFTER if done else BEFORE)
+
+
+def run_script(fake: FakeS3, body: str) -> subprocess.Popen[str]:
+    script = """
+        import os, sys, time, threading
+        from vescale_ray import checkpoint as ckpt
+        from tests.checkpoint.test_checkpoint_stores import chunks
+        store = ckpt.S3Store("s3://bucket/runs/one", ckpt.S3Options(part_bytes=5 << 20, timeout_s=2.0, retry_s=2.0, pause_s=0.05))
+    """
+    aws = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": fake.url, "AWS_DEFAULT_REGION": "us-east-1"}
+    environment = {**os.environ, **aws}
+    text = textwrap.dedent(script) + textwrap.dedent(body)
+    root = Path(__file__).resolve().parents[2]
+    return subprocess.Popen(
+        [sys.executable, "-c", text], cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_ctrl_c_in_the_middle_of_an_upload_aborts_it_and_ends_soon(fake):
+    fake.fail("PART", "hang", seconds=20.0, after=1, times=99)
+    process = run_script(fake, "print('go', flush=True)\nstore.put_stream('data/x/r', chunks(50 << 20), 50 << 20)")
+    try:
+        deadline = time.monotonic() + 40
+        while fake.requests("PART") < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert "KeyboardInterrupt" in errors and process.returncode != 0
+    assert not fake.uploads and not fake.objects
+
+
+def test_a_process_ends_though_a_reader_is_open_and_a_child_was_forked(fake):
+    """s3fs hangs at exit with a file left open, and its thread does not survive a fork."""
+    process = run_script(
+        fake,
+        """
+        store.put_stream("data/x/r", chunks(6 << 20), 6 << 20)
+        opened = store.open_read("data/x/r")
+        reader = opened.__enter__()
+        reader.expect([(0, 1 << 20), (1 << 20, 1 << 20)])
+        child = os.fork()
+        if child == 0:
+            ok = store.size("data/x/r") == 6 << 20 and len(store.get("data/x/r")) == 6 << 20
+            store.put_stream("data/child/r", chunks(6 << 20), 6 << 20)
+            os._exit(0 if ok else 3)
+        assert store.size("data/x/r") == 6 << 20
+        _, status = os.waitpid(child, 0)
+        print(status, reader.read_into(0, memoryview(bytearray(4096))), flush=True)
+        """,
+    )
+    try:
+        output, errors = process.communicate(timeout=45)
+    finally:
+        process.kill()
+    assert output.split() == ["0", "4096"] and process.returncode == 0, errors
+    assert f"{TOP}data/child/r" in fake.objects
+
+
+def test_missing_credentials_and_an_unreachable_service_are_one_line_with_the_remedy(fake, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+    with pytest.raises(PermissionError, match="AWS_ACCESS_KEY_ID") as caught:
+        ckpt.S3Store("s3://bucket/x", ckpt.S3Options(endpoint=fake.url)).get("commits/x")
+    assert caught.value.errno == errno.EACCES
+    gone = s3_store("http://127.0.0.1:9", retry_s=0.2)
+    with pytest.raises(Undecided, match=r"s3://bucket/runs/one.*127.0.0.1:9.*tries in"):
+        ckpt.latest(gone)
+
+
+def test_ranks_on_threads_share_a_store(fake):
+    store = s3_store(fake)
+    errors = []
+
+    def rank(i):
+        try:
+            for k in range(3):
+                store.put_stream(f"data/a{k}/r{i}", chunks(6 << 20, seed=i), 6 << 20)
+                assert store.get(f"data/a{k}/r{i}") == content(6 << 20, seed=i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=rank, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert not errors
+
+
+def memory_of_a_transfer(url: str, size: int) -> None:
+    """Exit code: MiB by which the peak resident memory grew."""
+    os.environ.update(AWS_ACCESS_KEY_ID="a", AWS_SECRET_ACCESS_KEY="b", AWS_ENDPOINT_URL_S3=url, AWS_REGION="us-east-1")
+    store = ckpt.S3Store("s3://bucket/runs/one", ckpt.S3Options(part_bytes=5 << 20, range_bytes=1 << 20, parallel=3))
+    store.put_stream("data/warm/r", iter([memoryview(bytes(1 << 20))] * 6), 6 << 20)
+    chunk = memoryview(bytes(1 << 20))
+
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+    before = peak()
+    store.put_stream("data/x/r", iter([chunk] * (size >> 20)), size)
+    view = memoryview(bytearray(1 << 20))
+    with store.open_read("data/x/r") as reader:
+        reader.expect([(offset, 1 << 20) for offset in range(0, size, 1 << 20)])
+        for offset in range(0, size, 1 << 20):
+            reader.read_into(offset, view)
+    os._exit(min(255, peak() - before))
+
+
+def test_a_transfer_takes_the_memory_of_the_parts_in_flight(fake):
+    """160 MiB up and down in parts of 5 MiB, 3 at a time: the peak may grow by those parts, what TLS-less sockets take, and some slack."""
+    grown = in_subprocess(memory_of_a_transfer, fake.url, 160 << 20, timeout=60)
+    assert 0 <= grown < 48, f"{grown} MiB"

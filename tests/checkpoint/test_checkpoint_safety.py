@@ -1,0 +1,307 @@
+"""What a malicious or damaged manifest, header or aux object can do: be refused, or be read as what it is. Nothing else, and cheaply."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import copy
+import hashlib
+import json
+import random
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from tests.checkpoint.checkpoint_support import adam_like, assert_equals, bits, random_layout, save_in_process
+from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint.manifest import ManifestError, decode, strict_json
+
+FOLDER = Path(__file__).resolve().parents[2] / "checkpoint"
+TENSORS = adam_like(seed=1)
+HUGE = [1 << 31, (1 << 53) + 1, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, 1 << 64, 10**40]
+
+
+def sealed(document: object) -> bytes:
+    body = (document if isinstance(document, str) else json.dumps(document)).encode("utf-8", "surrogatepass") + b"\n"
+    return body + hashlib.sha256(body).hexdigest().encode() + b"\n"
+
+
+@pytest.fixture(scope="module")
+def saved():
+    """A store, its one commit, and the manifest as JSON."""
+    store = ckpt.MemoryStore()
+    made = save_in_process(store, TENSORS, random_layout(TENSORS, 2, seed=1))
+    return store, made, json.loads(store.get(made.key)[:-65])
+
+
+def attempt_to_load(store: ckpt.MemoryStore, made: ckpt.Commit, raw: bytes) -> str:
+    """Put ``raw`` in the commit's place and read everything: "refused"; "read" if each tensor is what was saved, bit for bit; "other"."""
+    sound, when = store.objects[made.key]
+    store.objects[made.key] = (raw, when)
+    try:
+        try:
+            manifest, _ = decode(raw)
+        except ManifestError as error:
+            assert len(str(error)) < 100_000
+            assert [c.problem is None for c in ckpt.ls(store)] == [False] and ckpt.latest(store) is None
+            assert not ckpt.verify(store).ok
+            with pytest.raises(ckpt.CheckpointCorrupt):
+                ckpt.open(store, made.name)
+            return "refused"
+        try:
+            checkpoint = ckpt.open(store, made.name)
+            ckpt.verify(store)
+            for rank in range(manifest.world):
+                checkpoint.aux(rank)
+            for name, tensor in checkpoint.tensors.items():
+                for kind in tensor.kinds:
+                    got = checkpoint.read(name, kind)
+                    if (name, kind) in TENSORS and got.shape == TENSORS[name, kind].shape and got.dtype == TENSORS[name, kind].dtype:
+                        if bits(got) != bits(TENSORS[name, kind]):
+                            return "other"
+        except ckpt.CheckpointCorrupt:
+            return "refused"
+        return "read"
+    finally:
+        store.objects[made.key] = (sound, when)
+
+
+def places(value: object, path: tuple = ()) -> list[tuple]:
+    found = [path] if path else []
+    if isinstance(value, dict):
+        for key, item in value.items():
+            found += places(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            found += places(item, (*path, index))
+    return found
+
+
+def mutate(document: dict, rng: random.Random) -> dict:
+    """One to three changes anywhere: numbers, strings, types, order, missing and additional entries."""
+    changed = copy.deepcopy(document)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        path = rng.choice(places(changed))
+        owner = changed
+        for step in path[:-1]:
+            owner = owner[step]
+        last, old = path[-1], owner[path[-1]]
+        choice = rng.randrange(8)
+        if choice == 0:
+            del owner[last]
+        elif choice == 1:
+            owner[last] = rng.choice([None, True, -1, 0, 1.5, "", "x", [], {}, [[]], {"a": 1}, 1e308, "../../etc/passwd", "\ud800", "\0"])
+        elif choice == 2:
+            owner[last] = rng.choice(HUGE) * rng.choice((1, -1))
+        elif choice == 3 and type(old) is int:
+            owner[last] = old + rng.choice((-4096, -8, -1, 1, 8, 4096))
+        elif choice == 4 and isinstance(old, str) and old:
+            position = rng.randrange(len(old))
+            owner[last] = old[:position] + rng.choice("/.\\٣0a-\n") + old[position + 1 :]
+        elif choice == 5 and isinstance(owner, list):
+            owner.insert(last, copy.deepcopy(rng.choice(owner)))
+        elif choice == 6 and isinstance(owner, list):
+            rng.shuffle(owner)
+        elif isinstance(old, list) and old:
+            owner[last] = old * rng.choice((2, 50))
+        else:
+            owner[last] = copy.deepcopy(rng.choice([document[k] for k in document]))
+    return changed
+
+
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_changed_manifest_with_a_right_seal_is_refused_or_means_the_same(saved, seed):
+    """Never another exception; and never much more memory than the manifest itself takes: the objects hold 60 kB."""
+    store, made, document = saved
+    rng = random.Random(seed)
+    outcomes = {"refused": 0, "read": 0, "other": 0}
+    if seed == 0:
+        tracemalloc.start()  # which makes everything ten times as slow
+    try:
+        for index in range(150 if seed == 0 else 1000):
+            changed = mutate(document, rng)
+            # What was moved or renamed consistently is another checkpoint, which a forger could as well have written; not damage.
+            moved = document["groups"] != changed.get("groups")
+            renamed = document["tensors"] != changed.get("tensors")
+            raw = sealed(changed)
+            before = tracemalloc.get_traced_memory()[0]
+            if seed == 0:
+                tracemalloc.reset_peak()
+            try:
+                outcome = attempt_to_load(store, made, raw)
+            except Exception as error:
+                raise AssertionError(f"seed {seed}, change {index}: {type(error).__name__}: {error}") from error
+            assert outcome != "other" or moved or renamed, (seed, index)
+            outcomes[outcome] += 1
+            assert tracemalloc.get_traced_memory()[1] - before < (8 << 20) + 40 * len(raw), (seed, index)
+    finally:
+        tracemalloc.stop()
+    assert outcomes["refused"] > 75 and outcomes["read"] >= 3, outcomes
+
+
+def document_with(path: tuple, value: object, document: dict) -> dict:
+    changed = copy.deepcopy(document)
+    owner = changed
+    for step in path[:-1]:
+        owner = owner[step]
+    owner[path[-1]] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param((("tensors", 0, "shape"), [1 << 61] * 1_000), id="product of a thousand huge dimensions"),
+        pytest.param((("tensors", 0, "shape"), [1] * 100_000), id="a hundred thousand dimensions"),
+        pytest.param((("tensors", 4, "shape"), [0, 1 << 61, 1 << 61]), id="an empty tensor of a shape that overflows"),
+        pytest.param((("aliases",), {"x": ["embed.weight"]}), id="an alias that is a list"),
+        pytest.param((("aliases",), {"x": {}}), id="an alias that is an object"),
+        pytest.param((("created",), [[[]]]), id="a date that is a list"),
+        pytest.param((("objects", 0, "key"), "data/a/r٠٠٠٠٠.safetensors"), id="digits of another script in a key"),
+        pytest.param((("objects", 0, "key"), "data/" + "a" * 5000 + "/r00000.safetensors"), id="a key that no file system takes"),
+        pytest.param((("objects", 0, "key"), "data/a/r" + "0" * 5000 + ".safetensors"), id="a rank of 5000 digits"),
+        pytest.param((("objects", 0, "key"), "data/..%2f..%2fetc/r00000.safetensors"), id="escaped path"),
+        pytest.param((("objects", 0, "key"), "data/a/r00000.safetensors\n"), id="newline in a key"),
+        pytest.param((("groups", 0, "kinds", 0, "dtype"), "quint8"), id="a dtype that ends the process"),
+        pytest.param((("groups", 0, "kinds", 0, "dtype"), "__class__"), id="a dtype that is an attribute"),
+        pytest.param((("objects", 0, "bytes"), (1 << 62) - 1), id="an object of 4 EiB"),
+        pytest.param((("objects", 0, "sums"), "ä" * 1000), id="sums that are no ASCII"),
+        pytest.param((("aux", 0, "bytes"), 1 << 50), id="an aux object of a PiB"),
+    ],
+)
+def test_a_manifest_that_was_made_to_hurt_is_refused_cheaply(saved, change):
+    store, made, document = saved
+    path, value = change
+    tracemalloc.start()
+    try:
+        assert attempt_to_load(store, made, sealed(document_with(path, value, document))) == "refused"
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"format": "rcp/1", "step": 1, "step": 2}',
+        '{"format": "rcp/1", "meta": {"a": {"b": 1, "b": 1}}}',
+        '{"format": "rcp/1", "meta": {"x": NaN}}',
+        '{"format": "rcp/1", "meta": {"x": -Infinity}}',
+        '{"format": "rcp/1", "meta": {"x": 1e999}}',
+        '{"format": "rcp/1", "step": ' + "9" * 5000 + "}",
+        "[" * 100_000 + "]" * 100_000,
+        '{"meta": ' * 50_000 + "1" + "}" * 50_000,
+        '"rcp/1"',
+        "null",
+        "",
+        '{"format": "rcp/1"',
+    ],
+    ids=[
+        "key twice",
+        "key twice inside",
+        "NaN",
+        "infinity",
+        "1e999",
+        "5000 digits",
+        "deep lists",
+        "deep objects",
+        "text",
+        "null",
+        "empty",
+        "cut",
+    ],
+)
+def test_json_of_doubtful_meaning_is_refused(saved, text):
+    store, made, _ = saved
+    assert attempt_to_load(store, made, sealed(text)) == "refused"
+
+
+def test_a_manifest_larger_than_any_can_be_is_not_even_read(saved, monkeypatch):
+    store, made, _ = saved
+    monkeypatch.setattr(store, "size", lambda key: 1 << 40)
+    monkeypatch.setattr(store, "get", lambda key: pytest.fail("it was read"))
+    (found,) = ckpt.ls(store)
+    assert found.problem and "more than a manifest can have" in found.problem
+
+
+def test_the_header_of_a_data_object_is_not_trusted(saved):
+    """Right sums, a header that claims 2^63 bytes or is no JSON at all: a reader never looks at it."""
+    store, made, document = saved
+    entry = document["objects"][0]
+    sound, when = store.objects[entry["key"]]
+    for header in ((1 << 63).to_bytes(8, "little"), b"\xff" * 8, b"\0" * 8, (4088).to_bytes(8, "little") + b"[" * 4088):
+        harmed = header + sound[len(header) :]
+        store.objects[entry["key"]] = (harmed, when)
+        assert ckpt.verify(store).problems[0].tensors == ("header",)
+        block = entry["block_bytes"]
+        words = np.array([xxhash.xxh3_64_intdigest(harmed[i : i + block]) for i in range(0, len(harmed), block)], dtype="<u8")
+        forged = {**entry, "sums": base64.b64encode(words.tobytes()).decode(), "root": xxhash.xxh3_128_hexdigest(words.tobytes())}
+        assert attempt_to_load(store, made, sealed(document_with(("objects", 0), forged, document))) == "read"
+    store.objects[entry["key"]] = (sound, when)
+    assert_equals(store, TENSORS)
+
+
+def test_an_aux_object_that_is_no_json_is_damage(saved):
+    store, made, document = saved
+    entry = document["aux"][0]
+    sound, when = store.objects[entry["key"]]
+    for raw in (b"{", b"\xff\xfe", b"[" * 100_000):
+        store.objects[entry["key"]] = (raw, when)
+        forged = {**entry, "bytes": len(raw), "xxh3_128": xxhash.xxh3_128_hexdigest(raw)}
+        assert attempt_to_load(store, made, sealed(document_with(("aux", 0), forged, document))) == "refused"
+    store.objects[entry["key"]] = (sound, when)
+
+
+def test_strict_json_takes_what_json_dumps_makes():
+    value = {"a": [1, -2.5, "ü\n", None, True, {"b": {}}], "c": 10**30, "": 1e308}
+    assert strict_json(json.dumps(value)) == value
+
+
+# Objects of the ranks' collectives, which never touch storage; and foreign checkpoints that are pickles themselves.
+MAY_PICKLE = {"api.py", "voting.py"}
+
+
+def test_nothing_of_the_format_can_unpickle():
+    """No module on the way from storage to tensors so much as imports what could run code: pickle and its kin, torch.load, eval."""
+    forbidden = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+    checked = 0
+    for path in sorted(FOLDER.glob("*.py")):
+        if path.name.startswith(("dcp", "foreign", "huggingface")):
+            continue  # bridges to other formats: their own tests
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name.split(".")[0] for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [str(node.module).split(".")[0]]
+            if path.name not in MAY_PICKLE:
+                assert not forbidden & set(names), f"{path.name} imports {names}"
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in ("torch.load", "eval", "exec", "np.load", "numpy.load"), f"{path.name} calls {called}"
+        checked += 1
+    assert checked > 15
+
+
+def test_a_store_of_pickles_is_never_loaded(tmp_path):
+    """A pickle under each of our names: refused, not run."""
+    import pickle
+
+    class Bomb:
+        def __reduce__(self):
+            return (Path(tmp_path, "exploded").touch, ())
+
+    made = save_in_process(tmp_path / "ckpt", TENSORS, random_layout(TENSORS, 1, seed=1))
+    for path in [Path(made.path), *(tmp_path / "ckpt").glob("data/*/*")]:
+        sound = path.read_bytes()
+        path.write_bytes(pickle.dumps(Bomb()))
+        assert not ckpt.verify(tmp_path / "ckpt").ok and ckpt.latest(tmp_path / "ckpt") is None
+        path.write_bytes(sound)
+    assert not Path(tmp_path, "exploded").exists()
