@@ -15,7 +15,7 @@ class ParallelReader:
     """Ranges that were announced are fetched ahead, in the order announced; the others when they are asked for, cut into pieces.
 
     Takes at most ``parallel * range_bytes`` of memory for what is fetched ahead (one range more if they are larger). Threads
-    exist from the first fetch until :meth:`close`.
+    exist from the first fetch until :meth:`close`. For one thread at a time; several open a reader each.
     """
 
     def __init__(self, fetch: Fetch, size: int, *, parallel: int, range_bytes: int) -> None:

@@ -431,6 +431,26 @@ def test_a_process_ends_though_a_reader_is_open_and_a_child_was_forked(fake):
     assert f"{TOP}data/child/r" in fake.objects
 
 
+@pytest.mark.slow
+def test_a_process_that_ends_with_an_upload_in_a_background_thread_ends_soon(fake):
+    """As an asynchronous save is when the script returns: no exit handler waits longer than the requests' own time limits."""
+    fake.fail("PART", "hang", seconds=60.0, after=1, times=99)
+    process = run_script(
+        fake,
+        """
+        threading.Thread(target=lambda: store.put_stream("data/x/r", chunks(50 << 20), 50 << 20), daemon=True).start()
+        while not store._uploads:
+            time.sleep(0.05)
+        time.sleep(1)
+        """,
+    )
+    try:
+        process.communicate(timeout=45)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and fake.requests("PART") and not fake.objects
+
+
 def test_missing_credentials_and_an_unreachable_service_are_one_line_with_the_remedy(fake, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
