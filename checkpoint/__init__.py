@@ -7,15 +7,16 @@ twice. The format is in ``docs/checkpoint-format.md``.
 Layers, each in its file: ``store`` (the seam) and its back ends ``posix``, ``s3``, ``fsspec_store``, ``memory``, ``faulty``; ``digest``;
 ``layout`` (a rank's object) and ``manifest`` (the commit object); ``shard``, ``commits``, ``reader``, ``compare``, ``scrub``,
 ``retention`` (what is done with them); ``tensors``, ``state``, ``rng``, ``api`` and ``loading`` with ``names``, ``matching``,
-``materialize`` (a training script's state); ``foreign`` and, on it, ``huggingface`` with ``safetensors_file``, ``dcp`` with ``dcp_state``
-and ``dcp_files`` (other programs' formats). May import ``vescale_ray.geometry``, torch, numpy, xxhash, and inside a back end its client
-library; neither Ray nor fsdp.
+``materialize``, ``saver`` with ``staging``, ``handle`` and ``voting`` (a training script's state); ``interval``; ``foreign`` and, on it,
+``huggingface`` with ``safetensors_file``, ``dcp`` with ``dcp_export``, ``dcp_state`` and ``dcp_files`` (other programs' formats). May
+import ``vescale_ray.geometry``, torch, numpy, xxhash, and inside a back end its client library; neither Ray nor fsdp.
 """
 
 from .api import SaveHandle, save
 from .commits import Commit, commit, latest, ls
 from .compare import CheckpointDiff, Difference, diff
-from .dcp import DcpExported, DcpReader, export_dcp, import_dcp
+from .dcp import DcpReader, import_dcp
+from .dcp_export import DcpExported, export_dcp
 from .errors import (
     CheckpointCorrupt,
     CheckpointError,

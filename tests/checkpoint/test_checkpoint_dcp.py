@@ -44,7 +44,7 @@ from tests.checkpoint.checkpoint_support import bits, in_subprocess, memory_fold
 from tests.checkpoint.test_checkpoint_state import Net, adam, same_module, train
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import dcp as bridge
+from vescale_ray.checkpoint import dcp_export as bridge
 from vescale_ray.checkpoint.dcp_files import DcpFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
