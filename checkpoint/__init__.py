@@ -5,11 +5,12 @@ described as 1-D intervals, so that a load onto other ranks or another layout is
 twice. The format is in ``docs/checkpoint-format.md``.
 
 Layers, each in its file: ``store`` (the seam) and ``posix``; ``digest``; ``layout`` (a rank's object) and ``manifest`` (the
-commit object); ``shard``, ``commits``, ``reader``, ``scrub``, ``retention`` (what is done with them); ``tensors``, ``state``,
-``rng`` and ``api`` (a training script's state). May import ``vescale_ray.geometry``, torch, numpy, xxhash; neither Ray nor fsdp.
+commit object); ``staging``, ``shard``, ``commits``, ``reader``, ``scrub``, ``retention`` (what is done with them); ``tensors``,
+``state``, ``rng``, ``voting``, ``handle``, ``api`` and ``saver`` (a training script's state).
+May import ``vescale_ray.geometry``, torch, numpy, xxhash; neither Ray nor fsdp.
 """
 
-from .api import Loaded, SaveHandle, load, save
+from .api import Loaded, load, save
 from .commits import Commit, commit, latest, ls
 from .errors import (
     CheckpointCorrupt,
@@ -18,15 +19,19 @@ from .errors import (
     CommitExists,
     CommitRefused,
     NoCheckpoint,
+    SaveAborted,
     SaveFailed,
+    SaveSkipped,
 )
 from .faults import FAULT_ENV, FAULT_POINTS, fault_point
+from .handle import SaveHandle
 from .layout import ShardPiece
 from .posix import PosixStore
 from .reader import Checkpoint, ReadPlan, StoredTensor
 from .reader import open_checkpoint as open
-from .retention import GcReport, gc
+from .retention import NO_GRACE, GcReport, Grace, Retention, gc, pin, pins, unpin
 from .rng import capture_rng, derive_rng, restore_rng
+from .saver import Saver
 from .scrub import Problem, VerifyReport, verify
 from .shard import Vote, new_attempt, write_shard
 from .store import ObjectStore
@@ -34,6 +39,7 @@ from .store import ObjectStore
 __all__ = [
     "FAULT_ENV",
     "FAULT_POINTS",
+    "NO_GRACE",
     "Checkpoint",
     "CheckpointCorrupt",
     "CheckpointError",
@@ -42,14 +48,19 @@ __all__ = [
     "CommitExists",
     "CommitRefused",
     "GcReport",
+    "Grace",
     "Loaded",
     "NoCheckpoint",
     "ObjectStore",
     "PosixStore",
     "Problem",
     "ReadPlan",
+    "Retention",
+    "SaveAborted",
     "SaveFailed",
     "SaveHandle",
+    "SaveSkipped",
+    "Saver",
     "ShardPiece",
     "StoredTensor",
     "VerifyReport",
@@ -64,8 +75,11 @@ __all__ = [
     "ls",
     "new_attempt",
     "open",
+    "pin",
+    "pins",
     "restore_rng",
     "save",
+    "unpin",
     "verify",
     "write_shard",
 ]

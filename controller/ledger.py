@@ -7,6 +7,7 @@ full or gone never stops the training: lines wait in memory until they can be wr
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -80,6 +81,8 @@ class Ledger:
         self._waiting: deque[Callable[[], None]] = deque()
         self._filled: dict[str, Filled] = {}
         self._ended: dict[int, float] = {}
+        self._losses: dict[int, float] = {}
+        self._heldout: dict[int, float] = {}
         self._line: Mapping[str, Any] = {}
         self._state_written = 0.0
         self._executed = 0
@@ -159,6 +162,10 @@ class Ledger:
             self.end_shift(item.ended - record.seconds)
         self.step = record.step
         self._ended[record.step] = item.ended
+        self._losses[record.step] = record.loss
+        if len(self._losses) > 2 * KEPT_TIMES:
+            for old in sorted(self._losses)[:KEPT_TIMES]:
+                del self._losses[old]
         if len(self._ended) > 2 * KEPT_TIMES:
             for old in sorted(self._ended)[:KEPT_TIMES]:
                 del self._ended[old]
@@ -219,6 +226,7 @@ class Ledger:
         """A held-out loss, once per step."""
         if item.step not in self.evaluated and self.world is not None and item.ticket == self.world.ticket:
             self.evaluated.add(item.step)
+            self._heldout[item.step] = item.loss
             self.event("evaluation", loss=item.loss, bpb=bits_per_byte(item.loss), samples=item.samples, step=item.step)
 
     def worker_started(self, info: WorkerInfo) -> None:
@@ -246,6 +254,13 @@ class Ledger:
         self._checkpoint_bytes += result.bytes
         self._checkpoint_seconds = self._checkpoint_seconds.observe(result.seconds)
         self.event("checkpoint_saved", **about)
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """What is known of the state after ``step`` steps, for its checkpoint: ``loss``, ``heldout_loss`` (of the newest evaluation that
+        is not later). Figures that are not finite are left out. Called from the thread that commits."""
+        heldout = max((s for s in list(self._heldout) if s <= step), default=None)
+        found = {"loss": self._losses.get(step), "heldout_loss": None if heldout is None else self._heldout[heldout]}
+        return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
 
     @property
     def step_seconds(self) -> float | None:
@@ -356,12 +371,16 @@ class Ledger:
                     self._checkpoint_failures += 1
                 case "evaluation":
                     self.evaluated.add(int(event["step"]))
+                    if event.get("loss") is not None:
+                        self._heldout[int(event["step"])] = float(event["loss"])
         lines = self.folder.read_all_metrics()
         mine = [line for line in lines if float(line.get("time") or 0.0) >= self._started]
         self._executed = len(mine)
         for line in mine:
             self._step_seconds = self._step_seconds.observe(float(line.get("step_seconds") or 0.0))
             self._ended[int(line["step"])] = float(line["time"])
+            if line.get("loss") is not None:
+                self._losses[int(line["step"])] = float(line["loss"])
         if world is not None:
             self.opened(world)
             if mine and mine[-1]["generation"] == world.ticket.generation:

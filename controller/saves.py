@@ -14,10 +14,14 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vescale_ray.controller.policy import Kept
 from vescale_ray.workers.messages import Saved
+
+if TYPE_CHECKING:
+    from vescale_ray.checkpoint import Retention
+    from vescale_ray.config import RunConfig
 
 _log = logging.getLogger(__name__)
 
@@ -51,13 +55,13 @@ class Saves:
 
     Args:
         root: folder of the checkpoints.
-        keep: newest checkpoints to keep.
+        retention: which checkpoints to keep.
         meta: what is recorded with a checkpoint of a step; JSON-able.
         done: the newest attempt that is committed already, if any: its votes may come again after the controller was restarted.
     """
 
-    def __init__(self, root: str, keep: int, meta: Callable[[int], Mapping[str, Any]], done: str | None) -> None:
-        self._root, self._keep, self._meta = root, keep, meta
+    def __init__(self, root: str, retention: Retention, meta: Callable[[int], Mapping[str, Any]], done: str | None) -> None:
+        self._root, self._retention, self._meta = root, retention, meta
         self._open: dict[str, _Attempt] = {}
         self._closed: set[str] = {done} if done else set()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="vescale-commit")
@@ -134,12 +138,20 @@ class Saves:
         except Exception as error:
             return self._failed(name, attempt, f"{type(error).__name__}: {error}")
         try:
-            for problem in checkpoint.gc(self._root, self._keep).problems:
+            for problem in checkpoint.gc(self._root, self._retention).problems:
                 _log.warning("old checkpoints: %s", problem)
         except Exception as error:
             _log.warning("old checkpoints could not be deleted: %s", error)
         kept = Kept(made.name, made.path, made.step)
         return SaveResult(name, attempt.step, attempt.epoch, seconds, kept, made.bytes)
+
+
+def retention_of(config: RunConfig) -> Retention:
+    """What ``checkpoint.keep_*`` say."""
+    from vescale_ray.checkpoint import Retention
+
+    c = config.checkpoint
+    return Retention(c.keep_last, c.keep_every, c.keep_best, c.keep_metric, c.keep_mode, c.keep_verified)
 
 
 def newest_kept(root: str, bad: frozenset[str] = frozenset()) -> Kept | None:

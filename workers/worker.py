@@ -348,8 +348,8 @@ class Worker:
         every = self._config.train.eval_every
         if self._config.data.eval_samples and (step == steps or (every and step % every == 0)):
             self._evaluate(trainer, order.ticket)
-        every = self._config.checkpoint.every
-        if every and step % every == 0 and step < steps:
+        often = self._config.checkpoint.every
+        if isinstance(often, int) and often and step % often == 0 and step < steps:
             from vescale_ray.workers.shards import export_shards
 
             self._enter(order.ticket, Phase.SAVING)

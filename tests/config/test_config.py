@@ -89,7 +89,7 @@ def test_sizes_that_follow_from_others() -> None:
         ("train.workers=1", "elastic.workers"),
         ("elastic.worker=1", "elastic.workers"),
         ("model.n_layers=1", "model.layers"),
-        ("checkpoint.interval=1", "checkpoint.keep"),
+        ("checkpoint.interval=1", "checkpoint.keep_last"),
         ("data.sequence_len=1", "data.seq_len"),
         ("metric.port=1", "metrics.port"),
     ],
@@ -122,7 +122,7 @@ SIZES = [
 
 
 def test_the_list_of_sizes_is_not_empty() -> None:
-    assert {"train.steps", "train.slots", "model.dim", "data.seq_len", "elastic.workers", "checkpoint.keep"} <= set(SIZES)
+    assert {"train.steps", "train.slots", "model.dim", "data.seq_len", "elastic.workers", "checkpoint.keep_last"} <= set(SIZES)
 
 
 @pytest.mark.parametrize("key", SIZES)
@@ -153,7 +153,7 @@ def test_no_size_may_be_negative_a_fraction_a_word_or_a_boolean(key: str) -> Non
         "elastic.workers",
         "elastic.min_workers",
         "elastic.max_workers",
-        "checkpoint.keep",
+        "checkpoint.keep_last",
     ],
 )
 def test_zero_is_refused_where_something_must_be_there(key: str) -> None:

@@ -183,7 +183,7 @@ def ended(saves: Saves) -> list[SaveResult]:
 
 
 def test_a_checkpoint_is_committed_when_the_last_vote_is_in_and_not_before(tmp_path: Path) -> None:
-    saves = Saves(str(tmp_path), 2, lambda step: {"at": step}, None)
+    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {"at": step}, None)
     saves.heed(vote(tmp_path, "t1", 0, 2, 5))
     assert saves.busy and not saves.results() and newest_kept(str(tmp_path)) is None
     saves.heed(vote(tmp_path, "t1", 1, 2, 5))
@@ -193,26 +193,26 @@ def test_a_checkpoint_is_committed_when_the_last_vote_is_in_and_not_before(tmp_p
 
 
 def test_votes_that_come_again_after_a_restart_change_nothing(tmp_path: Path) -> None:
-    saves = Saves(str(tmp_path), 2, lambda step: {}, None)
+    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
     votes = [vote(tmp_path, "t1", rank, 2, 5) for rank in range(2)]
     for one in votes:
         saves.heed(one)
     assert len(ended(saves)) == 1
     for one in votes:
         saves.heed(one)
-    again = Saves(str(tmp_path), 2, lambda step: {}, "t1")
+    again = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, "t1")
     for one in votes:
         again.heed(one)
     assert not saves.busy and not again.busy and len(checkpoint.ls(tmp_path)) == 1
     # Restarted before the commit was noted: the same votes make the same commit.
-    third = Saves(str(tmp_path), 2, lambda step: {}, None)
+    third = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
     for one in votes:
         third.heed(one)
     assert ended(third)[0].error is None and len(checkpoint.ls(tmp_path)) == 1
 
 
 def test_a_rank_that_could_not_write_fails_the_checkpoint_with_its_reason_and_spares_the_older_one(tmp_path: Path) -> None:
-    saves = Saves(str(tmp_path), 2, lambda step: {}, None)
+    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
     for rank in range(2):
         saves.heed(vote(tmp_path, "t1", rank, 2, 5))
     ended(saves)
