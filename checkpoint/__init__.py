@@ -6,7 +6,7 @@ twice. The format is in ``docs/checkpoint-format.md``.
 
 Layers, each in its file: ``store`` (the seam) and ``posix``; ``digest``; ``layout`` (a rank's object) and ``manifest`` (the
 commit object); ``staging``, ``shard``, ``commits``, ``reader``, ``scrub``, ``retention`` (what is done with them); ``tensors``,
-``state``, ``rng``, ``voting``, ``handle``, ``api`` and ``saver`` (a training script's state).
+``state``, ``rng``, ``voting``, ``handle``, ``api``, ``saver`` and ``interval`` (a training script's state, and how often to save it).
 May import ``vescale_ray.geometry``, torch, numpy, xxhash; neither Ray nor fsdp.
 """
 
@@ -25,6 +25,7 @@ from .errors import (
 )
 from .faults import FAULT_ENV, FAULT_POINTS, fault_point
 from .handle import SaveHandle
+from .interval import Interval, choose_interval, daly_interval, expected_mtbf
 from .layout import ShardPiece
 from .posix import PosixStore
 from .reader import Checkpoint, ReadPlan, StoredTensor
@@ -49,6 +50,7 @@ __all__ = [
     "CommitRefused",
     "GcReport",
     "Grace",
+    "Interval",
     "Loaded",
     "NoCheckpoint",
     "ObjectStore",
@@ -66,8 +68,11 @@ __all__ = [
     "VerifyReport",
     "Vote",
     "capture_rng",
+    "choose_interval",
     "commit",
+    "daly_interval",
     "derive_rng",
+    "expected_mtbf",
     "fault_point",
     "gc",
     "latest",

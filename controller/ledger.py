@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.metrics import Histogram, RunSnapshot
@@ -21,6 +21,9 @@ from vescale_ray.controller.saves import SaveResult
 from vescale_ray.data.corpus import bits_per_byte
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Evaluated, Filled, Stepped, WorkerInfo
+
+if TYPE_CHECKING:
+    from vescale_ray.checkpoint import Interval
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +96,7 @@ class Ledger:
         self._phases: dict[str, float] = {}
         self._failures: dict[str, int] = {}
         self._checkpoint: dict[str, Any] = {}
+        self._interval: dict[str, Any] = {}
         self._checkpoint_bytes = 0
         self._checkpoint_failures = 0
         self._checkpoint_seconds = Histogram()
@@ -249,11 +253,28 @@ class Ledger:
             self.event("checkpoint_failed", error=result.error, step=result.step)
             return
         self.last_save = result
-        about = {"path": result.kept.path, "seconds": result.seconds, "bytes": result.bytes, "step": result.step}
+        about = {
+            "path": result.kept.path,
+            "seconds": result.seconds,
+            "stall_seconds": result.stall_s,
+            "bytes": result.bytes,
+            "step": result.step,
+        }
         self._checkpoint = {**about, "time": time.time()}
         self._checkpoint_bytes += result.bytes
         self._checkpoint_seconds = self._checkpoint_seconds.observe(result.seconds)
         self.event("checkpoint_saved", **about)
+
+    def interval_changed(self, interval: Interval) -> None:
+        """``checkpoint.every: auto`` has come to another interval."""
+        about = {"seconds": interval.seconds, "by": interval.by, "mtbf_hours": interval.mtbf_s / 3600}
+        self._interval = {**about, "stall_seconds": interval.stall_s, "persist_seconds": interval.persist_s, "text": str(interval)}
+        self.event("checkpoint_interval", **self._interval)
+
+    @property
+    def failures(self) -> int:
+        """Workers that were lost."""
+        return sum(self._failures.values())
 
     def metrics_of(self, step: int) -> dict[str, float]:
         """What is known of the state after ``step`` steps, for its checkpoint: ``loss``, ``heldout_loss`` (of the newest evaluation that
@@ -311,6 +332,9 @@ class Ledger:
             checkpoint_bytes=self._checkpoint_bytes,
             checkpoint_failures=self._checkpoint_failures,
             checkpoint_seconds=self._checkpoint_seconds,
+            checkpoint_stall=self._checkpoint.get("stall_seconds"),
+            checkpoint_interval=self._interval.get("seconds"),
+            checkpoint_interval_text=self._interval.get("text"),
             error=self.error,
             info={"run_id": self._run_id, "controller_epoch": str(self._epoch)},
         )
@@ -369,6 +393,8 @@ class Ledger:
                     self._checkpoint_seconds = self._checkpoint_seconds.observe(float(event.get("seconds") or 0.0))
                 case "checkpoint_failed":
                     self._checkpoint_failures += 1
+                case "checkpoint_interval":
+                    self._interval = event
                 case "evaluation":
                     self.evaluated.add(int(event["step"]))
                     if event.get("loss") is not None:
