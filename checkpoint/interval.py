@@ -1,7 +1,7 @@
 """How often to save: what checkpoints cost against what a failure loses.
 
-With a checkpoint every ``T`` seconds of training, each costing ``C`` seconds of it, and a failure every ``M`` seconds on average, the share of
-time that is lost is about ``C / T`` (saving) plus ``(T / 2 + P + R) / M`` (done again: half an interval, and what was done while the
+With a checkpoint every ``T`` seconds of training, each costing ``C`` seconds of it, and a failure every ``M`` seconds on average, the share
+of time that is lost is about ``C / T`` (saving) plus ``(T / 2 + P + R) / M`` (done again: half an interval, and what was done while the
 last checkpoint was still being written, ``P``; and the restart, ``R``). ``P`` and ``R`` don't depend on ``T``. The least is at
 ``T = sqrt(2 C M)`` (Young 1974); Daly 2006 (equation 37, "A higher order estimate of the optimum checkpoint interval for restart
 dumps", Future Generation Computer Systems 22) adds what that leaves out when ``C`` is not small against ``M``:
@@ -34,8 +34,8 @@ def daly_interval(cost_s: float, mtbf_s: float) -> float:
 def expected_mtbf(failures: int, observed_s: float, prior_mtbf_s: float) -> float:
     """Mean time between failures: the prior, outweighed by what is observed as time goes on.
 
-    The failures come as a Poisson process; its rate has a gamma distribution, at first with mean ``1 / prior_mtbf_s``. Then the mean rate
-    after ``failures`` in ``observed_s`` is ``(1 + failures) / (prior_mtbf_s + observed_s)``.
+    The failures come as a Poisson process; its rate has a gamma distribution, at first with mean ``1 / prior_mtbf_s``. Then the mean
+    rate after ``failures`` in ``observed_s`` is ``(1 + failures) / (prior_mtbf_s + observed_s)``.
     """
     return (prior_mtbf_s * PRIOR_FAILURES + observed_s) / (PRIOR_FAILURES + failures)
 

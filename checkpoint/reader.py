@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .commits import Commit, find, read_manifest
-from .digest import CHUNK_BYTES, aligned_buffer, as_bytes, block_sums, digest_of, one_ahead, view_of
+from .digest import CHUNK_BYTES, aligned_buffer, as_bytes, block_sums, copy_bytes, digest_of, one_ahead, view_of
 from .errors import CheckpointCorrupt, CheckpointMismatch
 from .layout import dtype_name
 from .manifest import Extents, Manifest, ManifestError, TensorEntry
@@ -118,7 +118,7 @@ class Checkpoint:
         with closing(verified(self._store, self.manifest, plan.segments, pinned=pinned)) as blocks:
             for segment, buffer in blocks:
                 for source, request, target, size in segment.copies:
-                    outs[request][target : target + size].copy_(buffer[source : source + size])
+                    copy_bytes(outs[request][target : target + size], buffer[source : source + size])
         return plan
 
     def plan(self, ranges: Sequence[Range]) -> ReadPlan:

@@ -19,10 +19,10 @@ The life of a worker, as ``worker.py`` and the tests drive it::
             report = reshard.execute(snapshots.shards(resume.generation, resume.step), trainer)   # source: memory; a joiner has [] to give
             snapshots.begin(trainer)                             # collective: agrees on layouts, takes the first copy
             while trainer.completed < config.train.steps:
-                # StepRecord; .flags is the OR over ranks: all stop at the same boundary. settle: the last copy's exchange, before the step's end
+                # StepRecord; .flags is the OR over ranks: all stop at the same boundary. settle: the last copy's exchange
                 record = trainer.step(flags, snapshots.settle)
                 snapshots.after_step(trainer)                    # every `every` steps: a copy, whose exchange goes on beside the next step
-                writer.submit(snapshots.stage(trainer), ..)      # a checkpoint is due: from the copy of this step; written beside the training
+                writer.submit(snapshots.stage(trainer), ..)      # a checkpoint is due: from the copy of this step, beside the training
                 if record.flags & STOP: break
         snapshots.park(trainer)                                  # planned stop: the live shards count as held (no copy)
     except GroupFailed as failure: ...                           # str(failure) is all there is to keep
