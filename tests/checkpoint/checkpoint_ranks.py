@@ -244,7 +244,7 @@ def async_rank(rank: int, world: int, roots: dict[str, str]) -> Any:
     results = {}
     for builder, root in roots.items():
         model, optimizer = BUILDERS[builder](0, world)
-        with ckpt.Saver(root, timeout_s=20) as saver:
+        with ckpt.Saver(root, timeout_s=20, when_busy="wait") as saver:
             for step in (1, 2, 3):
                 one_step(model, optimizer)
                 truth = full_state(model, optimizer)
