@@ -193,7 +193,7 @@ class Saver:
 
     def abort(self, reason: str) -> None:
         """Give up what is under way: this rank votes no more, so that nothing is committed unless all votes were in already. For a world
-        that is over. Takes at most :data:`ABORT_S`; a write that hangs is left behind."""
+        that is over. Takes at most :data:`ABORT_S`; a write that hangs is left behind, and this saver can only be closed then."""
         self._writer.abort(reason)
 
     def close(self, timeout_s: float | None = None) -> None:

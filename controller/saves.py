@@ -93,8 +93,14 @@ class Saves:
         """Attempts that have come to an end since the last call: committed, or failed with every rank heard."""
         ended: list[SaveResult] = []
         for name, attempt in list(self._open.items()):
+            if name not in self._open:
+                continue
             if attempt.commit is not None and attempt.commit.done():
                 ended.append(self._close(name, attempt.commit.result()))
+                # Workers vote in order: what an earlier one lacks (its votes were lost with a controller) will not come.
+                for other, earlier in list(self._open.items()):
+                    if earlier.commit is None and (earlier.epoch, earlier.step) < (attempt.epoch, attempt.step):
+                        ended.append(self._close(other, self._failed(other, earlier, "a later one was complete before it")))
             elif attempt.errors and len(attempt.errors) + len(attempt.votes) >= attempt.world:
                 rank, error = sorted(attempt.errors.items())[0]
                 ended.append(self._close(name, self._failed(name, attempt, f"rank {rank}: {error}")))

@@ -277,6 +277,27 @@ def test_the_watchdog_acts_when_its_pipe_ends_without_the_word(tmp_path: Path, w
         marked.communicate()
 
 
+def test_a_vote_of_a_generation_that_is_over_begins_nothing_but_completes_what_was_begun(tmp_path: Path) -> None:
+    """Votes have epoch 1. What had a vote before the fence may still be completed; a later lone vote would be waited for in vain."""
+    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    saves.heed(vote(tmp_path, "t1", 0, 2, 5))
+    saves.fence(2)
+    saves.heed(vote(tmp_path, "t2", 0, 2, 6))
+    saves.heed(vote(tmp_path, "t1", 1, 2, 5))
+    (result,) = ended(saves)
+    assert result.kept is not None and result.kept.step == 5 and not saves.busy
+
+
+def test_an_attempt_that_a_later_one_has_overtaken_is_given_up(tmp_path: Path) -> None:
+    """Its missing vote was heard by a controller that is no more; the workers vote in order."""
+    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    saves.heed(vote(tmp_path, "t1", 0, 2, 5))
+    for rank in (0, 1):
+        saves.heed(vote(tmp_path, "t2", rank, 2, 6))
+    results = ended(saves)
+    assert [(r.step, r.error) for r in results] == [(6, None), (5, "a later one was complete before it")] and not saves.busy
+
+
 # ------------------------------------------------------------------------------------------------------------------- cadence
 
 
