@@ -76,7 +76,8 @@ def view_of(buffer: torch.Tensor) -> memoryview:
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy flat, contiguous uint8 tensors of one length. Between CPU tensors by memmove: twice as fast as ``Tensor.copy_`` on large ones,
-    less per call on small ones, and other threads run meanwhile."""
+    less per call on small ones, and other threads run meanwhile. The target's version does not change: for a tensor that others may
+    know, call ``torch.autograd.graph.increment_version``."""
     if target.is_cuda or source.is_cuda:
         target.copy_(source)
     elif source.numel():

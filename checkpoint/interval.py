@@ -42,7 +42,7 @@ def expected_mtbf(failures: int, observed_s: float, prior_mtbf_s: float) -> floa
 
 @dataclass(frozen=True)
 class Interval:
-    """A choice: ``seconds`` between the beginnings of checkpoints, and what it came from. ``by``: the formula, or the bound that decided."""
+    """A choice: ``seconds`` between the beginnings of checkpoints, and what it came from. ``by``: the formula, or the bound it is at."""
 
     seconds: float
     by: Literal["formula", "least", "most", "persist"]

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
 from .commits import Commit, find, read_manifest
 from .digest import CHUNK_BYTES, aligned_buffer, as_bytes, block_sums, copy_bytes, digest_of, one_ahead, view_of
@@ -115,10 +116,14 @@ class Checkpoint:
         plan = self.plan(ranges)
         outs = [as_bytes(out.detach()) for *_, out in ranges]
         pinned = any(out.is_cuda for out in outs)
-        with closing(verified(self._store, self.manifest, plan.segments, pinned=pinned)) as blocks:
-            for segment, buffer in blocks:
-                for source, request, target, size in segment.copies:
-                    copy_bytes(outs[request][target : target + size], buffer[source : source + size])
+        try:
+            with closing(verified(self._store, self.manifest, plan.segments, pinned=pinned)) as blocks:
+                for segment, buffer in blocks:
+                    for source, request, target, size in segment.copies:
+                        copy_bytes(outs[request][target : target + size], buffer[source : source + size])
+        finally:
+            # Torch has not seen the bytes change: whoever keeps something made from a tensor must learn that it is out of date.
+            increment_version([out for *_, out in ranges if not out.is_inference()])
         return plan
 
     def plan(self, ranges: Sequence[Range]) -> ReadPlan:

@@ -184,3 +184,13 @@ def test_tensors_on_a_gpu_are_written_from_and_read_into_it(tmp_path):
     for (name, kind), full in tensors.items():
         got = checkpoint.read(name, kind, device="cuda")
         assert got.is_cuda and torch.equal(got.view(torch.uint8), full.view(torch.uint8))
+
+
+def test_a_tensor_that_was_read_into_counts_as_written(tmp_path):
+    """Autograd, and an engine that keeps a low-precision copy of a parameter, look at the version."""
+    tensors = {("w", "param"): random_bits((5000,), torch.float32, 3)}
+    save_in_process(tmp_path, tensors, random_layout(tensors, 3, seed=1))
+    parameter = torch.nn.Parameter(torch.zeros(50, 100))
+    before = parameter._version
+    ckpt.open(tmp_path).read_ranges([("w", "param", 0, 5000, parameter.detach().view(-1))])
+    assert parameter._version > before
