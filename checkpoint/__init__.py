@@ -12,7 +12,7 @@ Layers, each in its file: ``store`` (the seam) and its back ends ``posix``, ``s3
 import ``vescale_ray.geometry``, torch, numpy, xxhash, and inside a back end its client library; neither Ray nor fsdp.
 """
 
-from .api import SaveHandle, save
+from .api import save
 from .commits import Commit, commit, latest, ls
 from .compare import CheckpointDiff, Difference, diff
 from .dcp import DcpReader, import_dcp
@@ -26,13 +26,17 @@ from .errors import (
     ExportFailed,
     ForeignFileError,
     NoCheckpoint,
+    SaveAborted,
     SaveFailed,
+    SaveSkipped,
 )
 from .faults import FAULT_ENV, FAULT_POINTS, fault_point
 from .faulty import Fault, FaultyStore
 from .foreign import Imported
 from .fsspec_store import FsspecStore
+from .handle import SaveHandle
 from .huggingface import Exported, export_hf, import_hf
+from .interval import Interval, choose_interval, daly_interval, expected_mtbf
 from .layout import ShardPiece
 from .loading import Loaded, load
 from .matching import StoredTensor
@@ -41,10 +45,11 @@ from .names import NameTable
 from .posix import PosixStore
 from .reader import Checkpoint, ReadPlan
 from .reader import open_checkpoint as open
-from .retention import GcReport, gc
+from .retention import NO_GRACE, GcReport, Grace, Retention, gc, pin, pins, unpin
 from .rng import capture_rng, derive_rng, restore_rng
 from .s3 import S3Store
 from .s3_calls import S3Options
+from .saver import Saver
 from .scrub import Problem, VerifyReport, verify
 from .shard import Vote, new_attempt, write_shard
 from .store import ObjectStore
@@ -52,6 +57,7 @@ from .store import ObjectStore
 __all__ = [
     "FAULT_ENV",
     "FAULT_POINTS",
+    "NO_GRACE",
     "Checkpoint",
     "CheckpointCorrupt",
     "CheckpointDiff",
@@ -70,7 +76,9 @@ __all__ = [
     "ForeignFileError",
     "FsspecStore",
     "GcReport",
+    "Grace",
     "Imported",
+    "Interval",
     "Loaded",
     "MemoryStore",
     "NameTable",
@@ -79,18 +87,25 @@ __all__ = [
     "PosixStore",
     "Problem",
     "ReadPlan",
+    "Retention",
     "S3Options",
     "S3Store",
+    "SaveAborted",
     "SaveFailed",
     "SaveHandle",
+    "SaveSkipped",
+    "Saver",
     "ShardPiece",
     "StoredTensor",
     "VerifyReport",
     "Vote",
     "capture_rng",
+    "choose_interval",
     "commit",
+    "daly_interval",
     "derive_rng",
     "diff",
+    "expected_mtbf",
     "export_dcp",
     "export_hf",
     "fault_point",
@@ -102,8 +117,11 @@ __all__ = [
     "ls",
     "new_attempt",
     "open",
+    "pin",
+    "pins",
     "restore_rng",
     "save",
+    "unpin",
     "verify",
     "write_shard",
 ]

@@ -1,7 +1,8 @@
 """Saving and loading a training script's state under torchrun (or alone), whatever the number of ranks then and now.
 
-The ranks agree on an attempt (one small broadcast), each writes its object, and votes through a file; rank 0 commits. No
+The ranks agree on an attempt (one small broadcast), each writes its object, and votes through the store; rank 0 commits. No
 collective is open while anything is written, so that no watchdog can strike, and a rank that fails tells the others at once.
+:func:`save` returns when the checkpoint is there; ``saver.py`` writes beside the training.
 """
 
 from __future__ import annotations
@@ -17,30 +18,19 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .commits import Commit, commit
-from .errors import CheckpointError, SaveFailed
-from .faults import fault_point
+from .handle import SaveHandle
 from .layout import ShardPiece
-from .manifest import check_attempt, check_meta, parse_commit_name
-from .retention import gc
+from .manifest import check_meta, parse_commit_name
+from .retention import Retention, gc
 from .rng import capture_rng
 from .shard import Vote, new_attempt, write_shard
 from .state import Flat, State, flatten
-from .store import KeyMissing, ObjectStore, Root, store_of
+from .store import ObjectStore, Root, store_of
 from .tensors import local_part, owners
+from .voting import Attempt, conclude
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class SaveHandle:
-    """A save. It is complete when :func:`save` returns; ``wait`` is there so that callers need not change when it is not."""
-
-    commit: Commit
-
-    def wait(self) -> Commit:
-        return self.commit
 
 
 def save(
@@ -51,7 +41,8 @@ def save(
     epoch: int | None = None,
     meta: Mapping[str, Any] | None = None,
     aux: Mapping[str, Any] | None = None,
-    keep: int | None = None,
+    metrics: Mapping[str, float] | None = None,
+    retention: Retention | None = None,
     timeout_s: float = 600.0,
     group: dist.ProcessGroup | None = None,
 ) -> SaveHandle:
@@ -65,7 +56,8 @@ def save(
             went back): the new checkpoint is always the newest.
         meta: JSON-able, the same on all ranks; rank 0's is stored. aux: JSON-able, this rank's own. The random generators are
             stored in any case.
-        keep: delete all but the newest ``keep`` checkpoints after this one is committed.
+        metrics: of this step, by name; what :class:`Retention` calls the best is told by them. Rank 0's are stored.
+        retention: delete what it does not keep, after this one is committed.
         timeout_s: how long to wait for the other ranks' votes, and for the commit.
         group: the ranks that save together; default: all. Without a process group this process saves alone.
 
@@ -75,42 +67,65 @@ def save(
     """
     rank, world = ranks_of(group)
     store = store_of(root)
-
-    def prepare() -> tuple[Flat, list[ShardPiece]]:
-        if step < 0:
-            raise ValueError(f"step is {step}; give the number of completed steps")
-        check_meta(meta or {})
-        check_meta(aux or {}, "aux")
-        flat = flatten(state)
-        return flat, _pieces(flat, world, rank)
-
-    flat, pieces = together(prepare, group)
+    prepared = together(lambda: prepare(state, step, world, rank, meta, metrics, aux), group)
     attempt, chosen = from_first(lambda: (new_attempt(), next_epoch(newest_order(store), epoch, step)), group)
-    full_aux = {"rng": capture_rng(), "user": dict(aux or {})}
-    failure: Exception | None = None
+    began = time.perf_counter()
     try:
-        word = {"vote": write_shard(store, attempt, rank, pieces, aux=full_aux, step=step, epoch=chosen).to_json()}
+        written: Vote | Exception = write_shard(store, attempt, rank, prepared.pieces, aux=prepared.aux, step=step, epoch=chosen)
     except Exception as error:
         # Whatever it is, the other ranks must hear of it rather than wait.
-        failure = error
-        word = {"error": str(error)}
-    if rank == 0:
-        made = _lead(store, attempt, world, chosen, step, flat, meta, word, timeout_s)
-        if keep is not None:
-            report = gc(store, keep)
-            for problem in report.problems:
-                _log.warning("checkpoint retention: %s", problem)
-        return SaveHandle(made)
-    _tell(store, attempt, f"r{rank:05d}", word)
-    fault_point("vote.written", rank)
-    if failure:
-        raise failure
-    outcome = _await(store, attempt, "outcome", time.monotonic() + 2 * timeout_s)
-    if outcome is None:
-        raise SaveFailed(f"step {step}: rank 0 reported no commit within {2 * timeout_s:.0f} s; earlier checkpoints are untouched")
-    if "error" in outcome:
-        raise SaveFailed(outcome["error"])
-    return SaveHandle(Commit(**outcome["commit"]))
+        written = error
+    this = Attempt(attempt, step, chosen, world, rank, prepared.document, prepared.aliases, timeout_s)
+    made = conclude(store, this, written)
+    seconds = time.perf_counter() - began
+    if rank == 0 and retention is not None:
+        collect(store, retention)
+    return SaveHandle.finished(step, made, seconds)
+
+
+def collect(store: ObjectStore, retention: Retention) -> None:
+    """Delete what the retention does not keep; failures are warnings."""
+    try:
+        for problem in gc(store, retention).problems:
+            _log.warning("checkpoint retention: %s", problem)
+    except Exception as error:
+        _log.warning("checkpoint retention: %s: %s", type(error).__name__, error)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One rank's share of a save, taken apart and checked; nothing is written. ``pieces`` are views of the live tensors, everything
+    else is a copy of this moment."""
+
+    pieces: list[ShardPiece]
+    document: Mapping[str, Any]
+    aliases: Mapping[str, str]
+    aux: Mapping[str, Any]
+
+
+def prepare(
+    state: State,
+    step: int,
+    world: int,
+    rank: int,
+    meta: Mapping[str, Any] | None,
+    metrics: Mapping[str, float] | None,
+    aux: Mapping[str, Any] | None,
+) -> Prepared:
+    """Raises ValueError for what can't be stored."""
+    if step < 0:
+        raise ValueError(f"step is {step}; give the number of completed steps")
+    check_meta(meta or {})
+    check_meta(metrics or {}, "metrics")
+    check_meta(aux or {}, "aux")
+    flat = flatten(state)
+    pieces = _pieces(flat, world, rank)
+    document = {"models": flat.models, "state": flat.values, "optimizers": flat.optimizers, "meta": dict(meta or {})}
+    if metrics:
+        document["metrics"] = dict(metrics)
+    # Through JSON: the values may be live objects of the training, which goes on.
+    frozen = json.loads(json.dumps(document, allow_nan=False))
+    return Prepared(pieces, frozen, dict(flat.aliases), {"rng": capture_rng(), "user": json.loads(json.dumps(dict(aux or {})))})
 
 
 def _pieces(flat: Flat, world: int, rank: int) -> list[ShardPiece]:
@@ -138,63 +153,6 @@ def next_epoch(newest: tuple[int, int] | None, epoch: int | None, step: int) -> 
     if newest is None:
         return 0
     return newest[0] if step > newest[1] else newest[0] + 1
-
-
-def _lead(
-    store: ObjectStore,
-    attempt: str,
-    world: int,
-    epoch: int,
-    step: int,
-    flat: Flat,
-    meta: Mapping[str, Any] | None,
-    own: Mapping[str, Any],
-    timeout_s: float,
-) -> Commit:
-    """Rank 0: collect the votes, commit, tell the others."""
-    deadline = time.monotonic() + timeout_s
-    votes: list[Vote] = []
-    try:
-        for rank in range(world):
-            raw = own if rank == 0 else _await(store, attempt, f"r{rank:05d}", deadline)
-            if raw is None:
-                raise SaveFailed(
-                    f"step {step}: no vote from rank {rank} of {world} within {timeout_s:.0f} s; earlier checkpoints are untouched"
-                )
-            if "error" in raw:
-                raise SaveFailed(raw["error"])
-            votes.append(Vote.from_json(raw["vote"]))
-        document = {"models": flat.models, "state": flat.values, "optimizers": flat.optimizers, "meta": dict(meta or {})}
-        made = commit(store, votes, step=step, epoch=epoch, attempt=attempt, world=world, meta=document, aliases=flat.aliases)
-    except CheckpointError as error:
-        if world > 1:
-            _tell(store, attempt, "outcome", {"error": str(error)})
-        raise
-    if world > 1:
-        _tell(store, attempt, "outcome", {"commit": vars(made)})
-    return made
-
-
-def _tell(store: ObjectStore, attempt: str, name: str, value: Mapping[str, Any]) -> None:
-    """Publish a message of this attempt; a store that refuses even this leaves the others to their timeout."""
-    try:
-        store.put(f"attempts/{check_attempt(attempt)}/{name}.json", json.dumps(value).encode())
-    except OSError as error:
-        _log.error("could not publish %s of save attempt %s: %s", name, attempt, error)
-
-
-def _await(store: ObjectStore, attempt: str, name: str, deadline: float) -> Mapping[str, Any] | None:
-    """Another rank's message; ``None`` if it has not come by ``deadline`` (of ``time.monotonic``)."""
-    pause = 0.002
-    while True:
-        try:
-            found: Mapping[str, Any] = json.loads(store.get(f"attempts/{attempt}/{name}.json"))
-            return found
-        except KeyMissing:
-            if time.monotonic() >= deadline:
-                return None
-        time.sleep(pause)
-        pause = min(0.25, pause * 1.5)
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, int]:

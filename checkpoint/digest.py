@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import ctypes
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -71,6 +72,16 @@ def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
 def view_of(buffer: torch.Tensor) -> memoryview:
     """The bytes of a uint8 CPU tensor, shared."""
     return buffer.numpy().data
+
+
+def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy flat, contiguous uint8 tensors of one length. Between CPU tensors by memmove: twice as fast as ``Tensor.copy_`` on large ones,
+    less per call on small ones, and other threads run meanwhile. The target's version does not change: for a tensor that others may
+    know, call ``torch.autograd.graph.increment_version``."""
+    if target.is_cuda or source.is_cuda:
+        target.copy_(source)
+    elif source.numel():
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,14 @@ class SaveFailed(CheckpointError):
     """This save made no commit; earlier commits are untouched."""
 
 
+class SaveAborted(SaveFailed):
+    """This save was given up on purpose: the saver was closed, or its generation of workers is over."""
+
+
+class SaveSkipped(SaveFailed):
+    """This save was not begun: the ones before it are still being written."""
+
+
 class CommitRefused(SaveFailed):
     """The votes do not make a whole checkpoint, or the commit would not become the newest (an older epoch or step)."""
 

@@ -15,6 +15,7 @@ import signal
 FAULT_ENV = "VESCALE_RAY_CHECKPOINT_FAULT"
 
 FAULT_POINTS: tuple[str, ...] = (
+    "stage.copied",  # the state is copied in memory (asynchronous save)
     "shard.planned",  # nothing of this rank is on disk
     "data.created",  # the object exists, empty (S3: its upload is begun)
     "data.chunk",  # after chunk #index is written

@@ -13,16 +13,17 @@ gaps, in the order given, so that neighbouring tensors form one run.
 
 from __future__ import annotations
 
+import builtins
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
-from .digest import as_bytes
+from .digest import as_bytes, copy_bytes
 from .store import ALIGNMENT
 
 FORMAT = "rcp/1"
@@ -100,6 +101,49 @@ class PlacedPiece:
     offset: int
 
 
+_METADATA_ROOM = 512
+"""Bytes of the header kept free for the metadata, so that where everything lies depends on the shapes alone."""
+
+
+@dataclass(frozen=True)
+class ObjectLayout:
+    """Where every byte of one rank's object lies: a function of the pieces' descriptions alone, so that it can be kept from save to
+    save while these stay the same.
+
+    Args:
+        sections: the header's JSON without ``__metadata__``.
+        header_bytes: length of the header, of whatever metadata; the data starts there.
+        bytes: of the object.
+        placed: every piece, in the object's order; ``order``: its index among the pieces that were given.
+    """
+
+    sections: str = field(repr=False)
+    header_bytes: int
+    bytes: int
+    placed: tuple[PlacedPiece, ...] = field(repr=False)
+    order: tuple[int, ...] = field(repr=False)
+
+    def header(self, metadata: Mapping[str, str]) -> builtins.bytes:
+        """The object's first ``header_bytes`` bytes."""
+        about = json.dumps({"format": FORMAT, **metadata}, separators=(",", ":"))
+        if len(about) > _METADATA_ROOM - len('"__metadata__":,'):
+            raise ValueError(f"the metadata of an object takes {len(about)} bytes; at most {_METADATA_ROOM - 16} fit")
+        text = ('{"__metadata__":' + about + ("," + self.sections[1:] if self.sections != "{}" else "}")).encode()
+        text += b" " * (self.header_bytes - 8 - len(text))
+        return len(text).to_bytes(8, "little") + text
+
+    @staticmethod
+    def itemsize(place: PlacedPiece) -> int:
+        return dtype_of(place.dtype).itemsize
+
+    def sources(self, pieces: Sequence[ShardPiece]) -> Iterator[tuple[int, torch.Tensor]]:
+        """(offset, bytes) of each piece that has any, in the object's order. ``pieces`` as they were given to :func:`lay_out`."""
+        for place, index in zip(self.placed, self.order, strict=True):
+            data = pieces[index].data
+            if data.numel():
+                yield place.offset, as_bytes(data.detach().contiguous())
+
+
 @dataclass(frozen=True)
 class ObjectPlan:
     """The bytes of one rank's object: header, then (offset, bytes) sources in order; whatever is in between is zero."""
@@ -132,7 +176,7 @@ class ObjectPlan:
             flat = self.sources[k][1]
             until = min(source_start + flat.numel(), offset + size)
             if until > position:
-                buffer[position - offset : until - offset].copy_(flat[position - source_start : until - source_start])
+                copy_bytes(buffer[position - offset : until - offset], flat[position - source_start : until - source_start])
                 position = until
             k += 1
 
@@ -147,43 +191,71 @@ def plan_object(pieces: Sequence[ShardPiece], metadata: Mapping[str, str]) -> Ob
     Raises:
         ValueError: one tensor with two shapes, or one kind of it with two dtypes.
     """
+    layout = lay_out(pieces)
+    return ObjectPlan(layout.header(metadata), layout.bytes, layout.placed, tuple(layout.sources(pieces)))
+
+
+class Described(Protocol):
+    """What a layout needs to know of a piece; :class:`ShardPiece` has it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def lay_out(pieces: Sequence[Described]) -> ObjectLayout:
+    """The layout of an object of these pieces. Raises ValueError as :func:`plan_object`."""
     kinds = tensor_kinds((p.name, p.kind, dtype_name(p.dtype), p.shape) for p in pieces)
     groups = group_tensors(kinds)
     group_of = {name: index for index, (_, names) in enumerate(groups) for name in names}
-    sections: dict[tuple[int, str], list[ShardPiece]] = {
+    sections: dict[tuple[int, str], list[int]] = {
         (index, kind): [] for index, (kind_dtypes, _) in enumerate(groups) for kind, _ in kind_dtypes
     }
     # Optimizers list parameters by their own groups; on disk all kinds follow the tensors' one order, or runs would break up.
     rank_of = {name: index for index, name in enumerate(kinds)}
-    for piece in sorted(pieces, key=lambda p: (rank_of[p.name], p.start)):
-        sections[group_of[piece.name], piece.kind].append(piece)
+    for number in sorted(range(len(pieces)), key=lambda i: (rank_of[pieces[i].name], pieces[i].start)):
+        sections[group_of[pieces[number].name], pieces[number].kind].append(number)
 
-    header: dict[str, object] = {"__metadata__": {"format": FORMAT, **metadata}}
+    def size_of(number: int) -> int:
+        return (pieces[number].end - pieces[number].start) * pieces[number].dtype.itemsize
+
+    header: dict[str, object] = {}
     position = 0  # relative to the data start
     pads = 0
-    relative: list[tuple[int, ShardPiece]] = []
+    relative: list[tuple[int, int]] = []
     for (index, kind), members in sections.items():
-        size = sum(p.data.numel() * p.dtype.itemsize for p in members)
+        size = sum(map(size_of, members))
         if not size:
-            relative += [(position, p) for p in members]
+            relative += [(position, number) for number in members]
             continue
-        native = _SAFETENSORS_NAME.get(members[0].dtype)
-        shape = [size // members[0].dtype.itemsize] if native else [size]
+        dtype = pieces[members[0]].dtype
+        native = _SAFETENSORS_NAME.get(dtype)
+        shape = [size // dtype.itemsize] if native else [size]
         header[f"{kind}.g{index}"] = {"dtype": native or "U8", "shape": shape, "data_offsets": [position, position + size]}
-        for piece in members:
-            relative.append((position, piece))
-            position += piece.data.numel() * piece.dtype.itemsize
+        for number in members:
+            relative.append((position, number))
+            position += size_of(number)
         pad = -position % ALIGNMENT
         if pad:
             header[f"__pad__{pads}"] = {"dtype": "U8", "shape": [pad], "data_offsets": [position, position + pad]}
             pads += 1
             position += pad
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNMENT)
-    raw = len(text).to_bytes(8, "little") + text
-    placed = tuple(PlacedPiece(p.name, p.kind, dtype_name(p.dtype), p.shape, p.start, p.end, len(raw) + offset) for offset, p in relative)
-    sources = tuple((len(raw) + offset, as_bytes(p.data.detach().contiguous())) for offset, p in relative if p.data.numel())
-    return ObjectPlan(raw, len(raw) + position, placed, sources)
+    text = json.dumps(header, separators=(",", ":"))
+    start = -(-(8 + len(text.encode()) + _METADATA_ROOM) // ALIGNMENT) * ALIGNMENT
+    placed = []
+    for offset, number in relative:
+        p = pieces[number]
+        placed.append(PlacedPiece(p.name, p.kind, dtype_name(p.dtype), p.shape, p.start, p.end, start + offset))
+    return ObjectLayout(text, start, start + position, tuple(placed), tuple(number for _, number in relative))
 
 
 def tensor_kinds(entries: Iterable[tuple[str, str, str, tuple[int, ...]]]) -> dict[str, dict[str, str]]:

@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
 from .commits import Commit, find, read_manifest
-from .digest import CHUNK_BYTES, aligned_buffer, as_bytes, block_sums, digest_of, view_of
+from .digest import CHUNK_BYTES, aligned_buffer, as_bytes, block_sums, copy_bytes, digest_of, view_of
 from .errors import CheckpointCorrupt, CheckpointMismatch
 from .layout import dtype_name
 from .manifest import Extents, Manifest, ManifestError, TensorEntry
@@ -204,15 +205,21 @@ class Checkpoint:
 
         def deliver(segment: Segment, buffer: torch.Tensor) -> None:
             for source, request, target, size in segment.copies:
-                data, width = buffer[source : source + size], 1
-                if not same[request]:
-                    data, width = data.view(stored[request]), stored[request].itemsize
-                outs[request][target // width : (target + size) // width].copy_(data)
+                data = buffer[source : source + size]
+                if same[request]:
+                    copy_bytes(outs[request][target : target + size], data)
+                else:
+                    width = stored[request].itemsize
+                    outs[request][target // width : (target + size) // width].copy_(data.view(stored[request]))
 
         size = max((s.bytes for s in plan.segments), default=0)
         streams = min(len(plan.segments), STREAMS, budget_bytes // max(1, _padded(size))) or 1
         device = next((out.device for out in outs if out.is_cuda), None)
-        _fetch(self._store, self.manifest, plan.segments, deliver, streams, device)
+        try:
+            _fetch(self._store, self.manifest, plan.segments, deliver, streams, device)
+        finally:
+            # Torch has not seen the bytes change: whoever keeps something made from a tensor must learn that it is out of date.
+            increment_version([out for *_, out in ranges if not out.is_inference()])
         return plan
 
     def plan(self, ranges: Sequence[Range], *, cast: bool = False, budget_bytes: int = BUDGET_BYTES) -> ReadPlan:

@@ -1,102 +1,391 @@
-"""Deleting old checkpoints, and what interrupted saves left behind, so that a crash at any point loses nothing.
+"""Which checkpoints stay, and deleting the others, so that a crash at any point loses nothing and a reader is not surprised.
 
-The order is: the commit object first, then its data. Between the two there is an orphan, which a later collection finds;
-the other order would leave a commit without data.
+    a commit that no rule keeps --> its commit object goes --> (readers' grace) --> its data goes
+    an attempt without a commit --> (quiet for long)       --> marked, (readers' grace) --> its data goes
+
+The commit object always goes first: between the two there is an orphan, which a later collection finds; the other order would
+leave a commit without data. When an orphan was first seen stands in the store itself (``attempts/<attempt>/orphan.json``, aged
+by the store's clock), so that the grace survives crashes and is the same for every collector.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any, Literal
 
 from .commits import Commit, ls, read_manifest
+from .errors import NoCheckpoint
 from .faults import fault_point
-from .manifest import ManifestError
-from .store import Entry, KeyMissing, ObjectStore, Root, store_of
+from .manifest import ManifestError, parse_commit_name
+from .scrub import verify
+from .store import ALIGNMENT, Entry, KeyExists, KeyMissing, ObjectStore, Root, store_of
 
-GRACE_S = 3600.0
-"""An attempt that nobody has written to for this long is not in flight any more: saves wait at most 10 minutes for a vote."""
+_PIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+_EPOCH = re.compile(rb'"epoch":"([0-9]{1,18})"')
+_MARK = "orphan.json"
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept: those that any rule names. Only whole ones count (sealed, every object there in full size).
+
+    Args:
+        keep_last: the newest so many; at least 1.
+        keep_every: besides, one for every so many steps: the first at or after each multiple. 0: off.
+        keep_best: besides, the best so many by ``metric``. 0: off.
+        metric: name in the ``metrics`` that were given to the save. Checkpoints without it are not among the best.
+        mode: whether a small (``min``) or a large (``max``) metric is good. Of equal ones the newer is better.
+        verify: count a checkpoint only after all its data was read back and its checksums were right; what was found is
+            noted in ``verified/``, so that each checkpoint is read once. Costs a read of every new checkpoint.
+
+    A pinned checkpoint (:func:`pin`) is kept whatever the rules say.
+    """
+
+    keep_last: int = 2
+    keep_every: int = 0
+    keep_best: int = 0
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+    verify: bool = False
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise ValueError(f"keep_last is {self.keep_last}; at least the newest checkpoint must stay: give 1 or more")
+        for name in ("keep_every", "keep_best"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; give 0 (off) or more")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"mode is {self.mode!r}; give 'min' or 'max'")
+        if self.keep_best and not self.metric:
+            raise ValueError(f"keep_best is {self.keep_best} without a metric to compare by; give metric='loss', for example")
+
+    def kept(self, whole: Sequence[Commit], metrics: Mapping[str, float]) -> dict[str, tuple[str, ...]]:
+        """Names of the commits that a rule keeps, each with the rules: ``last``, ``every``, ``best``.
+
+        Args:
+            whole: in order, oldest first. metrics: by commit name, where known.
+        """
+        why: dict[str, list[str]] = {}
+        for commit in whole[-self.keep_last :]:
+            why.setdefault(commit.name, []).append("last")
+        if self.keep_every:
+            # Of one step the newest epoch's; a step that was saved late still stands for its multiple.
+            for _, bucket in groupby(sorted(whole, key=lambda c: (c.step, -c.epoch)), key=lambda c: c.step // self.keep_every):
+                why.setdefault(next(bucket).name, []).append("every")
+        if self.keep_best:
+            sign = 1.0 if self.mode == "min" else -1.0
+            rated = [(sign * metrics[c.name], -index, c.name) for index, c in enumerate(whole) if c.name in metrics]
+            for *_, name in sorted(rated)[: self.keep_best]:
+                why.setdefault(name, []).append("best")
+        return {name: tuple(rules) for name, rules in why.items()}
+
+
+@dataclass(frozen=True)
+class Grace:
+    """How long what nobody refers to stays, in seconds of the store's clock.
+
+    Args:
+        orphans: an attempt without a commit, of an epoch that is over, after its last write: saves wait 10 minutes for a vote.
+        current: the same for an attempt of the newest epoch (or later, or of unknown epoch), which may still be under way.
+        readers: from when a commit is gone, or an attempt was seen to be an orphan, until its data goes: for whoever reads it now.
+    """
+
+    orphans: float = 3600.0
+    current: float = 24 * 3600.0
+    readers: float = 60.0
+
+
+NO_GRACE = Grace(0.0, 0.0, 0.0)
+"""For a root that nothing writes to or reads from."""
 
 
 @dataclass(frozen=True)
 class GcReport:
-    """Names of the commits kept and deleted, orphan attempts removed, bytes freed, and what could not be done."""
+    """What a collection did, or would do.
+
+    Args:
+        kept: names of the commits that stay, oldest first.
+        deleted: names of the commits that went.
+        swept: attempts without a commit whose data went (those of commits deleted earlier among them).
+        freed_bytes: of the data that went.
+        problems: what could not be done, a line each.
+        why: for each kept commit the rules: ``last``, ``every``, ``best``, ``pinned``; ``newer`` for a damaged one that is newer than
+            the last good ones, and stays for inspection; ``undeletable``.
+        waiting: attempts whose data stays until the readers' grace is over.
+        dry_run: nothing was changed.
+    """
 
     kept: tuple[str, ...]
     deleted: tuple[str, ...]
     swept: tuple[str, ...]
     freed_bytes: int
     problems: tuple[str, ...]
+    why: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    waiting: tuple[str, ...] = ()
+    dry_run: bool = False
 
 
-def gc(root: Root, keep: int, *, grace_s: float = GRACE_S) -> GcReport:
-    """Keep the newest ``keep`` whole checkpoints; delete what is older than them, and abandoned attempts.
-
-    Only whole commits count (sealed, every object present in full), so that a damaged one never pushes a good one out.
-    A damaged commit that is newer than the ``keep``-th good one stays, for inspection. Call it from one process; two at
-    once do no harm. Failed deletions are reported, not raised: they must not stop a training run.
+def pin(root: Root, commit: str | Commit, name: str) -> None:
+    """Keep a checkpoint until :func:`unpin`, whatever the retention. Several pins, of different names, may hold one checkpoint.
 
     Args:
-        keep: at least 1.
-        grace_s: attempts without a commit are removed once nothing was written to them for this long, by the store's clock.
+        name: whose pin it is: letters, digits, ``_`` and ``-``. Pinning again under a name changes nothing.
+
+    Raises:
+        ValueError: no such name can be. NoCheckpoint: there is no such commit (any more).
     """
-    if keep < 1:
-        raise ValueError(f"keep is {keep}; at least the newest checkpoint must stay: give 1 or more")
     store = store_of(root)
-    problems: list[str] = []
-    # Data is listed before commits: an attempt that commits in between is then seen as committed.
-    written = store.list("data/") + store.list("attempts/")
-    now = store.clock()
-    commits = ls(store)
-    good = [c for c in commits if c.problem is None]
-    victims: list[Commit] = []
-    if len(good) >= keep:
-        oldest_kept = good[-keep]
-        victims = [c for c in commits if (c.epoch, c.step) < (oldest_kept.epoch, oldest_kept.step)]
-    deleted: list[str] = []
-    dead: set[str] = set()
-    for victim in victims:
-        attempt = _attempt_of(store, victim)
-        try:
-            store.delete(victim.key)
-        except OSError as error:
-            problems.append(f"could not delete {victim.path}: {error.strerror or error}")
-            continue
-        fault_point("gc.commit_deleted")
-        deleted.append(victim.name)
-        if attempt:
-            dead.add(attempt)
-    kept = [c for c in commits if c.name not in deleted]
-    live = {_attempt_of(store, c) for c in kept}
-    freed = 0
-    swept: list[str] = []
-    attempts = {name: list(entries) for name, entries in groupby(sorted(written, key=_attempt), key=_attempt)}
-    # The attempt of a commit that can't be read is unknown; its data must not be taken for an orphan.
-    unknown = None in live
-    if unknown:
-        problems.append("an unreadable commit is kept: its data can't be told from abandoned attempts, which stay too")
-    emptied = 0
-    for attempt, entries in attempts.items():
-        quiet = now - max(e.modified for e in entries)
-        if attempt in live:
-            entries = [e for e in entries if e.key.startswith("attempts/") and quiet >= grace_s]
-        elif attempt not in dead:
-            if unknown or quiet < grace_s:
+    key = _pin_key(commit, name)
+    target = key.split("/")[1]
+    if store.size(f"commits/{target}.json") is None:
+        raise NoCheckpoint(f"no checkpoint {target} in {store.describe()} to pin")
+    try:
+        store.put(key, b"{}\n")
+    except KeyExists:
+        pass
+    if store.size(f"commits/{target}.json") is None:
+        store.delete(key)
+        raise NoCheckpoint(f"checkpoint {target} in {store.describe()} was deleted by a collection while it was being pinned")
+
+
+def unpin(root: Root, commit: str | Commit, name: str) -> bool:
+    """Remove a pin; ``False`` if there was none of that name. The checkpoint goes when a collection finds no rule that keeps it."""
+    return store_of(root).delete(_pin_key(commit, name))
+
+
+def pins(root: Root) -> dict[str, tuple[str, ...]]:
+    """``{commit name: (pin, ..)}``."""
+    found: dict[str, list[str]] = {}
+    for entry in store_of(root).list("pins/"):
+        _, commit, name = (*entry.key.split("/"), "", "")[:3]
+        found.setdefault(commit, []).append(name.removesuffix(".json"))
+    return {commit: tuple(names) for commit, names in found.items()}
+
+
+def gc(root: Root, retention: Retention, *, dry_run: bool = False, grace: Grace | None = None) -> GcReport:
+    """Delete the checkpoints that no rule keeps, and what abandoned attempts left. Call it after a commit, from one process.
+
+    Several at once do no harm. A damaged commit never counts, so that it never pushes a good one out. Failed deletions are
+    reported, not raised: they must not stop a training run. Data goes a grace later than its commit (see :class:`Grace`), so the
+    space of a deleted checkpoint comes back with a later collection.
+
+    Args:
+        dry_run: only say what would be done.
+    """
+    collection = _Collection(store_of(root), retention, grace or Grace(), dry_run)
+    return collection.run()
+
+
+class _Collection:
+    def __init__(self, store: ObjectStore, retention: Retention, grace: Grace, dry_run: bool) -> None:
+        self.store, self.retention, self.grace, self.dry = store, retention, grace, dry_run
+        self.problems: list[str] = []
+        self.freed = 0
+        self.waiting: list[str] = []
+        self.emptied = 0
+
+    def run(self) -> GcReport:
+        store = self.store
+        # Data is listed before commits: an attempt that commits in between is then seen as committed.
+        written = store.list("data/") + store.list("attempts/")
+        now = store.clock()
+        commits = ls(store)
+        pinned = pins(store)
+        why = self._why(commits, pinned)
+        doomed = {c.name for c in commits} - set(why)
+        dead: dict[str, str] = {}
+        deleted: list[str] = []
+        for victim in commits:
+            if victim.name not in doomed:
                 continue
-            swept.append(attempt)
-        for position, entry in enumerate(sorted(entries, key=lambda e: e.key)):
+            attempt = _attempt_of(store, victim)
+            if not self._delete_commit(victim):
+                why[victim.name] = ("undeletable",)
+                continue
+            deleted.append(victim.name)
+            if attempt:
+                dead[attempt] = victim.name
+        kept = [c for c in commits if c.name not in deleted]
+        swept = self._sweep(written, kept, dead, now)
+        if not self.dry:
+            self._forget(pinned, {c.name for c in commits})
+            for prefix in ("commits/", "data/", "attempts/", "pins/", "verified/"):
+                try:
+                    store.tidy(prefix, self.grace.orphans)
+                except OSError as error:
+                    self.problems.append(f"could not tidy {store.describe(prefix)}: {error.strerror or error}")
+        return GcReport(
+            tuple(c.name for c in kept),
+            tuple(deleted),
+            tuple(swept),
+            self.freed,
+            tuple(self.problems),
+            {c.name: why[c.name] for c in kept},
+            tuple(self.waiting),
+            self.dry,
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- what stays
+
+    def _why(self, commits: Sequence[Commit], pinned: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+        whole = self._counting(commits)
+        rules = self.retention.kept(whole, self._metrics(whole))
+        if len(whole) >= self.retention.keep_last:
+            oldest = whole[-self.retention.keep_last]
+            edge = (oldest.epoch, oldest.step)
+        else:
+            edge = (-1, -1)  # too few good ones: nothing may go
+        why: dict[str, tuple[str, ...]] = {}
+        for commit in commits:
+            reasons = rules.get(commit.name, ()) + (("pinned",) if commit.name in pinned else ())
+            if not reasons and (commit.epoch, commit.step) >= edge:
+                reasons = ("newer",)
+            if reasons:
+                why[commit.name] = reasons
+        return why
+
+    def _counting(self, commits: Sequence[Commit]) -> list[Commit]:
+        """The commits that count, oldest first: whole ones; with ``verify``, those among them whose data is right."""
+        whole = [c for c in commits if c.problem is None]
+        if not self.retention.verify or len(whole) <= self.retention.keep_last:
+            return whole
+        return [c for c in whole if self._verified(c)]
+
+    def _verified(self, commit: Commit) -> bool:
+        key = f"verified/{commit.name}.json"
+        if self.store.size(key) is not None:
+            return True
+        try:
+            report = verify(self.store, commit)
+            if report.ok and not self.dry:
+                self.store.put(key, json.dumps({"sha256": commit.sha256, "bytes": report.bytes}).encode())
+        except KeyExists:
+            return True
+        except Exception as error:  # it can't be read now: it does not count now
+            self.problems.append(f"checkpoint {commit.name} could not be verified and does not count: {error}")
+            return False
+        if not report.ok:
+            self.problems.append(f"checkpoint {commit.name} is damaged and does not count: {report.problems[0]}")
+        return report.ok
+
+    def _metrics(self, whole: Sequence[Commit]) -> dict[str, float]:
+        if not self.retention.keep_best:
+            return {}
+        found: dict[str, float] = {}
+        for commit in whole:
             try:
-                if store.delete(entry.key):
-                    freed += entry.bytes
+                value: Any = read_manifest(self.store, commit.name)[0].meta.get("metrics", {}).get(self.retention.metric)
+            except (ManifestError, OSError, AttributeError):
+                continue
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                found[commit.name] = float(value)
+        return found
+
+    # ----------------------------------------------------------------------------------------------------------- what goes
+
+    def _delete_commit(self, victim: Commit) -> bool:
+        if self.dry:
+            return True
+        try:
+            if self.store.list(f"pins/{victim.name}/"):
+                return False  # pinned since we looked
+            self.store.delete(victim.key)
+        except OSError as error:
+            self.problems.append(f"could not delete {victim.path}: {error.strerror or error}")
+            return False
+        fault_point("gc.commit_deleted")
+        return True
+
+    def _sweep(self, written: Sequence[Entry], kept: Sequence[Commit], dead: Mapping[str, str], now: float) -> list[str]:
+        """Delete, or mark, the data of attempts that no commit refers to."""
+        store, grace = self.store, self.grace
+        live = {_attempt_of(store, c) for c in kept}
+        # The attempt of a commit that can't be read is unknown; its data must not be taken for an orphan.
+        unknown = None in live
+        if unknown:
+            self.problems.append("an unreadable commit is kept: its data can't be told from abandoned attempts, which stay too")
+        newest = max((c.epoch for c in kept), default=-1)
+        swept: list[str] = []
+        for attempt, group in groupby(sorted(written, key=_attempt), key=_attempt):
+            entries = list(group)
+            mark = next((e for e in entries if e.key == f"attempts/{attempt}/{_MARK}"), None)
+            quiet = now - max((e.modified for e in entries if e is not mark), default=0.0)
+            if attempt in live:
+                # Votes are of no use after the commit; the data stays.
+                self._delete([e for e in entries if e.key.startswith("attempts/") and quiet >= grace.orphans])
+                continue
+            if attempt not in dead and mark is None:
+                if unknown or quiet < self._patience(entries, newest):
+                    continue
+            waited = now - mark.modified if mark is not None else 0.0
+            if waited < grace.readers:
+                if mark is None:
+                    self._mark(attempt)
+                self.waiting.append(attempt)
+                continue
+            if attempt not in dead:
+                swept.append(attempt)
+            self._delete(entries)
+        return swept
+
+    def _patience(self, entries: Sequence[Entry], newest: int) -> float:
+        """How long this attempt without a commit may be quiet. Its epoch stands in its objects' headers."""
+        if self.grace.current == self.grace.orphans:
+            return self.grace.orphans
+        epoch = next((e for entry in entries if (e := _epoch_of(self.store, entry)) is not None), None)
+        return self.grace.orphans if epoch is not None and epoch < newest else self.grace.current
+
+    def _mark(self, attempt: str) -> None:
+        if self.dry:
+            return
+        try:
+            self.store.put(f"attempts/{attempt}/{_MARK}", b"{}\n")
+        except KeyExists:
+            pass  # another collector was here
+        except OSError as error:
+            self.problems.append(f"could not mark the orphan {attempt}: {error.strerror or error}")
+
+    def _delete(self, entries: Sequence[Entry]) -> None:
+        # Data before the mark: what a crash leaves is still known to be an orphan.
+        for position, entry in enumerate(sorted(entries, key=lambda e: (e.key.endswith(_MARK), e.key))):
+            if self.dry:
+                self.freed += entry.bytes
+                continue
+            try:
+                if self.store.delete(entry.key):
+                    self.freed += entry.bytes
             except OSError as error:
-                problems.append(f"could not delete {store.describe(entry.key)}: {error.strerror or error}")
+                self.problems.append(f"could not delete {self.store.describe(entry.key)}: {error.strerror or error}")
             fault_point("gc.object_deleted", position)
-        if entries:
-            fault_point("gc.swept", emptied)
-            emptied += 1
-    for prefix in ("commits/", "data/", "attempts/"):
-        store.tidy(prefix, grace_s)
-    return GcReport(tuple(c.name for c in kept), tuple(deleted), tuple(swept), freed, tuple(problems))
+        if entries and not self.dry:
+            fault_point("gc.swept", self.emptied)
+            self.emptied += 1
+
+    def _forget(self, pinned: Mapping[str, Sequence[str]], commits: set[str]) -> None:
+        """Notes about commits that are gone: marks of verification; pins that came too late."""
+        there = {e.key for e in self.store.list("commits/")}
+        stale = [f"pins/{commit}/{name}.json" for commit, names in pinned.items() for name in names if commit not in commits]
+        stale += [e.key for e in self.store.list("verified/")]
+        for key in stale:
+            commit = key.split("/")[1].removesuffix(".json")
+            if f"commits/{commit}.json" not in there:
+                try:
+                    self.store.delete(key)
+                except OSError as error:
+                    self.problems.append(f"could not delete {self.store.describe(key)}: {error.strerror or error}")
+
+
+def _pin_key(commit: str | Commit, name: str) -> str:
+    text = commit.name if isinstance(commit, Commit) else commit
+    if parse_commit_name(text) is None:
+        raise ValueError(f"{text!r} is no name of a checkpoint; they look like e0007-s000000012000")
+    if not _PIN_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} can't be a pin's name: give 1 to 128 letters, digits, '_' and '-', not beginning with '_' or '-'")
+    return f"pins/{text}/{name}.json"
 
 
 def _attempt(entry: Entry) -> str:
@@ -110,3 +399,19 @@ def _attempt_of(store: ObjectStore, commit: Commit) -> str | None:
         return read_manifest(store, commit.name)[0].attempt
     except (ManifestError, KeyMissing, OSError):
         return None
+
+
+def _epoch_of(store: ObjectStore, entry: Entry) -> int | None:
+    """The epoch in a data object's header; it is written for people, and here only lengthens a wait."""
+    if not entry.key.endswith(".safetensors") or entry.bytes < ALIGNMENT:
+        return None
+    from .digest import aligned_buffer, view_of
+
+    head = aligned_buffer(ALIGNMENT)
+    try:
+        with store.open_read(entry.key) as reader:
+            reader.read_into(0, view_of(head))
+    except OSError:
+        return None
+    found = _EPOCH.search(bytes(view_of(head)))
+    return int(found[1]) if found else None

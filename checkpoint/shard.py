@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from .digest import BLOCK_BYTES, CHUNK_BYTES, aligned_buffer, block_sums, digest_of, one_ahead, root_of, view_of
-from .errors import SaveFailed
+from .errors import SaveAborted, SaveFailed
 from .faults import fault_point
 from .layout import ObjectPlan, PlacedPiece, ShardPiece, plan_object
 from .manifest import AuxEntry, ObjectEntry, check_attempt, check_meta
-from .store import ALIGNMENT, KeyExists, Root, store_of
+from .staging import Slab
+from .store import ALIGNMENT, KeyExists, ObjectStore, Root, store_of
+
+STAGED_CHUNK_BYTES = 8 << 20
+"""Written at a time from staged memory, where a chunk costs no memory of its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,28 +101,91 @@ def write_shard(
         ValueError: contradicting pieces, or values that JSON can't hold; before anything is written.
         SaveFailed: the storage refused (full, read-only, failing): nothing is committed, earlier commits are untouched.
     """
+    _check(attempt, rank, step, epoch, block_bytes)
+    check_meta(aux or {}, "aux")
+    plan = plan_object(pieces, _about(attempt, rank, step, epoch))
+    pinned = any(p.data.is_cuda for p in pieces)
+    sums: list[int] = []
+    chunks = _copied(plan, sums, block_bytes, max(block_bytes, chunk_bytes // block_bytes * block_bytes), pinned)
+    raw = None if aux is None else encode_aux(aux)
+    return _write(store_of(root), chunks, plan.bytes, plan.pieces, sums, attempt, rank, raw, step, epoch, block_bytes)
+
+
+def write_staged(
+    store: ObjectStore,
+    slab: Slab,
+    attempt: str,
+    rank: int,
+    *,
+    aux: bytes | None,
+    step: int,
+    epoch: int,
+    cancelled: Callable[[], bool] = lambda: False,
+    block_bytes: int = BLOCK_BYTES,
+    chunk_bytes: int = STAGED_CHUNK_BYTES,
+) -> Vote:
+    """As :func:`write_shard`, of an object that is staged in memory: written from there, without a copy.
+
+    Args:
+        slab: with the pieces in their places; its header is written here. It must not change meanwhile.
+        aux: from :func:`encode_aux`, of the moment of staging.
+        cancelled: asked before each chunk.
+
+    Raises:
+        SaveAborted: cancelled; nothing of the object is left.
+    """
+    _check(attempt, rank, step, epoch, block_bytes)
+    layout = slab.layout
+    assert layout is not None, "nothing is staged in the slab"
+    view = slab.buffer[: layout.bytes]
+    head = layout.header(_about(attempt, rank, step, epoch))
+    view[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+    sums: list[int] = []
+    chunks = _in_place(view_of(view), sums, block_bytes, max(block_bytes, chunk_bytes // block_bytes * block_bytes), cancelled)
+    return _write(store, chunks, layout.bytes, layout.placed, sums, attempt, rank, aux, step, epoch, block_bytes)
+
+
+def encode_aux(aux: Mapping[str, Any]) -> bytes:
+    """A rank's own JSON as it is stored; later changes of ``aux`` don't reach it."""
+    return json.dumps(aux, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _check(attempt: str, rank: int, step: int, epoch: int, block_bytes: int) -> None:
     check_attempt(attempt)
     for what, value in (("rank", rank), ("step", step), ("epoch", epoch)):
         if value < 0:
             raise ValueError(f"{what} is {value}; give a number from 0 on")
     if block_bytes <= 0 or block_bytes % ALIGNMENT:
         raise ValueError(f"block_bytes is {block_bytes}; give a multiple of {ALIGNMENT}")
-    check_meta(aux or {}, "aux")
-    store = store_of(root)
-    plan = plan_object(pieces, {"attempt": attempt, "rank": str(rank), "step": str(step), "epoch": str(epoch)})
+
+
+def _about(attempt: str, rank: int, step: int, epoch: int) -> dict[str, str]:
+    return {"attempt": attempt, "rank": str(rank), "step": str(step), "epoch": str(epoch)}
+
+
+def _write(
+    store: ObjectStore,
+    chunks: Generator[memoryview],
+    size: int,
+    pieces: tuple[PlacedPiece, ...],
+    sums: list[int],
+    attempt: str,
+    rank: int,
+    aux: bytes | None,
+    step: int,
+    epoch: int,
+    block_bytes: int,
+) -> Vote:
+    """Store the object of ``chunks``, whose making fills ``sums``, and the aux object."""
     key = f"data/{attempt}/r{rank:05d}.safetensors"
-    fault_point("shard.planned")
-    pinned = any(p.data.is_cuda for p in pieces)
-    sums: list[int] = []
     aux_entry: AuxEntry | None = None
+    fault_point("shard.planned")
     try:
-        chunks = _chunks(plan, sums, block_bytes, max(block_bytes, chunk_bytes // block_bytes * block_bytes), pinned)
         with closing(chunks):
-            store.put_stream(key, chunks, plan.bytes)
+            store.put_stream(key, chunks, size)
         if aux is not None:
-            raw = json.dumps(aux, separators=(",", ":"), allow_nan=False).encode()
-            aux_entry = AuxEntry(f"data/{attempt}/r{rank:05d}.aux.json", rank, len(raw), digest_of(raw))
-            store.put(aux_entry.key, raw)
+            aux_entry = AuxEntry(f"data/{attempt}/r{rank:05d}.aux.json", rank, len(aux), digest_of(aux))
+            store.put(aux_entry.key, aux)
             fault_point("aux.written")
     except KeyExists as error:
         raise SaveFailed(
@@ -127,10 +195,10 @@ def write_shard(
         reason = error.strerror or error
         raise SaveFailed(f"rank {rank} could not write {store.describe(key)}: {reason}; earlier checkpoints are untouched") from error
     words = np.array(sums, dtype="<u8")
-    return Vote(attempt, rank, step, epoch, ObjectEntry(key, rank, plan.bytes, block_bytes, words, root_of(words)), aux_entry, plan.pieces)
+    return Vote(attempt, rank, step, epoch, ObjectEntry(key, rank, size, block_bytes, words, root_of(words)), aux_entry, pieces)
 
 
-def _chunks(plan: ObjectPlan, sums: list[int], block_bytes: int, chunk_bytes: int, pinned: bool) -> Generator[memoryview]:
+def _copied(plan: ObjectPlan, sums: list[int], block_bytes: int, chunk_bytes: int, pinned: bool) -> Generator[memoryview]:
     """The object in chunks, each hashed in the buffer that is then written: what the disk gets is what was summed."""
     offsets = range(0, plan.bytes, chunk_bytes)
     buffers = [aligned_buffer(min(chunk_bytes, plan.bytes), pinned=pinned) for _ in offsets[:2]]
@@ -145,3 +213,19 @@ def _chunks(plan: ObjectPlan, sums: list[int], block_bytes: int, chunk_bytes: in
 
     # The next chunk is copied and hashed while this one is being written.
     return one_ahead(filled()) if len(offsets) > 1 else filled()
+
+
+def _in_place(
+    whole: memoryview, sums: list[int], block_bytes: int, chunk_bytes: int, cancelled: Callable[[], bool]
+) -> Generator[memoryview]:
+    """The object in chunks of the memory that it is staged in, hashed one ahead."""
+
+    def hashed() -> Generator[memoryview]:
+        for offset in range(0, len(whole), chunk_bytes):
+            if cancelled():
+                raise SaveAborted("this save was given up before all was written; earlier checkpoints are untouched")
+            view = whole[offset : offset + chunk_bytes]
+            sums.extend(block_sums(view, block_bytes))
+            yield view
+
+    return one_ahead(hashed()) if len(whole) > chunk_bytes else hashed()

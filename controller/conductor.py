@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
+from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.crew import Crew, Heard, Lost, News, Ready
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.keeper import Keeper
@@ -46,6 +47,7 @@ from vescale_ray.workers.messages import (
     Report,
     Saved,
     Seat,
+    Skipped,
     Stepped,
     Ticket,
 )
@@ -75,7 +77,8 @@ class Conductor:
         self._budget = policy.Budget(config.elastic.max_recoveries_without_progress, memo.tries, memo.high)
         self.desk = Desk(spec, config, crew, ledger, memo, self._remember)
         root = str(config.checkpoint_dir)
-        self._keeper = Keeper(root, spec.run_id, crew, ledger, saves, self._take_number, self._wait, spec.bounds.save)
+        self._cadence = Cadence(config.checkpoint, time.monotonic())
+        self._keeper = Keeper(root, spec.run_id, crew, ledger, saves, self._take_number, self._wait, spec.bounds.save, self._cadence)
         self._asked: Ticket | None = None
         self._leavers: list[str] = list(memo.leavers)
         self._inherited: Ticket | None = None
@@ -206,6 +209,8 @@ class Conductor:
             origin=str(source.origin),
             step=source.step,
         )
+        self._keeper.abandon("the next generation began before it was written")
+        self._saves.fence(world.ticket.generation)
         ledger.opened(world)
         self._remember(always=True)
         if ledger.state is not RunState.STARTING:
@@ -298,8 +303,8 @@ class Conductor:
         ledger = self._ledger
         if ledger.shift is not None:
             ledger.shift.spend("fence", time.monotonic() - first_sign if first_sign is not None else 0.0)
-        self._keeper.abandon()
         if not ending.clean:
+            self._keeper.abandon()
             causes = [f"{w}: {reason}" for w, reason in lost.items()]
             causes += [f"{w}: {f.text}" for w, f in faults.items() if f.kind is not FaultKind.PEER]
             self._budget = self._budget.failed(causes or [f"{w}: {f.text}" for w, f in faults.items()][:1])
@@ -333,6 +338,7 @@ class Conductor:
         if self.desk.stop:
             self._ask_to_park(world, stop=True)
             return
+        self._save_if_due(world)
         outside = self._outside(world.members)
         ready = [w for w in outside if w in self._crew.ready()]
         if self.desk.target > world.size and self._cannot_grow(world, outside):
@@ -344,6 +350,17 @@ class Conductor:
             self._let_go(worker)
         if todo.regroup:
             self._ask_to_park(world, stop=False)
+
+    def _save_if_due(self, world: World) -> None:
+        """With ``checkpoint.every: auto``: keep the interval up to date, and ask for a checkpoint at the next boundary when it is over."""
+        from vescale_ray.workers.trainer import CHECKPOINT
+
+        now = time.monotonic()
+        interval = self._cadence.news(now, self._ledger.failures)
+        if interval is not None:
+            self._ledger.interval_changed(interval)
+        if self._cadence.due(now, self._saves.busy) and self._crew.ask(world.members[0], world.ticket, CHECKPOINT) is None:
+            self._cadence.begun(now)
 
     def _cannot_grow(self, world: World, outside: list[str]) -> bool:
         """Whether the workers that were hired don't come: then train on with those that did."""
@@ -493,8 +510,6 @@ class Conductor:
             self._crew.kill(worker, f"killed: answered nothing for {silence:g} s, its process is hung or stopped")
         self._keeper.collect()
         ledger = self._ledger
-        if ledger.state is RunState.CHECKPOINTING and not self._saves.busy and self._budget.high < self._config.train.steps:
-            self._enter(RunState.RUNNING)
         self.desk.heed()
         members = ledger.world.members if ledger.world else ()
         reports = {rank: self._crew.report(worker) for rank, worker in enumerate(members)}
@@ -522,12 +537,12 @@ class Conductor:
                     ledger.evaluation(item)
                 case Saved():
                     self._saves.heed(item)
+                case Skipped():
+                    ledger.event("checkpoint_skipped", step=item.step, reason="some rank still writes the ones before")
         world = ledger.world
         if world is not None and report.ticket == world.ticket == self._inherited and report.phase in (Phase.TRAINING, Phase.SAVING):
             # It has its state, though the item that said so may have gone to the controller before this one.
             ledger.filled(report.worker, Filled(world.ticket, world.source.step, world.source.origin, {}))
-        if report.phase is Phase.SAVING and ledger.state is RunState.RUNNING:
-            self._enter(RunState.CHECKPOINTING)
 
     def _enter(self, state: RunState) -> None:
         if state is not self._ledger.state:

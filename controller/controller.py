@@ -23,7 +23,7 @@ from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo, read_memo, write_memo
 from vescale_ray.controller.metrics import MetricsServer, PortInUse
 from vescale_ray.controller.protocol import NAMESPACE, Outcome, RunSpec
-from vescale_ray.controller.saves import Saves
+from vescale_ray.controller.saves import Saves, retention_of
 from vescale_ray.runfolder import RunFolder
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Controller:
         except OSError as error:
             _log.warning("control.json could not be written: %s", error)
         done = _committed_attempt(spec.run_id, str(config.checkpoint_dir)) if again else None
-        saves = Saves(str(config.checkpoint_dir), config.checkpoint.keep, self._meta, done)
+        saves = Saves(str(config.checkpoint_dir), retention_of(config), self._meta, done)
         crew = Crew(nursery, spec.bounds.call, memo.epoch)
         self._conductor = Conductor(spec, config, crew, self._ledger, saves, memo)
         self._ledger.started()
@@ -125,6 +125,7 @@ class Controller:
             "run_id": self._spec.run_id,
             "config": dict(self._spec.config),
             "stream": dict(self._spec.stream),
+            "metrics": self._ledger.metrics_of(step),
         }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vescale_ray.controller import policy
+from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.protocol import Source
@@ -32,6 +33,7 @@ class Keeper:
         take_number: a generation's number that nobody has; the epoch of a checkpoint.
         wait: runs the conductor's loop until its argument is true, at most so many seconds; whether it became true.
         save_s: bound of a checkpoint.
+        cadence: is told what each checkpoint cost.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class Keeper:
         take_number: Callable[[], int],
         wait: Callable[[Callable[[], bool], float], bool],
         save_s: float,
+        cadence: Cadence,
     ) -> None:
+        self._cadence = cadence
         self._root, self._run_id, self._save_s = root, run_id, save_s
         self._crew, self._ledger, self._saves = crew, ledger, saves
         self._take_number, self._wait = take_number, wait
@@ -68,9 +72,9 @@ class Keeper:
         for result in self._saves.results():
             self._note(result)
 
-    def abandon(self) -> None:
+    def abandon(self, reason: str = "a worker was lost before it had written its part") -> None:
         """Give up checkpoints of a generation that is over: the votes that they lack will not come."""
-        for result in self._saves.abandon("a worker was lost before it had written its part"):
+        for result in self._saves.abandon(reason):
             self._note(result)
 
     def save(self, workers: Sequence[str]) -> SaveResult | None:
@@ -121,4 +125,5 @@ class Keeper:
 
     def _note(self, result: SaveResult) -> None:
         self._results[result.attempt] = result
+        self._cadence.saved(result)
         self._ledger.saved(result)

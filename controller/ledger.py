@@ -7,11 +7,12 @@ full or gone never stops the training: lines wait in memory until they can be wr
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.metrics import Histogram, RunSnapshot
@@ -20,6 +21,9 @@ from vescale_ray.controller.saves import SaveResult
 from vescale_ray.data.corpus import bits_per_byte
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Evaluated, Filled, Stepped, WorkerInfo
+
+if TYPE_CHECKING:
+    from vescale_ray.checkpoint import Interval
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +84,8 @@ class Ledger:
         self._waiting: deque[Callable[[], None]] = deque()
         self._filled: dict[str, Filled] = {}
         self._ended: dict[int, float] = {}
+        self._losses: dict[int, float] = {}
+        self._heldout: dict[int, float] = {}
         self._line: Mapping[str, Any] = {}
         self._state_written = 0.0
         self._executed = 0
@@ -90,6 +96,7 @@ class Ledger:
         self._phases: dict[str, float] = {}
         self._failures: dict[str, int] = {}
         self._checkpoint: dict[str, Any] = {}
+        self._interval: dict[str, Any] = {}
         self._checkpoint_bytes = 0
         self._checkpoint_failures = 0
         self._checkpoint_seconds = Histogram()
@@ -159,6 +166,10 @@ class Ledger:
             self.end_shift(item.ended - record.seconds)
         self.step = record.step
         self._ended[record.step] = item.ended
+        self._losses[record.step] = record.loss
+        if len(self._losses) > 2 * KEPT_TIMES:
+            for old in sorted(self._losses)[:KEPT_TIMES]:
+                del self._losses[old]
         if len(self._ended) > 2 * KEPT_TIMES:
             for old in sorted(self._ended)[:KEPT_TIMES]:
                 del self._ended[old]
@@ -219,6 +230,7 @@ class Ledger:
         """A held-out loss, once per step."""
         if item.step not in self.evaluated and self.world is not None and item.ticket == self.world.ticket:
             self.evaluated.add(item.step)
+            self._heldout[item.step] = item.loss
             self.event("evaluation", loss=item.loss, bpb=bits_per_byte(item.loss), samples=item.samples, step=item.step)
 
     def worker_started(self, info: WorkerInfo) -> None:
@@ -241,11 +253,35 @@ class Ledger:
             self.event("checkpoint_failed", error=result.error, step=result.step)
             return
         self.last_save = result
-        about = {"path": result.kept.path, "seconds": result.seconds, "bytes": result.bytes, "step": result.step}
+        about = {
+            "path": result.kept.path,
+            "seconds": result.seconds,
+            "stall_seconds": result.stall_s,
+            "bytes": result.bytes,
+            "step": result.step,
+        }
         self._checkpoint = {**about, "time": time.time()}
         self._checkpoint_bytes += result.bytes
         self._checkpoint_seconds = self._checkpoint_seconds.observe(result.seconds)
         self.event("checkpoint_saved", **about)
+
+    def interval_changed(self, interval: Interval) -> None:
+        """``checkpoint.every: auto`` has come to another interval."""
+        about = {"seconds": interval.seconds, "by": interval.by, "mtbf_hours": interval.mtbf_s / 3600}
+        self._interval = {**about, "stall_seconds": interval.stall_s, "persist_seconds": interval.persist_s, "text": str(interval)}
+        self.event("checkpoint_interval", **self._interval)
+
+    @property
+    def failures(self) -> int:
+        """Workers that were lost."""
+        return sum(self._failures.values())
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """What is known of the state after ``step`` steps, for its checkpoint: ``loss``, ``heldout_loss`` (of the newest evaluation that
+        is not later). Figures that are not finite are left out. Called from the thread that commits."""
+        heldout = max((s for s in list(self._heldout) if s <= step), default=None)
+        found = {"loss": self._losses.get(step), "heldout_loss": None if heldout is None else self._heldout[heldout]}
+        return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
 
     @property
     def step_seconds(self) -> float | None:
@@ -296,6 +332,9 @@ class Ledger:
             checkpoint_bytes=self._checkpoint_bytes,
             checkpoint_failures=self._checkpoint_failures,
             checkpoint_seconds=self._checkpoint_seconds,
+            checkpoint_stall=self._checkpoint.get("stall_seconds"),
+            checkpoint_interval=self._interval.get("seconds"),
+            checkpoint_interval_text=self._interval.get("text"),
             error=self.error,
             info={"run_id": self._run_id, "controller_epoch": str(self._epoch)},
         )
@@ -354,14 +393,20 @@ class Ledger:
                     self._checkpoint_seconds = self._checkpoint_seconds.observe(float(event.get("seconds") or 0.0))
                 case "checkpoint_failed":
                     self._checkpoint_failures += 1
+                case "checkpoint_interval":
+                    self._interval = event
                 case "evaluation":
                     self.evaluated.add(int(event["step"]))
+                    if event.get("loss") is not None:
+                        self._heldout[int(event["step"])] = float(event["loss"])
         lines = self.folder.read_all_metrics()
         mine = [line for line in lines if float(line.get("time") or 0.0) >= self._started]
         self._executed = len(mine)
         for line in mine:
             self._step_seconds = self._step_seconds.observe(float(line.get("step_seconds") or 0.0))
             self._ended[int(line["step"])] = float(line["time"])
+            if line.get("loss") is not None:
+                self._losses[int(line["step"])] = float(line["loss"])
         if world is not None:
             self.opened(world)
             if mine and mine[-1]["generation"] == world.ticket.generation:

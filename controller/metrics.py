@@ -88,6 +88,8 @@ class RunSnapshot:
         memory: resident bytes of each rank's process.
         workers: of each rank, what identifies its worker: ``worker``, ``node``.
         checkpoint_bytes: bytes ever written in committed checkpoints.
+        checkpoint_stall: seconds that training waited for the copy of the newest checkpoint.
+        checkpoint_interval: seconds between checkpoints, with ``checkpoint.every: auto``; ``_text``: what it came from.
     """
 
     run: str
@@ -122,6 +124,9 @@ class RunSnapshot:
     checkpoint_bytes: int = 0
     checkpoint_failures: int = 0
     checkpoint_seconds: Histogram = Histogram()
+    checkpoint_stall: float | None = None
+    checkpoint_interval: float | None = None
+    checkpoint_interval_text: str | None = None
     error: str | None = None
     info: Mapping[str, str] = field(default_factory=dict)
 
@@ -348,6 +353,8 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
     yield from counters("vescale_checkpoint_bytes", "Bytes of committed checkpoints.", ("op",), {("save",): s.checkpoint_bytes})
     yield from counters("vescale_checkpoint_failures", "Checkpoints that failed.", ("op",), {("save",): s.checkpoint_failures})
     yield from histogram("vescale_checkpoint_duration_seconds", "Time to write and commit a checkpoint.", s.checkpoint_seconds, op="save")
+    yield from gauge("vescale_checkpoint_stall_seconds", "How long training waited for the newest checkpoint's copy.", s.checkpoint_stall)
+    yield from gauge("vescale_checkpoint_interval_seconds", "Time between checkpoints that was chosen.", s.checkpoint_interval)
 
 
 def _plain(value: Any) -> Any:

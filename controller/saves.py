@@ -1,8 +1,8 @@
 """Checkpoints under way: votes come in from the workers; when all are there, the checkpoint is committed, beside the training.
 
-Workers write their objects and vote; whoever has all votes may commit, and that is only the controller (one writer, so
-that two generations can't commit against each other). A vote that is missing when its generation is over will not come:
-the attempt is given up, and what it wrote is collected as garbage later.
+Workers write their objects beside the training and vote; whoever has all votes may commit, and that is only the controller (one writer,
+so that two generations can't commit against each other). A vote that is missing when its generation has failed, or the next one
+begins, will not come: the attempt is given up, and what it wrote is collected as garbage later.
 
 Used from the conductor's thread; commits and the deletion of old checkpoints happen in one thread of this object's own.
 """
@@ -14,17 +14,22 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vescale_ray.controller.policy import Kept
 from vescale_ray.workers.messages import Saved
+
+if TYPE_CHECKING:
+    from vescale_ray.checkpoint import Retention
+    from vescale_ray.config import RunConfig
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """A checkpoint that was committed, or (``error``) was not. ``seconds``: from the first worker's first byte to the commit."""
+    """A checkpoint that was committed, or (``error``) was not. ``seconds``: from the first worker's copy to the commit; ``stall_s``: how
+    long training waited for the slowest copy (0: it was parked)."""
 
     attempt: str
     step: int
@@ -33,6 +38,7 @@ class SaveResult:
     kept: Kept | None = None
     bytes: int = 0
     error: str | None = None
+    stall_s: float = 0.0
 
 
 @dataclass
@@ -41,6 +47,7 @@ class _Attempt:
     epoch: int
     world: int
     began: float
+    stall_s: float = 0.0
     votes: dict[int, str] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     commit: Future[SaveResult] | None = None
@@ -51,15 +58,16 @@ class Saves:
 
     Args:
         root: folder of the checkpoints.
-        keep: newest checkpoints to keep.
+        retention: which checkpoints to keep.
         meta: what is recorded with a checkpoint of a step; JSON-able.
         done: the newest attempt that is committed already, if any: its votes may come again after the controller was restarted.
     """
 
-    def __init__(self, root: str, keep: int, meta: Callable[[int], Mapping[str, Any]], done: str | None) -> None:
-        self._root, self._keep, self._meta = root, keep, meta
+    def __init__(self, root: str, retention: Retention, meta: Callable[[int], Mapping[str, Any]], done: str | None) -> None:
+        self._root, self._retention, self._meta = root, retention, meta
         self._open: dict[str, _Attempt] = {}
         self._closed: set[str] = {done} if done else set()
+        self._least = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="vescale-commit")
 
     @property
@@ -69,10 +77,11 @@ class Saves:
 
     def heed(self, item: Saved) -> None:
         """A worker's vote, or its failure."""
-        if item.attempt in self._closed:
+        if item.attempt in self._closed or (item.epoch < self._least and item.attempt not in self._open):
             return
         attempt = self._open.setdefault(item.attempt, _Attempt(item.step, item.epoch, item.world, item.began))
         attempt.began = min(attempt.began, item.began)
+        attempt.stall_s = max(attempt.stall_s, item.stall_s)
         if item.vote is not None:
             attempt.votes[item.rank] = item.vote
         else:
@@ -84,8 +93,14 @@ class Saves:
         """Attempts that have come to an end since the last call: committed, or failed with every rank heard."""
         ended: list[SaveResult] = []
         for name, attempt in list(self._open.items()):
+            if name not in self._open:
+                continue
             if attempt.commit is not None and attempt.commit.done():
                 ended.append(self._close(name, attempt.commit.result()))
+                # Workers vote in order: what an earlier one lacks (its votes were lost with a controller) will not come.
+                for other, earlier in list(self._open.items()):
+                    if earlier.commit is None and (earlier.epoch, earlier.step) < (attempt.epoch, attempt.step):
+                        ended.append(self._close(other, self._failed(other, earlier, "a later one was complete before it")))
             elif attempt.errors and len(attempt.errors) + len(attempt.votes) >= attempt.world:
                 rank, error = sorted(attempt.errors.items())[0]
                 ended.append(self._close(name, self._failed(name, attempt, f"rank {rank}: {error}")))
@@ -96,6 +111,10 @@ class Saves:
         return [
             self._close(name, self._failed(name, attempt, reason)) for name, attempt in list(self._open.items()) if attempt.commit is None
         ]
+
+    def fence(self, epoch: int) -> None:
+        """Of epochs before this one nothing new begins: a vote that was under way when its generation ended stays alone."""
+        self._least = epoch
 
     def committing(self, attempt: str) -> bool:
         """Whether all votes of an attempt are there, and its commit is under way."""
@@ -134,12 +153,20 @@ class Saves:
         except Exception as error:
             return self._failed(name, attempt, f"{type(error).__name__}: {error}")
         try:
-            for problem in checkpoint.gc(self._root, self._keep).problems:
+            for problem in checkpoint.gc(self._root, self._retention).problems:
                 _log.warning("old checkpoints: %s", problem)
         except Exception as error:
             _log.warning("old checkpoints could not be deleted: %s", error)
         kept = Kept(made.name, made.path, made.step)
-        return SaveResult(name, attempt.step, attempt.epoch, seconds, kept, made.bytes)
+        return SaveResult(name, attempt.step, attempt.epoch, seconds, kept, made.bytes, stall_s=attempt.stall_s)
+
+
+def retention_of(config: RunConfig) -> Retention:
+    """What ``checkpoint.keep_*`` say."""
+    from vescale_ray.checkpoint import Retention
+
+    c = config.checkpoint
+    return Retention(c.keep_last, c.keep_every, c.keep_best, c.keep_metric, c.keep_mode, c.keep_verified)
 
 
 def newest_kept(root: str, bad: frozenset[str] = frozenset()) -> Kept | None:

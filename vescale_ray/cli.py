@@ -219,6 +219,10 @@ def status(run_folder: str | None, as_json: bool) -> int:
     click.echo(
         f"workers {merged.get('world')}, generation {merged.get('generation')}, {merged.get('tokens_per_second') or 0:,.0f} tokens/s"
     )
+    if merged.get("checkpoint_step") is not None:
+        click.echo(f"newest checkpoint: step {merged['checkpoint_step']}")
+    if merged.get("checkpoint_interval_text"):
+        click.echo(f"checkpoint interval: {merged['checkpoint_interval_text']}")
     control = folder.read_control() or {}
     click.echo(f"metrics {control.get('url')}/metrics")
     return OK

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -24,7 +24,7 @@ from vescale_ray.errors import BadInput
 if TYPE_CHECKING:
     import torch
 
-    from vescale_ray.checkpoint import Checkpoint, GcReport, ObjectStore
+    from vescale_ray.checkpoint import Checkpoint, GcReport, ObjectStore, Retention
 
 Target = str | Path
 _COMMIT = re.compile(r"e\d{4,}-s\d{12,}")
@@ -202,29 +202,83 @@ def diff(a: str, b: str, include: tuple[str, ...], exclude: tuple[str, ...], as_
 @ckpt.command("gc")
 @click.argument("path")
 @click.option("--keep", type=click.IntRange(min=1), required=True, help="Keep the newest KEEP whole checkpoints.")
+@click.option("--every", type=click.IntRange(min=0), default=0, help="Besides, one for every so many steps.")
+@click.option("--best", type=click.IntRange(min=0), default=0, help="Besides, the best so many by --metric.")
+@click.option("--metric", default="loss", show_default=True, help="Name of the metric that was given to the saves.")
+@click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help="Whether a small or a large one is good.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @_as_json
-def gc(path: str, keep: int, as_json: bool) -> int:
-    """Delete checkpoints older than the newest KEEP, and what interrupted saves left behind."""
+def gc(path: str, keep: int, every: int, best: int, metric: str, mode: Literal["min", "max"], dry_run: bool, as_json: bool) -> int:
+    """Delete the checkpoints that no rule and no pin keeps, and what interrupted saves left behind."""
+    from vescale_ray.checkpoint import Retention
+
     root = _root(path)
-    report = _collect(root, keep)
+    with _bad_values():
+        rules = Retention(keep_last=keep, keep_every=every, keep_best=best, metric=metric, mode=mode)
+    report = _collect(root, rules, dry_run)
     if as_json:
         click.echo(json.dumps(vars(report)))
     else:
         for deleted in report.deleted:
-            click.echo(f"deleted {deleted}")
-        click.echo(
-            f"{root}: kept {len(report.kept)}, deleted {len(report.deleted)} and {len(report.swept)} interrupted saves, "
-            f"{_size(report.freed_bytes)} freed"
-        )
+            click.echo(f"{'would delete' if dry_run else 'deleted'} {deleted}")
+        for kept in report.kept:
+            click.echo(f"kept {kept} ({', '.join(report.why.get(kept, ()))})")
+        waiting = f"; the data of {len(report.waiting)} stays until readers had time" if report.waiting else ""
+        click.echo(f"{root}: {len(report.swept)} interrupted saves swept, {_size(report.freed_bytes)} freed{waiting}")
     if report.problems:
         raise Failed(f"{root}: " + "; ".join(report.problems))
     return OK
 
 
-def _collect(root: Target, keep: int) -> GcReport:
+def _collect(root: Target, rules: Retention, dry_run: bool) -> GcReport:
     from vescale_ray import checkpoint
 
-    return checkpoint.gc(_store(root), keep)
+    return checkpoint.gc(_store(root), rules, dry_run=dry_run)
+
+
+_pin_name = click.option("--as", "pin_name", default="cli", show_default=True, metavar="NAME", help="Whose pin it is.")
+
+
+@ckpt.command("pin")
+@click.argument("path")
+@_pin_name
+@_as_json
+def pin(path: str, pin_name: str, as_json: bool) -> int:
+    """Keep PATH@NAME (or the newest) until it is unpinned, whatever the retention says."""
+    from vescale_ray import checkpoint
+
+    root, name = _split(path)
+    store = _store(root)
+    commit = checkpoint.open(store, name).commit
+    with _bad_values():
+        checkpoint.pin(store, commit, pin_name)
+    return _pinned(root, commit.name, pin_name, True, as_json)
+
+
+@ckpt.command("unpin")
+@click.argument("path")
+@_pin_name
+@_as_json
+def unpin(path: str, pin_name: str, as_json: bool) -> int:
+    """Remove a pin of PATH@NAME."""
+    from vescale_ray import checkpoint
+
+    root, name = _split(path)
+    if name is None:
+        raise BadInput(f"{path}: say which checkpoint: {path}@NAME; `vescale-ray ckpt ls {path}` lists them")
+    with _bad_values():
+        found = checkpoint.unpin(_store(root), name, pin_name)
+    if not found:
+        raise BadInput(f"{root}: {name} has no pin {pin_name!r}; it has {', '.join(checkpoint.pins(_store(root)).get(name, ())) or 'none'}")
+    return _pinned(root, name, pin_name, False, as_json)
+
+
+def _pinned(root: Target, commit: str, name: str, pinned: bool, as_json: bool) -> int:
+    if as_json:
+        click.echo(json.dumps({"path": str(root), "commit": commit, "pin": name, "pinned": pinned}))
+    else:
+        click.echo(f"{root}: {commit} {'pinned' if pinned else 'unpinned'} ({name})")
+    return OK
 
 
 # --------------------------------------------------------------------------------------------------------------- converting

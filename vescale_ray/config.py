@@ -10,10 +10,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Union, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -128,12 +128,37 @@ class ElasticSection(_Section):
     replace_lost: bool = Field(default=False, description="start a new worker as soon as one is lost")
 
 
+def _steps_or_auto(value: Any) -> Any:
+    # Both sorts in one place, so that a mistake is one line and not one for each.
+    if value == "auto":
+        return value
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("give a whole number, or auto")
+    if value < 0:
+        raise ValueError("give at least 0, or auto")
+    return value
+
+
 class CheckpointSection(_Section):
-    """What is kept on disk."""
+    """What is kept on disk: the newest, besides one for every so many steps, besides the best; and whatever is pinned."""
 
     dir: str | None = Field(default=None, min_length=1, description="folder of the checkpoints; null: `checkpoints` in the run's folder")
-    every: CountOrZero = Field(default=100, description="steps between checkpoints; 0: only after the last step")
-    keep: Count = Field(default=2, description="newest checkpoints that are kept")
+    every: Annotated[int | Literal["auto"], BeforeValidator(_steps_or_auto)] = Field(
+        default=100, description="steps between checkpoints; 0: only after the last step; auto: by what they cost and what fails"
+    )
+    auto_min_s: Positive = Field(default=30.0, description="every = auto: least seconds between checkpoints")
+    auto_max_s: Positive = Field(default=3600.0, description="every = auto: most seconds between checkpoints")
+    mtbf_hours: Positive = Field(
+        default=24.0, description="every = auto: hours between failures to begin with; observed ones outweigh it with time"
+    )
+    keep_last: Count = Field(default=2, description="newest checkpoints that are kept")
+    keep_every: CountOrZero = Field(default=0, description="besides, one is kept for every so many steps; 0: off")
+    keep_best: CountOrZero = Field(default=0, description="besides, so many with the best keep_metric are kept; 0: off")
+    keep_metric: Literal["loss", "heldout_loss"] = Field(
+        default="loss", description="what best is told by: the training loss of the step, or the newest held-out loss"
+    )
+    keep_mode: Literal["min", "max"] = Field(default="min", description="whether a small or a large metric is good")
+    keep_verified: bool = Field(default=False, description="a checkpoint counts only after all of it was read back and verified")
     resume: Literal["auto", "never", "must"] = Field(
         default="auto", description="start from the newest checkpoint: if there is one, never, or fail if there is none"
     )
@@ -375,6 +400,9 @@ def _misfits(c: RunConfig) -> Iterator[str]:
             yield f"model.dim = {dim} over model.heads = {heads} gives heads of {dim // heads} elements: rotation needs an even number"
         if heads % kv_heads:
             yield f"model.kv_heads = {kv_heads} does not divide model.heads = {heads}: choose a divisor of model.heads"
+    if c.checkpoint.auto_min_s > c.checkpoint.auto_max_s:
+        low, high = c.checkpoint.auto_min_s, c.checkpoint.auto_max_s
+        yield f"checkpoint.auto_min_s = {low:g} is more than checkpoint.auto_max_s = {high:g}: lower the one or raise the other"
     if not c.model.units:
         yield "model.units = []: give at least one pattern of module names, for example [layers.*]"
     if c.train.device == "cuda" and c.ray.gpus_per_worker == 0:
@@ -451,6 +479,8 @@ def describe_type(field: FieldInfo) -> str:
         annotation = get_args(annotation)[0]
     words: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text"}
     origin = getattr(annotation, "__origin__", None)
+    if origin is Union:
+        return "whole number >= 0, or auto"
     text = words.get(annotation) or (
         " | ".join(map(str, get_args(annotation))) if origin is Literal else "keys and values" if origin is dict else "list"
     )

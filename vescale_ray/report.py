@@ -295,9 +295,17 @@ def describe_event(event: Record) -> tuple[str, float | None] | None:
             replayed = event.get("steps_replayed")
             return words + (f", {_count(replayed)} replayed" if replayed else ""), _number(event.get("pause_seconds"))
         case "checkpoint_saved":
-            return f"checkpoint, {float(event.get('bytes') or 0) / 1e6:.1f} MB", _number(event.get("seconds"))
+            seconds = _number(event.get("seconds"))
+            written = "" if seconds is None else f", written in {seconds:.2f} s"
+            return f"checkpoint, {float(event.get('bytes') or 0) / 1e6:.1f} MB{written}", _number(event.get("stall_seconds"))
         case "checkpoint_failed":
             return f"checkpoint failed: {event.get('error')}", None
+        case "checkpoint_skipped":
+            return f"checkpoint skipped: {event.get('reason')}", None
+        case "checkpoint_interval":
+            held = {"least": ", held at its least", "most": ", held at its most", "persist": ", held at the time of writing"}
+            why = f"stall {float(event['stall_seconds']):.3g} s, a failure every {float(event['mtbf_hours']):.3g} h"
+            return f"checkpoint every {float(event['seconds']):.0f} s ({why}{held.get(str(event.get('by')), '')})", None
         case "run_failed":
             return f"failed: {event.get('error')}", None
         case "run_started" | "run_finished" | "run_stopped":

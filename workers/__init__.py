@@ -19,14 +19,17 @@ The life of a worker, as ``worker.py`` and the tests drive it::
             report = reshard.execute(snapshots.shards(resume.generation, resume.step), trainer)   # source: memory; a joiner has [] to give
             snapshots.begin(trainer)                             # collective: agrees on layouts, takes the first copy
             while trainer.completed < config.train.steps:
-                record = trainer.step(flags)                     # StepRecord; .flags is the OR over ranks: all stop at the same boundary
-                snapshots.after_step(trainer)                    # copies to the buddy every `every` steps
+                # StepRecord; .flags is the OR over ranks: all stop at the same boundary. settle: the last copy's exchange
+                record = trainer.step(flags, snapshots.settle)
+                snapshots.after_step(trainer)                    # every `every` steps: a copy, whose exchange goes on beside the next step
+                writer.submit(snapshots.stage(trainer), ..)      # a checkpoint is due: from the copy of this step, beside the training
                 if record.flags & STOP: break
         snapshots.park(trainer)                                  # planned stop: the live shards count as held (no copy)
     except GroupFailed as failure: ...                           # str(failure) is all there is to keep
     finally:
-        trainer.close(); del trainer
+        trainer.close(); del trainer; snapshots.let_go()
         groups.dissolve()                                        # sockets close at once; the other survivors learn by that
+    snapshots.verify()                                           # after a failure: copies that are damaged are forgotten
     held = snapshots.held()                                      # list[Holding]: report it
 
     # -- the controller: resume = choose_resume({worker: held, ..}, prefer=members of the new generation) -> Resume | None (checkpoint)
@@ -38,9 +41,10 @@ The life of a worker, as ``worker.py`` and the tests drive it::
 | module | what |
 |---|---|
 | ``groups`` | ``prepare form dissolve collectives describe is_collective_error GroupFailed open_transfer close_transfer`` |
-| ``trainer`` | ``Trainer StepRecord``; names of flag bits ``STOP RESCALE CHECKPOINT`` (any int below 2**62 is ORed) |
+| ``trainer`` | ``Trainer StepRecord``; names of flag bits ``STOP RESCALE CHECKPOINT BUSY`` (any int below 2**62 is ORed) |
 | ``shards`` | ``Shards Piece export_shards``: a rank's part of the whole state, as views |
-| ``snapshot`` | ``Snapshots Holding Resume choose_resume`` |
+| ``snapshot`` | ``Snapshots Holding Resume choose_resume buddies`` |
+| ``saving`` | ``Writer``: checkpoints that are written beside the training |
 | ``reshard`` | ``plan execute ReshardReport restore_from_checkpoint write_checkpoint_shard`` |
 
 May import everything in ``vescale_ray`` but ``controller``; only ``worker.py`` may import Ray.

@@ -40,7 +40,7 @@ class Phase(StrEnum):
     IDLE     has never been in a generation                                        an order is expected
     FORMING  meets the others, builds its trainer, fills it                        then TRAINING or PARKED
     TRAINING steps and evaluates                                                   then PARKED or FINISHED
-    SAVING   writes its part of a checkpoint                                       then what it was before
+    SAVING   parked, writes a checkpoint of what it holds                          then what it was before
     PARKED   out of its group, which is destroyed; holds what it holds             an order is expected
     FINISHED as PARKED, after the last step of the run                             an order is expected
     GIVING   a leaver gives its shards to those that stay                          then PARKED
@@ -192,7 +192,10 @@ class Filled:
 
 @dataclass(frozen=True)
 class Saved:
-    """This worker's part (old rank ``rank`` of ``world``) of checkpoint ``attempt``: its vote as JSON, or why there is none."""
+    """This worker's part (old rank ``rank`` of ``world``) of checkpoint ``attempt``: its vote as JSON, or why there is none.
+
+    ``began``: when the state was copied, or the writing of a held one began; ``stall_s``: how long training waited for the copy.
+    """
 
     ticket: Ticket
     attempt: str
@@ -203,9 +206,18 @@ class Saved:
     vote: str | None
     error: str | None
     began: float
+    stall_s: float = 0.0
 
 
-Item = Stepped | Evaluated | Filled | Saved
+@dataclass(frozen=True)
+class Skipped:
+    """The checkpoint of ``step`` was due and not begun: some rank still writes the ones before."""
+
+    ticket: Ticket
+    step: int
+
+
+Item = Stepped | Evaluated | Filled | Saved | Skipped
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vescale_ray.geometry import Extent, FlatSpace, Route, routes
 from vescale_ray.workers.groups import GroupFailed, all_gather_bytes, all_to_all_bytes, collectives
-from vescale_ray.workers.shards import Piece, Shards, Span, aligned, dtype_of, export_shards, import_scalars
+from vescale_ray.workers.shards import Piece, Shards, Span, aligned, dtype_of, export_shards, import_scalars, stored_pieces
 
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Checkpoint, Vote
@@ -197,12 +197,16 @@ def write_checkpoint_shard(shards: Shards, root: Any, attempt: str, *, epoch: in
     Raises:
         SaveFailed: the storage refused; earlier checkpoints are untouched.
     """
-    from vescale_ray.checkpoint import ShardPiece, write_shard
+    from vescale_ray.checkpoint import write_shard
 
-    given = [ShardPiece(p.name, p.kind, p.start, p.end, p.shape, p.data.dtype, p.data) for p in shards.pieces]
-    # The scalars are the same everywhere: one rank's word is enough.
-    aux = dict(shards.scalars) if shards.rank == 0 else None
-    return write_shard(root, attempt, shards.rank, given, aux=aux, step=shards.step, epoch=shards.generation if epoch is None else epoch)
+    aux = stored_aux(shards.rank, shards.scalars)
+    epoch = shards.generation if epoch is None else epoch
+    return write_shard(root, attempt, shards.rank, stored_pieces(shards), aux=aux, step=shards.step, epoch=epoch)
+
+
+def stored_aux(rank: int, scalars: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A rank's aux object of a checkpoint: the scalars are the same everywhere, so one rank's word is enough."""
+    return dict(scalars) if rank == 0 else None
 
 
 # ------------------------------------------------------------------------------------------------------------------- planning

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from vescale_ray.checkpoint import ShardPiece
     from vescale_ray.workers.trainer import Trainer
 
 PARAM, STATE = "param", "state"
 _ALIGN = 16
-"""Bytes: pieces in a packed buffer start at multiples, so that each can be viewed in its own dtype."""
+"""Bytes: pieces in a message start at multiples, so that each can be viewed in its own dtype."""
 
 
 class Span(NamedTuple):
@@ -180,26 +181,11 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-class Packing:
-    """Spans laid end to end in one byte buffer, each aligned: one copy kept in memory is one buffer, sent in one message."""
+def stored_pieces(shards: Shards) -> list[ShardPiece]:
+    """The same pieces as a checkpoint names them."""
+    from vescale_ray.checkpoint import ShardPiece
 
-    def __init__(self, spans: Sequence[Span]) -> None:
-        self.spans = tuple(spans)
-        self._offsets: list[int] = []
-        position = 0
-        for span in self.spans:
-            self._offsets.append(position)
-            position += aligned(span.nbytes)
-        self.nbytes = position
-
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """Each span's flat elements in ``buffer`` (uint8, ``nbytes`` long)."""
-        return [
-            buffer[offset : offset + span.nbytes].view(dtype_of(span.dtype)) for span, offset in zip(self.spans, self._offsets, strict=True)
-        ]
-
-    def pieces(self, buffer: Tensor) -> tuple[Piece, ...]:
-        return tuple(Piece(s.name, s.kind, s.shape, s.start, s.end, v) for s, v in zip(self.spans, self.views(buffer), strict=True))
+    return [ShardPiece(p.name, p.kind, p.start, p.end, p.shape, p.data.dtype, p.data) for p in shards.pieces]
 
 
 def aligned(nbytes: int) -> int:

@@ -1,40 +1,54 @@
 """Copies of the training state in the workers' memory, and the decision where to resume from them.
 
-Every ``every`` steps each rank copies its shards into a buffer of its own and sends the same bytes to its *buddy*, the next rank.
-When rank ``r`` dies, its shards of that step are with rank ``r + 1``, everyone else's are at home. Deaths of neighbours at
-the same time lose a shard; then the newest checkpoint is the way back.
+Every ``every`` steps each rank copies its shards into a buffer of its own (*take*: the only time that training waits for) and sends the
+same bytes to its *buddy*, while the next step computes (*settle*: before that step's last collective). When rank ``r`` dies, its
+shards of that step are with its buddy, everyone else's are at home. The buddy is on another node wherever there are enough
+others, so that a node may be lost with all its ranks. A rank and its buddy lost together lose a shard; then the newest checkpoint is
+the way back.
 
-When may a copy be overwritten? A rank that has finished the exchange of step ``s + k`` does not know that the others
-have; one that dies in the middle of it leaves step ``s + k`` incomplete. So two steps are kept: the copy of ``s`` goes only when
-``s + 2k`` is taken, after at least one whole training step whose collectives nobody passes before everyone has
-finished the exchange of ``s + k``. The same holds from one generation to the next: what an older generation held is
-dropped when the new one's first copy is known to be complete everywhere. So at any moment some step is covered by any set of
-survivors that lost no two neighbours.
+The buffer is laid out as a checkpoint's object, and has the checkpoint's block checksums. So a checkpoint of a step that was copied
+is written from the copy itself, and a copy that was damaged, on the way or in memory, is found before it is used: the copy before is.
+
+When may a copy be overwritten? A rank that has finished the exchange of step ``s`` does not know that the others have; one that
+dies in the middle of it leaves step ``s`` incomplete. So two steps are kept, and the copy of ``s`` goes only when ``s + 2k`` is
+taken. By then a collective has passed that everyone enters only after its own exchange of ``s + k``: the last of the step after it
+(``Trainer.step`` calls :meth:`Snapshots.settle` before it). The same holds from one generation to the next: what an older generation
+held is dropped when the new one's first copy is known to be complete everywhere. So at any moment some step is covered by any
+set of survivors that lost no rank together with its buddy.
 
 | event | resumes at |
 |---|---|
 | planned stop (all ranks at a boundary) | that boundary: the live shards are *parked*, nothing is copied |
-| a rank dies in a step | the last copied step: with ``every = 1`` no completed step is lost |
-| a rank dies during the exchange | that step if its buddy has got the bytes, else the copy before |
+| a rank dies in a step | the last copied step; a rank that dies before its bytes are sent: the copy before |
 | a rank dies while a new generation is formed or filled | as before it: the old holdings are still there |
+| a copy is damaged | the copy before it |
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_ray.workers.groups import all_gather_bytes
-from vescale_ray.workers.shards import Packing, Shards, Span, export_shards
+from vescale_ray.checkpoint.digest import BLOCK_BYTES, block_sums, view_of
+from vescale_ray.checkpoint.layout import ObjectLayout, lay_out
+from vescale_ray.checkpoint.staging import LayoutMemo, Slab, SlabPool, copy_pieces
+from vescale_ray.workers.groups import all_gather_bytes, describe
+from vescale_ray.workers.shards import Piece, Shards, Span, dtype_of, export_shards, stored_pieces
 
 if TYPE_CHECKING:
     from vescale_ray.workers.trainer import Trainer
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,26 +106,69 @@ def choose_resume(held: Mapping[str, Iterable[Holding]], prefer: Collection[str]
     return best[1] if best else None
 
 
+def buddies(nodes: Sequence[str]) -> list[int]:
+    """For each rank the one that gets its copy; every rank gets one copy, and none its own if there is another rank.
+
+    As many ranks as can have their buddy on another node do: all, unless more than half of the ranks are on one node. Ranks are lined up by
+    node, the fullest first, and each one's buddy stands so many places further as the fullest node has ranks.
+    """
+    world = len(nodes)
+    by_node: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        by_node.setdefault(node, []).append(rank)
+    # Stable: nodes of one size stay in the order of their first rank, and a single node gives each rank its neighbour.
+    groups = sorted(by_node.values(), key=len, reverse=True)
+    line = [rank for group in groups for rank in group]
+    shift = len(groups[0]) % world or 1
+    found = [0] * world
+    for place, rank in enumerate(line):
+        found[rank] = line[(place + shift) % world]
+    return found
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A rank's shards of one step, copied, as a checkpoint's object in memory. ``slab`` is the receiver's to release, once.
+
+    Attributes:
+        shared: it is the copy that the buddy was given, too: nothing was copied for it.
+    """
+
+    generation: int
+    world: int
+    rank: int
+    step: int
+    scalars: Mapping[str, Any]
+    slab: Slab
+    shared: bool
+
+
 class Snapshots:
-    """What one worker process holds for itself and for its predecessor, across generations.
+    """What one worker process holds for itself and for another rank, across generations.
 
     Driven by the thread that trains; :meth:`held` may be called from another one, but is only final once the group is dissolved.
 
     Args:
         every: steps between copies; 0 makes none (planned stops still park the live shards).
         pin: keep the buffers in page-locked memory, for shards that live on a GPU.
+        node: where this process runs; the same text on every process of the node.
 
-    Memory: two steps, each the rank's own shards and its predecessor's; host memory, allocated once a generation.
+    Memory: two steps, each the rank's own shards and another's; host memory, allocated once a generation. While a checkpoint is
+    written from a copy for longer than the copy would be kept, one buffer more.
     """
 
-    def __init__(self, every: int, *, pin: bool = False) -> None:
+    def __init__(self, every: int, *, pin: bool = False, node: str = "") -> None:
         if every < 0:
             raise ValueError(f"elastic.snapshot_every = {every}: give at least 0")
         self._every = every
-        self._pin = pin
+        self._node = node
+        self._pool = SlabPool(pinned=pin)
+        self._layouts = LayoutMemo()
         self._current: _Generation | None = None
-        self._older: list[Shards] = []
-        """Of earlier generations, until the current one is known to be safe everywhere."""
+        self._before: list[_Generation] = []
+        """Earlier generations whose copies of step :attr:`_kept_step` are kept until the current one is known to be safe everywhere."""
+        self._kept_step: int | None = None
+        self._kept_parked: list[Shards] = []
         self._parked: Shards | None = None
 
     def held(self) -> list[Holding]:
@@ -122,7 +179,11 @@ class Snapshots:
         return [Holding(generation, world, step, tuple(sorted(ranks))) for (step, generation, world), ranks in sorted(by_state.items())]
 
     def shards(self, generation: int, step: int) -> list[Shards]:
-        """The held shards of that state, by old rank; empty on a worker that has none (a joiner)."""
+        """The held shards of that state, by old rank; empty on a worker that has none (a joiner). Copies are verified first, and left out
+        if they are damaged."""
+        for part in self._generations():
+            if part.generation == generation:
+                part.verify(step)
         found = {shards.rank: shards for shards in self._all() if shards.generation == generation and shards.step == step}
         return [found[rank] for rank in sorted(found)]
 
@@ -132,90 +193,303 @@ class Snapshots:
         Of older generations only the state that this one started from stays, until :meth:`after_step` has proved that
         every rank has got past its first copy.
         """
-        self._older = [shards for shards in self._all() if shards.step == trainer.completed]
-        self._parked = None
-        self._current = None
+        step = trainer.completed
+        parked = [*self._kept_parked, *([self._parked] if self._parked else [])]
+        before = self._generations()
+        self._kept_step, self._kept_parked, self._parked, self._current = step, [s for s in parked if s.step == step], None, None
+        self._before = [part for part in before if any(s.step == step for s in part.complete())]
+        for part in before:
+            part.pending = []
+            if part not in self._before:
+                part.release()
         if self._every:
-            generation = _Generation(trainer, pin=self._pin)
-            self._current = generation
-            generation.take(trainer)
+            self._current = _Generation(trainer, self._pool, self._node)
+            self._current.take(trainer)
+
+    def settle(self) -> None:
+        """Wait for the exchange that the last copy began, if it is not over yet. Pass it to every ``Trainer.step``.
+
+        Raises:
+            RuntimeError: of the process group: another rank is gone or hung.
+        """
+        if self._current is not None:
+            self._current.settle()
 
     def after_step(self, trainer: Trainer) -> bool:
         """After each whole step: drop what is safely superseded, and copy if it is time. Returns whether it copied."""
-        # The step's collectives have passed since the last exchange, so every rank has finished that one.
-        self._older = []
+        if self._current is not None and self._current.pending:
+            raise AssertionError("Trainer.step was not given Snapshots.settle: nobody knows whether the last copy is complete")
+        # A collective has passed since everyone's exchange was over.
+        self._drop_older()
         if self._current is None or trainer.completed % self._every:
             return False
         self._current.take(trainer)
         return True
+
+    def stage(self, trainer: Trainer) -> Staged:
+        """The live shards, copied for a checkpoint; from the copy of this step if there is one, else in a buffer of its own."""
+        current = self._current
+        slab = current.copy_of(trainer.completed) if current is not None else None
+        shared = slab is not None
+        live = export_shards(trainer)
+        if slab is None:
+            pieces = stored_pieces(live)
+            layout = self._layouts.of(pieces)
+            slab = self._pool.take(layout.bytes)
+            copy_pieces(layout, pieces, slab.lay(layout)).wait()
+        return Staged(live.generation, live.world, live.rank, live.step, live.scalars, slab, shared)
 
     def park(self, trainer: Trainer) -> None:
         """At a boundary that all ranks agreed on: hold the live shards themselves, without a copy.
 
         Not after a failure: a failed step may have left them half written.
         """
+        self.settle()
         live = export_shards(trainer)
         if not any(s.rank == live.rank for s in self.shards(live.generation, live.step)):
             self._parked = live
 
+    def let_go(self) -> None:
+        """Give up what is left of an exchange: it holds the process group, which is to be dissolved. Takes milliseconds."""
+        if self._current is not None:
+            self._current.let_go()
+
+    def verify(self) -> None:
+        """After a failure, when copies are about to be used: compare every copy with its checksums, and forget the damaged ones."""
+        for part in self._generations():
+            part.verify()
+
     def clear(self) -> None:
         """Let go of everything held."""
-        self._current, self._older, self._parked = None, [], None
+        self._drop_older()
+        if self._current is not None:
+            self._current.release()
+        self._current, self._parked = None, None
+        self._pool.clear()
+
+    def _drop_older(self) -> None:
+        for part in self._before:
+            part.release()
+        self._before, self._kept_step, self._kept_parked = [], None, []
+
+    def _generations(self) -> list[_Generation]:
+        return [*self._before, *([self._current] if self._current else [])]
 
     def _all(self) -> list[Shards]:
+        older = [s for part in self._before for s in part.complete() if s.step == self._kept_step]
         current = self._current.complete() if self._current else []
-        return [*self._older, *current, *([self._parked] if self._parked else [])]
+        return [*older, *self._kept_parked, *current, *([self._parked] if self._parked else [])]
+
+
+_EXCHANGE, _SUMS = 7001, 7002
+"""Tags of the two messages of an exchange: the step that computes meanwhile may send messages of its own."""
 
 
 class _Generation:
     """The two slots of one generation on one rank."""
 
-    def __init__(self, trainer: Trainer, *, pin: bool) -> None:
+    def __init__(self, trainer: Trainer, pool: SlabPool, node: str) -> None:
         self.generation, self.world, self.rank = trainer.generation, trainer.world, trainer.rank
+        self._pool = pool
         own = [piece.span for piece in export_shards(trainer).pieces]
-        self._buddy = (self.rank + 1) % self.world
-        self._predecessor = (self.rank - 1) % self.world
-        layouts = all_gather_bytes(json.dumps(own).encode()) if self.world > 1 else []
-        theirs = [Span.from_json(row) for row in json.loads(layouts[self._predecessor])] if layouts else []
-        self._own_packing, self._their_packing = Packing(own), Packing(theirs)
-        self._slots = [_Slot(self._own_packing.nbytes, self._their_packing.nbytes, pin) for _ in range(2)]
+        told = all_gather_bytes(json.dumps({"node": node, "spans": own}).encode()) if self.world > 1 else []
+        everyone = [json.loads(word) for word in told]
+        to = buddies([word["node"] for word in everyone]) if everyone else [0]
+        self._buddy = to[self.rank]
+        self._ward = to.index(self.rank)
+        theirs = [Span.from_json(row) for row in everyone[self._ward]["spans"]] if everyone else []
+        self._spans = (own, theirs)
+        mine, others = lay_out([_described(s) for s in own]), lay_out([_described(s) for s in theirs])
+        self._slots = [_Slot(_Copy(pool.take(mine.bytes), mine), _Copy(pool.take(others.bytes), others)) for _ in range(2)]
+        self.pending: list[_Exchange] = []
+        """The exchange that is under way; it holds the process group."""
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-sums")
 
     def take(self, trainer: Trainer) -> None:
-        """Copy the live shards into the older slot and exchange it with the neighbours: one message out, one in."""
+        """Copy the live shards into the older slot, and begin to exchange it: one message out, one in."""
+        slot = min(self._slots, key=lambda s: -1 if s.own.step is None else s.own.step)
+        slot.own.forget()
+        slot.theirs.forget()
         live = export_shards(trainer)
-        if any(slot.own_step == live.step for slot in self._slots):
-            return
-        slot = min(self._slots, key=lambda s: -1 if s.own_step is None else s.own_step)
-        slot.own_step = slot.their_step = None
-        for view, piece in zip(self._own_packing.views(slot.own), live.pieces, strict=True):
-            view.copy_(piece.data)
+        pieces = stored_pieces(live)
+        own = slot.own
+        if own.slab.shared:  # a checkpoint is still being written from it
+            own.slab.release()
+            own.slab = self._pool.take(own.layout.bytes)
+        copy_pieces(own.layout, pieces, own.slab.lay(own.layout)).wait()
         slot.scalars = live.scalars
-        slot.own_step = live.step
-        if self.world > 1:
-            sends = [dist.P2POp(dist.isend, slot.own, self._buddy)] if slot.own.numel() else []
-            receives = [dist.P2POp(dist.irecv, slot.theirs, self._predecessor)] if slot.theirs.numel() else []
-            for work in dist.batch_isend_irecv(sends + receives) if sends or receives else []:
+        own.step = live.step
+        if self.world == 1:
+            own.sums = self._hashing.submit(own.count)
+            return
+        theirs = slot.theirs
+        exchange = _Exchange(slot, live.step, torch.empty(theirs.blocks, dtype=torch.int64))
+        self.pending = [exchange]
+        if theirs.data.numel():
+            exchange.receives = [
+                _posted(dist.irecv(theirs.data, self._ward, tag=_EXCHANGE)),
+                _posted(dist.irecv(exchange.sums, self._ward, tag=_SUMS)),
+            ]
+        if own.data.numel():
+            exchange.sends = [_posted(dist.isend(own.data, self._buddy, tag=_EXCHANGE))]
+        own.sums = self._hashing.submit(self._count_and_send, own, exchange)
+
+    def _count_and_send(self, own: _Copy, exchange: _Exchange) -> np.ndarray:
+        """In a thread of its own: the checksums follow their bytes as soon as they are known."""
+        sums = own.count()
+        exchange.own_sums = torch.from_numpy(sums)
+        if sums.size:
+            exchange.sends.append(_posted(dist.isend(exchange.own_sums, self._buddy, tag=_SUMS)))
+        return sums
+
+    def settle(self) -> None:
+        for exchange in self.pending:
+            exchange.slot.own.expected()
+            for work in (*exchange.sends, *exchange.receives):
                 work.wait()
-            slot.their_step = live.step
+            exchange.received()
+        self.pending = []
+
+    def let_go(self) -> None:
+        """The exchange will not be completed: keep what has come whole, and let go of the process group."""
+        for exchange in self.pending:
+            try:
+                exchange.slot.own.expected()
+            except Exception as error:
+                describe(error)  # the group was gone when the checksums were to be sent: they are counted anew when needed
+                exchange.slot.own.sums = self._hashing.submit(exchange.slot.own.count)
+            try:
+                for work in exchange.receives:
+                    work.wait(timedelta(milliseconds=5))
+            except Exception as error:
+                describe(error)
+            else:
+                exchange.received()
+        self.pending = []
+
+    def copy_of(self, step: int) -> Slab | None:
+        """The buffer of this rank's own copy of ``step``, with a holder more."""
+        return next((slot.own.slab.retain() for slot in self._slots if slot.own.step == step), None)
 
     def complete(self) -> list[Shards]:
         found = []
         for slot in self._slots:
-            for step, rank, packing, buffer in (
-                (slot.own_step, self.rank, self._own_packing, slot.own),
-                (slot.their_step, self._predecessor, self._their_packing, slot.theirs),
-            ):
-                if step is not None:
-                    found.append(Shards(self.generation, self.world, rank, step, packing.pieces(buffer), slot.scalars))
+            for rank, copy, spans in ((self.rank, slot.own, self._spans[0]), (self._ward, slot.theirs, self._spans[1])):
+                if copy.step is not None and (rank != self.rank or copy is slot.own):
+                    found.append(Shards(self.generation, self.world, rank, copy.step, copy.pieces(spans), slot.scalars))
         return found
 
+    def verify(self, step: int | None = None) -> None:
+        """Compare the copies (of ``step``) that were not yet compared with their checksums; forget the damaged."""
+        for slot in self._slots:
+            for rank, copy in ((self.rank, slot.own), (self._ward, slot.theirs)):
+                if copy.step is not None and (step is None or copy.step == step) and not copy.verified:
+                    bad = copy.damaged()
+                    if bad:
+                        _log.error(
+                            "the copy of rank %d's shards of step %d in this worker's memory is damaged (%d of %d blocks): it is not used",
+                            rank,
+                            copy.step,
+                            bad,
+                            copy.blocks,
+                        )
+                        copy.step = None
+                    copy.verified = True
 
+    def release(self) -> None:
+        """The buffers are no longer needed here."""
+        self.pending = []
+        self._hashing.shutdown(wait=False)
+        for slot in self._slots:
+            for copy in (slot.own, slot.theirs):
+                copy.forget()
+                copy.slab.release()
+        self._slots = []
+
+
+class _Copy:
+    """One rank's shards of one step. ``step`` is ``None`` while it is being written, or was found damaged."""
+
+    def __init__(self, slab: Slab, layout: ObjectLayout) -> None:
+        self.slab, self.layout = slab, layout
+        self.step: int | None = None
+        self.sums: Future[np.ndarray] | np.ndarray | None = None
+        self.verified = False
+        slab.lay(layout)
+
+    @property
+    def data(self) -> Tensor:
+        """The object without its header, which a checkpoint that is written from here fills in."""
+        return self.slab.buffer[self.layout.header_bytes : self.layout.bytes]
+
+    @property
+    def blocks(self) -> int:
+        return -(-(self.layout.bytes - self.layout.header_bytes) // BLOCK_BYTES)
+
+    def count(self) -> np.ndarray:
+        return np.array(block_sums(view_of(self.data), BLOCK_BYTES), dtype="<u8").view(np.int64)
+
+    def expected(self) -> np.ndarray:
+        if isinstance(self.sums, Future):
+            self.sums = self.sums.result()
+        assert self.sums is not None
+        return self.sums
+
+    def damaged(self) -> int:
+        """How many blocks are not what was copied."""
+        return int(np.count_nonzero(self.count() != self.expected()))
+
+    def forget(self) -> None:
+        if isinstance(self.sums, Future):
+            self.sums.result()  # it still reads the buffer
+        self.step, self.sums, self.verified = None, None, False
+
+    def pieces(self, spans: Sequence[Span]) -> tuple[Piece, ...]:
+        """Views, in the order of ``spans``."""
+        found: dict[int, Piece] = {}
+        for place, index in zip(self.layout.placed, self.layout.order, strict=True):
+            span = spans[index]
+            data = self.slab.buffer[place.offset : place.offset + span.nbytes].view(dtype_of(span.dtype))
+            found[index] = Piece(span.name, span.kind, span.shape, span.start, span.end, data)
+        return tuple(found[index] for index in range(len(spans)))
+
+
+@dataclass
+class _Exchange:
+    """One copy on its way to the buddy, and another rank's on its way here."""
+
+    slot: _Slot
+    step: int
+    sums: Tensor
+    sends: list[Any] = field(default_factory=list)
+    receives: list[Any] = field(default_factory=list)
+    own_sums: Tensor | None = None
+
+    def received(self) -> None:
+        self.slot.theirs.sums = self.sums.numpy()
+        self.slot.theirs.step = self.step
+
+
+@dataclass
 class _Slot:
-    """One step's copy: this rank's bytes and its predecessor's. ``None`` steps: being written, or never."""
+    own: _Copy
+    theirs: _Copy
+    scalars: Mapping[str, Any] = field(default_factory=dict)
 
-    def __init__(self, own_bytes: int, their_bytes: int, pin: bool) -> None:
-        self.own: Tensor = torch.empty(own_bytes, dtype=torch.uint8, pin_memory=pin)
-        self.theirs: Tensor = torch.empty(their_bytes, dtype=torch.uint8, pin_memory=pin)
-        self.own_step: int | None = None
-        self.their_step: int | None = None
-        self.scalars: Mapping[str, Any] = {}
+
+class _Described(NamedTuple):
+    name: str
+    kind: str
+    start: int
+    end: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _posted(work: Any) -> Any:
+    assert work is not None, "this process is not in the group"
+    return work
+
+
+def _described(span: Span) -> _Described:
+    return _Described(span.name, span.kind, span.start, span.end, span.shape, dtype_of(span.dtype))

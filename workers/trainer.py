@@ -24,6 +24,7 @@ import importlib
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 STOP, RESCALE, CHECKPOINT = 1, 2, 4
 """Names for the flag bits that a controller asks for; the trainer only ORs them over the ranks."""
+BUSY = 8
+"""The flag bit of a rank that has no room for another checkpoint: then none begins one at the boundary that follows."""
 
 _HEADER = 4  # flags, seconds, memory, slots that follow
 
@@ -130,8 +133,12 @@ class Trainer:
             self.model.init_parameter(name, full, generator)
             parameter.copy_(full.to(self.device))
 
-    def step(self, flags: int = 0) -> StepRecord:
-        """One optimizer step on the global batch. ``flags`` (0 <= flags < 2**62) are ORed over the ranks."""
+    def step(self, flags: int = 0, settle: Callable[[], None] | None = None) -> StepRecord:
+        """One optimizer step on the global batch. ``flags`` (0 <= flags < 2**62) are ORed over the ranks.
+
+        ``settle`` is called after backward, before the last collective: what it finishes on this rank is then finished on all
+        when the step returns (:meth:`vescale_ray.workers.snapshot.Snapshots.settle`).
+        """
         begin = time.perf_counter()
         train, index = self.config.train, self.completed
         tokens = train.slots * train.slot_batch * self.config.data.seq_len
@@ -152,6 +159,8 @@ class Trainer:
                 nlls.append(nll.detach())
                 fed.extend(int(i) for i in ids)
         norm = self._clip()
+        if settle is not None:
+            settle()
         slot_nlls, all_ids, all_flags, seconds, memory = self._exchange(flags, nlls, fed, time.perf_counter() - begin, rounds)
         lr = lr_at(index, train)
         for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):

@@ -39,6 +39,7 @@ from vescale_ray.workers.messages import (
     Save,
     Saved,
     Seat,
+    Skipped,
     Stepped,
     Ticket,
     WorkerInfo,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
     from vescale_ray.data.corpus import Corpus
     from vescale_ray.workers.reshard import ReshardReport
+    from vescale_ray.workers.saving import Writer
     from vescale_ray.workers.shards import Shards
     from vescale_ray.workers.snapshot import Snapshots
     from vescale_ray.workers.trainer import StepRecord, Trainer
@@ -199,6 +201,7 @@ class Worker:
         from vescale_ray.config import parse_config
         from vescale_ray.data.corpus import load_corpus
         from vescale_ray.workers import groups
+        from vescale_ray.workers.saving import Writer
         from vescale_ray.workers.snapshot import Snapshots
 
         for module in ("checkpoint", "fsdp", "optim", "workers.reshard", "workers.trainer"):
@@ -215,13 +218,15 @@ class Worker:
         self._config: RunConfig = config
         self._device = device
         self._corpus: Corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
-        self._snapshots: Snapshots = Snapshots(config.elastic.snapshot_every, pin=wanted)
+        node = ray.get_runtime_context().get_node_id()
+        self._snapshots: Snapshots = Snapshots(config.elastic.snapshot_every, pin=wanted, node=node)
+        self._writer: Writer = Writer(str(config.checkpoint_dir), lambda item: self._publish(item, None, None))
         groups.prepare()
         return WorkerInfo(
             worker=self._worker,
             pid=os.getpid(),
             born=born(os.getpid()),
-            node=ray.get_runtime_context().get_node_id(),
+            node=node,
             host=ray.util.get_node_ip_address(),
             device=str(device),
             warm_seconds=time.perf_counter() - begin,
@@ -230,6 +235,8 @@ class Worker:
     def _join(self, order: Join) -> None:
         from vescale_ray.workers import groups
 
+        # What is still being written would be a checkpoint of a generation that is over.
+        self._writer.abandon()
         self._enter(order.ticket, Phase.FORMING)
         phase, fault = Phase.PARKED, None
         try:
@@ -237,7 +244,11 @@ class Worker:
         except BaseException as error:
             # describe() empties the frames: they hold what keeps the group's sockets open.
             fault = Fault(_kind(error), groups.describe(error))
+        self._snapshots.let_go()
         groups.dissolve()
+        if fault is not None:
+            self._writer.abandon()
+            self._snapshots.verify()
         self._settle(phase, fault)
 
     def _generation(self, order: Join) -> Phase:
@@ -273,7 +284,7 @@ class Worker:
                 if order.evaluate:
                     self._evaluate(trainer, order.ticket)
                 while trainer.completed < config.train.steps:
-                    record = trainer.step(self._flags(order.ticket))
+                    record = trainer.step(self._flags(order.ticket), self._snapshots.settle)
                     self._publish(Stepped(order.ticket, record, time.time()), None, record.step)
                     self._snapshots.after_step(trainer)
                     self._at_boundary(trainer, record, order)
@@ -344,17 +355,22 @@ class Worker:
         The checkpoint after the last step, and when the run is stopped, is not made here: then the workers are parked, and the
         controller orders it from what they hold, which survives the loss of one of them.
         """
+        from vescale_ray.workers.trainer import BUSY, CHECKPOINT
+
         step, steps = record.step, self._config.train.steps
         every = self._config.train.eval_every
         if self._config.data.eval_samples and (step == steps or (every and step % every == 0)):
             self._evaluate(trainer, order.ticket)
-        every = self._config.checkpoint.every
-        if every and step % every == 0 and step < steps:
-            from vescale_ray.workers.shards import export_shards
-
-            self._enter(order.ticket, Phase.SAVING)
-            self._write(export_shards(trainer), order.ticket, f"{order.save_prefix}-s{step}", trainer.generation)
-            self._enter(order.ticket, Phase.TRAINING)
+        often = self._config.checkpoint.every
+        due = bool(record.flags & CHECKPOINT) or (isinstance(often, int) and often > 0 and step % often == 0)
+        if due and step < steps:
+            if record.flags & BUSY:
+                if trainer.rank == 0:
+                    self._publish(Skipped(order.ticket, step), None, None)
+                return
+            began = time.perf_counter()
+            staged = self._snapshots.stage(trainer)
+            self._writer.submit(staged, order.ticket, f"{order.save_prefix}-s{step}", time.perf_counter() - began)
 
     def _give(self, order: Give) -> None:
         from vescale_ray.workers import groups
@@ -402,12 +418,14 @@ class Worker:
 
     def _flags(self, ticket: Ticket) -> int:
         from vescale_ray.workers.groups import GroupFailed
+        from vescale_ray.workers.trainer import BUSY
 
+        mine = BUSY if self._writer.busy else 0
         with self._change:
             if self._fenced >= ticket:
                 raise GroupFailed(f"generation {ticket} was closed by the controller")
             flags, self._asked = self._asked, 0
-            return flags
+            return flags | mine
 
     def _enter(self, ticket: Ticket, phase: Phase) -> None:
         with self._change:

@@ -237,3 +237,68 @@ def composed(rank: int, world: int, root: str) -> None:
     ):
         with pytest.raises(ValueError, match=says):
             ckpt.save({"model": {"w": wrong}}, root, 100, timeout_s=20)
+
+
+def async_rank(rank: int, world: int, roots: dict[str, str]) -> Any:
+    """Save asynchronously under each builder; while it is written the training goes on. The truth is gathered before."""
+    results = {}
+    for builder, root in roots.items():
+        model, optimizer = BUILDERS[builder](0, world)
+        with ckpt.Saver(root, timeout_s=20, when_busy="wait") as saver:
+            for step in (1, 2, 3):
+                one_step(model, optimizer)
+                truth = full_state(model, optimizer)
+                state = {"model": model, "optimizer": optimizer, "stream": {"consumed": 6 * step}}
+                saver.async_save(state, step, aux={"rank": rank}, wait_staged=False).wait_staged()
+        results[builder] = [c.name for c in ckpt.ls(root)], truth
+    return results
+
+
+def async_failing_rank(rank: int, world: int, root: str) -> Any:
+    """Rank 1's disk is full once; then rank 1 is slow. What each rank is told, call by call."""
+
+    class Store(ckpt.PosixStore):
+        slow = 0.0
+
+        def put_stream(self, key, chunks, size):  # type: ignore[no-untyped-def]
+            time.sleep(self.slow)
+            super().put_stream(key, chunks, size)
+
+    store, told = Store(root), list[Any]()
+    saver = ckpt.Saver(store, timeout_s=20)
+    state = {"model": {"w": torch.ones(10)}}
+    if rank == 1:
+        os.environ[ckpt.FAULT_ENV] = "data.chunk=ENOSPC"
+    handle = saver.async_save(state, 1)
+    while rank == 1 and not handle.done():  # the others may know of it by then, or not
+        time.sleep(0.01)
+    os.environ.pop(ckpt.FAULT_ENV, None)
+    dist.barrier()
+    for step in range(2, 6):
+        try:
+            told.append(saver.async_save(state, step).wait(20).step)
+            break
+        except ckpt.SaveFailed as error:
+            told.append(str(error))
+    store.slow = 1.0 * rank
+    handles = [saver.async_save(state, step) for step in (10, 11, 12)]
+    told.append([handle.skipped for handle in handles])
+    saver.close()
+    told.append([c.step for c in ckpt.ls(root)])
+    return told
+
+
+def async_killed_rank(rank: int, world: int, store: str, root: str, report: str) -> None:
+    """Not under run_gloo, which would call a death a failure. Rank 1 dies in the middle of its writing; rank 0 goes on and ends."""
+    torch.set_num_threads(1)
+    if rank == 1:
+        os.environ[ckpt.FAULT_ENV] = "data.written"
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=20))
+    saver = ckpt.Saver(root, timeout_s=1.0)
+    handle = saver.async_save({"model": {"w": torch.full((10,), 2.0)}}, 8)
+    began = time.monotonic()
+    outcome = f"{type(handle.exception(20)).__name__}: {handle.exception()}"
+    with open(f"{report}.{rank}", "w") as file:
+        file.write(f"{time.monotonic() - began} {outcome}")
+    saver.close()
+    os._exit(0)  # the group's other member is gone: leave without its goodbye

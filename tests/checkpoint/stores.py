@@ -43,7 +43,7 @@ class Opened:
 def collect(root: Root, keep: int, *, grace_s: float = 3600.0) -> ckpt.GcReport:
     """Keep the newest ``keep``; what is older than ``grace_s`` by the store's clock is debris. S3 dates things to the second, so a
     test that means "at once" gives some seconds below zero."""
-    return ckpt.gc(root, keep, grace_s=grace_s)
+    return ckpt.gc(root, ckpt.Retention(keep_last=keep), grace=ckpt.Grace(grace_s, grace_s, min(grace_s, 0.0)))
 
 
 def s3_store(fake_or_url: FakeS3 | str, root: str = "s3://bucket/runs/one", **options: object) -> ckpt.S3Store:

@@ -46,6 +46,10 @@ def whole(root, step, epoch=0, keepable=True):
     return made
 
 
+def collect(root, keep, grace=ckpt.NO_GRACE):
+    return ckpt.gc(root, ckpt.Retention(keep_last=keep), grace=grace)
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
@@ -192,13 +196,13 @@ def test_commits_are_ordered_by_number_not_by_text(root):
 
 def test_collection_keeps_the_newest_and_takes_the_rest_with_their_data(root):
     made = [whole(root, step) for step in range(1, 6)]
-    report = ckpt.gc(root, 2)
+    report = collect(root, 2)
     assert report.kept == (made[3].name, made[4].name) and report.deleted == tuple(c.name for c in made[:3])
     assert sorted(p.name for p in (root / "data").iterdir()) == sorted(c.attempt for c in made[3:])
     assert report.freed_bytes == sum(c.bytes for c in made[:3])
-    assert ckpt.gc(root, 2).deleted == ()
-    with pytest.raises(ValueError, match="keep is 0"):
-        ckpt.gc(root, 0)
+    assert collect(root, 2).deleted == ()
+    with pytest.raises(ValueError, match="keep_last is 0"):
+        collect(root, 0)
 
 
 def test_only_whole_commits_count_towards_those_kept(root):
@@ -206,13 +210,13 @@ def test_only_whole_commits_count_towards_those_kept(root):
     next((root / "data" / made[4].attempt).iterdir()).unlink()
     os.truncate(next((root / "data" / made[3].attempt).iterdir()), 10)
     Path(made[2].path).write_text("torn")
-    report = ckpt.gc(root, 1, grace_s=0.0)
+    report = collect(root, 1)
     assert made[1].name in report.kept and report.deleted == (made[0].name,)
     assert ckpt.latest(root) == made[1]
     # The torn commit's data can't be told from an orphan: nothing is swept while it is there.
     assert (root / "data" / made[2].attempt).exists() and any("can't be told" in p for p in report.problems)
     last = whole(root, 9)
-    report = ckpt.gc(root, 1, grace_s=0.0)
+    report = collect(root, 1)
     assert report.kept == (last.name,) and len(report.deleted) == 4
     assert [p.name for p in (root / "data").iterdir()] == [last.attempt]
 
@@ -222,7 +226,7 @@ def test_when_nothing_is_whole_nothing_is_deleted(root):
     for c in made:
         Path(c.path).write_text("torn")
     before = sorted(root.rglob("*"))
-    assert ckpt.gc(root, 1, grace_s=0.0).deleted == ()
+    assert collect(root, 1).deleted == ()
     assert sorted(root.rglob("*")) == before
 
 
@@ -230,10 +234,11 @@ def test_an_attempt_is_an_orphan_only_after_the_grace_time_by_the_stores_clock(r
     whole(root, 1)
     vote(root, 0, [piece(0, 120)], attempt="inflight", step=2)
     monkeypatch.setattr("time.time", lambda: 4e9)  # this host's clock is decades ahead
-    assert ckpt.gc(root, 1).swept == ()
+    two_hours = ckpt.Grace(orphans=7200.0, current=7200.0, readers=0.0)
+    assert collect(root, 1, grace=two_hours).swept == ()
     stale = root / "data/inflight/r00000.safetensors"
-    os.utime(stale, (stale.stat().st_mtime - 4000,) * 2)
-    assert ckpt.gc(root, 1).swept == ("inflight",)
+    os.utime(stale, (stale.stat().st_mtime - 8000,) * 2)
+    assert collect(root, 1, grace=two_hours).swept == ("inflight",)
     assert not (root / "data/inflight").exists()
 
 
@@ -243,14 +248,14 @@ def test_two_collectors_at_once_do_no_harm(root):
         save_in_process(root, tensors, random_layout(tensors, 2, seed=step), step=step)
     errors = []
 
-    def collect():
+    def work():
         try:
             for _ in range(3):
-                ckpt.gc(root, 2, grace_s=0.0)
+                collect(root, 2)
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=collect) for _ in range(3)]
+    threads = [threading.Thread(target=work) for _ in range(3)]
     for t in threads:
         t.start()
     for t in threads:
@@ -270,7 +275,7 @@ def test_a_failed_deletion_is_reported_and_does_not_stop_the_rest(root, monkeypa
         real(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "unlink", unlink)
-    report = ckpt.gc(root, 2)
+    report = collect(root, 2)
     assert report.deleted == (made[1].name,) and len(report.problems) == 1 and "Permission denied" in report.problems[0]
     assert (root / "data" / made[0].attempt).exists()
 
@@ -279,7 +284,7 @@ def test_a_reader_whose_checkpoint_was_collected_is_told_so(root):
     whole(root, 1)
     reader = ckpt.open(root)
     whole(root, 2)
-    ckpt.gc(root, 1)
+    collect(root, 1)
     with pytest.raises(ckpt.CheckpointCorrupt, match="missing .deleted, or collected since"):
         reader.read("w")
 

@@ -24,6 +24,8 @@ from vescale_ray import checkpoint as ckpt
 BEFORE, AFTER = adam_like(seed=1), adam_like(seed=2)
 # Where the new commit is visible: at commit.linked the rename of nothing is left to do but the folder's sync.
 VISIBLE = ("commit.linked", "commit.published", "gc.commit_deleted", "gc.object_deleted", "gc.swept")
+ELSEWHERE = ("vote.written", "stage.copied")
+"""Points that only the high-level saves pass: see test_checkpoint_torchrun.py and test_checkpoint_async.py."""
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +48,12 @@ def root(template):
 def save_then_collect(root: str, fault: str) -> None:
     os.environ[ckpt.FAULT_ENV] = fault
     save_in_process(root, AFTER, random_layout(AFTER, 2, seed=3), step=30)
-    ckpt.gc(root, 1, grace_s=0.0)
+    ckpt.gc(root, ckpt.Retention(keep_last=1), grace=ckpt.NO_GRACE)
 
 
 def points() -> list[str]:
     several = {"data.chunk": (0, 1, 3), "gc.object_deleted": (0, 1, 3), "gc.swept": (0, 1)}
-    return [f"{name}#{index}" for name in ckpt.FAULT_POINTS if name != "vote.written" for index in several.get(name, (0,))]
+    return [f"{name}#{index}" for name in ckpt.FAULT_POINTS if name not in ELSEWHERE for index in several.get(name, (0,))]
 
 
 @pytest.mark.parametrize("point", points())
@@ -62,7 +64,7 @@ def test_killed_at_any_point_the_right_checkpoint_loads_bit_for_bit_and_the_debr
     assert found is not None and found.step == (30 if done else 20)
     assert_equals(root, AFTER if done else BEFORE)
     assert all(c.problem is None for c in ckpt.ls(root))
-    report = ckpt.gc(root, 1, grace_s=0.0)
+    report = ckpt.gc(root, ckpt.Retention(keep_last=1), grace=ckpt.NO_GRACE)
     assert report.kept == (found.name,) and not report.problems
     assert sorted(p.name for p in root.glob("data/*")) == [found.attempt]
     assert [p.name for p in (root / "commits").iterdir()] == [f"{found.name}.json"]
@@ -204,9 +206,9 @@ def test_every_point_of_the_list_is_passed_in_the_listed_order(root, monkeypatch
         module = importlib.import_module(f"vescale_ray.checkpoint.{part}")
         monkeypatch.setattr(module, "fault_point", lambda name, index=0: passed.append(name))
     save_in_process(root, AFTER, random_layout(AFTER, 1, seed=3), step=30)
-    ckpt.gc(root, 1, grace_s=0.0)
+    ckpt.gc(root, ckpt.Retention(keep_last=1), grace=ckpt.NO_GRACE)
     first = list(dict.fromkeys(passed))
-    assert first == [p for p in ckpt.FAULT_POINTS if p != "vote.written"]
+    assert first == [p for p in ckpt.FAULT_POINTS if p not in ELSEWHERE]
     monkeypatch.undo()
     monkeypatch.setenv(ckpt.FAULT_ENV, "nonsense")
     with pytest.raises(ValueError, match="names no fault point"):

@@ -15,11 +15,15 @@ from tests.checkpoint.checkpoint_support import (
     assert_equals,
     load_in_process,
     memory_folder,
+    pieces_of,
     random_bits,
     random_layout,
     save_in_process,
 )
 from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint import staging
+from vescale_ray.checkpoint.layout import lay_out
+from vescale_ray.checkpoint.shard import write_staged
 
 
 @pytest.mark.parametrize("writers", [1, 2, 3, 4])
@@ -53,6 +57,28 @@ def test_any_model_any_layouts_any_dtypes_survive(tensors, writers, readers, see
         load_in_process(checkpoint, tensors, random_layout(tensors, readers, seed + 1, together=False))
         assert_equals(root, tensors)
         assert ckpt.verify(root).ok
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(models(), st.integers(1, 6), st.integers(0, 10**6), st.booleans())
+def test_what_is_staged_in_memory_is_byte_for_byte_the_object_that_is_written_at_once(tensors, writers, seed, together):
+    """One buffer serves all ranks and keeps their bytes in between, as it does from save to save."""
+    pool = staging.SlabPool()
+    pool.take(1 << 14).release()
+    with memory_folder() as root:
+        for rank, intervals in enumerate(random_layout(tensors, writers, seed, together=together)):
+            pieces = pieces_of(tensors, intervals)
+            first = ckpt.write_shard(root / "a", "x", rank, pieces, step=3, epoch=2, block_bytes=4096, chunk_bytes=8192)
+            layout = lay_out(pieces)
+            slab = pool.take(layout.bytes)
+            staging.copy_pieces(layout, pieces, slab.lay(layout)).wait()
+            second = write_staged(
+                ckpt.PosixStore(root / "b"), slab, "x", rank, aux=None, step=3, epoch=2, block_bytes=4096, chunk_bytes=8192
+            )
+            slab.release()
+            slab.buffer.random_(0, 255)
+            assert first.to_json() == second.to_json()
+            assert (root / "a" / first.object.key).read_bytes() == (root / "b" / first.object.key).read_bytes()
 
 
 @settings(max_examples=40, deadline=None)
@@ -157,3 +183,13 @@ def test_tensors_on_a_gpu_are_written_from_and_read_into_it(tmp_path):
     for (name, kind), full in tensors.items():
         got = checkpoint.read(name, kind, device="cuda")
         assert got.is_cuda and torch.equal(got.view(torch.uint8), full.view(torch.uint8))
+
+
+def test_a_tensor_that_was_read_into_counts_as_written(tmp_path):
+    """Autograd, and an engine that keeps a low-precision copy of a parameter, look at the version."""
+    tensors = {("w", "param"): random_bits((5000,), torch.float32, 3)}
+    save_in_process(tmp_path, tensors, random_layout(tensors, 3, seed=1))
+    parameter = torch.nn.Parameter(torch.zeros(50, 100))
+    before = parameter._version
+    ckpt.open(tmp_path).read_ranges([("w", "param", 0, 5000, parameter.detach().view(-1))])
+    assert parameter._version > before

@@ -281,8 +281,10 @@ def test_a_run_that_went_back_saves_into_a_higher_epoch(root):
 def test_keep_collects_after_each_save(root):
     net = Net(0)
     for step in range(1, 6):
-        ckpt.save({"model": net}, root, step, keep=2)
+        ckpt.save({"model": net}, root, step, retention=ckpt.Retention(keep_last=2))
     assert [c.step for c in ckpt.ls(root)] == [4, 5]
+    assert len(list((root / "data").iterdir())) == 5, "data stays for those who read it now"
+    ckpt.gc(root, ckpt.Retention(keep_last=2), grace=ckpt.NO_GRACE)
     assert len(list((root / "data").iterdir())) == 2
 
 

@@ -10,6 +10,9 @@ import torch
 
 from tests.checkpoint.checkpoint_ranks import (
     Mlp,
+    async_failing_rank,
+    async_killed_rank,
+    async_rank,
     composed,
     failing_rank,
     killed_rank,
@@ -117,3 +120,42 @@ def test_a_rank_that_dies_before_its_vote_stops_the_commit_within_the_timeout(tm
     else:
         assert "no vote from rank 1 of 2 within 1 s" in told
     assert torch.equal(ckpt.open(tmp_path / "ckpt").read("w"), torch.full((10,), 2.0 if committed else 1.0))
+
+
+def test_saved_beside_the_training_on_two_ranks_loads_on_three_bit_for_bit(tmp_path):
+    roots = {builder: str(tmp_path / builder) for builder in ("fsdp2", "ragged")}
+    results = run_gloo(2, async_rank, roots)
+    for builder, root in roots.items():
+        names, truth = results[0][builder]
+        assert names[-1] == "e0000-s000000000003" and ckpt.verify(root).ok
+        for back in run_gloo(3, load_rank, [(root, builder)]):
+            assert back[0][0] == (3, {"consumed": 18}, None, 0.01)
+            assert_same(truth, back[0][2])
+
+
+def test_a_failure_or_a_slow_rank_means_the_same_to_all_ranks(tmp_path):
+    told = run_gloo(3, async_failing_rank, str(tmp_path))
+    assert told[0] == told[1] == told[2]
+    failure, after, skipped, committed = told[0]
+    assert "rank 1 could not write" in failure and "No space left" in failure
+    assert after == 3 and skipped == [False, False, True] and committed == [3, 10, 11]
+
+
+def test_a_rank_that_dies_in_an_asynchronous_save_fails_it_within_the_timeout_and_the_one_before_loads(tmp_path):
+    ckpt.save({"model": {"w": torch.ones(10)}}, tmp_path / "ckpt", 7)
+    report = str(tmp_path / "report")
+    arguments = (2, str(tmp_path / "store"), str(tmp_path / "ckpt"), report)
+    ranks = [_context().Process(target=async_killed_rank, args=(rank, *arguments), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        for process in ranks:
+            process.join(30)
+            assert not process.is_alive(), "a rank hangs"
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.exitcode for process in ranks] == [0, -9]
+    seconds, outcome = Path(f"{report}.0").read_text().split(maxsplit=1)
+    assert float(seconds) < 5 and "no vote from rank 1 of 2 within 1 s" in outcome
+    assert torch.equal(ckpt.open(tmp_path / "ckpt").read("w"), torch.ones(10))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,15 @@ def test_status_shows_a_living_run(alive: Controller, capsys: pytest.CaptureFixt
     assert code == 0
     assert "live: RUNNING, step 12 of 50, loss 2.000 (2.88 bits/byte)" in out  # the server's figures, not run.json's
     assert "workers 3, generation 2, 5,000 tokens/s" in out and f"{alive.server.url()}/metrics" in out
+
+
+def test_status_shows_the_newest_checkpoint_and_the_interval_that_was_chosen(
+    alive: Controller, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "checkpoint" not in said(capsys, "status")[1]
+    alive.snapshot = replace(alive.snapshot, checkpoint_step=10, checkpoint_interval=61.0, checkpoint_interval_text="61 s (why)")
+    out = said(capsys, "status")[1]
+    assert "newest checkpoint: step 10" in out and "checkpoint interval: 61 s (why)" in out
 
 
 def test_status_as_json_is_one_object(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,7 +65,19 @@ NEWEST, BEFORE = "e0000-s000000000020", "e0000-s000000000010"
 
 
 def test_every_command_has_an_example_or_an_explanation_and_json() -> None:
-    assert set(ckpt.commands) >= {"ls", "show", "verify", "diff", "gc", "export-hf", "import-hf", "export-dcp", "import-dcp"}
+    assert set(ckpt.commands) >= {
+        "ls",
+        "show",
+        "verify",
+        "diff",
+        "gc",
+        "pin",
+        "unpin",
+        "export-hf",
+        "import-hf",
+        "export-dcp",
+        "import-dcp",
+    }
     for command in ckpt.commands.values():
         assert command.help and any(p.name == "as_json" for p in command.params), command.name
     assert cli.ckpt is ckpt
@@ -173,7 +185,23 @@ def test_a_checkpoint_goes_to_dcp_and_comes_back_with_its_optimizer(run, capsys)
     assert said(capsys, "diff", "x", "back")[0] == 0
 
 
-def test_old_checkpoints_are_collected(run, capsys):
+def test_old_checkpoints_are_collected_but_for_pinned_ones(run, capsys):
+    assert f"{BEFORE} pinned (cli)" in said(capsys, "pin", f"x@{BEFORE}")[1]
+    assert json.loads(said(capsys, "pin", "x", "--as", "eval", "--json")[1]) == {
+        "path": "runs/x/checkpoints",
+        "commit": NEWEST,
+        "pin": "eval",
+        "pinned": True,
+    }
+    code, out, _ = said(capsys, "gc", "x", "--keep", "1")
+    assert code == 0 and f"kept {BEFORE} (pinned)" in out and f"kept {NEWEST} (" in out
+    assert "has no pin 'eval'; it has cli" in refused(capsys, "unpin", f"x@{BEFORE}", "--as", "eval")
+    assert "say which checkpoint" in refused(capsys, "unpin", "x")
+    assert "can't be a pin's name" in refused(capsys, "pin", "x", "--as", "a/b")
+    assert said(capsys, "unpin", f"x@{BEFORE}")[0] == 0
+    code, out, _ = said(capsys, "gc", "x", "--keep", "1", "--dry-run")
+    assert code == 0 and f"would delete {BEFORE}" in out
+    assert [c.name for c in checkpoint.ls(run.checkpoints)] == [BEFORE, NEWEST], "a dry run changes nothing"
     code, out, _ = said(capsys, "gc", "x", "--keep", "1")
     assert code == 0 and f"deleted {BEFORE}" in out
     assert [c.name for c in checkpoint.ls(run.checkpoints)] == [NEWEST]

@@ -89,7 +89,7 @@ def test_sizes_that_follow_from_others() -> None:
         ("train.workers=1", "elastic.workers"),
         ("elastic.worker=1", "elastic.workers"),
         ("model.n_layers=1", "model.layers"),
-        ("checkpoint.interval=1", "checkpoint.keep"),
+        ("checkpoint.interval=1", "checkpoint.keep_last"),
         ("data.sequence_len=1", "data.seq_len"),
         ("metric.port=1", "metrics.port"),
     ],
@@ -122,7 +122,13 @@ SIZES = [
 
 
 def test_the_list_of_sizes_is_not_empty() -> None:
-    assert {"train.steps", "train.slots", "model.dim", "data.seq_len", "elastic.workers", "checkpoint.keep"} <= set(SIZES)
+    assert {"train.steps", "train.slots", "model.dim", "data.seq_len", "elastic.workers", "checkpoint.keep_last"} <= set(SIZES)
+
+
+def test_checkpoints_may_come_every_so_many_steps_or_as_often_as_they_pay() -> None:
+    assert load_config(None, ["checkpoint.every=7"]).checkpoint.every == 7
+    config = load_config(None, ["checkpoint.every=auto", "checkpoint.keep_best=2"])
+    assert config.checkpoint.every == "auto" and parse_config(config.model_dump(mode="json")) == config
 
 
 @pytest.mark.parametrize("key", SIZES)
@@ -153,7 +159,7 @@ def test_no_size_may_be_negative_a_fraction_a_word_or_a_boolean(key: str) -> Non
         "elastic.workers",
         "elastic.min_workers",
         "elastic.max_workers",
-        "checkpoint.keep",
+        "checkpoint.keep_last",
     ],
 )
 def test_zero_is_refused_where_something_must_be_there(key: str) -> None:
@@ -185,6 +191,10 @@ def test_rates_and_times_must_be_positive_and_finite(key: str, value: str) -> No
         (["run.name=.."], "run.name = .."),
         (["run.dir=''"], "run.dir = : must not be empty"),
         (["model.factory=abc"], "pkg.mod:fn"),
+        (["checkpoint.every=often"], "checkpoint.every = often: give a whole number, or auto"),
+        (["checkpoint.every=-1"], "checkpoint.every = -1: give at least 0, or auto"),
+        (["checkpoint.auto_min_s=10", "checkpoint.auto_max_s=5"], "checkpoint.auto_min_s = 10 is more than checkpoint.auto_max_s = 5"),
+        (["checkpoint.keep_mode=low"], "checkpoint.keep_mode = low: give one of min or max"),
         (["metrics.port=65536"], "metrics.port = 65536: give at most 65535"),
         (["data.heldout=0.95"], "data.heldout = 0.95: give at most 0.9"),
         (["train.steps=-1", "train.lr=-1"], "train.steps = -1: give at least 1; train.lr = -1: give more than 0"),

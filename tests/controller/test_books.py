@@ -15,13 +15,16 @@ import torch
 
 from tests.controller.runs import tiny
 from vescale_ray import checkpoint
+from vescale_ray.config import CheckpointSection
 from vescale_ray.controller import metrics, watchdog
+from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo, read_memo, write_memo
+from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import FINAL, TRANSITIONS, RunState, Source, World, check_transition
 from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.messages import Filled, Origin, Saved, Stepped, Ticket
+from vescale_ray.workers.messages import Evaluated, Filled, Origin, Saved, Stepped, Ticket
 from vescale_ray.workers.trainer import StepRecord
 
 # ------------------------------------------------------------------------------------------------------------------- states
@@ -183,7 +186,7 @@ def ended(saves: Saves) -> list[SaveResult]:
 
 
 def test_a_checkpoint_is_committed_when_the_last_vote_is_in_and_not_before(tmp_path: Path) -> None:
-    saves = Saves(str(tmp_path), 2, lambda step: {"at": step}, None)
+    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {"at": step}, None)
     saves.heed(vote(tmp_path, "t1", 0, 2, 5))
     assert saves.busy and not saves.results() and newest_kept(str(tmp_path)) is None
     saves.heed(vote(tmp_path, "t1", 1, 2, 5))
@@ -193,26 +196,26 @@ def test_a_checkpoint_is_committed_when_the_last_vote_is_in_and_not_before(tmp_p
 
 
 def test_votes_that_come_again_after_a_restart_change_nothing(tmp_path: Path) -> None:
-    saves = Saves(str(tmp_path), 2, lambda step: {}, None)
+    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
     votes = [vote(tmp_path, "t1", rank, 2, 5) for rank in range(2)]
     for one in votes:
         saves.heed(one)
     assert len(ended(saves)) == 1
     for one in votes:
         saves.heed(one)
-    again = Saves(str(tmp_path), 2, lambda step: {}, "t1")
+    again = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, "t1")
     for one in votes:
         again.heed(one)
     assert not saves.busy and not again.busy and len(checkpoint.ls(tmp_path)) == 1
     # Restarted before the commit was noted: the same votes make the same commit.
-    third = Saves(str(tmp_path), 2, lambda step: {}, None)
+    third = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
     for one in votes:
         third.heed(one)
     assert ended(third)[0].error is None and len(checkpoint.ls(tmp_path)) == 1
 
 
 def test_a_rank_that_could_not_write_fails_the_checkpoint_with_its_reason_and_spares_the_older_one(tmp_path: Path) -> None:
-    saves = Saves(str(tmp_path), 2, lambda step: {}, None)
+    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
     for rank in range(2):
         saves.heed(vote(tmp_path, "t1", rank, 2, 5))
     ended(saves)
@@ -272,3 +275,105 @@ def test_the_watchdog_acts_when_its_pipe_ends_without_the_word(tmp_path: Path, w
     finally:
         marked.kill()
         marked.communicate()
+
+
+def test_a_vote_of_a_generation_that_is_over_begins_nothing_but_completes_what_was_begun(tmp_path: Path) -> None:
+    """Votes have epoch 1. What had a vote before the fence may still be completed; a later lone vote would be waited for in vain."""
+    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    saves.heed(vote(tmp_path, "t1", 0, 2, 5))
+    saves.fence(2)
+    saves.heed(vote(tmp_path, "t2", 0, 2, 6))
+    saves.heed(vote(tmp_path, "t1", 1, 2, 5))
+    (result,) = ended(saves)
+    assert result.kept is not None and result.kept.step == 5 and not saves.busy
+
+
+def test_an_attempt_that_a_later_one_has_overtaken_is_given_up(tmp_path: Path) -> None:
+    """Its missing vote was heard by a controller that is no more; the workers vote in order."""
+    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    saves.heed(vote(tmp_path, "t1", 0, 2, 5))
+    for rank in (0, 1):
+        saves.heed(vote(tmp_path, "t2", rank, 2, 6))
+    results = ended(saves)
+    assert [(r.step, r.error) for r in results] == [(6, None), (5, "a later one was complete before it")] and not saves.busy
+
+
+# ------------------------------------------------------------------------------------------------------------------- cadence
+
+
+def kept(stall: float, seconds: float, step: int = 1) -> SaveResult:
+    return SaveResult("a", step, 1, seconds, Kept("n", "p", step), 5, stall_s=stall)
+
+
+def auto(**changes: Any) -> Cadence:
+    return Cadence(CheckpointSection(every="auto", **changes), now=1000.0)
+
+
+def test_the_first_checkpoint_comes_after_the_least_interval_and_the_next_after_what_it_has_shown() -> None:
+    cadence = auto(auto_min_s=10, auto_max_s=3600, mtbf_hours=1)
+    assert not cadence.due(1009.0, False) and cadence.due(1010.0, False) and not cadence.due(1010.0, True)
+    assert cadence.news(1010.0, 0) is None, "nothing is known of the cost yet"
+    cadence.begun(1010.0)
+    cadence.saved(kept(0.5, 3.0))
+    news = cadence.news(1014.0, 0)
+    # Young: sqrt(2 * 0.5 * 3614) = 60.1
+    assert news is not None and news.by == "formula" and abs(news.seconds - 60.1) < 1.5
+    assert not cadence.due(1060.0, False) and cadence.due(1073.0, False)
+
+
+def test_failures_shorten_the_interval_and_a_quiet_time_lengthens_it_and_only_changes_are_news() -> None:
+    cadence = auto(auto_min_s=1, auto_max_s=3600, mtbf_hours=1)
+    cadence.saved(kept(0.5, 3.0))
+    first = cadence.news(1000.0, 0)
+    assert first is not None and cadence.news(1001.0, 0) is None
+    often = cadence.news(1002.0, 3)
+    # Four failures' worth in an hour: a quarter of the time between them, half the interval.
+    assert often is not None and abs(often.seconds / first.seconds - 0.5) < 0.02
+    rare = cadence.news(1002.0 + 8 * 3600, 3)
+    assert rare is not None and rare.seconds > 2 * often.seconds
+
+
+def test_bounds_hold_and_say_so_and_one_slow_disk_is_no_news() -> None:
+    cadence = auto(auto_min_s=20, auto_max_s=30, mtbf_hours=24)
+    for _ in range(4):
+        cadence.saved(kept(0.5, 3.0))
+    news = cadence.news(1000.0, 0)
+    assert news is not None and (news.seconds, news.by) == (30.0, "most") and "held at its most" in str(news)
+    cadence.saved(kept(9.0, 300.0))
+    assert cadence.news(1001.0, 0) is None
+    for _ in range(4):
+        cadence.saved(kept(0.0001, 300.0))
+    slow = cadence.news(1002.0, 0)
+    assert slow is not None and (slow.seconds, slow.by) == (300.0, "persist"), "the one before must be written first"
+
+
+def test_failed_checkpoints_and_those_of_parked_workers_tell_nothing_of_the_cost() -> None:
+    cadence = auto(auto_min_s=20)
+    cadence.saved(SaveResult("a", 1, 1, 3.0, error="no"))
+    cadence.saved(kept(0.0, 50.0))
+    assert cadence.news(2000.0, 0) is None
+    assert not Cadence(CheckpointSection(every=100), 0.0).due(1e9, False)
+
+
+def test_the_books_tell_of_another_interval_and_find_it_again_after_a_restart(ledger: Ledger) -> None:
+    ledger.started()
+    cadence = auto()
+    cadence.saved(kept(0.5, 3.0))
+    news = cadence.news(1000.0, 0)
+    assert news is not None
+    ledger.interval_changed(news)
+    again = Ledger(ledger.folder, ledger._config, ledger._run_id, os.getpid(), 2)
+    again.restore(None)
+    for one in (ledger, again):
+        one.publish({})
+        assert one.snapshot.checkpoint_interval == news.seconds and one.snapshot.checkpoint_interval_text == str(news)
+
+
+def test_a_checkpoint_has_the_metrics_of_its_own_step(ledger: Ledger) -> None:
+    first = generation(1, 0, "w0")
+    ledger.opened(first)
+    for index in range(2):
+        ledger.stepped(stepped(first, index, 100.0 + index))
+    ledger.evaluation(Evaluated(first.ticket, 2, 7.5, 3))
+    found = [ledger.metrics_of(step) for step in (1, 2, 3)]
+    assert found[0].keys() == {"loss"} and found[1]["heldout_loss"] == 7.5 and found[2] == {"heldout_loss": 7.5}

@@ -147,6 +147,24 @@ def test_a_stopped_run_resumes_with_another_number_of_workers_as_if_it_had_not_s
     assert again.result.state == "DONE" and len(again.events) == len(resumed.events), "a run that is done does nothing"
 
 
+@pytest.mark.slow
+def test_with_an_automatic_interval_checkpoints_come_by_the_clock_and_say_why(home: Path, undisturbed: Finished) -> None:
+    keep = {"checkpoint_auto_min_s": 0.2, "checkpoint_auto_max_s": 0.4, "checkpoint_keep_last": 3, "checkpoint_keep_best": 1}
+    finished = carry_out(tiny(home, "auto", checkpoint_every="auto", **keep))
+    assert finished.result.state == "DONE", finished.result
+    saved = [event["step"] for event in finished.of("checkpoint_saved")]
+    assert len(saved) >= 3 and saved == sorted(saved) and saved[-1] == STEPS
+    assert all(event["stall_seconds"] > 0 for event in finished.of("checkpoint_saved")[:-1])
+    intervals = finished.of("checkpoint_interval")
+    assert intervals and all(0.2 <= event["seconds"] <= 0.4 or event["by"] == "persist" for event in intervals)
+    root = finished.config.checkpoint_dir
+    losses = {c.step: checkpoint.open(root, c).meta["metrics"]["loss"] for c in checkpoint.ls(root)}
+    assert 3 <= len(losses) <= 4 and all(loss == finished.losses[step] for step, loss in losses.items())
+    assert all(checkpoint.verify(root, c).ok for c in checkpoint.ls(root))
+    assert worst_difference(finished.losses, undisturbed.losses) < CLOSE
+    nothing_left(finished)
+
+
 def test_a_stopped_process_and_two_neighbours_lost_at_once_cost_the_steps_since_the_checkpoint_and_no_sample(
     home: Path, undisturbed: Finished
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from vescale_ray.config import RunConfig, load_config
 from vescale_ray.data.corpus import load_corpus
 from vescale_ray.data.stream import SampleStream
-from vescale_ray.report import accounting, draw, summarize, table
+from vescale_ray.report import accounting, describe_event, draw, summarize, table
 from vescale_ray.runfolder import RunFolder, RunFolderError
 
 BATCH = 6
@@ -202,6 +202,16 @@ def test_the_summary_has_the_figures_that_were_put_in(whole: tuple[RunFolder, Ru
     pauses = [(step, pause) for _, step, what, pause in summary.events if "workers" in what]
     assert pauses == [(5, 1.25), (14, 0.5)]
     assert summary.sound
+
+
+def test_what_checkpoints_cost_and_how_often_they_come_is_told_in_few_words() -> None:
+    saved = {"event": "checkpoint_saved", "bytes": 12.3e6, "seconds": 2.5, "stall_seconds": 0.031}
+    assert describe_event(saved) == ("checkpoint, 12.3 MB, written in 2.50 s", 0.031)
+    interval = {"event": "checkpoint_interval", "seconds": 142.2, "by": "most", "stall_seconds": 0.155, "mtbf_hours": 18.0}
+    told = describe_event(interval)
+    assert told == ("checkpoint every 142 s (stall 0.155 s, a failure every 18 h, held at its most)", None) and len(told[0]) < 85
+    skipped = describe_event({"event": "checkpoint_skipped", "reason": "slow disk"})
+    assert skipped == ("checkpoint skipped: slow disk", None)
 
 
 def test_the_table_says_it_in_lines_that_fit_a_terminal(whole: tuple[RunFolder, RunConfig]) -> None:

@@ -189,7 +189,7 @@ def start_from_checkpoint(state: State, root: str, *where: Any) -> int:
 def train(state: State, until: int) -> list[StepRecord]:
     records = []
     while state["trainer"].completed < until:
-        records.append(state["trainer"].step())
+        records.append(state["trainer"].step(settle=state["snapshots"].settle))
         state["snapshots"].after_step(state["trainer"])
     return records
 
@@ -236,13 +236,15 @@ def train_or_fail(state: State, until: int, kill_at: tuple[int, float] | None) -
                 if kill_at and state["trainer"].completed == kill_at[0]:
                     threading.Timer(kill_at[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
                     kill_at = None
-                records.append(state["trainer"].step())
+                records.append(state["trainer"].step(settle=state["snapshots"].settle))
                 state["snapshots"].after_step(state["trainer"])
     except GroupFailed as error:
         failure = str(error)
     if failure:
         state.pop("trainer").close()
+        state["snapshots"].let_go()
         groups.dissolve()
+        state["snapshots"].verify()
         return failure, records, state["snapshots"].held(), time.monotonic()
     return failure, records, state["snapshots"].held(), time.monotonic()
 

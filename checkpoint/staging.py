@@ -1,0 +1,210 @@
+"""A rank's object built in memory: one copy of its pieces into a reusable buffer that is laid out as the object on disk.
+
+    pieces (parameters, optimizer states, on any device)
+       |  one copy: the only time that training waits for
+       v
+    slab: [ header | sections, padded with zeros ]     written from here without another copy, past the page cache
+
+A slab is page-aligned, touched when it is made (first touches cost ten times the copy), page-locked where the pieces are on a GPU,
+and is used again by the next save. It may have several holders (a save that is being written, a copy that is being sent).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .digest import aligned_buffer
+from .layout import ObjectLayout, ShardPiece, lay_out
+from .store import ALIGNMENT
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+
+
+class Slab:
+    """``nbytes`` of host memory for one staged object. Get it from a :class:`SlabPool`."""
+
+    def __init__(self, nbytes: int, pinned: bool, pool: SlabPool) -> None:
+        self.pinned = pinned
+        self.buffer = _pinned(nbytes) if pinned else _touched(nbytes)
+        self._pool = pool
+        self._holders = 1
+        self._gaps_of: ObjectLayout | None = None
+        self.layout: ObjectLayout | None = None
+
+    def retain(self) -> Slab:
+        """One more holder; each calls :meth:`release` once."""
+        with self._pool.lock:
+            self._holders += 1
+        return self
+
+    def release(self) -> None:
+        """One holder less; after the last the pool may hand the slab out again."""
+        with self._pool.lock:
+            self._holders -= 1
+            if self._holders == 0:
+                self._pool.take_back(self)
+            assert self._holders >= 0, "a slab was released twice"
+
+    @property
+    def shared(self) -> bool:
+        """Whether there is more than one holder: then its bytes must not be changed."""
+        with self._pool.lock:
+            return self._holders > 1
+
+    def again(self) -> None:
+        """Handed out by the pool (which holds the lock)."""
+        self._holders = 1
+
+    def lay(self, layout: ObjectLayout) -> torch.Tensor:
+        """The object's bytes, with zeros wherever no piece lies; the pieces are not copied yet."""
+        view = self.buffer[: layout.bytes]
+        if self._gaps_of is not layout:
+            position = 0
+            for place in (*layout.placed, None):
+                start = place.offset if place else layout.bytes
+                view[position:start].zero_()
+                position = max(position, start)
+                if place:
+                    position = place.offset + (place.end - place.start) * layout.itemsize(place)
+            self._gaps_of = layout
+        self.layout = layout
+        return view
+
+
+class SlabPool:
+    """Slabs that come back. ``pinned``: page-locked memory, for copies from a GPU that run beside its work.
+
+    A free slab that is too small is replaced, not kept beside a larger one: the pool holds as many as were ever in use at once.
+    """
+
+    def __init__(self, *, pinned: bool = False) -> None:
+        self.lock = threading.RLock()
+        self.pinned = pinned
+        self._free: list[Slab] = []
+
+    def take(self, nbytes: int) -> Slab:
+        """A slab of at least so many bytes; a fresh one if none is free."""
+        with self.lock:
+            for index, slab in enumerate(self._free):
+                if slab.buffer.numel() >= nbytes:
+                    del self._free[index]
+                    slab.again()
+                    return slab
+            if self._free:
+                self._free.pop()
+        return Slab(nbytes, self.pinned, self)
+
+    def take_back(self, slab: Slab) -> None:
+        """For :meth:`Slab.release`."""
+        with self.lock:
+            self._free.append(slab)
+
+    def clear(self) -> None:
+        """Give the free slabs' memory back to the system."""
+        with self.lock:
+            self._free.clear()
+
+
+class LayoutMemo:
+    """The last layout, as long as the pieces' descriptions stay exactly the same: a plan is made once, not at every save."""
+
+    def __init__(self) -> None:
+        self._key: tuple[object, ...] = ()
+        self._layout: ObjectLayout | None = None
+
+    def of(self, pieces: Sequence[ShardPiece]) -> ObjectLayout:
+        key = tuple((p.name, p.kind, p.start, p.end, p.shape, p.dtype) for p in pieces)
+        if self._layout is None or key != self._key:
+            self._layout, self._key = lay_out(pieces), key
+        return self._layout
+
+
+class Copying:
+    """A copy into a slab that may still be under way on a GPU's stream."""
+
+    def __init__(self, event: Any = None, alive: Sequence[torch.Tensor] = ()) -> None:
+        self._event, self._alive = event, alive
+
+    def wait(self) -> None:
+        """Until every byte is in the slab: from then on the pieces may change."""
+        if self._event is not None:
+            self._event.synchronize()
+        self._event, self._alive = None, ()
+
+
+def copy_pieces(layout: ObjectLayout, pieces: Sequence[ShardPiece], into: torch.Tensor) -> Copying:
+    """Copy each piece to its place. Pieces that follow each other in memory and in the object are one copy.
+
+    From a GPU the copies run on a stream of their own, after what its current stream has been given so far; what that stream does
+    after :meth:`Copying.wait` can't touch them.
+    """
+    sources = list(layout.sources(pieces))
+    if any(flat.is_cuda for _, flat in sources):
+        return _from_gpu(sources, into)
+    base = into.data_ptr()
+    place = address = size = 0
+    for offset, flat in sources:
+        start, count = flat.data_ptr(), flat.numel()
+        if offset == place + size and start == address + size:
+            size += count
+            continue
+        if size:
+            # memmove, not Tensor.copy_: it is twice as fast on large pieces (no read of what is overwritten), and lets other threads run.
+            ctypes.memmove(base + place, address, size)
+        place, address, size = offset, start, count
+    if size:
+        ctypes.memmove(base + place, address, size)
+    return Copying()
+
+
+def _from_gpu(sources: Sequence[tuple[int, torch.Tensor]], into: torch.Tensor) -> Copying:
+    device = next(flat.device for _, flat in sources if flat.is_cuda)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        k = 0
+        while k < len(sources):
+            offset, flat = sources[k]
+            size = flat.numel()
+            k += 1
+            while k < len(sources) and _follows(offset, flat, size, *sources[k]):
+                size += sources[k][1].numel()
+                k += 1
+            whole = flat if size == flat.numel() else flat.as_strided((size,), (1,))
+            into[offset : offset + size].copy_(whole, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(stream)
+    return Copying(event, [flat for _, flat in sources])
+
+
+def _follows(offset: int, flat: torch.Tensor, size: int, next_offset: int, following: torch.Tensor) -> bool:
+    return (
+        next_offset == offset + size
+        and following.data_ptr() == flat.data_ptr() + size
+        and following.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    )
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    return aligned_buffer(max(ALIGNMENT, nbytes), pinned=True)
+
+
+def _touched(nbytes: int) -> torch.Tensor:
+    """Memory from the system itself (freed as a whole when the last view goes), every page there.
+
+    Not in huge pages: clearing them took nine times as long on a virtual machine, and the copies were no faster.
+    """
+    size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    try:
+        memory.madvise(_POPULATE_WRITE)
+    except OSError:
+        ctypes.memset(buffer.data_ptr(), 0, size)
+    return buffer

@@ -1,0 +1,144 @@
+"""How the ranks of a save under torchrun come to one commit: through small objects in the store, without a collective.
+
+    rank 1..n-1                        rank 0
+    attempts/<attempt>/r00001.json --> every vote, or the first failure
+                                       commit
+    <-- attempts/<attempt>/outcome.json
+
+So no watchdog can strike while anything is written, it works from any thread, and a rank that fails tells the others at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .commits import Commit, commit
+from .errors import CheckpointError, SaveAborted, SaveFailed
+from .faults import fault_point
+from .manifest import check_attempt
+from .shard import Vote
+from .store import KeyMissing, ObjectStore
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try at saving one step, as every rank of it knows it. ``document`` and ``aliases`` go into the manifest (rank 0's)."""
+
+    name: str
+    step: int
+    epoch: int
+    world: int
+    rank: int
+    document: Mapping[str, Any]
+    aliases: Mapping[str, str]
+    timeout_s: float
+
+
+def conclude(
+    store: ObjectStore, attempt: Attempt, written: Vote | Exception, cancelled: Callable[[], bool] = lambda: False
+) -> Commit:
+    """Tell the others how this rank's writing ended, and come to the same end as they.
+
+    Raises:
+        SaveFailed: there is no commit; on every rank that hears of it. SaveAborted: cancelled while it waited.
+    """
+    word = {"error": str(written)} if isinstance(written, Exception) else {"vote": written.to_json()}
+    if attempt.rank == 0:
+        if isinstance(written, Exception):
+            if attempt.world > 1:
+                _tell(store, attempt.name, "outcome", word)
+            raise written
+        return _lead(store, attempt, word, cancelled)
+    _tell(store, attempt.name, f"r{attempt.rank:05d}", word)
+    fault_point("vote.written", attempt.rank)
+    if isinstance(written, Exception):
+        raise written
+    patience = 2 * attempt.timeout_s
+    outcome = _await(store, attempt.name, "outcome", time.monotonic() + patience, cancelled)
+    if outcome is None:
+        raise SaveFailed(f"step {attempt.step}: rank 0 reported no commit within {patience:.0f} s; earlier checkpoints are untouched")
+    if "error" in outcome:
+        raise SaveFailed(outcome["error"])
+    return Commit(**outcome["commit"])
+
+
+def _lead(store: ObjectStore, attempt: Attempt, own: Mapping[str, Any], cancelled: Callable[[], bool]) -> Commit:
+    """Rank 0: collect the votes, commit, tell the others."""
+    deadline = time.monotonic() + attempt.timeout_s
+    votes: list[Vote] = []
+    world, step = attempt.world, attempt.step
+    try:
+        for rank in range(world):
+            raw = own if rank == 0 else _await(store, attempt.name, f"r{rank:05d}", deadline, cancelled)
+            if raw is None:
+                raise SaveFailed(
+                    f"step {step}: no vote from rank {rank} of {world} within {attempt.timeout_s:.0f} s; earlier checkpoints are untouched"
+                )
+            if "error" in raw:
+                raise SaveFailed(raw["error"])
+            votes.append(Vote.from_json(raw["vote"]))
+        if cancelled():
+            raise _given_up(step)
+        made = commit(
+            store,
+            votes,
+            step=step,
+            epoch=attempt.epoch,
+            attempt=attempt.name,
+            world=world,
+            meta=attempt.document,
+            aliases=attempt.aliases,
+        )
+    except Exception as error:
+        # Whatever it is, the others must hear of it rather than wait.
+        if world > 1:
+            _tell(store, attempt.name, "outcome", {"error": str(error)})
+        if isinstance(error, CheckpointError):
+            raise
+        raise SaveFailed(f"step {step}: {type(error).__name__}: {error}; earlier checkpoints are untouched") from error
+    if world > 1:
+        _tell(store, attempt.name, "outcome", {"commit": vars(made)})
+    return made
+
+
+def _tell(store: ObjectStore, attempt: str, name: str, value: Mapping[str, Any]) -> None:
+    """Publish a message of this attempt; a store that refuses even this leaves the others to their timeout."""
+    try:
+        store.put(f"attempts/{check_attempt(attempt)}/{name}.json", json.dumps(value).encode())
+    except OSError as error:
+        _log.error("could not publish %s of save attempt %s: %s", name, attempt, error)
+
+
+def _await(
+    store: ObjectStore, attempt: str, name: str, deadline: float, cancelled: Callable[[], bool]
+) -> Mapping[str, Any] | None:
+    """Another rank's message; ``None`` if it has not come by ``deadline`` (of ``time.monotonic``)."""
+    pause = 0.002
+    late: OSError | None
+    while True:
+        try:
+            found: Mapping[str, Any] = json.loads(store.get(f"attempts/{attempt}/{name}.json"))
+            return found
+        except KeyMissing:
+            late = None
+        except OSError as error:  # a store that fails once may answer the next time
+            late = error
+        if time.monotonic() >= deadline:
+            if late is not None:
+                raise late
+            return None
+        if cancelled():
+            raise SaveAborted(f"this save was given up while it waited for {name}; earlier checkpoints are untouched")
+        time.sleep(pause)
+        pause = min(0.25, pause * 1.5)
+
+
+def _given_up(step: int) -> SaveAborted:
+    return SaveAborted(f"step {step}: this save was given up before its commit; earlier checkpoints are untouched")

@@ -1,0 +1,381 @@
+"""Saving beside the training: what is stored is the state of the step, whatever happens afterwards; errors are told; nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.checkpoint_support import bits, in_subprocess, memory_folder
+from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint import saver as saver_module
+
+
+@pytest.fixture
+def root():
+    with memory_folder() as folder:
+        yield folder
+
+
+class Slow(ckpt.PosixStore):
+    """A store whose data waits at a gate."""
+
+    def __init__(self, root: Any) -> None:
+        super().__init__(root)
+        self.gate = threading.Event()
+        self.began = threading.Semaphore(0)
+
+    def put_stream(self, key, chunks, size):
+        self.began.release()
+        assert self.gate.wait(30)
+        super().put_stream(key, chunks, size)
+
+
+class Stuck(Slow):
+    """A store that never answers."""
+
+    def put_stream(self, key, chunks, size):
+        self.began.release()
+        threading.Event().wait()
+
+
+def trainer(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 3, bias=False))
+    model.register_buffer("count", torch.tensor([seed, 4]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, stream: dict[str, int]) -> None:
+    model(torch.randn(4, 7)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+    stream["consumed"] += 4
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, stream: dict[str, int]) -> Any:
+    """Copies of all that a resumed run depends on: the oracle."""
+    tensors = {name: bits(t) for name, t in model.state_dict().items()}
+    for name, p in model.named_parameters():
+        tensors |= {f"{name}/{k}": bits(v) for k, v in optimizer.state[p].items()}
+    draws = (random.getstate(), bytes(np.random.get_state()[1]), torch.get_rng_state().tolist())  # type: ignore[index]
+    return tensors, dict(stream), scheduler.state_dict(), optimizer.param_groups[0]["lr"], draws
+
+
+@pytest.mark.parametrize("wait_staged", [True, False])
+def test_the_state_of_the_step_is_stored_bit_for_bit_although_training_goes_on_at_once(root, wait_staged):
+    model, optimizer, scheduler = trainer(0)
+    stream = {"consumed": 0}
+    expected = {}
+    with ckpt.Saver(root) as saver:
+        for index in range(1, 5):
+            step(model, optimizer, scheduler, stream)
+            expected[index] = everything(model, optimizer, scheduler, stream)
+            state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "stream": stream}
+            handle = saver.async_save(state, index, meta={"at": index}, metrics={"loss": index / 2}, wait_staged=wait_staged)
+            handle.wait_staged(10)
+            # What training does next, and worse: everything in place, at once.
+            with torch.no_grad():
+                for t in (*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())):
+                    t.fill_(-7)
+            model.get_buffer("count").zero_()
+            torch.manual_seed(99)
+            random.seed(99)
+            np.random.seed(99)
+            stream["consumed"] = -1
+            optimizer.param_groups[0]["lr"] = 123.0
+            assert handle.wait(10).step == index
+            ckpt.load(state, root, commit=handle.commit)
+            stream = state["stream"]
+            assert everything(model, optimizer, scheduler, stream) == expected[index]
+    for index, commit in enumerate(ckpt.ls(root), start=1):
+        model, optimizer, scheduler = trainer(5)
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "stream": None}
+        loaded = ckpt.load(state, root, commit=commit)
+        assert loaded.meta == {"at": index} and ckpt.open(root, commit).meta["metrics"] == {"loss": index / 2}
+        assert everything(model, optimizer, scheduler, state["stream"]) == expected[index]
+    assert ckpt.verify(root).ok
+
+
+def test_at_most_one_is_written_and_one_staged_and_a_third_is_skipped_with_a_warning(root, caplog):
+    store, w = Slow(root), torch.zeros(3000)
+    saver = ckpt.Saver(store)
+    first = saver.async_save({"model": {"w": w}}, 1)
+    assert store.began.acquire(timeout=10)
+    w.fill_(2.0)
+    second = saver.async_save({"model": {"w": w}}, 2)
+    w.fill_(3.0)
+    third = saver.async_save({"model": {"w": w}}, 3)
+    w.fill_(4.0)
+    assert not first.done() and not second.done() and saver.in_flight == 2
+    assert third.done() and third.skipped and "step 3 is skipped" in caplog.text
+    with pytest.raises(ckpt.SaveSkipped, match="step 3 is skipped"):
+        third.wait()
+    third.wait_staged()
+    store.gate.set()
+    assert (first.wait(10).step, second.wait(10).step) == (1, 2)
+    assert saver.async_save({"model": {"w": w}}, 4).wait(10).step == 4, "a skipped save is no failure of the next"
+    saver.close()
+    for commit, value in zip(ckpt.ls(root), (0.0, 2.0, 4.0), strict=True):
+        assert torch.equal(ckpt.open(root, commit).read("w"), torch.full((3000,), value))
+
+
+def test_with_a_single_buffer_a_second_save_is_skipped_and_no_more_memory_is_taken(root):
+    store, w = Slow(root), torch.zeros(3000)
+    with ckpt.Saver(store, double_buffer=False) as saver:
+        first = saver.async_save({"model": {"w": w}}, 1)
+        assert saver.async_save({"model": {"w": w}}, 2).skipped
+        store.gate.set()
+        first.wait(10)
+        assert not saver.async_save({"model": {"w": w}}, 3).skipped
+
+
+def test_with_when_busy_wait_a_third_save_waits_for_room(root):
+    store, w = Slow(root), torch.zeros(3000)
+    with ckpt.Saver(store, when_busy="wait") as saver:
+        for number in (1, 2):
+            saver.async_save({"model": {"w": w}}, number)
+        threading.Timer(0.3, store.gate.set).start()
+        began = time.monotonic()
+        third = saver.async_save({"model": {"w": w}}, 3)
+        assert time.monotonic() - began > 0.2 and not third.skipped
+    assert [c.step for c in ckpt.ls(root)] == [1, 2, 3]
+
+
+def test_a_failed_save_is_told_once_by_wait_or_by_the_next_save_or_at_the_end_and_is_never_a_success(root, monkeypatch):
+    saver, state = ckpt.Saver(root), {"model": {"w": torch.ones(10)}}
+    saver.async_save(state, 1).wait(10)
+    monkeypatch.setenv(ckpt.FAULT_ENV, "data.chunk=ENOSPC")
+    failed = saver.async_save(state, 2)
+    assert isinstance(failed.exception(10), ckpt.SaveFailed) and failed.done()
+    with pytest.raises(ckpt.SaveFailed, match="No space left"):
+        failed.wait()
+    unheard = saver.async_save(state, 3)
+    while not unheard.done():
+        time.sleep(0.01)
+    monkeypatch.delenv(ckpt.FAULT_ENV)
+    with pytest.raises(ckpt.SaveFailed, match="No space left.*earlier checkpoints are untouched"):
+        saver.async_save(state, 4)
+    assert saver.async_save(state, 5).wait(10).step == 5
+    monkeypatch.setenv(ckpt.FAULT_ENV, "commit.validated=EIO")
+    saver.async_save(state, 6)
+    with pytest.raises(ckpt.SaveFailed, match="Input/output error"):
+        saver.close()
+    saver.close()
+    assert [c.step for c in ckpt.ls(root)] == [1, 5]
+    with pytest.raises(ValueError, match="is closed"):
+        saver.async_save(state, 7)
+
+
+def test_what_can_not_be_stored_is_refused_before_anything_is_written(root):
+    with ckpt.Saver(root) as saver:
+        with pytest.raises(ValueError, match="JSON can't hold"):
+            saver.async_save({"model": {"w": torch.ones(3)}, "odd": object()}, 1)
+        with pytest.raises(ValueError, match="step is -1"):
+            saver.async_save({"model": {"w": torch.ones(3)}}, -1)
+    assert not list(root.rglob("*.safetensors"))
+
+
+def test_closing_with_a_save_that_hangs_ends_in_bounded_time_and_commits_nothing(root, monkeypatch):
+    monkeypatch.setattr(saver_module, "ABORT_S", 0.3)
+    ckpt.save({"model": {"w": torch.zeros(3)}}, root, 1)
+    store = Stuck(root)
+    saver = ckpt.Saver(store)
+    handle = saver.async_save({"model": {"w": torch.ones(3)}}, 2)
+    assert store.began.acquire(timeout=10)
+    began = time.monotonic()
+    with pytest.raises(ckpt.SaveFailed, match="given up, its saver was closed"):
+        saver.close(0.2)
+    assert time.monotonic() - began < 5
+    with pytest.raises(ckpt.SaveAborted):
+        handle.wait()
+    assert [c.step for c in ckpt.ls(root)] == [1]
+
+
+def test_an_aborted_save_stops_at_the_next_chunk_and_leaves_no_object(root):
+    store, w = Slow(root), torch.zeros(6 << 20)
+    saver = ckpt.Saver(store)
+    running, staged = (saver.async_save({"model": {"w": w}}, n) for n in (1, 2))
+    assert store.began.acquire(timeout=10)
+    threading.Timer(0.2, store.gate.set).start()
+    saver.abort("a new generation begins")
+    for handle in (running, staged):
+        with pytest.raises(ckpt.SaveAborted):
+            handle.wait(10)
+    assert not list(root.rglob("*.safetensors")) and not ckpt.ls(root)
+    assert saver.async_save({"model": {"w": w}}, 3).wait(10).step == 3
+    saver.close()
+
+
+def test_an_error_in_the_with_block_keeps_what_was_staged_before_it(root):
+    with pytest.raises(ZeroDivisionError), ckpt.Saver(root) as saver:
+        saver.async_save({"model": {"w": torch.ones(3)}}, 5)
+        raise ZeroDivisionError
+    assert ckpt.latest(root).step == 5  # type: ignore[union-attr]
+
+
+EXITING = """
+import sys, threading, torch
+from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint import saver
+class Store(ckpt.PosixStore):
+    def put_stream(self, key, chunks, size):
+        if sys.argv[2] == "hang":
+            threading.Event().wait()
+        threading.Event().wait(0.5)
+        super().put_stream(key, chunks, size)
+saver.EXIT_S, saver.ABORT_S = 2.0, 0.3
+if sys.argv[2] == "hang": saver.EXIT_S = 0.5
+s = ckpt.Saver(Store(sys.argv[1]))
+s.async_save({"model": {"w": torch.ones(20 << 20, dtype=torch.uint8)}}, 1)
+if sys.argv[2] == "raise": raise KeyError("mine")
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("end", 0), ("raise", 1), ("hang", 0)])
+def test_the_interpreter_ends_in_bounded_time_with_a_save_in_flight(root, how, code):
+    """A save that is nearly done is finished; one that hangs is given up; neither is torn."""
+    repository = str(Path(__file__).parents[2])
+    began = time.monotonic()
+    environment = {**os.environ, "PYTHONPATH": repository}
+    command = [sys.executable, "-c", EXITING, str(root), how]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert ended.returncode == code, ended.stderr
+    assert time.monotonic() - began < 40
+    assert "KeyError" in ended.stderr if how == "raise" else "Traceback" not in ended.stderr
+    if how == "hang":
+        assert ckpt.latest(root) is None and "given up" in ended.stderr
+    else:
+        assert ckpt.latest(root).step == 1 and ckpt.verify(root).ok  # type: ignore[union-attr]
+
+
+POINTS = [
+    ("stage.copied", 1),
+    ("shard.planned", 1),
+    ("data.created", 1),
+    ("data.chunk#0", 1),
+    ("data.chunk#1", 1),
+    ("data.written", 1),
+    ("data.synced", 1),
+    ("data.published", 1),
+    ("aux.written", 1),
+    ("commit.validated", 1),
+    ("commit.tmp_synced", 1),
+    ("commit.linked", 2),
+    ("commit.published", 2),
+]
+
+
+@pytest.mark.parametrize(("point", "survivor"), POINTS)
+def test_killed_at_any_point_of_an_asynchronous_save_the_one_before_loads_bit_for_bit(root, point, survivor):
+    assert in_subprocess(save_two, str(root), point) == -9, f"nothing was killed at {point}"
+    found = ckpt.latest(root)
+    assert found is not None and found.step == survivor
+    assert bits(ckpt.open(root).read("w")) == bits(big(survivor))
+    report = ckpt.gc(root, ckpt.Retention(keep_last=1), grace=ckpt.NO_GRACE)
+    assert report.kept == (found.name,) and [p.name for p in (root / "data").iterdir()] == [found.attempt]
+    assert bits(ckpt.open(root).read("w")) == bits(big(survivor))
+
+
+def big(seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (20 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def save_two(root: str, point: str) -> None:
+    torch.set_num_threads(1)
+    saver = ckpt.Saver(root)
+    w = big(1)
+    saver.async_save({"model": {"w": w}}, 1).wait(30)
+    os.environ[ckpt.FAULT_ENV] = point
+    w.copy_(big(2))
+    handle = saver.async_save({"model": {"w": w}}, 2)
+    w.zero_()
+    handle.wait(30)
+
+
+def test_fifty_saves_leak_no_file_no_thread_and_no_memory(root):
+    report = root / "report"
+    assert in_subprocess(save_fifty, str(root / "ckpt"), str(report)) == 0
+    files, threads, growth, peak, size = (int(x) for x in report.read_text().split())
+    assert files == 0 and threads == 0
+    # After the first saves nothing grows; and all of it together is one buffer and the stated 8 MiB, with 6 for the allocator.
+    assert growth < 6 << 20, growth
+    assert peak < size + (8 << 20) + (6 << 20), (peak, size)
+    assert len(ckpt.ls(root / "ckpt")) == 2
+
+
+def save_fifty(root: str, report: str) -> None:
+    torch.set_num_threads(1)
+    w = torch.ones(24 << 20, dtype=torch.uint8)
+    state = {"model": {"w": w}}
+    ckpt.save({"model": {"w": torch.ones(5)}}, f"{root}-warm", 1)  # imports
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    peak = middle = 0
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    saver = ckpt.Saver(root, retention=ckpt.Retention(keep_last=2))
+    for index in range(50):
+        w.fill_(index)
+        saver.async_save(state, index).wait(30)
+        peak = max(peak, resident() - before)
+        if index == 5:
+            middle = resident()
+    growth = resident() - middle
+    saver.close()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    left = (len(os.listdir("/proc/self/fd")) - files, threading.active_count() - threads, growth, peak, w.numel())
+    Path(report).write_text(" ".join(map(str, left)))
+
+
+def test_a_saver_that_is_dropped_finishes_its_save_and_lets_go_of_its_thread(root):
+    threads = threading.active_count()
+    ckpt.Saver(root).async_save({"model": {"w": torch.ones(5)}}, 3)
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == threads and ckpt.latest(root).step == 3  # type: ignore[union-attr]
+
+
+def test_a_step_that_went_back_is_saved_in_a_higher_epoch_and_one_that_failed_does_not_raise_it(root, monkeypatch):
+    state = {"model": {"w": torch.ones(5)}}
+    with ckpt.Saver(root) as saver:
+        for number, epoch in ((10, 0), (20, 0), (5, 1), (6, 1)):
+            assert saver.async_save(state, number).wait(10).epoch == epoch
+        monkeypatch.setenv(ckpt.FAULT_ENV, "data.chunk=EIO")
+        assert saver.async_save(state, 7).exception(10) is not None
+        monkeypatch.delenv(ckpt.FAULT_ENV)
+        assert saver.async_save(state, 7).wait(10).epoch == 1
+        assert saver.async_save(state, 3, epoch=9).wait(10).epoch == 9
+    with ckpt.Saver(root) as later:
+        assert later.async_save(state, 4).wait(10).epoch == 9
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("wait_staged", [True, False])
+def test_a_state_on_a_gpu_is_copied_beside_its_work_and_is_that_of_the_step(root, wait_staged):
+    w = torch.zeros(32 << 20, device="cuda")
+    with ckpt.Saver(root) as saver:
+        for index in range(3):
+            w.fill_(float(index))
+            handle = saver.async_save({"model": {"w": w}}, index, wait_staged=wait_staged)
+            handle.wait_staged(30)
+            w.fill_(-1.0)
+            handle.wait(30)
+            assert torch.equal(ckpt.open(root).read("w"), torch.full((32 << 20,), float(index)))

@@ -1,0 +1,113 @@
+"""A worker's checkpoints, written beside its training: the step's own bits, from the copy that the buddy has, and nothing of a generation
+that is over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workers.fleet import Fleet, State
+from tests.workers.tiny import Run, same_bits, tiny, write_text
+from vescale_ray import checkpoint
+from vescale_ray.workers.messages import Saved, Ticket
+from vescale_ray.workers.saving import Writer
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+class Gated(checkpoint.PosixStore):
+    """Waits with its data until the gate is opened."""
+
+    def __init__(self, root: Any) -> None:
+        super().__init__(root)
+        self.gate = threading.Event()
+
+    def put_stream(self, key: str, chunks: Any, size: int) -> None:
+        assert self.gate.wait(30)
+        super().put_stream(key, chunks, size)
+
+
+def begin_saving(state: State, root: str, attempt: str) -> bool:
+    """Stage the live state and begin to write it behind a gate; whether it shares the buddy's copy."""
+    if "writer" not in state:
+        state["store"], state["votes"] = Gated(root), []
+        state["writer"] = Writer(state["store"], state["votes"].append)
+    staged = state["snapshots"].stage(state["trainer"])
+    state["writer"].submit(staged, Ticket(1, 1), attempt, 0.5)
+    return bool(staged.shared)
+
+
+def busy(state: State) -> bool:
+    answer: bool = state["writer"].busy
+    return answer
+
+
+def finish(state: State, count: int) -> list[Saved]:
+    state["store"].gate.set()
+    deadline = time.monotonic() + 20
+    while (len(state["votes"]) < count or state["writer"].busy) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return list(state["votes"])
+
+
+def give_up(state: State) -> list[Saved]:
+    """Give up, then let the storage go on."""
+    state["writer"].abandon()
+    state["store"].gate.set()
+    deadline = time.monotonic() + 20
+    while state["writer"]._jobs and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not state["writer"]._jobs
+    return list(state["votes"])
+
+
+@pytest.mark.parametrize("every", [0, 1, 2], ids=["no copies", "every step", "every second step"])
+def test_a_checkpoint_has_the_bits_of_its_step_though_training_goes_on_over_it(text: str, tmp_path: Path, every: int) -> None:
+    root = str(tmp_path)
+    with Fleet(2) as fleet:
+        run = Run(fleet, tiny(text, elastic_snapshot_every=every))
+        run.fresh([0, 1])
+        truth = {}
+        for step in (2, 3):
+            run.train(step)
+            truth[step] = run.full_state()
+            shared = fleet.run([0, 1], begin_saving, root, f"s{step}")
+            assert set(shared.values()) == {every > 0 and step % every == 0}, "the buddy's copy of that step is the checkpoint's, too"
+        assert set(fleet.run([0, 1], busy).values()) == {True}
+        run.train(9)  # several copies are taken meanwhile: each wants the buffers back
+        votes = fleet.run([0, 1], finish, 2)
+        for index, step in enumerate((2, 3)):
+            told = [votes[w][index] for w in (0, 1)]
+            assert [v.error for v in told] == [None, None] and {v.step for v in told} == {step} and {v.stall_s for v in told} == {0.5}
+            parts = [checkpoint.Vote.from_json(v.vote) for v in told if v.vote is not None]
+            checkpoint.commit(root, parts, step=step, epoch=1, attempt=f"s{step}", world=2, meta={})
+            opened = checkpoint.open(root)
+            stored = {(n, k): opened.read(n, k).numpy() for n, t in opened.tensors.items() for k in t.kinds}
+            assert same_bits(stored, truth[step])
+            assert opened.aux(0)["step"] == step
+        assert checkpoint.verify(root).ok
+        # And the copies are still what they should be.
+        before = run.full_state()
+        run.end()
+        run.resume([0, 1], [1, 0])
+        assert same_bits(before, run.full_state())
+
+
+def test_what_is_given_up_is_never_voted_for_and_leaves_no_object(text: str, tmp_path: Path) -> None:
+    with Fleet(1) as fleet:
+        run = Run(fleet, tiny(text))
+        run.fresh([0])
+        run.train(1)
+        for step in (1, 2):
+            fleet.run([0], begin_saving, str(tmp_path), f"s{step}")
+        assert fleet.run([0], give_up)[0] == []
+        assert not list(tmp_path.rglob("*.safetensors"))
+        fleet.run([0], begin_saving, str(tmp_path), "s3")
+        assert len(fleet.run([0], finish, 1)[0]) == 1, "it takes the next one as ever"

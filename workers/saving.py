@@ -1,0 +1,115 @@
+"""Writing a staged checkpoint beside the training: one thread of the worker's process, for one generation after another.
+
+Training stages (a copy in memory, or the copy that the buddy was given), this thread writes and votes. At most one is written and one
+is staged; more are skipped, by all ranks together (``trainer.BUSY``). When a generation fails, or the next one begins, what is still
+being written is given up: the controller counts no vote of it any more.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vescale_ray.workers.groups import describe
+from vescale_ray.workers.messages import Saved, Ticket
+
+if TYPE_CHECKING:
+    from vescale_ray.workers.snapshot import Staged
+
+MOST = 2
+"""Checkpoints of this process under way: one written, one staged."""
+
+
+@dataclass
+class _Job:
+    staged: Staged
+    ticket: Ticket
+    attempt: str
+    began: float
+    stall_s: float
+    cancelled: bool = False
+
+
+class Writer:
+    """Writes staged shards and publishes the votes.
+
+    Args:
+        root: folder of the checkpoints, or a store.
+        publish: takes the vote, or the reason why there is none; called from this object's thread.
+    """
+
+    def __init__(self, root: Any, publish: Callable[[Saved], None]) -> None:
+        self._root, self._publish = root, publish
+        self._lock = threading.Lock()
+        self._jobs: list[_Job] = []
+        self._queue: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        # Daemon: storage that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._live, name="vescale-checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is no room for another one."""
+        with self._lock:
+            return len(self._jobs) >= MOST
+
+    def submit(self, staged: Staged, ticket: Ticket, attempt: str, stall_s: float) -> None:
+        """Write it, when those before are written. ``stall_s``: how long training waited for the copy."""
+        job = _Job(staged, ticket, attempt, time.time(), stall_s)
+        with self._lock:
+            self._jobs.append(job)
+        self._queue.put(job)
+
+    def abandon(self) -> None:
+        """Give up all that is not voted for: after this returns, nothing of it is published. Does not wait for the storage."""
+        with self._lock:
+            for job in self._jobs:
+                job.cancelled = True
+
+    def _live(self) -> None:
+        while True:
+            self._write(self._queue.get())
+
+    def _write(self, job: _Job) -> None:
+        from vescale_ray.checkpoint.shard import encode_aux, write_staged
+        from vescale_ray.checkpoint.store import store_of
+        from vescale_ray.workers.reshard import stored_aux
+
+        staged = job.staged
+        vote = problem = None
+        try:
+            aux = stored_aux(staged.rank, staged.scalars)
+            vote = write_staged(
+                store_of(self._root),
+                staged.slab,
+                job.attempt,
+                staged.rank,
+                aux=None if aux is None else encode_aux(aux),
+                step=staged.step,
+                epoch=staged.generation,
+                cancelled=lambda: job.cancelled,
+            ).to_json()
+        except Exception as error:
+            problem = describe(error)
+        staged.slab.release()
+        with self._lock:
+            self._jobs.remove(job)
+            if not job.cancelled:
+                self._publish(
+                    Saved(
+                        job.ticket,
+                        job.attempt,
+                        staged.step,
+                        staged.generation,
+                        staged.rank,
+                        staged.world,
+                        vote,
+                        problem,
+                        job.began,
+                        job.stall_s,
+                    )
+                )
