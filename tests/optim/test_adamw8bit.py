@@ -36,14 +36,6 @@ BLOCKS: list[Any] = [256, 1000, Block.tile(32, 32), Block.tile(7, 30), Block.row
 HOW: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.3}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # ------------------------------------------------------------------------------------------------------ one step, by hand
 
 

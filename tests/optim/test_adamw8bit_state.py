@@ -21,15 +21,6 @@ from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.optim import SOAP, AdamW8bit, Shampoo, clip_grad_norm_
 from vescale_ray.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # ------------------------------------------------------------------------------------- torch.optim.Optimizer's own interface
 
 

@@ -34,11 +34,11 @@ from vescale_ray.optim.blocks import (
     block_text,
     cut_of,
     like_state,
-    local_of,
     parse_block,
     section_grid,
 )
 from vescale_ray.optim.codec import FORMAT_VERSION, root_codebook, signed_codebook
+from vescale_ray.optim.parameters import local_of
 
 DEFAULT_BLOCK = 1024
 """Elements in memory order; with two FP32 scales for each: 2 + 8 / 1024 bytes of state per parameter."""

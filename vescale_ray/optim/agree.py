@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.redistribute import arrived
+from vescale_ray.optim.parameters import local_of
 
 _HERE, _MISSING = 0, 1  # columns of what is reduced; both set: on some ranks only
 
@@ -163,7 +163,7 @@ def _all_finite(grads: Sequence[Tensor]) -> bool:
     """Whether every element that this rank holds is finite. One pass; one wait for the device."""
     kinds: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
-        local = arrived(grad._local_tensor if isinstance(grad, DTensor) else grad).detach()
+        local = local_of(grad)
         if local.numel() and (local.is_floating_point() or local.is_complex()):
             kinds.setdefault(local.device, []).append(local)
     for held in kinds.values():

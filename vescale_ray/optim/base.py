@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -15,11 +16,10 @@ from torch.optim.adamw import adamw
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.dtensor_spec import sharding_of
 from vescale_ray.optim.agree import Agreement
-from vescale_ray.optim.blocks import local_of
-from vescale_ray.optim.parameters import refuse_replaced
+from vescale_ray.optim.parameters import local_of, refuse_replaced
 
 
-class BlockOptimizer(torch.optim.Optimizer):
+class BlockOptimizer(torch.optim.Optimizer, ABC):
     """A local optimizer: each rank steps what it holds, and no step communicates, unless it is told to agree with the others first.
 
     Subclasses say in :meth:`_new_state` which states a parameter has, and in :meth:`_update` what a step does to one. All states exist
@@ -39,17 +39,17 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._agreement: Agreement | None = None
         super().__init__(params, defaults)
 
+    @abstractmethod
     def _new_state(self, param: Tensor, name: str, group: dict[str, Any]) -> dict[str, Tensor]:
         """All states but ``step``, zero. ``name`` is "" if it isn't known. Raises ValueError if there can be none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """Step ``params``, those of the group with a gradient (checked: dense, placed as the parameter); without autograd."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for hyperparameters that make no sense; may bring them into their stored form."""
-        raise NotImplementedError
 
     # -- construction ------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale_ray.optim.parameters import local_of
+
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
@@ -49,7 +51,7 @@ def clip_grad_norm_(
         raise RuntimeError(f"the gradient norm is {norm.item()}: gradients were not clipped (error_if_nonfinite=False scales them anyway)")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for local in map(_local, grads):
+    for local in map(local_of, grads):
         if local.numel():
             by_kind.setdefault((local.device, local.dtype), []).append(local)
     with torch.no_grad():
@@ -66,12 +68,12 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
     kinds: dict[tuple[int, tuple[int, ...]], tuple[DeviceMesh | None, tuple[int, ...], list[torch.Tensor]]] = {}
     for tensor in tensors:
         mesh, dims = _sharded_over(tensor)
-        kinds.setdefault((id(mesh) if mesh is None else hash(mesh), dims), (mesh, dims, []))[2].append(_local(tensor))
-    device = _local(tensors[0]).device if tensors else torch.device("cpu")
+        kinds.setdefault((id(mesh) if mesh is None else hash(mesh), dims), (mesh, dims, []))[2].append(local_of(tensor))
+    device = local_of(tensors[0]).device if tensors else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad():
         for mesh, dims, locals_ in kinds.values():
-            held = [t.detach() for t in locals_ if t.numel()]
+            held = [t for t in locals_ if t.numel()]
             part = torch.zeros((), dtype=torch.float64, device=device)
             if held:
                 norms = torch.stack([n.to(device) for n in torch._foreach_norm(held, norm_type, dtype=torch.float64)])
@@ -94,10 +96,6 @@ def largest_of_ranks(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     both = torch.stack([part.nan_to_num(nan=0.0, posinf=torch.inf), part.isnan().to(part.dtype)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     return torch.where(both[1] > 0, torch.full_like(part, torch.nan), both[0])
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _sharded_over(tensor: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:

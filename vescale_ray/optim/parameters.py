@@ -1,10 +1,18 @@
-"""What every optimizer here checks of the parameters that it is given."""
+"""What every optimizer here does with the parameters that it is given: takes this rank's part, and refuses what would train in vain."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from vescale_ray.redistribute import arrived
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part, without autograd, sharing memory."""
+    return arrived(tensor._local_tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def refuse_replaced(param_group: dict[str, Any]) -> None:
