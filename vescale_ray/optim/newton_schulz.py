@@ -29,6 +29,11 @@ KELLER_JORDAN: Triple = (3.4445, -4.7750, 2.0315)
 
 MOST_BATCHED = 1 << 24
 """Elements of one batch: beyond it a matrix alone keeps any device busy, and a batch would only take memory."""
+LEAST_SIDE = 32
+"""Shorter matrices are never batched unasked. For products of at most 16^3 multiplications torch takes other kernels on a CPU (not oneDNN's), and
+counts those of a batch together. Then a batch differs from its matrices alone, but now and then only: 2 % of batches of 16 x 16."""
+EVIDENCE = 1 << 18
+"""Elements that have to come out the same before batches are used: of small matrices one batch is no evidence."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +138,8 @@ class NewtonSchulz:
 
     Args:
         batched: True: always; False: never; None: where it gives the same bits as one matrix at a time, and takes less time. Both are
-            found out by doing both, once for each number and shape of matrices on a device: kernels are chosen by shape, not by value.
-            (Only with the same bits does a matrix's update not depend on which others happen to have the same root, and with that on the
+            found out by doing both, at first use of each number and shape of matrices on a device: kernels are chosen by shape, not by
+            value. (Only with the same bits does a matrix's update not depend on which others happen to have the same root, and with that on the
             number of ranks. Which is faster is the machine's business: batches of 512 x 512 took 2.8x on one CPU and 0.6x on another.)
     """
 
@@ -154,6 +159,8 @@ class NewtonSchulz:
         one = matrices[0]
         key = (len(matrices), one.shape, one.device, torch.get_num_threads(), rounds)
         together = self._batched if self._batched is not None else self._pays.get(key)
+        if together is None and min(one.shape) < LEAST_SIDE:
+            together = False
         if len(matrices) == 1 or together is False:
             return [orthogonalize(matrix, rounds, eps) for matrix in matrices]
         if together:
@@ -165,8 +172,19 @@ class NewtonSchulz:
         end = _now(one.device)
         same = all(torch.equal(a, b) for a, b in zip(batch, alone, strict=True))
         if same or all(bool(a.isfinite().all()) for a in alone):  # NaN is equal to nothing: no evidence
-            self._pays[key] = same and middle - began < end - middle
+            self._pays[key] = same and middle - began < end - middle and _same_bits(len(matrices), one, rounds, eps)
         return alone
+
+
+def _same_bits(count: int, like: Tensor, rounds: Coefficients, eps: float) -> bool:
+    """Whether batches of ``count`` random matrices come out as the matrices alone, :data:`EVIDENCE` elements of them."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(EVIDENCE // (count * like.numel())):
+        some = torch.randn(count, *like.shape, generator=generator).to(like.device, torch.bfloat16)
+        alone = [orthogonalize(matrix, rounds, eps) for matrix in some]
+        if not all(torch.equal(a, b) for a, b in zip(orthogonalize_batch(some, rounds, eps), alone, strict=True)):
+            return False
+    return True
 
 
 def _now(device: torch.device) -> float:
