@@ -372,8 +372,8 @@ def test_embeddings_and_heads_keep_fp32_states_by_name_and_only_them() -> None:
 def test_bad_arguments_are_refused_in_a_sentence() -> None:
     param = nn.Parameter(torch.zeros(64, 64))
     for options, message in (
-        ({"lr": -1.0}, "lr = -1.0: give at least 0"),
-        ({"betas": (0.9, 1.0)}, r"betas = \(0.9, 1.0\): give numbers in"),
+        ({"lr": -1.0}, "lr = -1.0: give a number of at least 0"),
+        ({"betas": (0.9, 1.0)}, r"betas = \(0.9, 1.0\): give two numbers in"),
         ({"weight_decay": -0.1}, "weight_decay = -0.1"),
         ({"eps": math.nan}, "eps = nan"),
         ({"block": 0}, "block = 0: give a number of elements"),

@@ -237,7 +237,8 @@ def test_a_batch_that_differs_only_now_and_then_is_not_used(rarely: int, monkeyp
         return orthogonalize_batch(*args) * (1.01 if next(calls) % rarely == 0 else 1.0)
 
     monkeypatch.setattr(module, "orthogonalize_batch", sometimes)
-    monkeypatch.setattr(module, "_now", lambda device, clock=iter([0.0, 1.0, 3.0]): next(clock))  # the batch is faster
+    clock = iter([0.0, 1.0, 3.0])  # the batch is faster
+    monkeypatch.setattr(module, "_now", lambda device: next(clock))
     rounds, automatic = coefficients("quintic", 5), NewtonSchulz()
     for step in range(2 * rarely):
         many = [gradient((32, 33), i, step).bfloat16() for i in range(3)]
@@ -249,7 +250,8 @@ def test_batches_of_small_matrices_give_the_bits_of_each_alone(shape: tuple[int,
     """Batched they don't, in about one of fifty batches (torch 2.13 on CPUs with oneDNN's BF16)."""
     import vescale_ray.optim.newton_schulz as module
 
-    monkeypatch.setattr(module, "_now", lambda device, clock=itertools.cycle([0.0, 1.0, 3.0]): next(clock))  # batches are faster
+    clock = itertools.cycle([0.0, 1.0, 3.0])  # batches are faster
+    monkeypatch.setattr(module, "_now", lambda device: next(clock))
     rounds, automatic = coefficients("keller-jordan", 5), NewtonSchulz()
     for step in range(150):
         many = [gradient(shape, i, step).bfloat16() for i in range(5)]

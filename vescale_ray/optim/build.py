@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vescale_ray.optim.agree import Agreement, Decision
+from vescale_ray.optim.loading import completed
 from vescale_ray.optim.muon import Muon, NonFiniteGradients
 from vescale_ray.optim.routing import Name, OptimizerConfig, Route, Routing, optimizer_class, route_parameters
 
@@ -238,20 +239,18 @@ class CombinedOptimizer(torch.optim.Optimizer):
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(f"loaded state dict has {len(groups)} parameter groups, this optimizer {len(self.param_groups)}")
-        before = [(optimizer, optimizer.state, optimizer.param_groups) for optimizer in self.optimizers]
         position = 0
-        try:
-            for optimizer in self.optimizers:
-                own = groups[position : position + len(optimizer.param_groups)]
-                position += len(own)
-                ids = [i for group in own for i in group["params"]]
-                optimizer.load_state_dict(
-                    {"state": {i: state_dict["state"][i] for i in ids if i in state_dict["state"]}, "param_groups": own}
-                )
-        except BaseException:
-            for optimizer, state, param_groups in before:
-                optimizer.state, optimizer.param_groups = state, param_groups
-            raise
+        theirs: list[dict[str, Any]] = []
+        unknown = dict(state_dict["state"])
+        for optimizer in self.optimizers:
+            own = groups[position : position + len(optimizer.param_groups)]
+            position += len(own)
+            ids = [i for group in own for i in group["params"] if i in unknown]
+            theirs.append(completed(optimizer, {"state": {i: unknown.pop(i) for i in ids}, "param_groups": own}))
+        if unknown:
+            raise ValueError(f"the state dict has states of parameters {list(unknown)[:3]}, which are in none of its param groups")
+        for optimizer, own_dict in zip(self.optimizers, theirs, strict=True):  # nothing is left to refuse
+            optimizer.load_state_dict(own_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

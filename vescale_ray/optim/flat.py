@@ -7,13 +7,14 @@ where it would take one for each parameter, and no dispatch of DTensors at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor import RaggedDTensor
+from vescale_ray.optim.loading import StrictLoading
 from vescale_ray.optim.parameters import local_of, refuse_replaced
 from vescale_ray.planner import START_BYTES
 
@@ -82,7 +83,7 @@ class _Piece:
         return RaggedDTensor.from_spec(part, param._spec) if isinstance(param, RaggedDTensor) else part
 
 
-class Flat(torch.optim.Optimizer):
+class Flat(StrictLoading):
     """``optimizer_class`` over the flat shards of ``params``.
 
     An ``Optimizer`` like any other: param groups (parameters of several groups in one buffer are several pieces), learning-rate
@@ -124,6 +125,19 @@ class Flat(torch.optim.Optimizer):
         ]
         self._inner = self._class(groups, **self._options)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_class": self._class, "_options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_pieces" not in self.__dict__:  # unpickled or copied: parameters and states are elsewhere now
+            states = {index: dict(self.state[p]) for index, p in enumerate(self._parameters()) if p in self.state}
+            self._build()
+            self._fill(states)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = None
@@ -160,7 +174,7 @@ class Flat(torch.optim.Optimizer):
         """A state for each parameter, as ``optimizer_class`` over the parameters would have it. Tensors are the states themselves, but
         for those of one element (``step``), which parameters of a piece share here: each gets its own."""
         found: dict[str, Any] = super().state_dict()
-        ordered = [p for group in self.param_groups for p in group["params"]]
+        ordered = self._parameters()
         for index, states in found["state"].items():
             found["state"][index] = {
                 key: value.clone() if isinstance(value, torch.Tensor) and not _is_like(key, [value], [ordered[index]]) else value
@@ -168,21 +182,21 @@ class Flat(torch.optim.Optimizer):
             }
         return found
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Takes the state dict of a Flat optimizer, or of ``optimizer_class`` over the same parameters.
 
         Raises:
-            ValueError: parameters that share a buffer have states of different kinds, or at different steps.
+            ValueError: parameters that share a buffer have states of different kinds, or at different steps; or as
+                :meth:`StrictLoading.load_state_dict`.
         """
         super().load_state_dict(state_dict)
-        ordered = [p for group in self.param_groups for p in group["params"]]
-        self._fill({index: dict(self.state[p]) for index, p in enumerate(ordered) if p in self.state})
+        self._fill({index: dict(self.state[p]) for index, p in enumerate(self._parameters()) if p in self.state})
 
     @torch.no_grad()
     def _fill(self, states: dict[int, dict[str, Any]]) -> None:
         """States by the position of the parameter, written into the pieces."""
         assert self._inner is not None
-        position = {id(p): index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        position = {id(p): index for index, p in enumerate(self._parameters())}
         filled: list[tuple[_Piece, dict[str, Any]]] = []
         for piece in (piece for pieces in self._pieces for piece in pieces):
             given = [states.get(position[id(p)], {}) for p in piece.members]

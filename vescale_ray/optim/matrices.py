@@ -155,7 +155,7 @@ def _row_blocks(rows: int, given: RowBlocks, name: str) -> list[int]:
     if given is None:
         return [rows]
     if isinstance(given, int):
-        if given < 1 or rows % given:
+        if isinstance(given, bool) or given < 1 or rows % given:
             raise ValueError(f"row_blocks = {given} does not divide the {rows} rows of {name}: give the rows of one head, or all blocks")
         return [given] * (rows // given)
     if sum(given) != rows or any(size < 1 for size in given):

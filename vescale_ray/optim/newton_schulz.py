@@ -15,6 +15,7 @@ Coefficient sets by name (values: microsoft/dion 0a059a45, ``newton_schulz_trito
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,8 +31,9 @@ KELLER_JORDAN: Triple = (3.4445, -4.7750, 2.0315)
 MOST_BATCHED = 1 << 24
 """Elements of one batch: beyond it a matrix alone keeps any device busy, and a batch would only take memory."""
 LEAST_SIDE = 32
-"""Shorter matrices are never batched unasked. For products of at most 16^3 multiplications torch takes other kernels on a CPU (not oneDNN's), and
-counts those of a batch together. Then a batch differs from its matrices alone, but now and then only: 2 % of batches of 16 x 16."""
+"""Shorter matrices are never batched unasked. For products of at most 16^3 multiplications torch takes other kernels on a CPU (not
+oneDNN's), and counts those of a batch together. Then a batch differs from its matrices alone, but now and then only: 2 % of batches of
+16 x 16."""
 EVIDENCE = 1 << 18
 """Elements that have to come out the same before batches are used: of small matrices one batch is no evidence."""
 
@@ -72,9 +74,10 @@ def coefficients(given: str | Sequence[float] | Sequence[Sequence[float]], steps
     """The rounds that ``given`` (a name, one triple, or several) stands for: ``steps`` of them; the last triple repeats.
 
     Raises:
-        ValueError: an unknown name, not triples, fewer steps than triples (a set is tuned as a whole), or not 1 .. 99 steps.
+        ValueError: an unknown name, not triples of finite numbers, fewer steps than triples (a set is tuned as a whole), or not 1 .. 99
+            steps.
     """
-    if not 1 <= steps < 100:
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100:
         raise ValueError(f"ns_steps = {steps}: give 1 to 99")
     if isinstance(given, str):
         if given not in SETS:
@@ -87,6 +90,8 @@ def coefficients(given: str | Sequence[float] | Sequence[Sequence[float]], steps
         if not several or any(isinstance(row, int | float) or len(row) != 3 for row in several):
             raise ValueError(f"ns_coefficients = {given!r}: give three numbers, or several times three, or one of {', '.join(SETS)}")
         chosen = Coefficients(tuple((float(a), float(b), float(c)) for a, b, c in several))
+        if not all(math.isfinite(x) for triple in chosen.triples for x in triple):
+            raise ValueError(f"ns_coefficients = {given!r}: give finite numbers")
     if steps < len(chosen.triples):
         raise ValueError(f"ns_steps = {steps}, but the coefficients are {len(chosen.triples)} rounds tuned together: give at least as many")
     return Coefficients(chosen.triples + chosen.triples[-1:] * (steps - len(chosen.triples)), chosen.safety)
@@ -139,8 +144,9 @@ class NewtonSchulz:
     Args:
         batched: True: always; False: never; None: where it gives the same bits as one matrix at a time, and takes less time. Both are
             found out by doing both, at first use of each number and shape of matrices on a device: kernels are chosen by shape, not by
-            value. (Only with the same bits does a matrix's update not depend on which others happen to have the same root, and with that on the
-            number of ranks. Which is faster is the machine's business: batches of 512 x 512 took 2.8x on one CPU and 0.6x on another.)
+            value. (Only with the same bits does a matrix's update not depend on which others happen to have the same root, and with that
+            on the number of ranks. Which is faster is the machine's business: batches of 512 x 512 took 2.8x on one CPU and 0.6x on
+            another.)
     """
 
     def __init__(self, batched: bool | None = None) -> None:
