@@ -161,6 +161,14 @@ def test_the_table_is_printed_and_patterns_overrule_roles(capsys: pytest.Capture
         build_optimizer(nn.Identity(), "adamw", log=None)
 
 
+def test_each_line_of_the_table_shows_a_parameter_of_that_line() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(128, 64, bias=False))
+    lines = str(route_parameters(model, OptimizerConfig("adamw8bit", options={"block": "rows 32"}))).splitlines()
+    shown = {tuple(line.split()[:3]): line.split()[-3:] for line in lines[1:]}
+    assert shown[("matrix", "adamw8bit", "-")] == ["0.weight", "[8,", "8]"]
+    assert [example for (_, _, block), example in shown.items() if block != "-"] == [["1.weight", "[64,", "128]"]]
+
+
 def test_one_optimizer_for_all_is_that_optimizer_with_its_states() -> None:
     model = llama()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}

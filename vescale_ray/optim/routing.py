@@ -19,6 +19,7 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -137,18 +138,13 @@ class Routing:
         return block
 
     def __str__(self) -> str:
-        rows: dict[tuple[str, ...], list[int]] = {}
+        rows: dict[tuple[str, ...], list[Route]] = {}
         for route in self.routes:
-            key = (route.role, route.optimizer, "-" if route.block is None else str(route.block))
-            count, numel = rows.setdefault(key, [0, 0])
-            size = 1
-            for n in route.shape:
-                size *= n
-            rows[key] = [count + 1, numel + size]
-        table = [("role", "optimizer", "block", "tensors", "parameters", "for example")]
-        for (role, optimizer, block), (count, numel) in rows.items():
-            example = next(r for r in self.routes if (r.role, r.optimizer) == (role, optimizer))
-            table.append((role, optimizer, block, str(count), f"{numel:,}", f"{example.name} {list(example.shape)}"))
+            rows.setdefault((route.role, route.optimizer, "-" if route.block is None else str(route.block)), []).append(route)
+        table: list[tuple[str, ...]] = [("role", "optimizer", "block", "tensors", "parameters", "for example")]
+        for key, routes in rows.items():
+            numel = sum(math.prod(route.shape) for route in routes)
+            table.append((*key, str(len(routes)), f"{numel:,}", f"{routes[0].name} {list(routes[0].shape)}"))
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
 
