@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,6 +40,10 @@ class DisagreementError(RuntimeError):
     """The ranks do not take the step together: their optimizers differ, or one of them did not come."""
 
 
+class NonFiniteGradients(RuntimeError):
+    """A gradient holds NaN or Inf on some rank; raised on all of them."""
+
+
 @dataclass(frozen=True)
 class Decision:
     """What every rank of the mesh does in this step.
@@ -52,6 +57,20 @@ class Decision:
     active: tuple[bool, ...]
     split: tuple[int, ...]
     finite: bool
+
+
+def goes_on(decision: Decision, nonfinite: str) -> bool:
+    """Whether the step is taken, on every rank alike: not, where gradients are not finite and ``nonfinite`` is ``skip``; with a warning.
+
+    Raises:
+        NonFiniteGradients: they are not, and ``nonfinite`` is ``raise``.
+    """
+    if decision.finite or nonfinite == "propagate":
+        return True
+    if nonfinite == "raise":
+        raise NonFiniteGradients("a gradient holds NaN or Inf on some rank: no rank has taken the step (nonfinite='skip' goes on)")
+    warnings.warn("a gradient holds NaN or Inf on some rank: all ranks skip this optimizer step", stacklevel=3)
+    return False
 
 
 class Agreement:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.dtensor_spec import sharding_of
-from vescale_ray.optim.agree import Agreement
+from vescale_ray.optim.agree import Agreement, Decision, goes_on
 from vescale_ray.optim.loading import InPlaceLoading
 from vescale_ray.optim.parameters import check_number, local_of, named_of, refuse_replaced, refuse_switches
 
@@ -100,42 +99,52 @@ class BlockOptimizer(InPlaceLoading, ABC):
     # -- step --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Any = None, *, decision: Decision | None = None) -> Any:
         """One step; ``closure`` computes the loss anew, which is returned. Communicates only if ``nonfinite`` says so.
+
+        Args:
+            decision: what the ranks agreed on already, for these parameters in this order; they don't agree again.
 
         Raises:
             RuntimeError: a gradient is sparse, or is not placed as its parameter; or a param group's ``block`` is no more that of its
-                states; or, with ``nonfinite="raise"``, a gradient that isn't finite. Before anything is changed.
-            DisagreementError: see :mod:`vescale_ray.optim.agree`.
+                states. Before anything is changed.
+            NonFiniteGradients: with ``nonfinite="raise"``; DisagreementError: see :mod:`vescale_ray.optim.agree`. Likewise.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        fault: RuntimeError | None = None
-        try:
-            self._check_step()
-        except RuntimeError as error:
-            if self.nonfinite == "propagate":
-                raise
-            fault = error  # the others wait to hear of it
-        split: set[int] = set()
-        if self.nonfinite != "propagate":
-            params = [p for group in self.param_groups for p in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        active: Sequence[bool] = [p.grad is not None for p in params]
+        fault = self.fault()
+        if decision is None and self.nonfinite != "propagate":
             if self._agreement is None or [*map(id, self._agreement.parameters)] != [*map(id, params)]:
                 self._agreement = Agreement(params)
-            decision = self._agreement.decide(fault=fault)
-            if not decision.finite:
-                if self.nonfinite == "raise":
-                    raise RuntimeError("a gradient holds NaN or Inf on some rank: no rank has taken the step (nonfinite='skip' goes on)")
-                warnings.warn("a gradient holds NaN or Inf on some rank: all ranks skip this optimizer step", stacklevel=2)
+            decision = self._agreement.decide(fault=fault)  # the others wait to hear of it
+            if not goes_on(decision, self.nonfinite):
                 return loss
-            split = {id(params[i]) for i in decision.split}
+        elif fault is not None:
+            raise fault
+        if decision is not None:
+            for p, mine, all_ranks in zip(params, active, decision.active, strict=True):
+                if all_ranks and not mine:  # this rank holds nothing of it, and counts along
+                    self.state[p]["step"] += 1
+            active = [mine and all_ranks for mine, all_ranks in zip(active, decision.active, strict=True)]
+        position = 0
         for group in self.param_groups:
-            stepped = [p for p in group["params"] if p.grad is not None and id(p) not in split]
+            stepped = [p for p, steps in zip(group["params"], active[position:], strict=False) if steps]
+            position += len(group["params"])
             if stepped:
                 self._update(group, stepped)
         return loss
+
+    def fault(self) -> RuntimeError | None:
+        """Why this rank could not take a step now."""
+        try:
+            self._check_step()
+        except RuntimeError as error:
+            return error
+        return None
 
     def _check_step(self) -> None:
         """Raise RuntimeError if this rank can't take a step with what it has."""

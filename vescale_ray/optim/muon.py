@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.optim.agree import Agreement, Decision
+from vescale_ray.optim.agree import Agreement, Decision, NonFiniteGradients, goes_on
 from vescale_ray.optim.exchange import BUCKET_BYTES, Exchange, Itinerary, Job, domains, plan
 from vescale_ray.optim.loading import InPlaceLoading
 from vescale_ray.optim.matrices import Holding, MatrixSpan, RowBlocks, check_gradient, flat_local, flat_values, holding, matrices, wide
 from vescale_ray.optim.newton_schulz import KELLER_JORDAN, NewtonSchulz, coefficients
 from vescale_ray.optim.normuon import RowMoments
 from vescale_ray.optim.parameters import check_number, named_of, refuse_replaced, refuse_switches
+
+__all__ = ["SCALES", "Muon", "NonFiniteGradients"]
 
 MOMENTUM = "momentum_buffer"
 
@@ -37,10 +39,6 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 }
 """Factor on the learning rate of an ``rows x cols`` matrix: of Jordan et al.; Liu et al. (as large as AdamW's update); NVIDIA's
 Emerging-Optimizers; torchtitan and dion."""
-
-
-class NonFiniteGradients(RuntimeError):
-    """A gradient holds NaN or Inf on some rank; raised on all of them."""
 
 
 class Muon(InPlaceLoading):
@@ -167,10 +165,7 @@ class Muon(InPlaceLoading):
             if decision.split:
                 names = ", ".join(route.names[i] for i in decision.split[:3])
                 warnings.warn(f"{names}: a gradient on some ranks only; left out of this step on all of them", stacklevel=2)
-        if not decision.finite and self.nonfinite != "propagate":
-            if self.nonfinite == "raise":
-                raise NonFiniteGradients("a gradient holds NaN or Inf on some rank: the step was not taken (nonfinite='skip' goes on)")
-            warnings.warn("a gradient holds NaN or Inf on some rank: all ranks skip this optimizer step", stacklevel=2)
+        if not goes_on(decision, self.nonfinite):
             return loss
         active = frozenset(i for i, is_active in enumerate(decision.active) if is_active)
         parts = {i: self._part(route, i) for i in sorted(active)}
