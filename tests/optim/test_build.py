@@ -161,6 +161,27 @@ def test_the_table_is_printed_and_patterns_overrule_roles(capsys: pytest.Capture
         build_optimizer(nn.Identity(), "adamw", log=None)
 
 
+class Vision(nn.Module):
+    """What has three dimensions and is no stack of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos_embed = nn.Parameter(torch.zeros(1, 9, 8))
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
+        self.conv1d = nn.Conv1d(8, 8, 3)
+        self.transposed = nn.ConvTranspose2d(8, 8, 3)
+        self.experts = nn.Parameter(torch.zeros(1, 6, 8))
+        self.mixer = nn.Linear(8, 8)
+
+
+def test_filters_tokens_and_positions_of_three_dimensions_are_no_experts() -> None:
+    roles = {route.name: route.role for route in route_parameters(Vision(), MUON).routes}
+    assert roles == {
+        "pos_embed": "embedding", "cls_token": "vector", "conv1d.weight": "other", "conv1d.bias": "vector", "transposed.weight": "other",
+        "transposed.bias": "vector", "experts": "expert", "mixer.weight": "matrix", "mixer.bias": "vector",
+    }  # fmt: skip
+
+
 def test_each_line_of_the_table_shows_a_parameter_of_that_line() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(128, 64, bias=False))
     lines = str(route_parameters(model, OptimizerConfig("adamw8bit", options={"block": "rows 32"}))).splitlines()

@@ -3,12 +3,12 @@
 | role      | which parameters                                                     | muon, shampoo, soap | adamw8bit |
 |-----------|----------------------------------------------------------------------|---------------------|-----------|
 | matrix    | 2-D, of hidden layers (routers and gates, too)                       | it                  | 8 bits    |
-| expert    | 3-D: a stack of matrices                                             | it                  | 8 bits    |
+| expert    | 3-D: a stack of matrices; not of a convolution                       | it                  | 8 bits    |
 | embedding | of ``nn.Embedding``, or named so; also when it is tied to the head   | adamw               | FP32      |
 | head      | named so, or the last projection, with as many rows as an embedding  | adamw               | FP32      |
 | norm      | of a module whose class is a norm                                    | adamw               | FP32      |
-| vector    | what else has fewer than two dimensions                              | adamw               | FP32      |
-| other     | four dimensions and more (convolutions)                              | adamw               | FP32      |
+| vector    | what else has fewer than two dimensions, or is [1, 1, n] (a token)   | adamw               | FP32      |
+| other     | convolutions of any number of dimensions; four dimensions and more   | adamw               | FP32      |
 
 Roles follow from modules, names and *global* shapes, so that they are the same before and after sharding, on every rank, at every world
 size. (Roles from local shapes once made every parameter 1-D, and Muon silently AdamW: DeepSpeed issue 8438.)
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale_ray.geometry import Block
@@ -241,8 +242,12 @@ def _role(parameter: Tensor, owners: list[tuple[str, nn.Module]]) -> Role:
         return "embedding"
     if parameter.ndim < 2:
         return "norm" if any(type(module).__name__.lower().rstrip("123d").endswith("norm") for _, module in owners) else "vector"
+    if any(isinstance(module, _ConvNd) for _, module in owners):
+        return "other"  # a filter [out, in, k] is no stack of matrices
     if parameter.ndim == 2 and any(_is_head(name) for name, _ in owners):
         return "head"
+    if parameter.ndim == 3 and tuple(parameter.shape[:2]) == (1, 1):
+        return "vector"
     return "matrix" if parameter.ndim == 2 else "expert" if parameter.ndim == 3 else "other"
 
 
@@ -256,4 +261,5 @@ def _is_embedding(name: str, module: nn.Module, parameter: Tensor) -> bool:
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return True
     parts = name.lower().split(".")
-    return parameter.ndim == 2 and any(part in ("wte", "wpe") or "embed" in part for part in parts if not part.endswith("proj"))
+    named = any(part in ("wte", "wpe", "tok_emb", "pos_emb") or "embed" in part for part in parts if not part.endswith("proj"))
+    return named and (parameter.ndim == 2 or (parameter.ndim == 3 and parameter.shape[0] == 1))
