@@ -9,8 +9,9 @@ Two figures against `torch.optim.AdamW` on the same gradients, over 300 steps of
     largest    the largest update of any element in any step, over FP32's largest
     distance   of the last 20 updates from FP32's, relative to their norm
 
-`dynamic` is the same optimizer with the dynamic map, its zero replaced, for the root of v; `plain` with the dynamic map as it is. Medians
-over seeds, the spread is half of largest minus smallest. Exit code 0 whatever the figures.
+`nearest` is the same optimizer with the nearest code for m, however much larger than the number; `dynamic` with the dynamic map, its zero
+replaced, for the root of v; `plain` with the dynamic map as it is. Medians over seeds, the spread is half of largest minus smallest. Exit
+code 0 whatever the figures.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from benchmarks.reporting import write
 from vescale_ray import Block
 from vescale_ray.optim import AdamW8bit, adamw8bit
-from vescale_ray.optim.codec import dynamic_values, root_codebook
+from vescale_ray.optim.codec import dynamic_values, root_codebook, signed_codebook
 
 ROWS, COLS = 256, 256
 BLOCKS: dict[str, Any] = {"256": 256, "1024": 1024, "tile 32x32": Block.tile(32, 32), "rows 32": Block.rows(32)}
@@ -87,20 +88,23 @@ def main() -> int:
     torch.set_num_threads(1)
     replaced = dynamic_values(False)
     replaced[0] = replaced[1] / 2
-    maps: dict[str, Any] = {
-        "ours": root_codebook(torch.device("cpu")),
-        "dynamic": Searched(replaced),
-        "plain": Searched(dynamic_values(False)),
+    root, signed = root_codebook(torch.device("cpu")), signed_codebook(torch.device("cpu"))
+    maps: dict[str, tuple[Any, Any]] = {  # of the root of v, of m
+        "ours": (root, signed),
+        "nearest": (root, Searched(dynamic_values(True))),
+        "dynamic": (Searched(replaced), signed),
+        "plain": (Searched(dynamic_values(False)), signed),
     }
     figures: dict[str, Any] = {}
     print(f"{'rows':<12}{'gradients':<10}{'block':<12}{'map':<9}{'largest':>10}{'+-':>8}{'distance':>10}{'+-':>8}")
     for kind in SIZES:
         for sparse in (False, True):
             for block_name, block in BLOCKS.items():
-                for map_name, codebook in maps.items():
+                for map_name, (of_v, of_m) in maps.items():
                     if map_name != "ours" and block_name != "tile 32x32":
                         continue
-                    adamw8bit.root_codebook = lambda device, codebook=codebook: codebook  # type: ignore[assignment]
+                    adamw8bit.root_codebook = lambda device, of_v=of_v: of_v  # type: ignore[assignment]
+                    adamw8bit.signed_codebook = lambda device, of_m=of_m: of_m  # type: ignore[assignment]
                     runs = [compare(kind, block, sparse, steps, seed) for seed in range(seeds)]
                     shown = [figure([run[i] for run in runs]) for i in range(2)]
                     name = f"{kind}.{'sparse' if sparse else 'dense'}.{block_name}.{map_name}"
@@ -108,7 +112,7 @@ def main() -> int:
                     figures[f"{name}.distance"] = {**shown[1], "goal": "<= 0.2"}
                     numbers = "".join(f"{f['value']:>10.3g}{f['spread']:>8.2g}" for f in shown)
                     print(f"{kind:<12}{'sparse' if sparse else 'dense':<10}{block_name:<12}{map_name:<9}{numbers}", flush=True)
-    adamw8bit.root_codebook = root_codebook
+    adamw8bit.root_codebook, adamw8bit.signed_codebook = root_codebook, signed_codebook
     write(options.json, figures)
     return 0
 

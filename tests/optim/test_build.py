@@ -20,7 +20,7 @@ from vescale_ray.config import load_config
 from vescale_ray.fsdp import fully_shard
 from vescale_ray.geometry import Block
 from vescale_ray.models.llama import Llama, LlamaConfig
-from vescale_ray.optim import AdamW, CombinedOptimizer, Muon, OptimizerConfig, build_optimizer, route_parameters
+from vescale_ray.optim import AdamW, AdamW8bit, CombinedOptimizer, Muon, OptimizerConfig, build_optimizer, route_parameters
 from vescale_ray.state_dict import get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 
 SIZES = LlamaConfig(dim=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab=32, max_seq=8)
@@ -159,6 +159,35 @@ def test_the_table_is_printed_and_patterns_overrule_roles(capsys: pytest.Capture
         build_optimizer(nn.Linear(3, 3, device="meta"), "adamw", log=None)
     with pytest.raises(ValueError, match="no trainable parameter"):
         build_optimizer(nn.Identity(), "adamw", log=None)
+
+
+class Vision(nn.Module):
+    """What has three dimensions and is no stack of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos_embed = nn.Parameter(torch.zeros(1, 9, 8))
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
+        self.conv1d = nn.Conv1d(8, 8, 3)
+        self.transposed = nn.ConvTranspose2d(8, 8, 3)
+        self.experts = nn.Parameter(torch.zeros(1, 6, 8))
+        self.mixer = nn.Linear(8, 8)
+
+
+def test_filters_tokens_and_positions_of_three_dimensions_are_no_experts() -> None:
+    roles = {route.name: route.role for route in route_parameters(Vision(), MUON).routes}
+    assert roles == {
+        "pos_embed": "embedding", "cls_token": "vector", "conv1d.weight": "other", "conv1d.bias": "vector", "transposed.weight": "other",
+        "transposed.bias": "vector", "experts": "expert", "mixer.weight": "matrix", "mixer.bias": "vector",
+    }  # fmt: skip
+
+
+def test_each_line_of_the_table_shows_a_parameter_of_that_line() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(128, 64, bias=False))
+    lines = str(route_parameters(model, OptimizerConfig("adamw8bit", options={"block": "rows 32"}))).splitlines()
+    shown = {tuple(line.split()[:3]): line.split()[-3:] for line in lines[1:]}
+    assert shown[("matrix", "adamw8bit", "-")] == ["0.weight", "[8,", "8]"]
+    assert [example for (_, _, block), example in shown.items() if block != "-"] == [["1.weight", "[64,", "128]"]]
 
 
 def test_one_optimizer_for_all_is_that_optimizer_with_its_states() -> None:
@@ -359,6 +388,49 @@ def local_agreement(rank: int, world: int, agree: bool) -> list[bool]:
     before = [whole(p.detach()).clone() for p in model.parameters()]
     optimizer.step()
     return [not torch.equal(whole(p.detach()), b) for p, b in zip(model.parameters(), before, strict=True)]
+
+
+def one_asks(rank: int, world: int, policy: str) -> tuple[list[bool], str]:
+    """Only the 8-bit part is told what to do about NaN; the NaN is in the AdamW part, on one rank."""
+    model = llama()
+    config = OptimizerConfig("adamw8bit", options={"nonfinite": policy, "min_8bit_numel": 1, "block": 8})
+    routing = route_parameters(model, config)
+    fully_shard(model, mesh=one_dim_mesh(world), block_policy=routing.block_policy)
+    optimizer: Any = build_optimizer(model, config, log=None)
+    assert [type(part).__name__ for part in optimizer.optimizers] == ["AdamW", "AdamW8bit"]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    local = model.embed.weight.grad._local_tensor  # type: ignore[union-attr, attr-defined]
+    if local.numel() and rank == 0:
+        local.view(-1)[0] = math.nan
+    before = [whole(p.detach()).clone() for p in model.parameters()]
+    told = ""
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        told = type(error).__name__
+    return [not torch.equal(whole(p.detach()), b) for p, b in zip(model.parameters(), before, strict=True)], told
+
+
+EXPECTED = [("skip", (False, "")), ("raise", (False, "NonFiniteGradients")), ("propagate", (True, ""))]
+
+
+@pytest.mark.filterwarnings("ignore:a gradient holds NaN")
+@pytest.mark.parametrize(("policy", "expected"), EXPECTED)
+def test_what_one_part_does_about_nan_all_parts_do(policy: str, expected: tuple[bool, str]) -> None:
+    for moved, error in run_threads(2, one_asks, policy):
+        assert set(moved) == {expected[0]} and error == expected[1]
+
+
+@pytest.mark.parametrize("agree", [False, True])
+@pytest.mark.parametrize("first", [Muon, AdamW])
+def test_a_gradient_that_a_later_part_can_not_step_is_found_before_the_first_has_stepped(first: Any, agree: bool) -> None:
+    one, two = (nn.Parameter(torch.ones(8, 8)) for _ in range(2))
+    combined = CombinedOptimizer([first([one], lr=0.1), AdamW8bit([two], min_8bit_numel=1)], agree=agree)
+    one.grad, two.grad = torch.randn(8, 8), torch.eye(8).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        combined.step()
+    assert bool((one == 1).all()) and not any(bool(v.any()) for v in combined.state.get(one, {}).values())
 
 
 def test_optimizers_that_do_not_communicate_agree_only_if_they_are_asked_to() -> None:

@@ -1,4 +1,4 @@
-"""8-bit codes: the maps are those that the format says, and a code is the nearest value's."""
+"""8-bit codes: the maps are those that the format says, and a code is the nearest value's that is not too large."""
 
 from __future__ import annotations
 
@@ -30,21 +30,28 @@ def test_the_map_for_square_roots_has_no_zero_and_bounded_relative_steps() -> No
     assert steps[values[1:] > 0.1].max() < 1.032
 
 
-@pytest.mark.parametrize("codebook", [signed_codebook(CPU), root_codebook(CPU)], ids=["signed", "root"])
-def test_a_code_is_that_of_the_nearest_value_also_at_the_midpoints(codebook: Codebook) -> None:
+BOOKS = [(signed_codebook(CPU), 1.25), (Codebook(dynamic_values(True), CPU), 1e9), (root_codebook(CPU), 1e9)]
+
+
+@pytest.mark.parametrize(("codebook", "most_over"), BOOKS, ids=["signed", "signed without a limit", "root"])
+def test_a_code_is_that_of_the_nearest_value_that_is_not_too_large_also_at_the_borders(codebook: Codebook, most_over: float) -> None:
     values = codebook.values.numpy().astype(np.float64)
     low = 0.0 if values[0] > 0 else -1.0
     generator = torch.Generator().manual_seed(0)
     spread = torch.rand(20000, generator=generator) * torch.exp(-20 * torch.rand(20000, generator=generator))
     signs = torch.where(torch.rand(20000, generator=generator) < 0.5, low, 1.0)
-    middles = codebook.midpoints[:-1]
-    near = torch.cat([middles, middles.nextafter(torch.tensor(2.0)), middles.nextafter(torch.tensor(-2.0)), codebook.values])
+    borders = codebook.borders[:-1]
+    near = torch.cat([borders, borders.nextafter(torch.tensor(2.0)), borders.nextafter(torch.tensor(-2.0)), codebook.values])
     x = torch.cat([spread * signs, near, torch.tensor([0.0, 1.0, 1e-40, low])])
     distance = np.abs(values[None, :] - x.numpy().astype(np.float64)[:, None])
-    chosen = np.take_along_axis(distance, codebook.encode(x).numpy().astype(np.int64)[:, None], 1)[:, 0]
-    # Midpoints are FP32: within half a unit in their last place two values are equally near.
-    assert (chosen <= distance.min(axis=1) + np.abs(x.numpy()) * 2.0**-23).all()
-    assert torch.equal(codebook.encode(x).to(torch.int64), torch.bucketize(x, codebook.midpoints[:-1]))
+    codes = codebook.encode(x).numpy().astype(np.int64)
+    chosen = np.take_along_axis(distance, codes[:, None], 1)[:, 0]
+    # Borders are FP32: within half a unit in their last place either side will do.
+    size, slack = np.abs(x.numpy().astype(np.float64)), 1 + 2.0**-22
+    least = np.where(np.abs(values)[None, :] <= most_over * size[:, None] / slack, distance, np.inf).min(axis=1)
+    assert (chosen <= least + size * 2.0**-23).all()
+    assert (np.abs(values[codes]) <= np.maximum(most_over * size * slack, values[0])).all()
+    assert torch.equal(codebook.encode(x).to(torch.int64), torch.bucketize(x, codebook.borders[:-1]))
 
 
 @pytest.mark.parametrize("codebook", [signed_codebook(CPU), root_codebook(CPU)], ids=["signed", "root"])
@@ -53,8 +60,8 @@ def test_every_code_survives_decoding_and_encoding(codebook: Codebook) -> None:
     assert torch.equal(codebook.encode(codebook.decode(codes)), codes)
 
 
-def test_a_map_with_two_midpoints_in_a_cell_of_the_table_is_refused() -> None:
-    with pytest.raises(ValueError, match="two midpoints of this map lie in one cell"):
+def test_a_map_with_two_borders_in_a_cell_of_the_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="two borders of this map lie in one cell"):
         Codebook(dynamic_values(signed=False), CPU)
 
 

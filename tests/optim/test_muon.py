@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,14 +16,6 @@ from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.optim import Muon
 
 SHAPES = ((1, 40), (40, 1), (7, 10), (33, 65), (65, 33), (32, 32), (32, 32), (16, 48), (48, 16), (64, 24), (3, 3))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def random_cases(world: int, seed: int, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Case]:

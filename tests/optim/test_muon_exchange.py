@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.dtensor.layouts import Case, one_dim_mesh
+from tests.optim.optim_support import Collectives
 from tests.optim.test_muon import SHAPES, alone, equal, give_gradients, random_cases, sharded, steps_on_shards
-from tests.ranks import run_threads
+from tests.ranks import run_gloo, run_threads
 from vescale_ray.geometry import Block
 from vescale_ray.optim import Muon
 from vescale_ray.optim.exchange import Job, plan
@@ -71,6 +73,21 @@ def test_a_step_sends_4_n_over_w_times_1_minus_1_over_w_bytes_in_two_collectives
     assert max(planned) <= 1.2 * ideal, "no rank sends much more than the others"
     assert all(len(calls) == collectives == 2 * buckets for calls in counted.by_rank.values())
     assert buckets > 1 if limit == 1500 else buckets == 1
+
+
+def second_step(rank: int, world: int, cases: list[Case]) -> tuple[dict[str, int], int]:
+    parameters = sharded(cases, rank, one_dim_mesh(world))
+    ours = Muon(parameters, bucket_bytes=1500)
+    for step in range(2):
+        give_gradients(cases, parameters, rank, step)
+        with Collectives() as collectives:
+            ours.step()
+    return dict(Counter(name.split(".")[1] for name in collectives.seen)), len(ours.itineraries[0].buckets)
+
+
+def test_beside_the_exchange_a_step_has_the_agreement_and_no_barrier() -> None:
+    for seen, buckets in run_gloo(2, second_step, [even(shape, 2) for shape in EVEN]):
+        assert seen == {"allreduce_": 1, "alltoall_base_": 2 * buckets} and buckets > 1
 
 
 def test_uneven_cuts_send_less_since_roots_are_where_the_matrices_are(monkeypatch: pytest.MonkeyPatch) -> None:

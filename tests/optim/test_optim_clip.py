@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 
-from tests.ranks import run_threads
+from tests.ranks import run_gloo, run_threads
 from vescale_ray.fsdp import fully_shard
 from vescale_ray.optim import AdamW, clip_grad_norm_
 
@@ -104,6 +104,38 @@ def mixed(rank, world):
 
 def test_sharded_plain_and_torchs_own_dtensors_may_be_mixed():
     run_threads(2, mixed)
+
+
+def some_without(rank, world):
+    """Two meshes: rank 0 has no gradient on the first, rank 1 none on the second; then rank 1 none at all."""
+    row, grid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+    first = nn.Parameter(torch_distribute(torch.zeros(4, 3), row, [Shard(0)], src_data_rank=None))
+    second = nn.Parameter(torch_distribute(torch.zeros(4, 3), grid, [Shard(0), Shard(1)], src_data_rank=None))
+    (second if rank == 0 else first).grad = torch.full_like(second if rank == 0 else first, 2.0)
+    norms = [clip_grad_norm_([first, second], 1e9).item()]
+    if rank == 1:
+        first.grad = None
+    norms.append(clip_grad_norm_([first, second], 1e9).item())
+    second.grad = None
+    return [*norms, clip_grad_norm_([first, second], 1.0).item()]
+
+
+def test_ranks_that_lack_different_gradients_do_not_wait_for_each_other_and_get_one_norm():
+    one, other = run_gloo(2, some_without, timeout=20)
+    assert one == other == pytest.approx([math.sqrt(48.0), math.sqrt(24.0), 0.0], rel=1e-6)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((1.0, 0.0), "norm_type = 0.0: give"), ((1.0, -1.0), "norm_type = -1.0"), ((1.0, -math.inf), "norm_type = -inf"),
+    ((1.0, math.nan), "norm_type = nan"), ((-1.0,), "max_norm = -1.0: give"), ((math.nan,), "max_norm = nan"),
+])  # fmt: skip
+def test_norms_that_make_no_sense_are_refused(arguments, message):
+    """Negative limits turned gradients round, other norms than positive ones were computed as if they were."""
+    p = nn.Parameter(torch.zeros(3))
+    p.grad = torch.ones(3)
+    with pytest.raises(ValueError, match=message):
+        clip_grad_norm_([p], *arguments)
+    assert p.grad.tolist() == [1.0] * 3
 
 
 def stale(rank, world):

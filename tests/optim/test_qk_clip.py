@@ -78,6 +78,22 @@ def test_a_logit_that_is_not_finite_on_one_rank_stops_all(value: float) -> None:
     assert len(set(run_threads(3, broken, value))) == 1
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.25, 1.0])
+def test_alpha_shares_the_scaling_out_between_query_and_key(alpha: float) -> None:
+    query, key = nn.Parameter(torch.ones(6, D)), nn.Parameter(torch.ones(6, D))
+    eta = qk_clip_(query, key, torch.tensor([50.0, 1600.0, 100.0]), alpha=alpha)
+    assert eta.tolist() == [1.0, 1 / 16, 1.0]
+    for matrix, share in ((query, alpha), (key, 1 - alpha)):
+        assert matrix[:, 0].tolist() == [1.0] * 2 + [16.0**-share] * 2 + [1.0] * 2
+
+
+def test_a_key_that_can_not_be_scaled_leaves_the_query_as_it_is() -> None:
+    query, key = nn.Parameter(torch.ones(12, D)), nn.Parameter(torch.ones(D, 6).T)
+    with pytest.raises(ValueError, match="not contiguous"):
+        qk_clip_(query, key, torch.full((6,), 400.0))
+    assert bool((query == 1).all())
+
+
 @pytest.mark.parametrize("changes", [{"tau": 0.0}, {"alpha": 2.0}, {"rope_rows": 3}, {"value_rows": 1}, {"logits": torch.ones(5)}])
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any]) -> None:
     logits = changes.pop("logits", LOGITS)

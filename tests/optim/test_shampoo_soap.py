@@ -27,14 +27,6 @@ SHAPES = {"wq_weight": (48, 40), "odd": (37, 29), "experts": (3, 16, 20), "odd_e
 BLOCKS: list[Any] = ["tile 8x8", "tile 5x12", "rows 16", "tensor"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def waves(m: int, n: int, k: int) -> Tensor:
     """research/optim.md, table c: gradients without a random generator."""
     i = torch.arange(m * n, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""AdamW: torch's, refusing parameters that it would train in vain."""
+"""AdamW: torch's, refusing parameters that it would train in vain, and state dicts that would silently reset it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
+from vescale_ray.optim.loading import StrictLoading
 from vescale_ray.optim.parameters import refuse_replaced
 
 
-class AdamW(torch.optim.AdamW):
-    """``torch.optim.AdamW``, with one check: parameters that ``fully_shard`` has replaced are refused.
+class AdamW(StrictLoading, torch.optim.AdamW):
+    """``torch.optim.AdamW``, with two checks: parameters that ``fully_shard`` has replaced are refused, and so are state dicts without the
+    states that are there (``StrictLoading``).
 
     Raises:
         ValueError: naming how many parameters are such originals.

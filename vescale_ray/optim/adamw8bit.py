@@ -34,11 +34,11 @@ from vescale_ray.optim.blocks import (
     block_text,
     cut_of,
     like_state,
-    local_of,
     parse_block,
     section_grid,
 )
 from vescale_ray.optim.codec import FORMAT_VERSION, root_codebook, signed_codebook
+from vescale_ray.optim.parameters import check_number, local_of
 
 DEFAULT_BLOCK = 1024
 """Elements in memory order; with two FP32 scales for each: 2 + 8 / 1024 bytes of state per parameter."""
@@ -144,6 +144,7 @@ class AdamW8bit(BlockOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_common(group)
+        check_number(group, "min_8bit_numel", whole=True)
         if group["block"] is not None:
             group["block"] = block_text(parse_block(group["block"]))
 

@@ -24,10 +24,10 @@ _TINY_BITS = 0x00800000
 
 
 @triton.jit
-def _encode(x, cells, midpoints, mask, SHIFT: tl.constexpr):
+def _encode(x, cells, borders, mask, SHIFT: tl.constexpr):
     cell = (x.to(tl.int32, bitcast=True) >> SHIFT) & 0x7FFF
     lower = tl.load(cells + cell, mask=mask, other=0).to(tl.int32)
-    above = x > tl.load(midpoints + lower, mask=mask, other=0.0)
+    above = x > tl.load(borders + lower, mask=mask, other=0.0)
     return (lower + above.to(tl.int32)).to(tl.uint8)
 
 
@@ -59,7 +59,7 @@ def _place(k, rows, cols, block_cols, columns, block, FLAT: tl.constexpr):
 @triton.jit
 def _step(
     param, grad, m_code, m_scale, v_code, v_scale,
-    m_values, m_midpoints, m_cells, v_values, v_midpoints, v_cells,
+    m_values, m_borders, m_cells, v_values, v_borders, v_cells,
     rows, cols, block_cols, columns, pieces,
     beta1, rest1, beta2, rest2, eps, decay, step_size, root_correction,
     TINY_BITS: tl.constexpr, SHIFT: tl.constexpr, PIECE: tl.constexpr, ONE: tl.constexpr, FLAT: tl.constexpr,
@@ -84,8 +84,8 @@ def _step(
         update = tl.div_rn(m, s * root_correction + eps)
         p = tl.load(param + element, mask=mask, other=0.0).to(tl.float32)
         tl.store(param + element, (p * decay - update * step_size).to(param.dtype.element_ty), mask=mask)
-        tl.store(m_code + element, _encode(m * m_by, m_cells, m_midpoints, mask, SHIFT), mask=mask)
-        tl.store(v_code + element, _encode(s * v_by, v_cells, v_midpoints, mask, SHIFT), mask=mask)
+        tl.store(m_code + element, _encode(m * m_by, m_cells, m_borders, mask, SHIFT), mask=mask)
+        tl.store(v_code + element, _encode(s * v_by, v_cells, v_borders, mask, SHIFT), mask=mask)
     tl.store(m_scale + block, m_new.to(tl.float32, bitcast=True))
     tl.store(v_scale + block, v_new.to(tl.float32, bitcast=True))
 
@@ -97,7 +97,7 @@ def step_region_triton(held: Held, region: Region, hyper: Hyper) -> None:
     piece = min(triton.next_power_of_2(numel), ONE_PASS)
     _step[(region.bands * region.columns,)](
         *held,
-        signed.values, signed.midpoints, signed.cells_uint8, root.values, root.midpoints, root.cells_uint8,
+        signed.values, signed.borders, signed.cells_uint8, root.values, root.borders, root.cells_uint8,
         region.rows, region.cols, region.block_cols, region.columns, -(-numel // piece),
         hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, hyper.eps, hyper.decay, hyper.step_size, hyper.root_correction,
         TINY_BITS=_TINY_BITS, SHIFT=CELL_SHIFT, PIECE=piece, ONE=numel <= piece, FLAT=region.rows == 1 and region.columns == 1,

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,13 +31,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.redistribute import arrived
+from vescale_ray.optim.parameters import local_of
 
 _HERE, _MISSING = 0, 1  # columns of what is reduced; both set: on some ranks only
 
 
 class DisagreementError(RuntimeError):
     """The ranks do not take the step together: their optimizers differ, or one of them did not come."""
+
+
+class NonFiniteGradients(RuntimeError):
+    """A gradient holds NaN or Inf on some rank; raised on all of them."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,20 @@ class Decision:
     active: tuple[bool, ...]
     split: tuple[int, ...]
     finite: bool
+
+
+def goes_on(decision: Decision, nonfinite: str) -> bool:
+    """Whether the step is taken, on every rank alike: not, where gradients are not finite and ``nonfinite`` is ``skip``; with a warning.
+
+    Raises:
+        NonFiniteGradients: they are not, and ``nonfinite`` is ``raise``.
+    """
+    if decision.finite or nonfinite == "propagate":
+        return True
+    if nonfinite == "raise":
+        raise NonFiniteGradients("a gradient holds NaN or Inf on some rank: no rank has taken the step (nonfinite='skip' goes on)")
+    warnings.warn("a gradient holds NaN or Inf on some rank: all ranks skip this optimizer step", stacklevel=3)
+    return False
 
 
 class Agreement:
@@ -163,7 +182,7 @@ def _all_finite(grads: Sequence[Tensor]) -> bool:
     """Whether every element that this rank holds is finite. One pass; one wait for the device."""
     kinds: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
-        local = arrived(grad._local_tensor if isinstance(grad, DTensor) else grad).detach()
+        local = local_of(grad)
         if local.numel() and (local.is_floating_point() or local.is_complex()):
             kinds.setdefault(local.device, []).append(local)
     for held in kinds.values():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,12 @@ from torch.optim.adamw import adamw
 
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.dtensor_spec import sharding_of
-from vescale_ray.optim.agree import Agreement
-from vescale_ray.optim.blocks import local_of
-from vescale_ray.optim.parameters import refuse_replaced
+from vescale_ray.optim.agree import Agreement, Decision, goes_on
+from vescale_ray.optim.loading import InPlaceLoading
+from vescale_ray.optim.parameters import check_number, local_of, named_of, refuse_replaced, refuse_switches
 
 
-class BlockOptimizer(torch.optim.Optimizer):
+class BlockOptimizer(InPlaceLoading, ABC):
     """A local optimizer: each rank steps what it holds, and no step communicates, unless it is told to agree with the others first.
 
     Subclasses say in :meth:`_new_state` which states a parameter has, and in :meth:`_update` what a step does to one. All states exist
@@ -39,17 +38,17 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._agreement: Agreement | None = None
         super().__init__(params, defaults)
 
+    @abstractmethod
     def _new_state(self, param: Tensor, name: str, group: dict[str, Any]) -> dict[str, Tensor]:
         """All states but ``step``, zero. ``name`` is "" if it isn't known. Raises ValueError if there can be none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """Step ``params``, those of the group with a gradient (checked: dense, placed as the parameter); without autograd."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for hyperparameters that make no sense; may bring them into their stored form."""
-        raise NotImplementedError
 
     # -- construction ------------------------------------------------------------------------------------------------
 
@@ -63,6 +62,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            refuse_switches(group, type(self).__name__)
             self._check_group(group)
             made = [(param, self._initial(param, name, group)) for name, param in named_of(group, len(self.param_groups) - 1)]
         except BaseException:
@@ -87,7 +87,8 @@ class BlockOptimizer(torch.optim.Optimizer):
             raise ValueError(f"parameter {name} is on the meta device, where nothing can be stepped: call to_empty() on the model first")
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
-                f"parameter {name} is {param.dtype}: {type(self).__name__} computes in FP32, for parameters of at most 32 bits"
+                f"parameter {name} is {param.dtype}: {type(self).__name__} computes in FP32, for parameters of at most 32 bits; cast the "
+                f"model to float32, or use torch.optim.AdamW"
             )
         try:
             state = self._new_state(param, known, group)
@@ -98,42 +99,52 @@ class BlockOptimizer(torch.optim.Optimizer):
     # -- step --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Any = None, *, decision: Decision | None = None) -> Any:
         """One step; ``closure`` computes the loss anew, which is returned. Communicates only if ``nonfinite`` says so.
+
+        Args:
+            decision: what the ranks agreed on already, for these parameters in this order; they don't agree again.
 
         Raises:
             RuntimeError: a gradient is sparse, or is not placed as its parameter; or a param group's ``block`` is no more that of its
-                states; or, with ``nonfinite="raise"``, a gradient that isn't finite. Before anything is changed.
-            DisagreementError: see :mod:`vescale_ray.optim.agree`.
+                states. Before anything is changed.
+            NonFiniteGradients: with ``nonfinite="raise"``; DisagreementError: see :mod:`vescale_ray.optim.agree`. Likewise.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        fault: RuntimeError | None = None
-        try:
-            self._check_step()
-        except RuntimeError as error:
-            if self.nonfinite == "propagate":
-                raise
-            fault = error  # the others wait to hear of it
-        split: set[int] = set()
-        if self.nonfinite != "propagate":
-            params = [p for group in self.param_groups for p in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        active: Sequence[bool] = [p.grad is not None for p in params]
+        fault = self.fault()
+        if decision is None and self.nonfinite != "propagate":
             if self._agreement is None or [*map(id, self._agreement.parameters)] != [*map(id, params)]:
                 self._agreement = Agreement(params)
-            decision = self._agreement.decide(fault=fault)
-            if not decision.finite:
-                if self.nonfinite == "raise":
-                    raise RuntimeError("a gradient holds NaN or Inf on some rank: no rank has taken the step (nonfinite='skip' goes on)")
-                warnings.warn("a gradient holds NaN or Inf on some rank: all ranks skip this optimizer step", stacklevel=2)
+            decision = self._agreement.decide(fault=fault)  # the others wait to hear of it
+            if not goes_on(decision, self.nonfinite):
                 return loss
-            split = {id(params[i]) for i in decision.split}
+        elif fault is not None:
+            raise fault
+        if decision is not None:
+            for p, mine, all_ranks in zip(params, active, decision.active, strict=True):
+                if all_ranks and not mine:  # this rank holds nothing of it, and counts along
+                    self.state[p]["step"] += 1
+            active = [mine and all_ranks for mine, all_ranks in zip(active, decision.active, strict=True)]
+        position = 0
         for group in self.param_groups:
-            stepped = [p for p in group["params"] if p.grad is not None and id(p) not in split]
+            stepped = [p for p, steps in zip(group["params"], active[position:], strict=False) if steps]
+            position += len(group["params"])
             if stepped:
                 self._update(group, stepped)
         return loss
+
+    def fault(self) -> RuntimeError | None:
+        """Why this rank could not take a step now."""
+        try:
+            self._check_step()
+        except RuntimeError as error:
+            return error
+        return None
 
     def _check_step(self) -> None:
         """Raise RuntimeError if this rank can't take a step with what it has."""
@@ -149,65 +160,10 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """As torch's, but that states keep their dtype: torch casts them to the parameter's, FP32 scales of a BF16 parameter, too.
-
-        Values are copied into the states that are there.
-
-        Raises:
-            ValueError: a parameter's states are missing, or are of another kind, block or shape; before anything is changed.
-        """
-        loaded: dict[Tensor, Mapping[str, Any]] = {}
-        before = dict(self.state)
-
-        def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            loaded.update(self._matched(given))
-            return {**given, "state": {}}
-
-        def give(_: torch.optim.Optimizer) -> None:
-            with torch.no_grad():
-                for param, states in before.items():
-                    for key, target in states.items():
-                        value = loaded[param][key] if param in loaded else target
-                        if value is not target:
-                            target.copy_(value) if isinstance(value, Tensor) else target.fill_(value)
-                    self.state[param] = states
-
-        # Last before torch's own work and first after it: the user's hooks see what they would see of any optimizer.
-        hooks = [self.register_load_state_dict_pre_hook(take), self.register_load_state_dict_post_hook(give, prepend=True)]
-        try:
-            super().load_state_dict(dict(state_dict))
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _matched(self, given: Mapping[str, Any]) -> dict[Tensor, Mapping[str, Any]]:
-        """The given states by parameter, all there and of the right form."""
-        groups = given["param_groups"]
-        mine = [len(group["params"]) for group in self.param_groups]
-        if [len(group["params"]) for group in groups] != mine:
-            return {}  # torch says what is wrong with it
-        matched: dict[Tensor, Mapping[str, Any]] = {}
-        for index, (group, theirs) in enumerate(zip(self.param_groups, groups, strict=True)):
-            self._check_loaded_group(group, theirs)
-            for (name, param), key in zip(named_of(group, index), theirs["params"], strict=True):
-                found, here = given["state"].get(key, {}), self.state[param]
-                if set(found) != set(here):
-                    raise ValueError(
-                        f"the state of parameter {name} has {sorted(found) or 'nothing'}, but {type(self).__name__} keeps {sorted(here)}: "
-                        "it is of another optimizer, or of another routing of parameters"
-                    )
-                for kind, value in found.items():
-                    if isinstance(value, Tensor) and value.shape != here[kind].shape:
-                        raise ValueError(
-                            f"{kind} of parameter {name} has shape {tuple(value.shape)}, not {tuple(here[kind].shape)}: "
-                            "it is of another parameter or of other blocks"
-                        )
-                matched[param] = found
-        return matched
-
-    def _check_loaded_group(self, group: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-        """Raise ValueError if the loaded group's states mean something else than this one's."""
+    def _check_loaded_group(self, group: Mapping[str, Any], theirs: dict[str, Any]) -> None:
+        """Raise ValueError if the loaded group's states mean something else than this one's, or its numbers make no sense."""
+        refuse_switches(theirs, type(self).__name__)
+        self._check_group(theirs)
         if _format(theirs) != _format(group):
             raise ValueError(
                 f"the state is of (block, codec) {_format(theirs)}, this optimizer's of {_format(group)}: build it with the same block"
@@ -219,22 +175,13 @@ def _format(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return group.get("block"), group.get("codec_version")
 
 
-def named_of(group: Mapping[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter of a group with its name, or with ``#<group>.<position>`` if the optimizer was given none."""
-    names = group.get("param_names") or [f"#{index}.{position}" for position in range(len(group["params"]))]
-    return zip(names, group["params"], strict=True)
-
-
-def check_common(group: Mapping[str, Any], *, betas: str = "betas") -> None:
+def check_common(group: Mapping[str, Any]) -> None:
     """Raise ValueError for a learning rate, betas, eps or weight decay out of range."""
     for key in ("lr", "eps", "weight_decay"):
-        if not float(group[key]) >= 0.0:
-            raise ValueError(f"{key} = {group[key]}: give at least 0")
-    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-        raise ValueError(f"lr is a tensor of {group['lr'].numel()} elements: give one number")
-    for beta in chain(group[betas]):
-        if not 0.0 <= float(beta) < 1.0:
-            raise ValueError(f"{betas} = {group[betas]}: give numbers in [0, 1)")
+        check_number(group, key)
+    betas = group["betas"]
+    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(isinstance(b, int | float | Tensor) and 0.0 <= b < 1.0 for b in betas):
+        raise ValueError(f"betas = {betas}: give two numbers in [0, 1)")
 
 
 def _check_gradient(name: str, param: Tensor) -> None:

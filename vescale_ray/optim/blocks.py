@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.dtensor_spec import chunk, make_spec, section, sharding_of
 from vescale_ray.geometry import Block, Shape
+from vescale_ray.optim.parameters import local_of
 from vescale_ray.placement import RaggedShard
-from vescale_ray.redistribute import arrived
 
 BlockSpec = Block | int
 """A block, or the number of elements of a flat one."""
@@ -315,8 +315,3 @@ def like_state(param: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(param, RaggedDTensor):
         return RaggedDTensor.from_spec(torch.zeros_like(local_of(param), dtype=dtype), param._spec)
     return torch.zeros_like(param, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part, without autograd, sharing memory."""
-    return arrived(tensor._local_tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vescale_ray.optim.agree import Agreement, Decision
-from vescale_ray.optim.muon import Muon, NonFiniteGradients
+from vescale_ray.optim.agree import Agreement, Decision, goes_on
+from vescale_ray.optim.base import BlockOptimizer
+from vescale_ray.optim.loading import completed
+from vescale_ray.optim.muon import Muon
 from vescale_ray.optim.routing import Name, OptimizerConfig, Route, Routing, optimizer_class, route_parameters
 
 if TYPE_CHECKING:
@@ -122,8 +124,9 @@ def create_states(optimizer: torch.optim.Optimizer) -> None:
 class CombinedOptimizer(torch.optim.Optimizer):
     """Several optimizers over different parameters as one: their param groups, states, state dicts and steps, one after the other.
 
-    Where one of them agrees with the other ranks before a step (Muon), all follow that one decision: on the same parameters, and all of
-    them skip a step whose gradients are not finite (or what Muon's ``nonfinite`` says).
+    Where one of them agrees with the other ranks before a step (Muon, or one that is told to by ``nonfinite``), all follow that one
+    decision: on the same parameters, and all of them skip a step whose gradients are not finite, or whatever the strictest ``nonfinite``
+    among them says.
 
     Args:
         agree: agree also where none of them does by itself.
@@ -177,54 +180,57 @@ class CombinedOptimizer(torch.optim.Optimizer):
         """One step of every part. Collective if one of them communicates.
 
         Raises:
-            NonFiniteGradients, DisagreementError: as :meth:`Muon.step`; then no part has stepped.
+            NonFiniteGradients, DisagreementError: as :meth:`Muon.step`; RuntimeError, ValueError: a gradient that a part can't step. Then
+                no part has stepped.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        muons = [optimizer for optimizer in self.optimizers if isinstance(optimizer, Muon)]
-        if not muons and not self._agree:
+        faults = [part.fault() for part in self.optimizers if isinstance(part, Muon | BlockOptimizer)]
+        fault = next((found for found in faults if found is not None), None)
+        policy = self._policy()
+        if policy is None:
+            if fault is not None:  # before another part has stepped
+                raise fault
             for optimizer in self.optimizers:
                 optimizer.step()
             return loss
         parameters = self._parameters()
         if self._agreement is None or [*map(id, self._agreement.parameters)] != [*map(id, parameters)]:
             self._agreement = Agreement(parameters)
-        policy = muons[0].nonfinite if muons else "skip"
-        fault = next((found for found in (muon.fault() for muon in muons) if found is not None), None)
         decision = self._agreement.decide(check_finite=policy != "propagate", fault=fault)
-        if not decision.finite:
-            if policy == "raise":
-                raise NonFiniteGradients("a gradient holds NaN or Inf on some rank: the step was not taken (nonfinite='skip' goes on)")
-            warnings.warn("a gradient holds NaN or Inf on some rank: all ranks skip this optimizer step", stacklevel=2)
+        if not goes_on(decision, policy):
             return loss
         if decision.split:
             warnings.warn(
                 f"{len(decision.split)} parameters have a gradient on some ranks only; left out of this step on all of them", stacklevel=2
             )
         position = 0
-        hidden: list[tuple[Tensor, Tensor]] = []
-        try:
-            parts: list[tuple[torch.optim.Optimizer, Decision]] = []
-            for optimizer in self.optimizers:
-                count = sum(len(group["params"]) for group in optimizer.param_groups)
-                active = decision.active[position : position + count]
-                parts.append((optimizer, Decision(active, (), True)))
-                for p, steps in zip(parameters[position : position + count], active, strict=True):
-                    if not steps and p.grad is not None and not isinstance(optimizer, Muon):
-                        hidden.append((p, p.grad))
-                        p.grad = None
-                position += count
-            for optimizer, part in parts:
-                if isinstance(optimizer, Muon):
-                    optimizer.step(decision=part)
-                else:
-                    optimizer.step()
-        finally:
-            for p, grad in hidden:
-                p.grad = grad
+        for optimizer in self.optimizers:
+            own = [p for group in optimizer.param_groups for p in group["params"]]
+            active = decision.active[position : position + len(own)]
+            position += len(own)
+            if isinstance(optimizer, Muon | BlockOptimizer):
+                optimizer.step(decision=Decision(active, (), True))
+                continue
+            hidden = [(p, p.grad) for p, steps in zip(own, active, strict=True) if not steps and p.grad is not None]
+            try:
+                for p, _ in hidden:
+                    p.grad = None
+                optimizer.step()
+            finally:
+                for p, grad in hidden:
+                    p.grad = grad
         return loss
+
+    def _policy(self) -> str | None:
+        """What is done about NaN and Inf: the strictest that a part asks for. None: the ranks don't agree, nothing communicates."""
+        asked = [part.nonfinite for part in self.optimizers if isinstance(part, Muon | BlockOptimizer)]
+        strictest = next((policy for policy in ("raise", "skip") if policy in asked), None)
+        if strictest is None and any(isinstance(part, Muon) for part in self.optimizers):
+            return "propagate"
+        return strictest or ("skip" if self._agree else None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, each part by its own rules (checks, dtypes).
@@ -238,20 +244,18 @@ class CombinedOptimizer(torch.optim.Optimizer):
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(f"loaded state dict has {len(groups)} parameter groups, this optimizer {len(self.param_groups)}")
-        before = [(optimizer, optimizer.state, optimizer.param_groups) for optimizer in self.optimizers]
         position = 0
-        try:
-            for optimizer in self.optimizers:
-                own = groups[position : position + len(optimizer.param_groups)]
-                position += len(own)
-                ids = [i for group in own for i in group["params"]]
-                optimizer.load_state_dict(
-                    {"state": {i: state_dict["state"][i] for i in ids if i in state_dict["state"]}, "param_groups": own}
-                )
-        except BaseException:
-            for optimizer, state, param_groups in before:
-                optimizer.state, optimizer.param_groups = state, param_groups
-            raise
+        theirs: list[dict[str, Any]] = []
+        unknown = dict(state_dict["state"])
+        for optimizer in self.optimizers:
+            own = groups[position : position + len(optimizer.param_groups)]
+            position += len(own)
+            ids = [i for group in own for i in group["params"] if i in unknown]
+            theirs.append(completed(optimizer, {"state": {i: unknown.pop(i) for i in ids}, "param_groups": own}))
+        if unknown:
+            raise ValueError(f"the state dict has states of parameters {list(unknown)[:3]}, which are in none of its param groups")
+        for optimizer, own_dict in zip(self.optimizers, theirs, strict=True):  # nothing is left to refuse
+            optimizer.load_state_dict(own_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

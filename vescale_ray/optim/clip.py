@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale_ray.optim.parameters import local_of
+
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
@@ -24,7 +26,8 @@ def clip_grad_norm_(
     *,
     leave_out: Iterable[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """Scale all gradients so that their norm, taken together, is at most ``max_norm``. Collective: one all-reduce per mesh.
+    """Scale all gradients so that their norm, taken together, is at most ``max_norm``. Collective: one all-reduce per mesh of
+    ``parameters``, whether this rank has gradients there or not.
 
     Args:
         parameters: sharded, plain, or both; those without a gradient are left out.
@@ -37,19 +40,20 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is NaN or infinite and ``error_if_nonfinite`` is set.
-        ValueError: a gradient still has a pending sum (Partial).
+        ValueError: a gradient still has a pending sum (Partial); ``max_norm`` is negative or NaN; ``norm_type`` is not above 0.
     """
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm = {max_norm}: give a number of at least 0")
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     without = {id(p) for p in leave_out}
-    grads = [p.grad for p in parameters if p.grad is not None and id(p) not in without]
-    if not grads:
-        return torch.tensor(0.0)
-    norm = total_norm(grads, norm_type)
+    parameters = [p for p in parameters if id(p) not in without]
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = _norm([(p, False) if p.grad is None else (p.grad, True) for p in parameters], norm_type)
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(f"the gradient norm is {norm.item()}: gradients were not clipped (error_if_nonfinite=False scales them anyway)")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for local in map(_local, grads):
+    for local in map(local_of, grads):
         if local.numel():
             by_kind.setdefault((local.device, local.dtype), []).append(local)
     with torch.no_grad():
@@ -60,18 +64,26 @@ def clip_grad_norm_(
 
 def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """The norm of all elements of ``tensors`` together, FP64, shape (), the same on all ranks. Collective, as :func:`clip_grad_norm_`."""
-    tensors = list(tensors)
+    return _norm([(tensor, True) for tensor in tensors], norm_type)
+
+
+def _norm(tensors: list[tuple[torch.Tensor, bool]], norm_type: float) -> torch.Tensor:
+    """Of the tensors that are marked True. The others only tell of meshes whose ranks are asked: each rank may lack other gradients."""
     norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type = {norm_type}: give a number above 0 (inf: the largest magnitude)")
     infinite = math.isinf(norm_type)
     kinds: dict[tuple[int, tuple[int, ...]], tuple[DeviceMesh | None, tuple[int, ...], list[torch.Tensor]]] = {}
-    for tensor in tensors:
+    for tensor, counts in tensors:
         mesh, dims = _sharded_over(tensor)
-        kinds.setdefault((id(mesh) if mesh is None else hash(mesh), dims), (mesh, dims, []))[2].append(_local(tensor))
-    device = _local(tensors[0]).device if tensors else torch.device("cpu")
+        kind = kinds.setdefault((id(mesh) if mesh is None else hash(mesh), dims), (mesh, dims, []))
+        if counts:
+            kind[2].append(local_of(tensor))
+    device = local_of(tensors[0][0]).device if tensors else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad():
         for mesh, dims, locals_ in kinds.values():
-            held = [t.detach() for t in locals_ if t.numel()]
+            held = [t for t in locals_ if t.numel()]
             part = torch.zeros((), dtype=torch.float64, device=device)
             if held:
                 norms = torch.stack([n.to(device) for n in torch._foreach_norm(held, norm_type, dtype=torch.float64)])
@@ -94,10 +106,6 @@ def largest_of_ranks(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     both = torch.stack([part.nan_to_num(nan=0.0, posinf=torch.inf), part.isnan().to(part.dtype)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     return torch.where(both[1] > 0, torch.full_like(part, torch.nan), both[0])
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _sharded_over(tensor: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """8-bit codes for optimizer states: two maps of 256 values, and codes to and from them. Pure functions of each element.
 
 A block's numbers are divided by the largest magnitude among them (its FP32 *scale*); what is left, in [-1, 1], becomes the code of
-the nearest value of a map:
+the nearest value of a map (of m: the nearest that is not more than a quarter too large, :data:`MOST_OVER`):
 
 | map    | for     | values                                                                                              |
 |--------|---------|-----------------------------------------------------------------------------------------------------|
@@ -13,13 +13,16 @@ the nearest value of a map:
 Why v is stored as a root, in a map without a zero: blocks mix rows of different size. Where a small v would round to 0 the next
 update is m / eps: 1e5 times what it should be. The root halves the decades that v spans, and with no zero in the map a
 denominator is never smaller than 1e-7 of the block's largest. Why not the dynamic map there, too: its lower decades have 2 to 16
-values each, and what a divisor needs is *relative* accuracy. With rows whose sizes are spread log-normally (sigma 4) the
-largest update of 32x32 blocks is 2.6 times FP32's, 4.4 times with the dynamic map (benchmarks/adamw8bit_updates.py).
+values each, and what a divisor needs is *relative* accuracy. m has to be in the dynamic map, whose lower decades are as coarse: the nearest
+value may be twice the number, and the update with it. A code that is too small slows such an element down, which is harmless. With rows
+whose sizes are spread log-normally (sigma 4) the largest update of 32x32 blocks is 1.4 times FP32's; 2.6 times if m takes the nearest
+value, 4.4 times with the dynamic map for the root of v, too (benchmarks/adamw8bit_updates.py).
 (All-zero blocks have scale 0, and decode to exactly 0.)
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -27,6 +30,9 @@ from torch import Tensor
 
 FORMAT_VERSION = 1
 """Of the maps and of what is stored with them; goes up when old codes would decode to something else."""
+
+MOST_OVER = 1.25
+"""Times its own size that a number of m may become by being coded. (Decoding does not depend on it: it is no part of the format.)"""
 
 CELL_SHIFT = 17
 """Bits of an FP32 number below those that name its cell."""
@@ -56,26 +62,32 @@ class Codebook:
     """A map on one device, with what encoding needs.
 
     A code is found without a search: the upper 15 bits of the number (sign, exponent, 6 bits of mantissa) name a cell of numbers that
-    has at most one midpoint between map values in it; a table has the code at the cell's lower end, and one comparison with the
-    midpoint that follows does the rest. (`torch.bucketize`, the same codes, takes 9 times as long on a CPU core.)
+    has at most one border between map values in it; a table has the code at the cell's lower end, and one comparison with the
+    border that follows does the rest. (`torch.bucketize`, the same codes, takes 9 times as long on a CPU core.)
+
+    Args:
+        values: FP32 [256], ascending.
+        most_over: a number becomes at most this many times as large by being coded; the value nearer to zero is taken instead.
 
     Attributes:
         values: FP32 [256].
-        midpoints: FP32 [256]: between value i and i + 1; the last is infinite.
+        borders: FP32 [256]: between value i and i + 1, their midpoint where ``most_over`` allows; the last is infinite.
         cells: int32 [32768]; ``cells_uint8`` the same, for GPUs, where the cost of a look-up is the cache lines that it touches.
     """
 
-    def __init__(self, values: Tensor, device: torch.device) -> None:
-        exact = values.double()
-        midpoints = torch.cat([(exact[:-1] + exact[1:]) / 2, torch.tensor([torch.inf], dtype=torch.float64)]).float()
-        if (midpoints[:-1].view(torch.int32) >> CELL_SHIFT).unique().numel() < values.numel() - 1:
-            raise ValueError("two midpoints of this map lie in one cell: its values are too close for cells of 6 bits of mantissa")
+    def __init__(self, values: Tensor, device: torch.device, most_over: float = math.inf) -> None:
+        below, above = values.double()[:-1], values.double()[1:]
+        middle = (below + above) / 2
+        inner = torch.where(below >= 0, torch.maximum(middle, above / most_over), torch.minimum(middle, below / most_over))
+        borders = torch.cat([inner, torch.tensor([torch.inf], dtype=torch.float64)]).float()
+        if (borders[:-1].view(torch.int32) >> CELL_SHIFT).unique().numel() < values.numel() - 1:
+            raise ValueError("two borders of this map lie in one cell: its values are too close for cells of 6 bits of mantissa")
         bits = torch.arange(1 << 15, dtype=torch.int64) << CELL_SHIFT
         bits[1 << 14 :] += (1 << CELL_SHIFT) - 1  # of negative numbers the lower end has the largest magnitude
         lowest = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
-        cells = torch.bucketize(lowest.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf), midpoints[:-1])
+        cells = torch.bucketize(lowest.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf), borders[:-1])
         self.values = values.to(device)
-        self.midpoints = midpoints.to(device)
+        self.borders = borders.to(device)
         self.cells = cells.to(device=device, dtype=torch.int32)
         self.cells_uint8 = self.cells.to(torch.uint8)
 
@@ -84,16 +96,16 @@ class Codebook:
         return self.values.index_select(0, codes.to(torch.int32))
 
     def encode(self, x: Tensor) -> Tensor:
-        """uint8 codes of the values nearest to FP32 ``x`` (1-D, contiguous); of two equally near ones the smaller; NaN is code 0."""
+        """uint8 codes of FP32 ``x`` (1-D, contiguous); of a number on a border that of the smaller value; NaN is code 0."""
         lower = self.cells.index_select(0, (x.view(torch.int32) >> CELL_SHIFT).bitwise_and_(0x7FFF))
-        above = x > self.midpoints.index_select(0, lower)
+        above = x > self.borders.index_select(0, lower)
         return lower.add_(above).to(torch.uint8)
 
 
 @lru_cache(maxsize=32)
 def signed_codebook(device: torch.device) -> Codebook:
     """Of m."""
-    return Codebook(dynamic_values(signed=True), device)
+    return Codebook(dynamic_values(signed=True), device, MOST_OVER)
 
 
 @lru_cache(maxsize=32)

@@ -7,13 +7,15 @@ where it would take one for each parameter, and no dispatch of DTensors at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor import RaggedDTensor
+from vescale_ray.optim.loading import StrictLoading
+from vescale_ray.optim.parameters import local_of, refuse_replaced
 from vescale_ray.planner import START_BYTES
 
 _SCALARS = {"step", "mu_product", "eta", "mu"}
@@ -27,7 +29,7 @@ class _Piece:
 
     def __init__(self, members: list[torch.Tensor]) -> None:
         self.members = members
-        locals_ = [_local(p) for p in members]
+        locals_ = [local_of(p) for p in members]
         base, last = locals_[0], locals_[-1]
         self.starts = [t.storage_offset() - base.storage_offset() for t in locals_]
         self.numel = self.starts[-1] + last.numel()
@@ -40,7 +42,7 @@ class _Piece:
         Raises:
             RuntimeError: they were moved (``model.to(..)``, ``to_empty``) since the optimizer was built.
         """
-        base = _local(self.members[0])
+        base = local_of(self.members[0])
         if (base.untyped_storage()._cdata, base.storage_offset()) != self._from:
             raise RuntimeError("the model's parameters were moved or cast since the Flat optimizer was built: build it again")
 
@@ -59,7 +61,7 @@ class _Piece:
                 f"{missing} of {len(grads)} parameters that share a buffer have no gradient: a Flat optimizer steps all or none; use "
                 f"set_reduce_scatter_unused_params(True), or the optimizer itself"
             )
-        locals_ = [_local(grad) for grad in grads if grad is not None]
+        locals_ = [local_of(grad) for grad in grads if grad is not None]
         base = locals_[0]
         storage = base.untyped_storage()
         together = all(
@@ -76,12 +78,12 @@ class _Piece:
     def view(self, state: torch.Tensor, index: int) -> torch.Tensor:
         """Member ``index``'s part of a state of ``flat``'s shape, as a tensor like that parameter."""
         param, start = self.members[index], self.starts[index]
-        local = _local(param)
+        local = local_of(param)
         part = state[start : start + local.numel()].view(local.shape)
         return RaggedDTensor.from_spec(part, param._spec) if isinstance(param, RaggedDTensor) else part
 
 
-class Flat(torch.optim.Optimizer):
+class Flat(StrictLoading):
     """``optimizer_class`` over the flat shards of ``params``.
 
     An ``Optimizer`` like any other: param groups (parameters of several groups in one buffer are several pieces), learning-rate
@@ -108,15 +110,7 @@ class Flat(torch.optim.Optimizer):
         self._build()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        given = param_group["params"]
-        param_group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
-        tensors = [p[1] if isinstance(p, tuple) else p for p in param_group["params"]]
-        stale = sum(bool(getattr(p, "_vescale_replaced", False)) for p in tensors)
-        if stale:
-            raise ValueError(
-                f"{stale} of {len(tensors)} parameters are not in the model any more, since fully_shard replaced them by sharded ones: "
-                f"build the optimizer after fully_shard, from model.parameters()"
-            )
+        refuse_replaced(param_group)
         super().add_param_group(param_group)
         if self._inner is not None:
             states = self.state_dict()["state"]
@@ -130,6 +124,19 @@ class Flat(torch.optim.Optimizer):
             for group, pieces in zip(self.param_groups, self._pieces, strict=True)
         ]
         self._inner = self._class(groups, **self._options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_class": self._class, "_options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_pieces" not in self.__dict__:  # unpickled or copied: parameters and states are elsewhere now
+            states = {index: dict(self.state[p]) for index, p in enumerate(self._parameters()) if p in self.state}
+            self._build()
+            self._fill(states)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -167,7 +174,7 @@ class Flat(torch.optim.Optimizer):
         """A state for each parameter, as ``optimizer_class`` over the parameters would have it. Tensors are the states themselves, but
         for those of one element (``step``), which parameters of a piece share here: each gets its own."""
         found: dict[str, Any] = super().state_dict()
-        ordered = [p for group in self.param_groups for p in group["params"]]
+        ordered = self._parameters()
         for index, states in found["state"].items():
             found["state"][index] = {
                 key: value.clone() if isinstance(value, torch.Tensor) and not _is_like(key, [value], [ordered[index]]) else value
@@ -175,21 +182,21 @@ class Flat(torch.optim.Optimizer):
             }
         return found
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Takes the state dict of a Flat optimizer, or of ``optimizer_class`` over the same parameters.
 
         Raises:
-            ValueError: parameters that share a buffer have states of different kinds, or at different steps.
+            ValueError: parameters that share a buffer have states of different kinds, or at different steps; or as
+                :meth:`StrictLoading.load_state_dict`.
         """
         super().load_state_dict(state_dict)
-        ordered = [p for group in self.param_groups for p in group["params"]]
-        self._fill({index: dict(self.state[p]) for index, p in enumerate(ordered) if p in self.state})
+        self._fill({index: dict(self.state[p]) for index, p in enumerate(self._parameters()) if p in self.state})
 
     @torch.no_grad()
     def _fill(self, states: dict[int, dict[str, Any]]) -> None:
         """States by the position of the parameter, written into the pieces."""
         assert self._inner is not None
-        position = {id(p): index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        position = {id(p): index for index, p in enumerate(self._parameters())}
         filled: list[tuple[_Piece, dict[str, Any]]] = []
         for piece in (piece for pieces in self._pieces for piece in pieces):
             given = [states.get(position[id(p)], {}) for p in piece.members]
@@ -201,8 +208,8 @@ class Flat(torch.optim.Optimizer):
             for key, value in given[0].items():
                 values = [one[key] for one in given]
                 if _is_like(key, values, piece.members):
-                    flat = torch.zeros_like(piece.flat, dtype=_local(value).dtype)
-                    for part, start in zip(map(_local, values), piece.starts, strict=True):
+                    flat = torch.zeros_like(piece.flat, dtype=local_of(value).dtype)
+                    for part, start in zip(map(local_of, values), piece.starts, strict=True):
                         flat[start : start + part.numel()] = part.reshape(-1)
                     joined[key] = flat
                 else:
@@ -230,10 +237,6 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def _next_start(param: torch.Tensor, end: int) -> int:
     """Where a parameter can begin at the earliest in a shard, behind one that ends at ``end``: what lies before is padding, zero and
     without gradient. A small parameter of another param group, or of none, may lie behind that. Of plain tensors nothing is known."""
@@ -245,8 +248,8 @@ def _pieces(params: list[torch.Tensor]) -> list[_Piece]:
     """Neighbours in memory, together. Parameters of which this rank has nothing are pieces of no elements, so that they have states."""
     runs: list[list[torch.Tensor]] = []
     end, where = -1, None
-    for param in sorted(params, key=lambda p: (_local(p).untyped_storage()._cdata, _local(p).storage_offset())):
-        local = _local(param)
+    for param in sorted(params, key=lambda p: (local_of(p).untyped_storage()._cdata, local_of(p).storage_offset())):
+        local = local_of(param)
         if not local.is_contiguous():
             raise ValueError(f"a parameter of shape {tuple(param.shape)} is not contiguous in memory: use the optimizer itself")
         if not local.numel():
@@ -257,4 +260,4 @@ def _pieces(params: list[torch.Tensor]) -> list[_Piece]:
         else:
             runs.append([param])
         end, where = int(local.storage_offset()) + local.numel(), kind
-    return [_Piece(run) for run in (*runs, *([p] for p in params if not _local(p).numel()))]
+    return [_Piece(run) for run in (*runs, *([p] for p in params if not local_of(p).numel()))]

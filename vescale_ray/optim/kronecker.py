@@ -11,6 +11,7 @@ same memory layout on any number of ranks, and gives the same bits.
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 from vescale_ray.geometry import Block
 from vescale_ray.optim.base import BlockOptimizer, check_common, is_embedding_or_head, step_adamw
-from vescale_ray.optim.blocks import Grid, block_state, block_text, cut_of, like_state, local_of, parse_block, section_grid
+from vescale_ray.optim.blocks import Grid, block_state, block_text, cut_of, like_state, parse_block, section_grid
+from vescale_ray.optim.parameters import check_number, local_of
 
 DEFAULT_BLOCK = Block.tile(256, 256)
 MAX_SIDE = 8192
@@ -84,13 +86,13 @@ class KroneckerOptimizer(BlockOptimizer):
         """
         return lambda name, param: block_of("", tuple(param.shape), block)
 
+    @abstractmethod
     def _element_states(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The states of a matrix that have its shape."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _step_block(self, block: BlockView, group: dict[str, Any], step: int, flat: dict[str, Tensor], factors: Factors) -> Tensor:
         """The block's update, to be subtracted times lr. ``flat``: gradient and element states; ``factors``: the states of blocks."""
-        raise NotImplementedError
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_common(group)
@@ -98,10 +100,11 @@ class KroneckerOptimizer(BlockOptimizer):
         if isinstance(block, int):
             raise ValueError(f"block = {group['block']!r}: {type(self).__name__} needs blocks of rows and columns, as Block.tile(256, 256)")
         group["block"] = block_text(block)
-        if int(group["precondition_frequency"]) < 1:
+        check_number(group, "precondition_frequency", whole=True)
+        if group["precondition_frequency"] < 1:
             raise ValueError(f"precondition_frequency = {group['precondition_frequency']}: give at least 1")
         beta = group["factor_beta"]
-        if beta is not None and not 0.0 < float(beta) <= 1.0:
+        if beta is not None and not (isinstance(beta, int | float) and 0.0 < beta <= 1.0):
             raise ValueError(f"factor_beta = {beta}: give a number in (0, 1], or None for betas[1]")
 
     def _new_state(self, param: Tensor, name: str, group: dict[str, Any]) -> dict[str, Tensor]:

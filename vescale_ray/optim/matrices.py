@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.dtensor_spec import chunk, sharding_of
-from vescale_ray.redistribute import arrived
+from vescale_ray.optim.parameters import local_of
 
 RowBlocks = int | Sequence[int] | None
 """Rows of each block: one number (as heads), or all of them in order (as query, key and value); None: the matrix is not fused."""
@@ -155,7 +155,7 @@ def _row_blocks(rows: int, given: RowBlocks, name: str) -> list[int]:
     if given is None:
         return [rows]
     if isinstance(given, int):
-        if given < 1 or rows % given:
+        if isinstance(given, bool) or given < 1 or rows % given:
             raise ValueError(f"row_blocks = {given} does not divide the {rows} rows of {name}: give the rows of one head, or all blocks")
         return [given] * (rows // given)
     if sum(given) != rows or any(size < 1 for size in given):
@@ -165,7 +165,7 @@ def _row_blocks(rows: int, given: RowBlocks, name: str) -> list[int]:
 
 def flat_local(tensor: Tensor) -> Tensor:
     """What this rank holds, as a flat view that shares memory; of a DTensor its local part."""
-    local = tensor.detach() if not isinstance(tensor, DTensor) else arrived(tensor._local_tensor).detach()
+    local = local_of(tensor)
     if not local.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: optimizers of blocks need row-major memory")
     return local.view(-1)
@@ -173,7 +173,7 @@ def flat_local(tensor: Tensor) -> Tensor:
 
 def flat_values(tensor: Tensor) -> Tensor:
     """What this rank holds, flat, to read only: a copy where it is not contiguous (gradients of plain tensors may be transposed)."""
-    return (arrived(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
+    return local_of(tensor).reshape(-1)
 
 
 def check_gradient(param: Tensor, name: str) -> None:

@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.optim.agree import Agreement, Decision
+from vescale_ray.optim.agree import Agreement, Decision, NonFiniteGradients, goes_on
 from vescale_ray.optim.exchange import BUCKET_BYTES, Exchange, Itinerary, Job, domains, plan
-from vescale_ray.optim.matrices import RowBlocks, check_gradient, flat_local, flat_values, holding, matrices, wide
+from vescale_ray.optim.loading import InPlaceLoading
+from vescale_ray.optim.matrices import Holding, MatrixSpan, RowBlocks, check_gradient, flat_local, flat_values, holding, matrices, wide
 from vescale_ray.optim.newton_schulz import KELLER_JORDAN, NewtonSchulz, coefficients
 from vescale_ray.optim.normuon import RowMoments
-from vescale_ray.optim.parameters import refuse_replaced
+from vescale_ray.optim.parameters import check_number, named_of, refuse_replaced, refuse_switches
+
+__all__ = ["SCALES", "Muon", "NonFiniteGradients"]
 
 MOMENTUM = "momentum_buffer"
 
@@ -38,11 +41,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 Emerging-Optimizers; torchtitan and dion."""
 
 
-class NonFiniteGradients(RuntimeError):
-    """A gradient holds NaN or Inf on some rank; raised on all of them."""
-
-
-class Muon(torch.optim.Optimizer):
+class Muon(InPlaceLoading):
     """Muon. The arguments of ``torch.optim.Muon`` mean the same; the rest is by keyword.
 
     Args:
@@ -115,18 +114,18 @@ class Muon(torch.optim.Optimizer):
         """As torch's; checks the parameters and makes their states."""
         refuse_replaced(param_group)
         group = {**self.defaults, **param_group}
+        refuse_switches(group, "Muon")
         _check_numbers(group)
         for index, entry in enumerate(param_group["params"]):
             name, parameter = entry if isinstance(entry, tuple) else (f"parameter {index}", entry)
+            if not isinstance(parameter, Tensor):
+                continue  # torch says what it thinks of it
             if parameter.is_complex() or not parameter.is_floating_point():
                 raise ValueError(f"Muon does not support {parameter.dtype} parameters such as {name}: give it to AdamW")
             if parameter.is_meta:
                 raise ValueError(f"{name} is on the meta device, it has no storage: call to_empty(device=..) on the model first")
-            held = holding(parameter, name)
-            spans = matrices(held.shape, group["row_blocks"], name)
+            _matrices(parameter, name, group)
             flat_local(parameter)
-            if group["normuon"] is not None:
-                RowMoments.check(spans, held, name)
         super().add_param_group(param_group)
         self._route = None
         for parameter in self.param_groups[-1]["params"]:
@@ -166,10 +165,7 @@ class Muon(torch.optim.Optimizer):
             if decision.split:
                 names = ", ".join(route.names[i] for i in decision.split[:3])
                 warnings.warn(f"{names}: a gradient on some ranks only; left out of this step on all of them", stacklevel=2)
-        if not decision.finite and self.nonfinite != "propagate":
-            if self.nonfinite == "raise":
-                raise NonFiniteGradients("a gradient holds NaN or Inf on some rank: the step was not taken (nonfinite='skip' goes on)")
-            warnings.warn("a gradient holds NaN or Inf on some rank: all ranks skip this optimizer step", stacklevel=2)
+        if not goes_on(decision, self.nonfinite):
             return loss
         active = frozenset(i for i, is_active in enumerate(decision.active) if is_active)
         parts = {i: self._part(route, i) for i in sorted(active)}
@@ -203,42 +199,12 @@ class Muon(torch.optim.Optimizer):
                     return error
         return None
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, and refuses a state that would silently start from zero, or that is laid out for other shards.
-
-        Raises:
-            ValueError: a parameter's momentum is missing or has another shape or placement. Nothing is changed then.
-        """
-        packed = [i for group in state_dict["param_groups"] for i in group["params"]]
-        parameters = [(p, group) for group in self.param_groups for p in group["params"]]
-        for (parameter, group), index in zip(parameters, packed, strict=False):
-            if not parameter.requires_grad:
-                continue
-            given = state_dict["state"].get(index, {})
-            wanted = {MOMENTUM: tuple(parameter.shape)}
-            if group["normuon"] is not None:
-                wanted[RowMoments.KEY] = tuple(parameter.shape[:-1])
-            for key, shape in wanted.items():
-                value = given.get(key)
-                if value is None:
-                    raise ValueError(
-                        f"the state dict has no {key} of parameter {index}: it would start from zero. Load one that was saved by Muon "
-                        f"with the same parameters, or build a new optimizer to start anew"
-                    )
-                mine = self.state[parameter][key]
-                same = isinstance(value, DTensor) == isinstance(mine, DTensor)
-                same = same and tuple(value.shape) == shape and getattr(value, "placements", None) == getattr(mine, "placements", None)
-                if not same:
-                    raise ValueError(
-                        f"the state dict's {key} of parameter {index} is {_shown(value)}, here {_shown(mine)}: load it with "
-                        f"vescale_ray.state_dict.set_optimizer_state_dict or a checkpoint, which cut states anew"
-                    )
-        super().load_state_dict(state_dict)
-        for (parameter, _), index in zip(parameters, packed, strict=True):
-            value = state_dict["state"].get(index, {}).get(RowMoments.KEY)
-            if value is not None:  # torch casts states to the parameter's dtype; these stay FP32
-                self.state[parameter][RowMoments.KEY] = value.detach().to(parameter.device, torch.float32).clone()
-        self._route = None
+    def _check_loaded_group(self, group: Mapping[str, Any], theirs: dict[str, Any]) -> None:
+        """Raise ValueError if the loaded numbers make no sense for this group's parameters."""
+        refuse_switches(theirs, "Muon")
+        _check_numbers(theirs)
+        for name, parameter in named_of(group, 0):
+            _matrices(parameter, name, theirs)
 
     def __getstate__(self) -> dict[str, Any]:
         settings = {key: self.__dict__[key] for key in ("nonfinite", "_share_replicas", "_bucket_bytes", "_newton_schulz")}
@@ -247,14 +213,11 @@ class Muon(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._route = None
-        for group in self.param_groups:
-            group.setdefault("row_blocks", None)
-            group.setdefault("normuon", None)
 
     # -- inside ----------------------------------------------------------------------------------------------------------
 
     def _routed(self) -> _Route:
-        if self._route is None:
+        if self._route is None or self._route.settings != _settings(self.param_groups):  # a group's may be changed between steps
             self._route = _Route(self.param_groups, self._newton_schulz, self._bucket_bytes, self._share_replicas)
         return self._route
 
@@ -271,7 +234,8 @@ class Muon(torch.optim.Optimizer):
 class _Route:
     """What is derived from the param groups once: the matrices, and who orthogonalizes them."""
 
-    def __init__(self, param_groups: Iterable[dict[str, Any]], newton_schulz: NewtonSchulz, bucket_bytes: int, share: bool) -> None:
+    def __init__(self, param_groups: Sequence[dict[str, Any]], newton_schulz: NewtonSchulz, bucket_bytes: int, share: bool) -> None:
+        self.settings = _settings(param_groups)
         self.parameters: list[Tensor] = []
         self.names: list[str] = []
         self.groups: list[dict[str, Any]] = []
@@ -281,14 +245,15 @@ class _Route:
                 self.names.append(names[k] if names else f"parameter {len(self.parameters)}")
                 self.parameters.append(parameter)
                 self.groups.append(group)
-        held = {i: holding(p, self.names[i]) for i, p in enumerate(self.parameters)}
+        found = [_matrices(p, name, group) for p, name, group in zip(self.parameters, self.names, self.groups, strict=True)]
+        held = {i: holding for i, (holding, _) in enumerate(found)}
         self.exchanges: list[Exchange] = []
         for indices in domains(held.items()).values():
             jobs = []
             for i in indices:
                 group = self.groups[i]
                 rounds = coefficients(group["ns_coefficients"], group["ns_steps"])
-                for span in matrices(held[i].shape, group["row_blocks"], self.names[i]):
+                for span in found[i][1]:
                     jobs.append(Job.of(i, span, held[i].intervals, rounds, group["eps"]))
             first = held[indices[0]]
             replicas = first.replicas if share else 1
@@ -345,22 +310,26 @@ def _update(part: _Part, where: slice) -> Tensor:
     return part.direction(where)
 
 
-def _check_numbers(group: dict[str, Any]) -> None:
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    for key in ("lr", "weight_decay", "momentum", "eps"):
-        if not 0.0 <= float(group[key]) < math.inf:
-            raise ValueError(f"{key} = {float(group[key])}: give a number of at least 0")
-    if group["momentum"] > 1:
-        raise ValueError(f"momentum = {group['momentum']}: give a number between 0 and 1")
+def _matrices(parameter: Tensor, name: str, group: Mapping[str, Any]) -> tuple[Holding, tuple[MatrixSpan, ...]]:
+    """How a parameter lies on the ranks, and the matrices in it. Raises ValueError for what can't be stepped with the group's settings."""
+    held = holding(parameter, name)
+    spans = matrices(held.shape, group["row_blocks"], name)
+    if group["normuon"] is not None:
+        RowMoments.check(spans, held, name)
+    return held, spans
+
+
+def _settings(groups: Iterable[Mapping[str, Any]]) -> str:
+    """What the plan was made for, beside the parameters."""
+    return repr([[group[key] for key in ("ns_coefficients", "ns_steps", "eps", "row_blocks", "normuon")] for group in groups])
+
+
+def _check_numbers(group: Mapping[str, Any]) -> None:
+    for key in ("lr", "weight_decay", "eps"):
+        check_number(group, key)
+    check_number(group, "momentum", most=1.0)
     if group["adjust_lr_fn"] is not None and group["adjust_lr_fn"] not in SCALES:
         raise ValueError(f"adjust_lr_fn = {group['adjust_lr_fn']!r}: known rules are {', '.join(SCALES)}")
-    if group["normuon"] is not None and not 0.0 <= group["normuon"] < 1.0:
+    if group["normuon"] is not None and not (isinstance(group["normuon"], int | float) and 0.0 <= group["normuon"] < 1.0):
         raise ValueError(f"normuon = {group['normuon']}: give the second moment's decay, at least 0 and below 1, or None")
     coefficients(group["ns_coefficients"], group["ns_steps"])
-
-
-def _shown(value: Any) -> str:
-    placements = getattr(value, "placements", None)
-    return f"{tuple(value.shape)} with placements {list(cast(Any, placements))}" if placements else f"{tuple(value.shape)}, not sharded"

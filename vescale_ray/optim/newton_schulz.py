@@ -15,6 +15,7 @@ Coefficient sets by name (values: microsoft/dion 0a059a45, ``newton_schulz_trito
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,12 @@ KELLER_JORDAN: Triple = (3.4445, -4.7750, 2.0315)
 
 MOST_BATCHED = 1 << 24
 """Elements of one batch: beyond it a matrix alone keeps any device busy, and a batch would only take memory."""
+LEAST_SIDE = 32
+"""Shorter matrices are never batched unasked. For products of at most 16^3 multiplications torch takes other kernels on a CPU (not
+oneDNN's), and counts those of a batch together. Then a batch differs from its matrices alone, but now and then only: 2 % of batches of
+16 x 16."""
+EVIDENCE = 1 << 18
+"""Elements that have to come out the same before batches are used: of small matrices one batch is no evidence."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +74,10 @@ def coefficients(given: str | Sequence[float] | Sequence[Sequence[float]], steps
     """The rounds that ``given`` (a name, one triple, or several) stands for: ``steps`` of them; the last triple repeats.
 
     Raises:
-        ValueError: an unknown name, not triples, fewer steps than triples (a set is tuned as a whole), or not 1 .. 99 steps.
+        ValueError: an unknown name, not triples of finite numbers, fewer steps than triples (a set is tuned as a whole), or not 1 .. 99
+            steps.
     """
-    if not 1 <= steps < 100:
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100:
         raise ValueError(f"ns_steps = {steps}: give 1 to 99")
     if isinstance(given, str):
         if given not in SETS:
@@ -82,6 +90,8 @@ def coefficients(given: str | Sequence[float] | Sequence[Sequence[float]], steps
         if not several or any(isinstance(row, int | float) or len(row) != 3 for row in several):
             raise ValueError(f"ns_coefficients = {given!r}: give three numbers, or several times three, or one of {', '.join(SETS)}")
         chosen = Coefficients(tuple((float(a), float(b), float(c)) for a, b, c in several))
+        if not all(math.isfinite(x) for triple in chosen.triples for x in triple):
+            raise ValueError(f"ns_coefficients = {given!r}: give finite numbers")
     if steps < len(chosen.triples):
         raise ValueError(f"ns_steps = {steps}, but the coefficients are {len(chosen.triples)} rounds tuned together: give at least as many")
     return Coefficients(chosen.triples + chosen.triples[-1:] * (steps - len(chosen.triples)), chosen.safety)
@@ -133,9 +143,10 @@ class NewtonSchulz:
 
     Args:
         batched: True: always; False: never; None: where it gives the same bits as one matrix at a time, and takes less time. Both are
-            found out by doing both, once for each number and shape of matrices on a device: kernels are chosen by shape, not by value.
-            (Only with the same bits does a matrix's update not depend on which others happen to have the same root, and with that on the
-            number of ranks. Which is faster is the machine's business: batches of 512 x 512 took 2.8x on one CPU and 0.6x on another.)
+            found out by doing both, at first use of each number and shape of matrices on a device: kernels are chosen by shape, not by
+            value. (Only with the same bits does a matrix's update not depend on which others happen to have the same root, and with that
+            on the number of ranks. Which is faster is the machine's business: batches of 512 x 512 took 2.8x on one CPU and 0.6x on
+            another.)
     """
 
     def __init__(self, batched: bool | None = None) -> None:
@@ -154,6 +165,8 @@ class NewtonSchulz:
         one = matrices[0]
         key = (len(matrices), one.shape, one.device, torch.get_num_threads(), rounds)
         together = self._batched if self._batched is not None else self._pays.get(key)
+        if together is None and min(one.shape) < LEAST_SIDE:
+            together = False
         if len(matrices) == 1 or together is False:
             return [orthogonalize(matrix, rounds, eps) for matrix in matrices]
         if together:
@@ -165,8 +178,19 @@ class NewtonSchulz:
         end = _now(one.device)
         same = all(torch.equal(a, b) for a, b in zip(batch, alone, strict=True))
         if same or all(bool(a.isfinite().all()) for a in alone):  # NaN is equal to nothing: no evidence
-            self._pays[key] = same and middle - began < end - middle
+            self._pays[key] = same and middle - began < end - middle and _same_bits(len(matrices), one, rounds, eps)
         return alone
+
+
+def _same_bits(count: int, like: Tensor, rounds: Coefficients, eps: float) -> bool:
+    """Whether batches of ``count`` random matrices come out as the matrices alone, :data:`EVIDENCE` elements of them."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(EVIDENCE // (count * like.numel())):
+        some = torch.randn(count, *like.shape, generator=generator).to(like.device, torch.bfloat16)
+        alone = [orthogonalize(matrix, rounds, eps) for matrix in some]
+        if not all(torch.equal(a, b) for a, b in zip(orthogonalize_batch(some, rounds, eps), alone, strict=True)):
+            return False
+    return True
 
 
 def _now(device: torch.device) -> float:

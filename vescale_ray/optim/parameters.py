@@ -1,10 +1,20 @@
-"""What every optimizer here checks of the parameters that it is given."""
+"""What every optimizer here does with the parameters that it is given: takes this rank's part, and refuses what would train in vain."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from vescale_ray.redistribute import arrived
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part, without autograd, sharing memory."""
+    return arrived(tensor._local_tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def refuse_replaced(param_group: dict[str, Any]) -> None:
@@ -23,3 +33,34 @@ def refuse_replaced(param_group: dict[str, Any]) -> None:
             f"build the optimizer after fully_shard, from model.parameters()"
         )
     param_group["params"] = params
+
+
+def named_of(group: Mapping[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter of a group with its name, or with ``#<group>.<position>`` if the optimizer was given none."""
+    names = group.get("param_names") or [f"#{index}.{position}" for position in range(len(group["params"]))]
+    return zip(names, group["params"], strict=True)
+
+
+_OTHERS = ("maximize", "amsgrad", "differentiable", "capturable")
+
+
+def check_number(group: Mapping[str, Any], key: str, *, most: float = math.inf, whole: bool = False) -> None:
+    """Raise ValueError unless ``group[key]`` is a finite number (also as a tensor of one element) from 0 to ``most``."""
+    value = group[key]
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{key} is a tensor of {value.numel()} elements: give one number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0.0 <= number < math.inf or number > most or (whole and number != int(number)):
+        wanted = "a whole number" if whole else "a number"
+        raise ValueError(f"{key} = {value!r}: give {wanted} {'of at least 0' if most == math.inf else f'from 0 to {most:g}'}")
+
+
+def refuse_switches(group: Mapping[str, Any], optimizer: str) -> None:
+    """Raise ValueError for what torch's optimizers do if a param group says so, and ``optimizer`` does not: it would pass unnoticed."""
+    given = next((key for key in _OTHERS if group.get(key)), None)
+    if given is not None:
+        remedy = "negate the loss" if given == "maximize" else "leave it out"
+        raise ValueError(f"a param group has {given} = {group[given]!r}, which {optimizer} does not do: {remedy}, or use torch.optim.AdamW")

@@ -63,6 +63,9 @@ def qk_clip_(
             f"{key_rows} that divide them: give rope_rows and value_rows as they are in the projections"
         )
     kv_heads = rows_k // key_rows
+    for matrix, name in ((query, "query"), (key, "key")):  # before either is scaled
+        holding(matrix, name)
+        flat_local(matrix)
     largest = max_logits.detach().float()
     if isinstance(query, DTensor):
         for dim in range(query.device_mesh.ndim):

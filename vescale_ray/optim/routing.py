@@ -3,12 +3,12 @@
 | role      | which parameters                                                     | muon, shampoo, soap | adamw8bit |
 |-----------|----------------------------------------------------------------------|---------------------|-----------|
 | matrix    | 2-D, of hidden layers (routers and gates, too)                       | it                  | 8 bits    |
-| expert    | 3-D: a stack of matrices                                             | it                  | 8 bits    |
+| expert    | 3-D: a stack of matrices; not of a convolution                       | it                  | 8 bits    |
 | embedding | of ``nn.Embedding``, or named so; also when it is tied to the head   | adamw               | FP32      |
 | head      | named so, or the last projection, with as many rows as an embedding  | adamw               | FP32      |
 | norm      | of a module whose class is a norm                                    | adamw               | FP32      |
-| vector    | what else has fewer than two dimensions                              | adamw               | FP32      |
-| other     | four dimensions and more (convolutions)                              | adamw               | FP32      |
+| vector    | what else has fewer than two dimensions, or is [1, 1, n] (a token)   | adamw               | FP32      |
+| other     | convolutions of any number of dimensions; four dimensions and more   | adamw               | FP32      |
 
 Roles follow from modules, names and *global* shapes, so that they are the same before and after sharding, on every rank, at every world
 size. (Roles from local shapes once made every parameter 1-D, and Muon silently AdamW: DeepSpeed issue 8438.)
@@ -19,12 +19,14 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vescale_ray.geometry import Block
@@ -137,18 +139,13 @@ class Routing:
         return block
 
     def __str__(self) -> str:
-        rows: dict[tuple[str, ...], list[int]] = {}
+        rows: dict[tuple[str, ...], list[Route]] = {}
         for route in self.routes:
-            key = (route.role, route.optimizer, "-" if route.block is None else str(route.block))
-            count, numel = rows.setdefault(key, [0, 0])
-            size = 1
-            for n in route.shape:
-                size *= n
-            rows[key] = [count + 1, numel + size]
-        table = [("role", "optimizer", "block", "tensors", "parameters", "for example")]
-        for (role, optimizer, block), (count, numel) in rows.items():
-            example = next(r for r in self.routes if (r.role, r.optimizer) == (role, optimizer))
-            table.append((role, optimizer, block, str(count), f"{numel:,}", f"{example.name} {list(example.shape)}"))
+            rows.setdefault((route.role, route.optimizer, "-" if route.block is None else str(route.block)), []).append(route)
+        table: list[tuple[str, ...]] = [("role", "optimizer", "block", "tensors", "parameters", "for example")]
+        for key, routes in rows.items():
+            numel = sum(math.prod(route.shape) for route in routes)
+            table.append((*key, str(len(routes)), f"{numel:,}", f"{routes[0].name} {list(routes[0].shape)}"))
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
 
@@ -245,8 +242,12 @@ def _role(parameter: Tensor, owners: list[tuple[str, nn.Module]]) -> Role:
         return "embedding"
     if parameter.ndim < 2:
         return "norm" if any(type(module).__name__.lower().rstrip("123d").endswith("norm") for _, module in owners) else "vector"
+    if any(isinstance(module, _ConvNd) for _, module in owners):
+        return "other"  # a filter [out, in, k] is no stack of matrices
     if parameter.ndim == 2 and any(_is_head(name) for name, _ in owners):
         return "head"
+    if parameter.ndim == 3 and tuple(parameter.shape[:2]) == (1, 1):
+        return "vector"
     return "matrix" if parameter.ndim == 2 else "expert" if parameter.ndim == 3 else "other"
 
 
@@ -260,4 +261,5 @@ def _is_embedding(name: str, module: nn.Module, parameter: Tensor) -> bool:
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return True
     parts = name.lower().split(".")
-    return parameter.ndim == 2 and any(part in ("wte", "wpe") or "embed" in part for part in parts if not part.endswith("proj"))
+    named = any(part in ("wte", "wpe", "tok_emb", "pos_emb") or "embed" in part for part in parts if not part.endswith("proj"))
+    return named and (parameter.ndim == 2 or (parameter.ndim == 3 and parameter.shape[0] == 1))

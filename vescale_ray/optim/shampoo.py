@@ -22,6 +22,7 @@ from torch import Tensor
 from vescale_ray.geometry import Block
 from vescale_ray.optim.base import sqrt_
 from vescale_ray.optim.kronecker import DEFAULT_BLOCK, BlockView, Factors, KroneckerOptimizer, inverse_root, own
+from vescale_ray.optim.parameters import check_number
 
 GRAFTING = ("adamw", "rmsprop", "sgd", None)
 
@@ -87,12 +88,12 @@ class Shampoo(KroneckerOptimizer):
         super()._check_group(group)
         if group["grafting"] not in GRAFTING:
             raise ValueError(f"grafting = {group['grafting']!r}: give one of {', '.join(map(repr, GRAFTING))}")
-        if not float(group["root"]) > 0:
+        check_number(group, "factor_eps")
+        check_number(group, "root")
+        if not group["root"] > 0:
             raise ValueError(f"root = {group['root']}: give a positive number (4: the inverse fourth root)")
-        if not float(group["factor_eps"]) >= 0:
-            raise ValueError(f"factor_eps = {group['factor_eps']}: give at least 0")
         start = group["start_preconditioning_step"]
-        if start is not None and int(start) < 1:
+        if start is not None and not (isinstance(start, int) and start >= 1):
             raise ValueError(f"start_preconditioning_step = {start}: give at least 1, or None")
 
     def _element_states(self, group: dict[str, Any]) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ class SOAP(KroneckerOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         start = group["start_preconditioning_step"]
-        if start is not None and int(start) < 2:
+        if start is not None and not (isinstance(start, int) and start >= 2):
             raise ValueError(
                 f"start_preconditioning_step = {start}: give at least 2 (after one gradient its basis leaves only noise), or None"
             )

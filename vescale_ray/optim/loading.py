@@ -1,0 +1,148 @@
+"""Loading optimizer states: all of what is there is replaced, or nothing is. No state starts from zero because a file had none.
+
+torch's own ``load_state_dict`` takes what it finds. A state dict without a parameter's state leaves that parameter without one, and the
+next step makes it anew, from zero, as if nothing had happened; states of another shape fail in that step, or broadcast. And an older state
+dict without some key of a param group fails there, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from vescale_ray.dtensor import RaggedDTensor
+from vescale_ray.dtensor_spec import sharding_of
+from vescale_ray.optim.parameters import named_of
+
+_OF_THE_MODEL = ("params", "param_names")
+
+
+class StrictLoading(torch.optim.Optimizer):
+    """An optimizer whose ``load_state_dict`` refuses what does not fit the states that are there. To be inherited from before torch's."""
+
+    def _check_loaded_group(self, group: Mapping[str, Any], theirs: dict[str, Any]) -> None:
+        """Raise ValueError if a loaded param group, completed by this one's own values, can't take this one's place."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """As torch's; keys that a loaded param group does not have keep their value.
+
+        Raises:
+            ValueError: the state of a parameter that has one here is missing, or has other keys, shapes or placements; states of unknown
+                parameters; other param groups. Before anything is changed.
+        """
+        # The last hook before torch's own work: the user's have seen, and may have changed, what is loaded.
+        hook = self.register_load_state_dict_pre_hook(lambda _, given: completed(self, given))
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            hook.remove()
+
+
+class InPlaceLoading(StrictLoading):
+    """Loaded values are copied into the states that are there, which keep their dtype. (torch casts to the parameter's, FP32 scales of a
+    BF16 parameter, too.)"""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """As torch's; keys that a loaded param group does not have keep their value, states their dtype.
+
+        Raises:
+            ValueError: as :meth:`StrictLoading.load_state_dict`. Before anything is changed.
+        """
+        before = {param: states for param, states in self.state.items() if states}
+        loaded: dict[Tensor, Mapping[str, Any]] = {}
+
+        def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            given = completed(self, given)
+            rest = dict(given["state"])
+            for param, key in _pairs(self, given):
+                if param in before:
+                    loaded[param] = rest.pop(key)
+            return {**given, "state": rest}
+
+        def give(_: torch.optim.Optimizer) -> None:
+            with torch.no_grad():
+                for param, states in before.items():
+                    for key, target in states.items():
+                        value = loaded[param][key]
+                        if value is not target:
+                            target.copy_(value) if isinstance(value, Tensor) else target.fill_(value)
+                    self.state[param] = states
+
+        hooks = [self.register_load_state_dict_pre_hook(take), self.register_load_state_dict_post_hook(give, prepend=True)]
+        try:
+            super(StrictLoading, self).load_state_dict(dict(state_dict))
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def completed(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given``, with what its param groups lack taken from the optimizer's.
+
+    Raises:
+        ValueError: it can't be loaded (see :meth:`StrictLoading.load_state_dict`).
+    """
+    groups, theirs = optimizer.param_groups, list(given["param_groups"])
+    sizes, their_sizes = ([len(group["params"]) for group in some] for some in (groups, theirs))
+    if sizes != their_sizes:
+        raise ValueError(f"the state dict has param groups of {their_sizes} parameters, here are {sizes}: build it from the same ones")
+    merged = []
+    for group, their in zip(groups, theirs, strict=True):
+        whole = {**{key: value for key, value in group.items() if key not in _OF_THE_MODEL}, **their}
+        if isinstance(optimizer, StrictLoading):
+            optimizer._check_loaded_group(group, whole)
+        merged.append(whole)
+    names = [name for index, group in enumerate(groups) for name, _ in named_of(group, index)]
+    known = set()
+    for name, (param, key) in zip(names, _pairs(optimizer, given), strict=True):
+        known.add(key)
+        here, found = optimizer.state.get(param), given["state"].get(key)
+        if here:
+            _check(type(optimizer).__name__, name, here, found or {})
+    unknown = [key for key in given["state"] if key not in known]
+    if unknown:
+        raise ValueError(f"the state dict has states of parameters {unknown[:3]}, which are in none of its param groups: it is damaged")
+    return {**given, "param_groups": merged}
+
+
+def _pairs(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any]]:
+    """Each parameter, and what it is called in the state dict."""
+    for group, theirs in zip(optimizer.param_groups, given["param_groups"], strict=True):
+        yield from zip(group["params"], theirs["params"], strict=True)
+
+
+def _check(optimizer: str, name: str, here: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    if set(found) != set(here):
+        raise ValueError(
+            f"the state of parameter {name} has {sorted(found) or 'nothing'}, but {optimizer} keeps {sorted(here)}: what is missing would "
+            f"start from zero. Load a state dict of this optimizer with the same routing of parameters, or build a new one to start anew"
+        )
+    for kind, value in found.items():
+        if not _fits(value, here[kind]):
+            raise ValueError(
+                f"{kind} of parameter {name} is {_shown(value)}, here {_shown(here[kind])}: it is of another parameter, of other blocks, "
+                f"or cut otherwise (vescale_ray.state_dict.set_optimizer_state_dict and checkpoints cut states anew)"
+            )
+
+
+def _fits(value: Any, here: Any) -> bool:
+    if not isinstance(here, Tensor):
+        return not isinstance(value, Tensor) or value.numel() == 1
+    if isinstance(value, int | float):
+        return here.numel() == 1
+    if not isinstance(value, Tensor) or value.shape != here.shape or isinstance(value, DTensor) != isinstance(here, DTensor):
+        return False
+    if isinstance(value, RaggedDTensor) and isinstance(here, RaggedDTensor):
+        return sharding_of(value._spec).same_layout(sharding_of(here._spec))
+    return getattr(value, "placements", None) == getattr(here, "placements", None)
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    placements = f", placed {list(value.placements)}" if isinstance(value, DTensor) else ", not sharded"
+    return f"{tuple(value.shape)}{placements}"
