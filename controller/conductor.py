@@ -76,7 +76,7 @@ class Conductor:
         self._memo = memo
         self._budget = policy.Budget(config.elastic.max_recoveries_without_progress, memo.tries, memo.high)
         self.desk = Desk(spec, config, crew, ledger, memo, self._remember)
-        root = str(config.checkpoint_dir)
+        root = config.checkpoint_root
         self._cadence = Cadence(config.checkpoint, time.monotonic())
         self._keeper = Keeper(root, spec.run_id, crew, ledger, saves, self._take_number, self._wait, spec.bounds.save, self._cadence)
         self._asked: Ticket | None = None

@@ -66,8 +66,8 @@ class Controller:
             folder.write_control(url, spec.token)
         except OSError as error:
             _log.warning("control.json could not be written: %s", error)
-        done = _committed_attempt(spec.run_id, str(config.checkpoint_dir)) if again else None
-        saves = Saves(str(config.checkpoint_dir), retention_of(config), self._meta, done)
+        done = _committed_attempt(spec.run_id, config.checkpoint_root) if again else None
+        saves = Saves(config.checkpoint_root, retention_of(config), self._meta, done)
         crew = Crew(nursery, spec.bounds.call, memo.epoch)
         self._conductor = Conductor(spec, config, crew, self._ledger, saves, memo)
         self._ledger.started()

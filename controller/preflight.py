@@ -65,7 +65,7 @@ def check(config: RunConfig) -> Preflight:
     """
     config = absolute(config)
     RunFolder(config.run_folder).create()
-    _check_writable(config.checkpoint_dir)
+    _check_writable(config.checkpoint_root)
     _check_port(config.metrics.host, config.metrics.port)
     from vescale_ray.data.corpus import load_corpus
 
@@ -79,7 +79,7 @@ def absolute(config: RunConfig) -> RunConfig:
     """The same run, with paths that mean the same in every process."""
 
     def path(text: str) -> str:
-        return str(Path(text).expanduser().resolve())
+        return text if "://" in text else str(Path(text).expanduser().resolve())
 
     checkpoint_dir, corpus = config.checkpoint.dir, config.data.corpus
     return config.model_copy(
@@ -102,13 +102,24 @@ def stream_of(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def _check_writable(folder: Path) -> None:
+def _check_writable(root: str) -> None:
+    from vescale_ray.checkpoint import new_attempt
+    from vescale_ray.checkpoint.store import store_of
+
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise RunRefused(f"{folder}: can't be written ({error.strerror}); set checkpoint.dir to a folder that can") from None
+        if "://" in root:
+            # An attempt without a commit: if this process is killed before it is deleted, a collection deletes it.
+            store, key = store_of(root), f"attempts/{new_attempt()}/preflight.json"
+            store.list("commits/")
+            store.put(key, b"{}")
+            store.delete(key)
+        else:
+            Path(root).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=root):
+                pass
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
+        raise RunRefused(f"{root}: can't be written ({reason}); set checkpoint.dir to a folder or URL that can") from None
 
 
 def _check_port(host: str, port: int) -> None:
@@ -140,7 +151,7 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
 def _resume(config: RunConfig, stream: Mapping[str, Any], expected: Mapping[str, _Expected]) -> tuple[Source, int]:
     from vescale_ray import checkpoint
 
-    root, mode = str(config.checkpoint_dir), config.checkpoint.resume
+    root, mode = config.checkpoint_root, config.checkpoint.resume
     commits = checkpoint.ls(root)
     first = max((commit.epoch for commit in commits), default=0) + 1
     newest = next((commit for commit in reversed(commits) if commit.problem is None), None)

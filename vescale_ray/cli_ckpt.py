@@ -449,7 +449,9 @@ def _root(path: str | None, *, must_exist: bool = True) -> Target:
     if folder.config_path.is_file():
         # The run's folder may have been moved since: where it is now counts, unless the configuration names another place.
         config = load_config(folder.config_path)
-        root = config.checkpoint_dir if config.checkpoint.dir else folder.checkpoints
+        if config.checkpoint.dir and "://" in config.checkpoint.dir:
+            return config.checkpoint.dir
+        root = Path(config.checkpoint_root) if config.checkpoint.dir else folder.checkpoints
     if must_exist and not root.is_dir():
         raise BadInput(f"{path or root}: no such folder of checkpoints, and no run of that name under ./runs; `vescale-ray ls` lists runs")
     return root

@@ -142,7 +142,11 @@ def _steps_or_auto(value: Any) -> Any:
 class CheckpointSection(_Section):
     """What is kept on disk: the newest, besides one for every so many steps, besides the best; and whatever is pinned."""
 
-    dir: str | None = Field(default=None, min_length=1, description="folder of the checkpoints; null: `checkpoints` in the run's folder")
+    dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder or URL (`s3://bucket/prefix`) of the checkpoints; null: `checkpoints` in the run's folder",
+    )
     every: Annotated[int | Literal["auto"], BeforeValidator(_steps_or_auto)] = Field(
         default=100, description="steps between checkpoints; 0: only after the last step; auto: by what they cost and what fails"
     )
@@ -210,9 +214,12 @@ class RunConfig(_Section):
         return Path(self.run.dir).expanduser() / self.run.name
 
     @property
-    def checkpoint_dir(self) -> Path:
-        """``checkpoint.dir``, or ``checkpoints`` in the run's folder."""
-        return Path(self.checkpoint.dir).expanduser() if self.checkpoint.dir else self.run_folder / "checkpoints"
+    def checkpoint_root(self) -> str:
+        """``checkpoint.dir``, a path or a URL (``s3://bucket/prefix``), or ``checkpoints`` in the run's folder."""
+        given = self.checkpoint.dir
+        if given and "://" in given:
+            return given
+        return str(Path(given).expanduser() if given else self.run_folder / "checkpoints")
 
     @property
     def max_workers(self) -> int:

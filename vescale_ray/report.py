@@ -258,15 +258,16 @@ def _stream(config: RunConfig) -> Stream:
 
 
 def _verify(config: RunConfig) -> tuple[str | None, tuple[str, ...]]:
-    if not config.checkpoint_dir.is_dir():
+    root = config.checkpoint_root
+    if "://" not in root and not Path(root).is_dir():
         return None, ()
     from vescale_ray import checkpoint
 
-    commits = checkpoint.ls(config.checkpoint_dir)
+    commits = checkpoint.ls(root)
     if not commits:
         return None, ()
     # The newest one even if it can't be loaded: a damaged checkpoint must show, not fall back to the one before.
-    report = checkpoint.verify(config.checkpoint_dir, commits[-1])
+    report = checkpoint.verify(root, commits[-1])
     return str(commits[-1].path), tuple(str(problem) for problem in report.problems)
 
 

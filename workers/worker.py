@@ -220,7 +220,7 @@ class Worker:
         self._corpus: Corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
         node = ray.get_runtime_context().get_node_id()
         self._snapshots: Snapshots = Snapshots(config.elastic.snapshot_every, pin=wanted, node=node)
-        self._writer: Writer = Writer(str(config.checkpoint_dir), lambda item: self._publish(item, None, None))
+        self._writer: Writer = Writer(config.checkpoint_root, lambda item: self._publish(item, None, None))
         groups.prepare()
         return WorkerInfo(
             worker=self._worker,
@@ -315,7 +315,7 @@ class Worker:
             return None
         if order.origin is Origin.CHECKPOINT:
             try:
-                restore_from_checkpoint(trainer, checkpoint.open(str(self._config.checkpoint_dir), order.commit))
+                restore_from_checkpoint(trainer, checkpoint.open(self._config.checkpoint_root, order.commit))
             except (ValueError, checkpoint.CheckpointMismatch) as error:
                 raise _BadInput(" ".join(str(error).split())) from None
             return None
@@ -411,7 +411,7 @@ class Worker:
         began = time.time()
         vote = problem = None
         try:
-            vote = write_checkpoint_shard(shards, str(self._config.checkpoint_dir), attempt, epoch=epoch).to_json()
+            vote = write_checkpoint_shard(shards, self._config.checkpoint_root, attempt, epoch=epoch).to_json()
         except Exception as error:
             problem = describe(error)
         self._publish(Saved(ticket, attempt, shards.step, epoch, shards.rank, shards.world, vote, problem, began), None, None)

@@ -76,8 +76,9 @@ def test_sizes_that_follow_from_others() -> None:
     assert config.global_batch == 24
     assert config.tokens_per_step == 3072
     assert config.run_folder == Path.home() / "x" / "a"
-    assert config.checkpoint_dir == config.run_folder / "checkpoints"
-    assert load_config(None, ["checkpoint.dir=/c"]).checkpoint_dir == Path("/c")
+    assert config.checkpoint_root == str(config.run_folder / "checkpoints")
+    assert load_config(None, ["checkpoint.dir=/c"]).checkpoint_root == "/c"
+    assert load_config(None, ["checkpoint.dir=s3://b/c?region=x"]).checkpoint_root == "s3://b/c?region=x"
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, d
         print(f"\n{ending}: exit code {code}, nothing left {seconds:.1f} s after the driver's end", end="")
         assert code == CODES[ending], (ending, driver.text())
     for ending in ("stop", "SIGINT to the group"):
-        folder, newest = by_ending[ending].folder, checkpoint.latest(by_ending[ending].config.checkpoint_dir)
+        folder, newest = by_ending[ending].folder, checkpoint.latest(by_ending[ending].config.checkpoint_root)
         state = folder.read_state()
         assert state is not None and newest is not None
         assert (state["state"], state["step"]) == ("STOPPED", newest.step) and newest.step >= 2
@@ -160,7 +160,7 @@ def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, d
         state = by_ending[ending].folder.read_state()
         assert state is not None and state["state"] == name
     # The survivor wrote its own shard and its copy of the lost one before the run gave up.
-    root = by_ending["failure"].config.checkpoint_dir
+    root = by_ending["failure"].config.checkpoint_root
     newest = checkpoint.latest(root)
     assert newest is not None and newest.step >= 9 and newest.world == 2 and checkpoint.verify(root).ok
     text = by_ending["failure"].text()

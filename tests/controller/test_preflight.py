@@ -37,10 +37,10 @@ def save(config: RunConfig, step: int, epoch: int = 3) -> None:
             shape = tuple(parameter.shape)
             pieces.append(checkpoint.ShardPiece(name, kind, 0, parameter.numel(), shape, torch.float32, torch.zeros(parameter.numel())))
     attempt = f"a{step}-{epoch}"
-    vote = checkpoint.write_shard(config.checkpoint_dir, attempt, 0, pieces, step=step, epoch=epoch)
+    vote = checkpoint.write_shard(config.checkpoint_root, attempt, 0, pieces, step=step, epoch=epoch)
     corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
     meta = {"stream": preflight.stream_of(config, corpus)}
-    checkpoint.commit(config.checkpoint_dir, [vote], step=step, epoch=epoch, attempt=attempt, world=1, meta=meta)
+    checkpoint.commit(config.checkpoint_root, [vote], step=step, epoch=epoch, attempt=attempt, world=1, meta=meta)
 
 
 def refused(config: RunConfig) -> str:
@@ -74,7 +74,8 @@ def test_an_empty_corpus_and_one_that_is_not_there(tmp_path: Path) -> None:
 def test_a_folder_that_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "can't be written" in refused(tiny(tmp_path, "r", run_dir=str(tmp_path / "file")))
-    assert "set checkpoint.dir to a folder that can" in refused(tiny(tmp_path, "r", checkpoint_dir=str(tmp_path / "file" / "x")))
+    assert "s3://bucket/p?x=1: can't be written (S3 URL option 'x'" in refused(tiny(tmp_path, "r", checkpoint_dir="s3://bucket/p?x=1"))
+    assert "set checkpoint.dir to a folder or URL that can" in refused(tiny(tmp_path, "r", checkpoint_dir=str(tmp_path / "file" / "x")))
 
 
 def test_a_port_in_use(tmp_path: Path, port: int) -> None:
@@ -135,7 +136,7 @@ def test_paths_mean_the_same_in_every_process(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     config = tiny(tmp_path, "r", run_dir="here", checkpoint_dir="there", data_corpus="text.txt")
     absolute = preflight.absolute(config)
-    assert (absolute.run_folder, absolute.checkpoint_dir) == (tmp_path / "here" / "r", tmp_path / "there")
+    assert (absolute.run_folder, absolute.checkpoint_root) == (tmp_path / "here" / "r", str(tmp_path / "there"))
     assert absolute.data.corpus == str(tmp_path / "text.txt")
     assert preflight.absolute(tiny(tmp_path, "r", data_corpus="stdlib")).data.corpus == "stdlib"
 

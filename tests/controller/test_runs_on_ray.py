@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,9 @@ def test_an_undisturbed_run_does_all_steps_and_leaves_a_verified_checkpoint_and_
     assert undisturbed.accounting().exact
     assert [event["step"] for event in undisturbed.of("evaluation")] == [0, STEPS]
     assert [event["step"] for event in undisturbed.of("checkpoint_saved")] == [25, 50, STEPS]
-    newest = checkpoint.latest(undisturbed.config.checkpoint_dir)
+    newest = checkpoint.latest(undisturbed.config.checkpoint_root)
     assert newest is not None and newest.step == STEPS and newest.path == result.checkpoint
-    assert checkpoint.verify(undisturbed.config.checkpoint_dir).ok
+    assert checkpoint.verify(undisturbed.config.checkpoint_root).ok
     state = undisturbed.folder.read_state()
     assert state is not None and (state["state"], state["step"], state["finished"] is not None) == ("DONE", STEPS, True)
     assert undisturbed.folder.read_control() is None
@@ -134,7 +135,7 @@ def test_a_stopped_run_resumes_with_another_number_of_workers_as_if_it_had_not_s
     stopped = carry_out(tiny(home, "stopped", elastic_workers=2), Act(17, "stop"))
     step = stopped.result.step
     assert stopped.result.state == "STOPPED" and stopped.result.exit_code == 0 and 17 <= step < STEPS
-    newest = checkpoint.latest(stopped.config.checkpoint_dir)
+    newest = checkpoint.latest(stopped.config.checkpoint_root)
     assert newest is not None and newest.step == step and len(stopped.losses) == step
     state = stopped.folder.read_state()
     assert state is not None and state["state"] == "STOPPED"
@@ -148,6 +149,27 @@ def test_a_stopped_run_resumes_with_another_number_of_workers_as_if_it_had_not_s
 
 
 @pytest.mark.slow
+def test_a_run_keeps_its_checkpoints_on_s3_and_resumes_from_there(home: Path, undisturbed: Finished) -> None:
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        root = f"s3://bucket/runs/on-s3?endpoint=http://{host}:{port}"
+        urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT"), timeout=10).close()
+        stopped = carry_out(tiny(home, "on-s3", elastic_workers=2, checkpoint_dir=root), Act(17, "stop"))
+        assert stopped.result.state == "STOPPED", stopped.result
+        newest = checkpoint.latest(root)
+        assert newest is not None and newest.step == stopped.result.step and checkpoint.verify(root).ok
+        resumed = carry_out(tiny(home, "on-s3", elastic_workers=1, checkpoint_dir=root))
+        assert resumed.result.state == "DONE" and resumed.result.checkpoint == checkpoint.latest(root).path
+        assert worst_difference(resumed.losses, undisturbed.losses) < CLOSE
+        assert not (resumed.config.run_folder / "checkpoints").exists()
+    finally:
+        server.stop()
+    nothing_left(resumed)
+
+
+@pytest.mark.slow
 def test_with_an_automatic_interval_checkpoints_come_by_the_clock_and_say_why(home: Path, undisturbed: Finished) -> None:
     keep = {"checkpoint_auto_min_s": 0.2, "checkpoint_auto_max_s": 0.4, "checkpoint_keep_last": 3, "checkpoint_keep_best": 1}
     finished = carry_out(tiny(home, "auto", checkpoint_every="auto", **keep))
@@ -157,7 +179,7 @@ def test_with_an_automatic_interval_checkpoints_come_by_the_clock_and_say_why(ho
     assert all(event["stall_seconds"] > 0 for event in finished.of("checkpoint_saved")[:-1])
     intervals = finished.of("checkpoint_interval")
     assert intervals and all(0.2 <= event["seconds"] <= 0.4 or event["by"] == "persist" for event in intervals)
-    root = finished.config.checkpoint_dir
+    root = finished.config.checkpoint_root
     losses = {c.step: checkpoint.open(root, c).meta["metrics"]["loss"] for c in checkpoint.ls(root)}
     assert 3 <= len(losses) <= 4 and all(loss == finished.losses[step] for step, loss in losses.items())
     assert all(checkpoint.verify(root, c).ok for c in checkpoint.ls(root))
