@@ -161,6 +161,8 @@ def references(name: str, rank: int, world: int) -> dict[str, Callable[[int], fl
     import torch.distributed as dist
     import torch.nn.functional as F
 
+    from vescale_ray.fsdp.memory import MAPPED_BYTES
+
     _, _, _, vocab, _, batch, sequence = MODELS[name]
     model = shard(name, "local")
     parameters = sum(p.numel() for p in model.parameters())
@@ -216,10 +218,11 @@ def references(name: str, rank: int, world: int) -> dict[str, Callable[[int], fl
         return step
 
     def copies(_index: int) -> float:
-        """The gradients that are copied into their buffer, and of each all-gather this rank's own part."""
+        """The gradients that are copied into their buffer; and of each all-gather this rank's own part, where a buffer is so small that
+        the shard does not live in it."""
         for (size, gathers), numel in zip(units, copied, strict=True):
             whole[:numel].copy_(received[:numel])
-            for _ in range(gathers):
+            for _ in range(gathers * (4 * world * size < MAPPED_BYTES)):
                 whole[:size].copy_(part[:size])
         return 0.0
 
