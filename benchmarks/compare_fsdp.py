@@ -306,8 +306,8 @@ def _peak_of_live_tensors(model: Any, step: Callable[[], Any]) -> int:
     mapped: list[tuple[int, int]] = [(0, 0)]
 
     def noted(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(pool: Pool, *args: Any) -> Any:
-            result = method(pool, *args)
+        def call(pool: Pool, *args: Any, **options: Any) -> Any:
+            result = method(pool, *args, **options)
             held = sum(nbytes * sum(number) for nbytes, number in pool.count().items() if nbytes >= MAPPED_BYTES)
             mapped.append((time.time_ns(), held))
             return result
