@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +22,7 @@ from vescale_ray.fsdp.schedule import unit_of
 
 CPU = torch.device("cpu")
 PAGE = 4096
+MIB = 1 << 20
 pytestmark = pytest.mark.skipif(not may_stay(MAPPED_BYTES, CPU), reason="needs Linux: memory is moved by mremap")
 
 
@@ -71,6 +73,26 @@ def test_memory_is_handed_on_only_between_buffers_that_leave_out_the_same_part()
     pool.give_back(exchange)
     pool.trim()
     assert pool.bytes_held() == 0
+
+
+def test_a_part_that_is_kept_when_the_buffer_is_gone_does_not_keep_what_was_gathered() -> None:
+    buffer = Buffer(64 * MIB, CPU, stays=(0, PAGE))
+    own = buffer.resident(torch.uint8)
+    own.fill_(7)
+    buffer.allocate()
+    buffer.flat(torch.uint8)[PAGE:] = 1
+    view = buffer.flat(torch.uint8)[-PAGE:]
+    full = resident_bytes()
+    del buffer
+    assert (view == 1).all()  # as long as a graph may read it, all stays
+    del view
+    assert full - resident_bytes() > 56 * MIB
+    assert (own == 7).all()
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
 # -- a model ---------------------------------------------------------------------------------------------------------------
@@ -172,6 +194,57 @@ def steps_between(rank: int, world: int) -> None:
 
 def test_the_optimizer_may_step_between_forward_and_backward() -> None:
     run_gloo(2, steps_between)
+
+
+def steps_before_backward(rank: int, world: int) -> None:
+    """All units stay gathered; the step before backward doubles all weights. Backward then multiplies by the new ones, whole."""
+    torch.manual_seed(3)
+    ours: Any = nn.Sequential(*(nn.Linear(257, 257, bias=False) for _ in range(3)))
+    weights = [layer.weight.detach().clone() for layer in ours]
+    for layer in ours:
+        fully_shard(layer, reshard_after_forward=False)
+    fully_shard(ours)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=1.0)
+    for parameter in ours.parameters():
+        parameter.grad = -parameter.detach()
+    x = given(0, 0).requires_grad_()
+    out = ours(x)
+    optimizer.step()
+    optimizer.zero_grad()
+    out.sum().backward()
+    expected = torch.ones_like(out)
+    for weight in reversed(weights):
+        expected = expected @ (2 * weight)
+    torch.testing.assert_close(x.grad, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_stays_gathered_is_not_a_mixture_of_weights_before_and_after_a_step(world: int) -> None:
+    run_gloo(world, steps_before_backward)
+
+
+def materialised(rank: int, world: int) -> None:
+    """From meta, and cast after a step: the pool knows the buffers that there are now, and hands their memory on."""
+    with torch.device("meta"):
+        ours: Any = Blocks()
+    for layer in ours.layers:
+        fully_shard(layer)
+    fully_shard(ours).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.fill_(0.01)
+    for dtype in (torch.float32, torch.float64):
+        ours.to(dtype)
+        ours(given(rank, 0).to(dtype)).sum().backward()
+        for layer in ours.layers:
+            assert lives_in_its_buffer(layer)
+            group = unit_of(layer).groups[0]  # type: ignore[union-attr]
+            assert group.grads.leaves_out
+            assert len(group._pool._users[group._buffer.key]) == 3  # type: ignore[union-attr]
+
+
+def test_shards_made_from_meta_or_cast_later_are_as_those_made_at_first() -> None:
+    run_gloo(3, materialised)
 
 
 def writes(rank: int, world: int) -> str:

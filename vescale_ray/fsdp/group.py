@@ -228,13 +228,19 @@ class Group:
             return
         self.reshard()
         self._pool = self.grads.pool = pool
+        self._expect()
+
+    def _expect(self) -> None:
+        """Tell the pool which buffers there will be."""
+        if self._pool is None:
+            return
         keys = {(self.unsharded_bytes, self.stays)} if not self.in_place else set()
         if self.division.copies:
             keys.add((self.parts_bytes, NOWHERE))
         if self.grads.trainable_count and not self.grads.in_place:
             keys.add((self.grads.buffer_bytes, NOWHERE))
         for nbytes, stays in keys:
-            pool.expect(nbytes, self, stays)
+            self._pool.expect(nbytes, self, stays)
 
     @property
     def unsharded_bytes(self) -> int:
@@ -294,6 +300,13 @@ class Group:
                 )
         self._gathered_of, self._local_of = self._spmd_version(), self.master.flat._version
         self.residency = Residency.GATHERING
+
+    def drop_torn(self) -> None:
+        """Between forward and backward an optimizer stepped: a shard that lives in the buffer has changed there, and the other ranks' have
+        not. So gather again for backward, as for units that were resharded."""
+        resident = self.stays != NOWHERE and self.unshard_in_backward
+        if resident and self.residency is Residency.UNSHARDED and self._gathered_of != self._spmd_version():
+            self.reshard()
 
     def _check_kept(self) -> None:
         """What is kept until the next optimizer step is not out of date by a write that the other ranks may not know of.
@@ -517,6 +530,8 @@ class Group:
             if param.unsharded is not None and param.unsharded.dtype != self.compute_dtype:
                 param.unsharded = None
         self._bound_to = None
+        self._tell_gradients()
+        self._expect()
         self.refresh()
 
     def _part_of(self, param: GroupParam, new: torch.Tensor) -> torch.Tensor:

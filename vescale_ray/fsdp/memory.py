@@ -67,7 +67,11 @@ class Buffer:
                 self._storage = memory
             elif may_stay(nbytes, device):
                 self._range = _Range(nbytes, stays)
-                self._storage = torch.frombuffer(self._range.memory, dtype=torch.uint8, count=nbytes)
+                lent = self._range.memory
+                self._storage = torch.frombuffer(lent, dtype=torch.uint8, count=nbytes)
+                # A shard that someone keeps when the model is gone holds all addresses, but is not to hold what was gathered there. The
+                # storage holds this object for as long as anything views it, a graph for example.
+                weakref.finalize(lent, self._range.close).atexit = False
             else:
                 self._storage = torch.empty(nbytes, dtype=torch.uint8, device=device)
                 self._storage.untyped_storage().resize_(0)

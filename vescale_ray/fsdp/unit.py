@@ -342,6 +342,9 @@ class Unit:
     def unshard(self, *, backward: bool = False, fresh: bool = False) -> None:
         """Gather the parameters and give them to the modules."""
         with outside_transforms():
+            if backward:
+                for group in self.groups:
+                    group.drop_torn()
             self.start_unshard(backward=backward, fresh=fresh)
             for group in self.groups:
                 group.wait()
