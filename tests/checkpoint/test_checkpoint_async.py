@@ -278,7 +278,12 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize(("point", "survivor"), POINTS)
+OFTEN = {"stage.copied", "data.chunk#1", "data.published", "commit.tmp_synced", "commit.linked"}
+
+
+@pytest.mark.parametrize(
+    ("point", "survivor"), [pytest.param(*one, marks=[] if one[0] in OFTEN else [pytest.mark.slow]) for one in POINTS]
+)
 def test_killed_at_any_point_of_an_asynchronous_save_the_one_before_loads_bit_for_bit(root, point, survivor):
     assert in_subprocess(save_two, str(root), point) == -9, f"nothing was killed at {point}"
     found = ckpt.latest(root)

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_quick_benchmark_writes_every_figure_and_what_load_does_not_change_keeps_its_goal(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"

@@ -322,6 +322,7 @@ def test_a_file_cut_short_after_its_header_was_read_is_named(folder):
         source.read_into("a", "param", 0, torch.zeros(20_000))
 
 
+@pytest.mark.slow
 def test_imports_and_exports_take_a_bounded_memory(tmp_path):
     report = tmp_path / "rss"
     assert in_subprocess(_measure, str(tmp_path), str(report)) == 0
