@@ -389,6 +389,7 @@ def run_script(fake: FakeS3, body: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow  # the signal has to come within two seconds
 def test_ctrl_c_in_the_middle_of_an_upload_aborts_it_and_ends_soon(fake):
     fake.fail("PART", "hang", seconds=20.0, after=1, times=99)
     process = run_script(fake, "print('go', flush=True)\nstore.put_stream('data/x/r', chunks(50 << 20), 50 << 20)")
