@@ -27,7 +27,7 @@ from .dcp import Ref, declared, nested
 from .dcp_files import Archives
 from .digest import as_bytes, view_of
 from .errors import CheckpointMismatch, ExportFailed
-from .foreign import Progress
+from .foreign import Progress, publish
 from .matching import some
 from .names import Globs, chosen, globs
 from .reader import Checkpoint, open_checkpoint
@@ -121,7 +121,7 @@ def export_dcp(
                 leaf = leaves[key]
                 entry.chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for _, o, s in _boxes(key, leaf)]
         whole = Metadata(described, paths, storage, StorageMeta(checkpoint_id=str(place)), _DCP_VERSION)
-        _publish(place, pickle.dumps(whole))
+        publish(place / ".metadata", pickle.dumps(whole))
 
     from_first(finish, group)
     files = sorted({info.relative_path for info in storage.values()})
@@ -197,18 +197,3 @@ def _read_back(place: Path, written: list[tuple[_Item, Any, bytes]]) -> None:
             files.digest(info, found.update)
             if found.digest() != digest:
                 raise ExportFailed(f"{place / info.relative_path}: {item.key!r} was read back with other bytes than were written")
-
-
-def _publish(place: Path, data: bytes) -> None:
-    temporary = place / ".metadata.tmp"
-    with open(temporary, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, place / ".metadata")
-    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with suppress(OSError):  # not every file system offers it
-            os.fsync(fd)
-    finally:
-        os.close(fd)

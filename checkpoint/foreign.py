@@ -28,6 +28,7 @@ from .manifest import check_meta
 from .matching import StoredTensor
 from .materialize import materialize, on_meta
 from .names import Globs, NameTable, globs, table_of
+from .posix import sync_folder
 from .shard import Vote, new_attempt, write_shard
 from .state import Choice, flatten_models
 from .store import ObjectStore, Root, store_of
@@ -78,6 +79,17 @@ def fill(source: Source, name: str, kind: str, start: int, out: torch.Tensor) ->
         part = whole[: target.numel()]
         source.read_into(name, kind, start + position, part)
         target.copy_(part)
+
+
+def publish(path: Path, data: bytes) -> None:
+    """Write the file that makes the others beside it a whole: durable, and there with all of its bytes or not at all."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, path)
+    sync_folder(path.parent)
 
 
 def into_model(

@@ -23,10 +23,11 @@ from .api import from_first, ranks_of, together
 from .commits import Commit
 from .digest import as_bytes, view_of
 from .errors import CheckpointMismatch, ExportFailed, ForeignFileError
-from .foreign import OBJECT_BYTES, Files, Imported, Progress, Source, into_commit, into_model, is_root
+from .foreign import OBJECT_BYTES, Files, Imported, Progress, Source, into_commit, into_model, is_root, publish
 from .layout import dtype_name
 from .matching import StoredTensor, some
 from .names import Globs, NameTable, chosen, globs, table_of
+from .posix import sync_folder
 from .reader import Checkpoint, open_checkpoint
 from .safetensors_file import SAFETENSORS_NAME, Located, header_of, read_header
 from .store import Root
@@ -230,7 +231,7 @@ def export_hf(
     def finish() -> None:
         weights = {entry.name: file.name for file in files for entry in file.entries}
         text = json.dumps({"metadata": {"total_size": size}, "weight_map": weights}, indent=2, sort_keys=True) + "\n"
-        _publish(place / INDEX, text.encode())
+        publish(place / INDEX, text.encode())
 
     from_first(finish, group)
     return Exported(tuple(f.name for f in files), tuple(e.name for f in files for e in f.entries), size)
@@ -323,7 +324,7 @@ def _write(checkpoint: Checkpoint, path: Path, file: _File, metadata: Mapping[st
         finally:
             os.close(fd)
         os.rename(temporary, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
@@ -343,25 +344,6 @@ def _compare(fd: int, path: Path, written: Any) -> None:
         offset += len(data)
     if found.digest() != written.digest():
         raise ExportFailed(f"{path}: what was read back is not what was written: the disk or its connection is at fault")
-
-
-def _publish(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".tmp-{path.name}")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with suppress(OSError):  # not every file system offers it
-            os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _from_all(path: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Source:

@@ -97,7 +97,7 @@ class PosixStore:
                 # NFS repeats a link whose answer was lost, and then says that the name is taken: by this very file.
                 if not _same_file(tmp, path):
                     # Whoever is there may be the caller's own, from a try that failed before this: then it has to last, too.
-                    _sync_folder(path.parent)
+                    sync_folder(path.parent)
                     raise KeyExists(errno.EEXIST, "exists already", str(path)) from None
             except OSError as error:
                 if error.errno not in _NO_LINKS:
@@ -171,7 +171,7 @@ class PosixStore:
             return False
         if key.startswith("commits/"):
             # The commit must be gone for good before its data goes.
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         else:
             with suppress(OSError):
                 path.parent.rmdir()  # the last object of an attempt takes its folder along
@@ -209,11 +209,11 @@ class PosixStore:
     def _sync_folders(self, folder: Path) -> None:
         """Make the entries of ``folder`` and of every folder up to the root durable, whichever rank created them."""
         while True:
-            _sync_folder(folder)
+            sync_folder(folder)
             if folder == self.root or folder == folder.parent:
                 break
             folder = folder.parent
-        _sync_folder(self.root.parent)
+        sync_folder(self.root.parent)
 
 
 class PosixReader:
@@ -324,7 +324,8 @@ def _write_all(fd: int, view: memoryview, offset: int, direct: bool) -> bool:
     return direct
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, where its file system offers that."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:

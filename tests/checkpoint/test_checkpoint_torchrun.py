@@ -97,13 +97,9 @@ def test_a_model_that_differs_on_one_rank_is_refused_by_all(tmp_path):
     assert all("'w' has shape (10,), wanted (11,)" in m for m in messages)
 
 
-@pytest.mark.parametrize(("point", "committed"), [("data.written", False), ("aux.written", False), ("vote.written#1", True)])
-def test_a_rank_that_dies_before_its_vote_stops_the_commit_within_the_timeout(tmp_path, point, committed):
-    ckpt.save({"model": {"w": torch.ones(10)}}, tmp_path / "ckpt", 7)
-    context = _context()
-    report = str(tmp_path / "report")
-    arguments = (2, str(tmp_path / "store"), str(tmp_path / "ckpt"), point, report)
-    ranks = [context.Process(target=killed_rank, args=(rank, *arguments), daemon=True) for rank in range(2)]
+def rank_1_is_killed(function, *arguments):
+    """Run ``function(rank, *arguments)`` in two processes: rank 0 ends by itself, rank 1 by SIGKILL."""
+    ranks = [_context().Process(target=function, args=(rank, *arguments), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()
     try:
@@ -114,6 +110,13 @@ def test_a_rank_that_dies_before_its_vote_stops_the_commit_within_the_timeout(tm
         for process in ranks:
             process.kill()
     assert [process.exitcode for process in ranks] == [0, -9]
+
+
+@pytest.mark.parametrize(("point", "committed"), [("data.written", False), ("aux.written", False), ("vote.written#1", True)])
+def test_a_rank_that_dies_before_its_vote_stops_the_commit_within_the_timeout(tmp_path, point, committed):
+    ckpt.save({"model": {"w": torch.ones(10)}}, tmp_path / "ckpt", 7)
+    report = str(tmp_path / "report")
+    rank_1_is_killed(killed_rank, 2, str(tmp_path / "store"), str(tmp_path / "ckpt"), point, report)
     told = Path(f"{report}.0").read_text()
     if committed:
         assert told == "e0000-s000000000008"
@@ -144,18 +147,7 @@ def test_a_failure_or_a_slow_rank_means_the_same_to_all_ranks(tmp_path):
 def test_a_rank_that_dies_in_an_asynchronous_save_fails_it_within_the_timeout_and_the_one_before_loads(tmp_path):
     ckpt.save({"model": {"w": torch.ones(10)}}, tmp_path / "ckpt", 7)
     report = str(tmp_path / "report")
-    arguments = (2, str(tmp_path / "store"), str(tmp_path / "ckpt"), report)
-    ranks = [_context().Process(target=async_killed_rank, args=(rank, *arguments), daemon=True) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    try:
-        for process in ranks:
-            process.join(30)
-            assert not process.is_alive(), "a rank hangs"
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.exitcode for process in ranks] == [0, -9]
+    rank_1_is_killed(async_killed_rank, 2, str(tmp_path / "store"), str(tmp_path / "ckpt"), report)
     seconds, outcome = Path(f"{report}.0").read_text().split(maxsplit=1)
     assert float(seconds) < 5 and "no vote from rank 1 of 2 within 1 s" in outcome
     assert torch.equal(ckpt.open(tmp_path / "ckpt").read("w"), torch.ones(10))
