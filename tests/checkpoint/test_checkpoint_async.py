@@ -244,7 +244,9 @@ if sys.argv[2] == "raise": raise KeyError("mine")
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("end", 0), ("raise", 1), ("hang", 0)])
+@pytest.mark.parametrize(
+    ("how", "code"), [pytest.param("end", 0, marks=pytest.mark.slow), pytest.param("raise", 1, marks=pytest.mark.slow), ("hang", 0)]
+)
 def test_the_interpreter_ends_in_bounded_time_with_a_save_in_flight(root, how, code):
     """A save that is nearly done is finished; one that hangs is given up; neither is torn."""
     repository = str(Path(__file__).parents[2])

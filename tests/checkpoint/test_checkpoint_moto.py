@@ -114,6 +114,7 @@ def test_a_bucket_that_does_not_exist_is_one_line_and_is_not_created(server):
         urllib.request.urlopen(f"{server}/nobodys-bucket", timeout=10)
 
 
+@pytest.mark.slow
 def test_ranks_save_to_s3_by_url_and_others_load(server, bucket, monkeypatch):
     """Under torchrun: votes, outcome and data all go through the bucket; two ranks save, three load, set up by their environment alone."""
     aws = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL_S3": server, "AWS_DEFAULT_REGION": "us-east-1"}
