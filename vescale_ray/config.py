@@ -126,6 +126,9 @@ class ElasticSection(_Section):
     collective_timeout_s: Positive = Field(default=30.0, description="seconds after which a collective that does not end counts as failed")
     max_recoveries_without_progress: Count = Field(default=3, description="recoveries in a row without one more step before the run fails")
     replace_lost: bool = Field(default=False, description="start a new worker as soon as one is lost")
+    deterministic: bool = Field(
+        default=False, description="the same bits at every number of workers and through every rescale: gradients are reduced slot by slot"
+    )
 
 
 def _steps_or_auto(value: Any) -> Any:

@@ -4,12 +4,16 @@ The batch is cut into *slots*, a fixed number of logical data-parallel positions
 that are there, unevenly if need be. So the global batch, the samples of step ``s`` and each slot's random numbers are functions
 of the step alone, never of the world size::
 
-    slots 0..6, world 3:     rank 0 | slot 0   slot 1   slot 2        three rounds: every rank runs as many forwards and
-                             rank 1 | slot 3   slot 4   filler        backwards, since their collectives must match; a
-                             rank 2 | slot 5   slot 6   filler        filler is one token with weight 0
+    slots 0..6, world 3:     rank 0 | slot 0   slot 3   slot 6        three rounds: every rank runs as many forwards and
+                             rank 1 | slot 1   slot 4   filler        backwards, since their collectives must match; a
+                             rank 2 | slot 2   slot 5   filler        filler is one token with weight 0
 
 Gradients accumulate without communication until the last round. The loss of a slot is divided by the *global* number of
 tokens, so that the plain sum over rounds and ranks is the mean's gradient, whatever the spread.
+
+With ``elastic.deterministic`` every round is reduced, and the sum goes from slot to slot: ((g0 + g1) + g2) + ..., at every world
+size. All else is the same bits anyway, since no operation works across the elements of different ranks: the gradient norm is
+summed exactly, matrices that an optimizer works on as a whole are whole on one rank.
 
 A step writes parameters and optimizer states only after its last collective: whoever fails before that still has step
 ``s``, whoever passed it has complete gradients of ``s + 1``. (Muon communicates in its step, and keeps to this, too.)
@@ -143,13 +147,14 @@ class Trainer:
         train, index = self.config.train, self.completed
         tokens = train.slots * train.slot_batch * self.config.data.seq_len
         mine = slots_of(self.rank, self.world, train.slots)
-        rounds = -(-train.slots // self.world)
+        rounds, ordered = -(-train.slots // self.world), self.config.elastic.deterministic
         nlls: list[Tensor] = []
         fed: list[int] = []
         for turn in range(rounds):
             last = turn == rounds - 1
-            self.model.set_requires_gradient_sync(last)
-            self.model.set_is_last_backward(last)
+            self.model.set_requires_gradient_sync(last or ordered)
+            self.model.set_is_last_backward(last or ordered)
+            self.model.set_contributes(turn < len(mine))
             ids = self._slot_ids(index, mine[turn]) if turn < len(mine) else None
             inputs, targets = self.corpus.batch(ids) if ids is not None else _filler()
             torch.manual_seed(_seed(self.config.run.seed, index, mine[turn] if ids is not None else -1))
@@ -242,9 +247,10 @@ class Trainer:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         parts = getattr(self.optimizer, "optimizers", (self.optimizer,))
         muons = [p for part in parts if isinstance(part, Muon) for group in part.param_groups for p in group["params"]]
-        norm = float(clip_grad_norm_(trained, limit, leave_out=muons))
+        exact = self.config.elastic.deterministic
+        norm = float(clip_grad_norm_(trained, limit, leave_out=muons, exact=exact))
         grads = [p.grad for p in muons if p.grad is not None]
-        return math.hypot(norm, float(total_norm(grads))) if grads else norm
+        return math.hypot(norm, float(total_norm(grads, exact=exact))) if grads else norm
 
     def _exchange(
         self, flags: int, nlls: list[Tensor], fed: list[int], seconds: float, rounds: int
@@ -263,17 +269,17 @@ class Trainer:
         words[_HEADER + rounds : _HEADER + rounds + len(fed)] = torch.tensor(fed, dtype=torch.int64)
         everyone = [torch.empty_like(words) for _ in range(self.world)]
         dist.all_gather(everyone, words)
-        slot_nlls: list[float] = []
-        ids: list[int] = []
+        losses, samples = [], []
         merged = 0
         for row in everyone:
             count = int(row[3])
             merged |= int(row[0])
-            slot_nlls += row.view(torch.float64)[_HEADER : _HEADER + count].tolist()
-            ids += row[_HEADER + rounds : _HEADER + rounds + count * batch].tolist()
+            losses.append(row.view(torch.float64)[_HEADER : _HEADER + count].tolist())
+            samples.append(row[_HEADER + rounds : _HEADER + rounds + count * batch].view(count, batch).tolist())
+        places = [divmod(slot, self.world) for slot in range(self.config.train.slots)]
         return (
-            slot_nlls,
-            tuple(ids),
+            [losses[rank][turn] for turn, rank in places],
+            tuple(sample for turn, rank in places for sample in samples[rank][turn]),
             merged,
             tuple(float(row.view(torch.float64)[1]) for row in everyone),
             tuple(int(row[2]) for row in everyone),
@@ -281,10 +287,9 @@ class Trainer:
 
 
 def slots_of(rank: int, world: int, slots: int) -> range:
-    """The slots of ``rank``: contiguous, in rank order, sizes that differ by one at most."""
-    each, more = divmod(slots, world)
-    start = rank * each + min(rank, more)
-    return range(start, start + each + (rank < more))
+    """The slots of ``rank``: dealt out one by one, so that round t has the slots from ``t * world`` on, in rank order; as many on
+    each rank, or one fewer."""
+    return range(rank, slots, world)
 
 
 def resident_bytes() -> int:
@@ -373,6 +378,7 @@ def _build(config: RunConfig, device: torch.device, world: int) -> tuple[Any, to
         fully_shard(unit, reshard_after_forward=train.reshard_after_forward, **shared)
     # The root stays unsharded between forward and backward: its backward begins right away.
     fully_shard(model, reshard_after_forward=False, **shared)
+    model.set_ordered_reduction(config.elastic.deterministic)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

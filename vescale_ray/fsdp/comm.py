@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 
 from vescale_ray import compat
-from vescale_ray.fsdp.memory import NOWHERE, Pool, may_stay
+from vescale_ray.fsdp.memory import NOWHERE, Buffer, Pool, may_stay
 
 _GATHER_TAG, _REDUCE_TAG = 0x56530001, 0x56530002
 """Keep our messages apart from a user's on the same process group. Messages of one tag arrive in the order they were sent."""
@@ -200,16 +200,20 @@ def reduce_scatter(
     pairwise: bool,
     leaves_out: bool = False,
     sum_only: bool = False,
+    ordered: bool = False,
     custom: ReduceScatter | None = None,
 ) -> Pending:
     """Sum every rank's ``full`` and keep this rank's part, times ``factor``, in ``out``, which may have another dtype.
 
     ``full`` belongs to the operation until the result's ``wait`` has returned. ``leaves_out``: buffers of gathered parameters don't have
     memory for this rank's part, which an exchange does not need either; so it can use theirs. ``sum_only``: never NCCL's AVG.
+    ``ordered``: the result is an :class:`InOrder`, which adds up only when its ``add_to`` is called.
     ``custom``: the user's collective, which gets AVG where that is the factor, else SUM, and may return work to wait for.
     """
     lane.issued += 1
     world = group.size()
+    if ordered:
+        return InOrder(full, group, lane, pool, factor, pairwise=pairwise, leaves_out=leaves_out)
     if custom is not None:
         lane.after_current()
         with lane.context():
@@ -259,6 +263,27 @@ def _receive(tensor: torch.Tensor, source: int, group: dist.ProcessGroup, tag: i
     return dist.irecv(tensor, group=group, tag=tag, group_src=source)
 
 
+def _exchange(mine: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup) -> Works:
+    """Send rank i row i of ``mine``, and receive each other rank's in ``parts``."""
+    rank, world = group.rank(), group.size()
+    works = []
+    for distance in range(1, world):
+        source, target = (rank - distance) % world, (rank + distance) % world
+        works.append(_receive(parts[source], source, group, _REDUCE_TAG))
+        works.append(_send(mine[target], target, group, _REDUCE_TAG))
+    return Works(*works)
+
+
+def _scratch(full: torch.Tensor, group: dist.ProcessGroup, pool: Pool, leaves_out: bool) -> Buffer:
+    """Memory for the others' parts: of a buffer of gathered parameters if the sizes match."""
+    nbytes = full.numel() * full.element_size()
+    part = nbytes // group.size()
+    own = (group.rank() * part, (group.rank() + 1) * part) if leaves_out and may_stay(nbytes, full.device) else NOWHERE
+    scratch = pool.take(nbytes, full.device, stays=own)
+    scratch.clean_for = None
+    return scratch
+
+
 class _CastAndScale:
     """A reduce-scatter whose result still has to be cast or scaled, on the thread that waits for it."""
 
@@ -299,20 +324,12 @@ class _ExchangeAndSum:
         if _sums_in(out.dtype, full.dtype):
             # The first of the others is one of the first two summands, whichever rank this is: the order of the sum stays.
             self._parts[others.pop(0)] = out
-        part = size * full.element_size()
-        own = (rank * part, (rank + 1) * part) if leaves_out and may_stay(world * part, out.device) else NOWHERE
-        self._scratch = pool.take(world * part, out.device, stays=own) if others else None
+        self._scratch = _scratch(full, group, pool, leaves_out) if others else None
         if self._scratch is not None:
-            self._scratch.clean_for = None
             received = self._scratch.flat(full.dtype).view(world, size)
             for r in others:
                 self._parts[r] = received[r]
-        works = []
-        for distance in range(1, world):
-            source, target = (rank - distance) % world, (rank + distance) % world
-            works.append(_receive(self._parts[source], source, group, _REDUCE_TAG))
-            works.append(_send(mine[target], target, group, _REDUCE_TAG))
-        self._works = Works(*works)
+        self._works = _exchange(mine, self._parts, group)
 
     def wait(self) -> None:
         parts, self._parts = self._parts, []
@@ -330,6 +347,57 @@ class _ExchangeAndSum:
             total.mul_(self._factor)
         if total is not out:
             out.copy_(total)
+        scratch, self._scratch = self._scratch, None
+        if scratch is not None:
+            self._pool.give_back(scratch)
+
+
+class InOrder:
+    """Reduce-scatter as an exchange of parts and a sum in rank order that goes on from where an earlier one ended.
+
+    Each part is scaled before it is added, so that the additions are those of one process that adds the ranks' gradients
+    one after the other, whatever the number of ranks.
+    """
+
+    __slots__ = ("_parts", "_pending", "_pool", "_scratch")
+
+    def __init__(
+        self, full: torch.Tensor, group: dist.ProcessGroup, lane: Lane, pool: Pool, factor: float, *, pairwise: bool, leaves_out: bool
+    ) -> None:
+        rank, world = group.rank(), group.size()
+        if factor != 1.0:
+            full.mul_(factor)
+        mine = full.view(world, -1)
+        self._parts, self._pool = list(mine.unbind()), pool
+        self._scratch: Buffer | None = None
+        self._pending: Pending = Done()
+        if pairwise:
+            self._scratch = _scratch(full, group, pool, leaves_out)
+            received = self._scratch.flat(full.dtype).view(world, -1)
+            self._parts = [mine[r] if r == rank else received[r] for r in range(world)]
+            self._pending = _exchange(mine, self._parts, group)
+        elif world > 1:
+            received = torch.empty_like(mine)
+            self._parts = list(received.unbind())
+            lane.after_current()
+            with lane.context():
+                work = dist.all_to_all_single(received.view(-1), full, group=group, async_op=lane.stream is None)
+                self._pending = Works(work) if work is not None else lane.mark()
+
+    def add_to(self, total: torch.Tensor) -> None:
+        """Add the ranks' parts to ``total``, rank 0's first."""
+        parts, self._parts = self._parts, []
+        self._pending.wait()
+        for part in parts:
+            total.add_(part)
+        scratch, self._scratch = self._scratch, None
+        if scratch is not None:
+            self._pool.give_back(scratch)
+
+    def wait(self) -> None:
+        """Wait, and drop what came."""
+        self._parts = []
+        self._pending.wait()
         scratch, self._scratch = self._scratch, None
         if scratch is not None:
             self._pool.give_back(scratch)

@@ -76,6 +76,10 @@ class Gradients:
         self.leaves_out = False
         """The buffers of gathered parameters don't have memory for this rank's own part (see ``memory``)."""
         self.sum_only = False
+        self.ordered = False
+        """Add up in a fixed order, over the ranks and over the reductions of a step."""
+        self.contributes = True
+        """Ordered: what this rank computes counts; else it takes part with nothing."""
         self.custom_scatter: ReduceScatter | None = None
         self.all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
@@ -95,6 +99,17 @@ class Gradients:
     @property
     def buffer_bytes(self) -> int:
         return self.layout.numel * self.reduce_dtype.itemsize
+
+    @property
+    def why_unordered(self) -> str | None:
+        """What stands in the way of a sum in a fixed order, if anything."""
+        if self.place.replicate_group is not None:
+            return "a mesh of replicas (HSDP): shard over all ranks"
+        if self.custom_scatter is not None:
+            return "a custom reduce-scatter: take it away"
+        if self.division.copies or not self.kept.in_place:
+            return "tensors that are cut by a plain Shard(dim > 0) or laid out with gaps: leave placements and gaps to the planner"
+        return None
 
     # -- in backward -------------------------------------------------------------------------------------------------
 
@@ -203,9 +218,11 @@ class Gradients:
         """Start to sum the gradients over the ranks into this rank's shard."""
         assert self.pool is not None and self._flat is not None
         used = [i for i, arrived in enumerate(self._arrived) if arrived]
+        # Adding -0.0 changes no number, adding 0.0 changes -0.0: in a fixed order, nothing must not leave a trace.
+        nothing = -0.0 if self.ordered else 0.0
         for index, arrived in enumerate(self._arrived):
-            if not arrived:
-                self._views[index].zero_()
+            if not arrived or (self.ordered and not self.contributes):
+                self._views[index].fill_(nothing)
         factor = 1.0 / (self.divide_factor if self.divide_factor is not None else self.place.world * self.place.replicas)
         flat, buffer = self._flat, self._buffer
         self._clear()
@@ -227,6 +244,7 @@ class Gradients:
             pairwise=self.place.pairwise,
             leaves_out=self.leaves_out,
             sum_only=self.sum_only,
+            ordered=self.ordered,
             custom=self.custom_scatter,
         )
         self._reductions.append(Reduction(pending, out, buffer, used))
@@ -249,6 +267,9 @@ class Gradients:
         """Wait for the reductions under way and hand their results to the sharded parameters as ``.grad``."""
         while self._reductions:
             reduction = self._reductions.pop(0)
+            if isinstance(reduction.pending, comm.InOrder):
+                self._finish_in_order(reduction, reduction.pending)
+                continue
             reduction.pending.wait()
             self._give_back(reduction.buffer)
             with torch.no_grad():
@@ -257,6 +278,31 @@ class Gradients:
                     self._deliver(out, reduction.used)
             if out is not None:
                 self._call_hooks(reduction.used)
+
+    @torch.no_grad()
+    def _finish_in_order(self, reduction: Reduction, parts: comm.InOrder) -> None:
+        """Go on with the sum where the reduction before ended, which is in the gradients."""
+        out = self._delivered()
+        earlier = out is not None and out.device == reduction.out.device
+        if out is None or not earlier:
+            out = self._gathered_up(reduction.out)
+        parts.add_to(out)
+        self._give_back(reduction.buffer)
+        self._call_all_reduce_hook(out)
+        if not earlier:
+            for index in reduction.used:
+                self.params[index].sharded.grad = None
+            self._deliver(out, reduction.used)
+        self._call_hooks(reduction.used)
+
+    def _gathered_up(self, out: torch.Tensor) -> torch.Tensor:
+        """``out`` with what earlier reductions left of each gradient, and nothing (-0.0) where none did."""
+        out.fill_(-0.0)
+        shard = KeptShard(self.kept, out)
+        for index, param in enumerate(self.params):
+            if param.sharded.grad is not None:
+                self._local_view(shard, index).copy_(local_of(param.sharded.grad))
+        return out
 
     def _over_replicas(self, reduction: Reduction) -> torch.Tensor | None:
         """HSDP: the sum over the replicas, or nothing yet if the user wants it only later."""

@@ -121,6 +121,35 @@ class FSDPModule(TorchFSDPModule):
         for group in _unit(self).groups:
             group.grads.sum_only = enable
 
+    def set_ordered_reduction(self, ordered: bool = True, *, recurse: bool = True) -> None:
+        """Add gradients up in a fixed order: rank 0's first, each reduction of a step going on from where the one before ended.
+
+        Where micro-batch k of a step is rank ``k % W``'s in its ``k // W``-th backward, every backward reduces
+        (``set_requires_gradient_sync(True)``) and the divide factor does not depend on W, the sum is ``((g0 + g1) + g2) + ..`` for
+        every number of ranks W: bit for bit the same gradients. Costs one reduction per backward instead of one per step, and on
+        an accelerator an all-to-all in the place of the reduce-scatter. Ranks whose turn has no micro-batch say so with
+        :meth:`set_contributes`.
+
+        Raises:
+            PhaseError: in the middle of a step.
+            BadArgument: several replicas (HSDP), whose sum has no fixed order; tensors laid out with gaps; a custom reduce-scatter.
+        """
+        units = list(_units(self, recurse))
+        for unit in units:
+            _check_resting(unit, "order of summation")
+            hindrance = next(filter(None, (group.grads.why_unordered for group in unit.groups)), None) if ordered else None
+            if hindrance is not None:
+                raise BadArgument(f"unit {unit.name!r}: its gradients can't be summed in a fixed order with {hindrance}")
+        for unit in units:
+            for group in unit.groups:
+                group.grads.ordered = ordered
+
+    def set_contributes(self, contributes: bool, *, recurse: bool = True) -> None:
+        """With :meth:`set_ordered_reduction`: whether the next backwards of this rank count. If not, it takes part with nothing."""
+        for unit in _units(self, recurse):
+            for group in unit.groups:
+                group.grads.contributes = contributes
+
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Give zero gradients to parameters that took no part in this rank's forward.
 
@@ -227,8 +256,12 @@ class FSDPModule(TorchFSDPModule):
 
         Raises:
             PhaseError: in the middle of a step.
+            BadArgument: gradients are summed in a fixed order (:meth:`set_ordered_reduction`).
         """
-        for group in _resting(self, "reduce-scatter").groups:
+        unit = _resting(self, "reduce-scatter")
+        if any(group.grads.ordered for group in unit.groups):
+            raise BadArgument(f"unit {unit.name!r} sums gradients in a fixed order: call set_ordered_reduction(False) first")
+        for group in unit.groups:
             group.grads.custom_scatter = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -326,6 +359,10 @@ def _weak(module: Any) -> Any:
 
 def _resting(module: Any, what: str) -> Unit:
     unit = _unit(module)
+    _check_resting(unit, what)
+    return unit
+
+
+def _check_resting(unit: Unit, what: str) -> None:
     if unit.phase is not Phase.RESTING:
         raise PhaseError(f"unit {unit.name!r} is in phase {unit.phase.value}: set its {what} between steps")
-    return unit

@@ -293,6 +293,8 @@ class Unit:
             group.grads.end_window()
         if call is not None and self.schedule is not None and _is_nearly_first(call):
             self.schedule.trim()  # no unit is to come that could gather into what this one has given back
+        if self.reduce_unused and (self.gradient_sync or not self.hold_gradients):
+            self._open_unused()
         self.reduce()
 
     def take_in_gradients(self) -> None:
@@ -302,6 +304,12 @@ class Unit:
                 if param.unsharded is not None and param.unsharded.grad is not None:
                     group.grads.accumulate(index)
 
+    def _open_unused(self) -> None:
+        """With ``reduce_unused``: whatever came, on this rank or none, this is reduced now, as on all ranks."""
+        for group in self.groups:
+            if group.grads.trainable_count and any(p.unsharded is not None for p in group.params) and not group.grads.awaits_claimed:
+                group.grads.open_unused()
+
     def reduce(self) -> None:
         """Start to reduce the gradients that have come, unless they are only to be added up for now."""
         if not self.gradient_sync and self.hold_gradients:
@@ -310,8 +318,6 @@ class Unit:
         assert self.schedule is not None
         for group in reversed(self.groups):
             if group.grads.arrived_count and not group.grads.awaits_claimed:
-                if self.reduce_unused:
-                    group.grads.open_unused()
                 self.schedule.reduce(group)
                 self.reduced = True
 
@@ -326,9 +332,7 @@ class Unit:
         for group in self.groups:
             group.grads.end_backward()
         if self.reduce_unused and (self.gradient_sync or not self.hold_gradients) and not self.reduced:
-            for group in self.groups:
-                if group.grads.trainable_count and any(p.unsharded is not None for p in group.params):
-                    group.grads.open_unused()
+            self._open_unused()
         if self.phase is Phase.BACKWARD or any(g.grads.arrived_count or g.residency is not g.residency.SHARDED for g in self.groups):
             self.close()
         for group in self.groups:
@@ -393,6 +397,8 @@ def _reduce_if_complete(unit_ref: weakref.ref[Unit]) -> None:
     unit = unit_ref()
     if unit is None or unit.phase is not Phase.BACKWARD or unit._awaited_marks:
         return
+    if unit.reduce_unused:
+        return  # another rank's may never be complete, and reductions are in the same order everywhere
     if all(g.grads.seen_count == g.grads.trainable_count for g in unit.groups):
         unit.reduce()
 

@@ -191,3 +191,10 @@ def _all_finite(grads: Sequence[Tensor]) -> bool:
         if not bool(torch.isfinite(largest).all()):
             return False
     return True
+
+
+def largest_of_ranks(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The maximum over the ranks; NaN if there is one. (gloo's own loses it, depending on the rank that has it.)"""
+    both = torch.stack([part.nan_to_num(nan=0.0, posinf=torch.inf), part.isnan().to(part.dtype)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return torch.where(both[1] > 0, torch.full_like(part, torch.nan), both[0])

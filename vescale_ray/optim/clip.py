@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale_ray.optim.agree import largest_of_ranks
+from vescale_ray.optim.exact_sum import sum_of_squares
 from vescale_ray.optim.parameters import local_of
 
 
@@ -25,6 +27,7 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     *,
     leave_out: Iterable[torch.Tensor] = (),
+    exact: bool = False,
 ) -> torch.Tensor:
     """Scale all gradients so that their norm, taken together, is at most ``max_norm``. Collective: one all-reduce per mesh of
     ``parameters``, whether this rank has gradients there or not.
@@ -34,13 +37,15 @@ def clip_grad_norm_(
         foreach: accepted for compatibility; the fused kernels are used where they exist.
         leave_out: of ``parameters``, those that are neither counted nor scaled: Muon's, for example. Muon's update does not depend on
             the size of its gradients, until clipping makes them so small that Newton-Schulz takes them for zero.
+        exact: sum without any rounding that depends on where tensors are cut (:func:`total_norm`); one all-reduce more.
 
     Returns:
         The norm before clipping: a plain FP32 tensor of shape (), the same on all ranks.
 
     Raises:
         RuntimeError: the norm is NaN or infinite and ``error_if_nonfinite`` is set.
-        ValueError: a gradient still has a pending sum (Partial); ``max_norm`` is negative or NaN; ``norm_type`` is not above 0.
+        ValueError: a gradient still has a pending sum (Partial); ``max_norm`` is negative or NaN; ``norm_type`` is not above 0, or
+            neither 2 nor infinite with ``exact``.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm = {max_norm}: give a number of at least 0")
@@ -48,7 +53,7 @@ def clip_grad_norm_(
     without = {id(p) for p in leave_out}
     parameters = [p for p in parameters if id(p) not in without]
     grads = [p.grad for p in parameters if p.grad is not None]
-    norm = _norm([(p, False) if p.grad is None else (p.grad, True) for p in parameters], norm_type)
+    norm = _norm([(p, False) if p.grad is None else (p.grad, True) for p in parameters], norm_type, exact)
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(f"the gradient norm is {norm.item()}: gradients were not clipped (error_if_nonfinite=False scales them anyway)")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -62,17 +67,22 @@ def clip_grad_norm_(
     return norm.to(torch.float32)
 
 
-def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all elements of ``tensors`` together, FP64, shape (), the same on all ranks. Collective, as :func:`clip_grad_norm_`."""
-    return _norm([(tensor, True) for tensor in tensors], norm_type)
+def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0, *, exact: bool = False) -> torch.Tensor:
+    """The norm of all elements of ``tensors`` together, FP64, shape (), the same on all ranks. Collective, as :func:`clip_grad_norm_`.
+
+    ``exact``: the same bits for every division of the elements among ranks and buffers (:mod:`vescale_ray.optim.exact_sum`).
+    """
+    return _norm([(tensor, True) for tensor in tensors], norm_type, exact)
 
 
-def _norm(tensors: list[tuple[torch.Tensor, bool]], norm_type: float) -> torch.Tensor:
+def _norm(tensors: list[tuple[torch.Tensor, bool]], norm_type: float, exact: bool = False) -> torch.Tensor:
     """Of the tensors that are marked True. The others only tell of meshes whose ranks are asked: each rank may lack other gradients."""
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type = {norm_type}: give a number above 0 (inf: the largest magnitude)")
     infinite = math.isinf(norm_type)
+    if exact and not infinite and norm_type != 2.0:
+        raise ValueError(f"norm_type = {norm_type} can't be summed exactly: give 2 or inf")
     kinds: dict[tuple[int, tuple[int, ...]], tuple[DeviceMesh | None, tuple[int, ...], list[torch.Tensor]]] = {}
     for tensor, counts in tensors:
         mesh, dims = _sharded_over(tensor)
@@ -84,14 +94,16 @@ def _norm(tensors: list[tuple[torch.Tensor, bool]], norm_type: float) -> torch.T
     with torch.no_grad():
         for mesh, dims, locals_ in kinds.values():
             held = [t for t in locals_ if t.numel()]
+            groups = [mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1] if mesh is not None else []
+            if exact and not infinite:
+                total = total + sum_of_squares(held, groups, device)
+                continue
             part = torch.zeros((), dtype=torch.float64, device=device)
             if held:
                 norms = torch.stack([n.to(device) for n in torch._foreach_norm(held, norm_type, dtype=torch.float64)])
                 part = norms.amax() if infinite else norms.pow(norm_type).sum()
-            for dim in dims:
-                assert mesh is not None
-                if mesh.size(dim) > 1:
-                    part = largest_of_ranks(part, mesh.get_group(dim)) if infinite else _sum(part, mesh.get_group(dim))
+            for group in groups:
+                part = largest_of_ranks(part, group) if infinite else _sum(part, group)
             total = torch.maximum(total, part) if infinite else total + part
     return total if infinite else total.pow(1.0 / norm_type)
 
@@ -99,13 +111,6 @@ def _norm(tensors: list[tuple[torch.Tensor, bool]], norm_type: float) -> torch.T
 def _sum(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     dist.all_reduce(part, group=group)
     return part
-
-
-def largest_of_ranks(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The maximum over the ranks; NaN if there is one. (gloo's own loses it, depending on the rank that has it.)"""
-    both = torch.stack([part.nan_to_num(nan=0.0, posinf=torch.inf), part.isnan().to(part.dtype)])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    return torch.where(both[1] > 0, torch.full_like(part, torch.nan), both[0])
 
 
 def _sharded_over(tensor: torch.Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vescale_ray.optim.clip import largest_of_ranks
+from vescale_ray.optim.agree import largest_of_ranks
 from vescale_ray.optim.matrices import flat_local, holding
 
 
