@@ -69,7 +69,7 @@ def _check_curve_and_samples(run: Run, undisturbed: Sequence[float], config: Run
 EVERY_PAIR = [1, 1, 2, 2, 3, 3, 4, 4, 1, 3, 1, 4, 2, 4, 3, 2, 1]
 
 
-@pytest.mark.parametrize("every", [0, 1], ids=["parked shards only", "with copies"])
+@pytest.mark.parametrize("every", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["parked shards only", "with copies"])
 def test_growing_and_shrinking_in_memory_between_all_world_sizes_keeps_every_bit(text: str, undisturbed: list[float], every: int) -> None:
     assert len(set(zip(EVERY_PAIR, EVERY_PAIR[1:], strict=False))) == 16
     config = tiny(text, elastic_snapshot_every=every)
@@ -93,7 +93,7 @@ def test_growing_and_shrinking_in_memory_between_all_world_sizes_keeps_every_bit
         _check_curve_and_samples(run, undisturbed, config, 17)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_after_a_kill_at_a_random_moment_the_same_processes_go_on_and_nothing_is_lost(
     text: str, undisturbed: list[float], seed: int
 ) -> None:

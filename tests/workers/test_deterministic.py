@@ -1,0 +1,94 @@
+"""``elastic.deterministic``: the same bits at every number of workers, and through every rescale and death."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.workers.fleet import Fleet
+from tests.workers.tiny import FullState, Run, evaluate, same_bits, tiny, write_text
+from vescale_ray.workers.trainer import StepRecord
+
+Facts = tuple[list[tuple[float, float]], FullState, tuple[float, int]]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def numbers(records: list[StepRecord]) -> list[tuple[float, float]]:
+    return [(record.loss, record.grad_norm) for record in records]
+
+
+def facts(run: Run, steps: int) -> Facts:
+    """Losses and norms, every parameter and optimizer state, and the held-out loss, after so many steps."""
+    records = numbers(run.train(steps))
+    return records, run.full_state(), run.fleet.run(run.members, evaluate)[run.members[0]]
+
+
+def check(got: Facts, expected: Facts) -> None:
+    assert got[0] == expected[0]
+    assert same_bits(got[1], expected[1])
+    assert got[2] == expected[2]
+
+
+MUON = {"train_optimizer": "muon", "train_lr": 0.01}
+ADAM8 = {"train_optimizer": "adamw8bit", "train_activation_checkpointing": True}
+BF16 = {"train_param_dtype": "bfloat16", "train_reduce_dtype": "bfloat16", "model_tie": True}
+DROPOUT = {"model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["body"], "train_grad_clip": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "worlds"),
+    [
+        (MUON, (1, 3, 4)),
+        *(pytest.param(changes, (1, 2, 3, 4, 5), marks=pytest.mark.slow) for changes in ({}, MUON, ADAM8, BF16, DROPOUT)),
+    ],
+    ids=["muon", "all: adamw", "all: muon", "all: 8-bit", "all: bf16", "all: dropout"],
+)
+def test_every_number_of_workers_computes_the_same_bits(text: str, changes: dict[str, Any], worlds: tuple[int, ...]) -> None:
+    config = tiny(text, elastic_deterministic=True, **changes)
+    with Fleet(max(worlds)) as fleet:
+        run = Run(fleet, config)
+        expected: Facts | None = None
+        for world in worlds:
+            run.fresh(list(range(world)))
+            got = facts(run, 8)
+            check(got, expected := expected or got)
+            run.end()
+
+
+def test_rescales_and_a_death_leave_no_trace_in_the_bits(text: str) -> None:
+    with Fleet(4) as fleet:
+        run = Run(fleet, tiny(text, elastic_deterministic=True))
+        run.fresh([0, 1])
+        expected = facts(run, 12)
+        run.end()
+        run.records.clear()
+        run.fresh([0, 1, 2])
+        run.train(3)
+        run.end()
+        run.resume([0, 1, 2], [0, 1, 2, 3])
+        survivors, _, _ = run.train_with_a_death(9, 1, 6, 0.0)
+        run.resume(survivors, survivors)
+        run.train(9)
+        run.end()
+        run.resume(survivors, survivors[:2])
+        got = facts(run, 12)
+        records = numbers([run.records[index] for index in sorted(run.records)])
+        assert {run.records[index].world for index in run.records} == {2, 3, 4}
+        check((records, *got[1:]), expected)
+
+
+@pytest.mark.slow
+def test_without_it_the_bits_differ(text: str) -> None:
+    with Fleet(3) as fleet:
+        run = Run(fleet, tiny(text))
+        run.fresh([0])
+        alone = facts(run, 8)
+        run.end()
+        run.fresh([0, 1, 2])
+        assert not same_bits(facts(run, 8)[1], alone[1]), "the tests above show nothing"
