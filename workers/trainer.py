@@ -378,10 +378,10 @@ def _build(config: RunConfig, device: torch.device, world: int) -> tuple[Any, to
         fully_shard(unit, reshard_after_forward=train.reshard_after_forward, **shared)
     # The root stays unsharded between forward and backward: its backward begins right away.
     fully_shard(model, reshard_after_forward=False, **shared)
-    model.set_ordered_reduction(config.elastic.deterministic)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            module.set_ordered_reduction(config.elastic.deterministic, recurse=False)
     model.to_empty(device=device)
     return model, build_optimizer(model, chosen, log=None)
 

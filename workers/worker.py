@@ -212,6 +212,11 @@ class Worker:
         if wanted and not torch.cuda.is_available():
             raise RuntimeError("train.device wants a GPU, this process sees none; set ray.gpus_per_worker or train.device=cpu")
         device = torch.device("cuda", 0) if wanted else torch.device("cpu")
+        if wanted and config.elastic.deterministic:
+            # Read when cuBLAS is first used: two streams may otherwise take its workspace in any order.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if wanted:
             torch.cuda.set_device(device)
             torch.zeros(1, device=device)

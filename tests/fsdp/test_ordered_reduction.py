@@ -1,4 +1,4 @@
-"""Gradients summed in a fixed order: the same bits on every number of ranks as in one process that adds up one micro-batch after the other."""
+"""Gradients summed in a fixed order: on every number of ranks the bits of one process that adds up one micro-batch after the other."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +37,7 @@ def check(got: Facts, expected: Facts) -> None:
 MUON = {"train_optimizer": "muon", "train_lr": 0.01}
 ADAM8 = {"train_optimizer": "adamw8bit", "train_activation_checkpointing": True}
 BF16 = {"train_param_dtype": "bfloat16", "train_reduce_dtype": "bfloat16", "model_tie": True}
+SHAMPOO, SOAP = {"train_optimizer": "shampoo"}, {"train_optimizer": "soap", "train_threads": 2}
 DROPOUT = {"model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["body"], "train_grad_clip": 0}
 
 
@@ -45,9 +45,9 @@ DROPOUT = {"model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["
     ("changes", "worlds"),
     [
         (MUON, (1, 3, 4)),
-        *(pytest.param(changes, (1, 2, 3, 4, 5), marks=pytest.mark.slow) for changes in ({}, MUON, ADAM8, BF16, DROPOUT)),
+        *(pytest.param(changes, (1, 2, 3, 4, 5), marks=pytest.mark.slow) for changes in ({}, MUON, ADAM8, BF16, SHAMPOO, SOAP, DROPOUT)),
     ],
-    ids=["muon", "all: adamw", "all: muon", "all: 8-bit", "all: bf16", "all: dropout"],
+    ids=["muon", "all: adamw", "all: muon", "all: 8-bit", "all: bf16", "all: shampoo", "all: soap", "all: dropout"],
 )
 def test_every_number_of_workers_computes_the_same_bits(text: str, changes: dict[str, Any], worlds: tuple[int, ...]) -> None:
     config = tiny(text, elastic_deterministic=True, **changes)

@@ -1,0 +1,152 @@
+"""What `elastic.deterministic` costs, and whether it keeps its promise: steps of the trainer with and without it, interleaved.
+
+    python benchmarks/deterministic.py [--quick] [--rounds 15] [--world 4] [--json OUT]
+
+The demo's model and batch (`vescale_ray/configs/demo.yaml`) with AdamW and with Muon, at as many slots as workers, and at twice as many,
+where a step reduces twice. Two trainers live in the same processes and process group and take turns step by step, the order alternating; a
+third, plain like the first, gives the noise. Per case:
+
+    time.ratio     wall time of a step, deterministic over plain: median over rounds, spread half the quartiles' distance
+    time.noise     plain again over plain
+    gate           the deterministic weights after the rounds are those of a run on one rank, bit for bit; else the case FAILED
+
+Exit code 1 if a gate failed, whatever the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from importlib.resources import as_file, files
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.reporting import figure, write
+
+OPTIMIZERS = ("adamw", "muon")
+SLOTS_PER_RANK = (1, 2)
+SYSTEMS = {"plain": False, "deterministic": True, "again": False}
+GOAL = "<= 1.25"
+WARM = 2
+"""Rounds that are not counted."""
+
+
+def trainer(rank: int, world: int, optimizer: str, slots: int, deterministic: bool, corpus: Any, steps: int) -> Any:
+    from vescale_ray.config import load_config
+    from vescale_ray.workers.trainer import Trainer
+
+    keys = [f"train.optimizer={optimizer}", f"train.slots={slots}", f"elastic.workers={world}", f"train.steps={steps}"]
+    with as_file(files("vescale_ray.configs") / "demo.yaml") as path:
+        config = load_config(path, [*keys, "train.threads=1", f"elastic.deterministic={str(deterministic).lower()}"])
+    made = Trainer(config, rank, world, 0, "cpu", corpus)
+    made.initialize()
+    return made
+
+
+def digest(made: Any) -> str:
+    """Of all parameters, whole. A collective."""
+    found = hashlib.sha256()
+    for _, parameter in sorted(made.model.named_parameters()):
+        found.update(parameter.detach().full_tensor().numpy().tobytes())
+    return found.hexdigest()
+
+
+def rank_main(rank: int, world: int, store: str, optimizer: str, slots: int, rounds: int, out: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from vescale_ray.data.corpus import load_corpus
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    corpus = load_corpus("stdlib", 128, 0.05)
+    steps = rounds + WARM
+    chosen = {"deterministic": True} if world == 1 else SYSTEMS
+    trainers = {name: trainer(rank, world, optimizer, slots, on, corpus, steps) for name, on in chosen.items()}
+    order, rows = list(trainers), []
+    for index in range(steps):
+        row = {}
+        for name in order[index % len(order) :] + order[: index % len(order)]:
+            dist.barrier()
+            began = time.perf_counter()
+            trainers[name].step()
+            dist.barrier()
+            row[name] = time.perf_counter() - began
+        rows.append(row)
+    out.put((rank, rows[WARM:], digest(trainers["deterministic"])))
+    dist.barrier()
+    for made in trainers.values():
+        made.close()
+    dist.destroy_process_group()
+
+
+def run_case(world: int, optimizer: str, slots: int, rounds: int) -> tuple[list[dict[str, float]], str]:
+    """Per round the slowest rank's seconds of each system; the digest."""
+    context = multiprocessing.get_context("spawn")
+    queue: Any = context.Queue()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        ranks = [context.Process(target=rank_main, args=(r, world, store, optimizer, slots, rounds, queue)) for r in range(world)]
+        for process in ranks:
+            process.start()
+        try:
+            found: dict[int, tuple[list[dict[str, float]], str]] = {}
+            while len(found) < world:
+                try:
+                    rank, rows, name = queue.get(timeout=0.5)
+                    found[rank] = rows, name
+                except Empty:
+                    if any(process.exitcode for process in ranks):
+                        raise RuntimeError(f"{optimizer}, {slots} slots: a rank died; its traceback is above") from None
+        finally:
+            for process in ranks:
+                process.join(timeout=10)
+                if process.is_alive():
+                    process.kill()
+    rows = [{key: max(found[r][0][i][key] for r in range(world)) for key in found[0][0][i]} for i in range(rounds)]
+    return rows, found[0][1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="5 rounds")
+    parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--world", type=int, default=4)
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args()
+    rounds = options.rounds or (5 if options.quick else 15)
+    figures: dict[str, Any] = {}
+    failed = False
+    print(f"{'case':<16}{'plain ms':>10}{'ordered ms':>12}{'ratio':>8}{'+-':>7}{'noise':>8}  bits")
+    for optimizer in OPTIMIZERS:
+        for times in SLOTS_PER_RANK:
+            slots, name = times * options.world, f"{optimizer}.slots{times}"
+            rows, bits = run_case(options.world, optimizer, slots, rounds)
+            same = bits == run_case(1, optimizer, slots, rounds)[1]
+            failed |= not same
+            ratio = figure([row["deterministic"] / row["plain"] for row in rows], "ratio", GOAL, "plain")
+            noise = figure([row["again"] / row["plain"] for row in rows], "ratio", None, "plain")
+            figures |= {f"{name}.time.ratio": ratio, f"{name}.time.noise": noise}
+            figures[f"{name}.gate"] = {"value": same, "spread": 0, "unit": "bits equal to one rank's", "goal": True, "peer": None}
+            medians = {key: statistics.median(row[key] for row in rows) * 1e3 for key in SYSTEMS}
+            print(
+                f"{name:<16}{medians['plain']:>10.1f}{medians['deterministic']:>12.1f}{ratio['value']:>8.3f}{ratio['spread']:>7.3f}"
+                f"{noise['value']:>8.3f}  {'equal to one rank' if same else 'NOT those of one rank: FAILED'}",
+                flush=True,
+            )
+    write(options.json, figures, world=options.world)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
