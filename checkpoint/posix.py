@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .faults import fault_point
-from .store import ALIGNMENT, Entry, KeyExists, KeyMissing, check_key, is_key
+from .store import ALIGNMENT, Entry, KeyExists, KeyMissing, check_key, delete_each, is_key
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _TMP = ".tmp-"
@@ -176,6 +176,9 @@ class PosixStore:
             with suppress(OSError):
                 path.parent.rmdir()  # the last object of an attempt takes its folder along
         return True
+
+    def delete_many(self, keys: Sequence[str]) -> Iterator[tuple[str, OSError | None]]:
+        return delete_each(self, keys)
 
     def tidy(self, prefix: str, older_than_s: float) -> int:
         top = self.root / prefix
