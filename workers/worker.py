@@ -220,7 +220,9 @@ class Worker:
         self._corpus: Corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
         node = ray.get_runtime_context().get_node_id()
         self._snapshots: Snapshots = Snapshots(config.elastic.snapshot_every, pin=wanted, node=node)
-        self._writer: Writer = Writer(config.checkpoint_root, lambda item: self._publish(item, None, None))
+        self._writer: Writer = Writer(
+            config.checkpoint_root, lambda item: self._publish(item, None, None), read_back=config.checkpoint.keep_verified
+        )
         groups.prepare()
         return WorkerInfo(
             worker=self._worker,
@@ -411,10 +413,13 @@ class Worker:
         began = time.time()
         vote = problem = None
         try:
-            vote = write_checkpoint_shard(shards, self._config.checkpoint_root, attempt, epoch=epoch).to_json()
+            vote = write_checkpoint_shard(shards, self._config.checkpoint_root, attempt, epoch=epoch)
         except Exception as error:
             problem = describe(error)
-        self._publish(Saved(ticket, attempt, shards.step, epoch, shards.rank, shards.world, vote, problem, began), None, None)
+        text = None if vote is None else vote.to_json()
+        self._publish(Saved(ticket, attempt, shards.step, epoch, shards.rank, shards.world, text, problem, began), None, None)
+        if vote is not None:
+            self._writer.wrote(vote)
 
     def _flags(self, ticket: Ticket) -> int:
         from vescale_ray.workers.groups import GroupFailed

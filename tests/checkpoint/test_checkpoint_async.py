@@ -174,7 +174,7 @@ def test_a_failed_save_is_told_once_by_wait_or_by_the_next_save_or_at_the_end_an
     with pytest.raises(ckpt.SaveFailed, match="Input/output error"):
         saver.close()
     saver.close()
-    assert [c.step for c in ckpt.ls(root)] == [1, 5]
+    assert [c.step for c in ckpt.ls(root)] == [1, 4, 5], "who is told of an earlier failure has begun this save all the same"
     with pytest.raises(ValueError, match="is closed"):
         saver.async_save(state, 7)
 
@@ -283,9 +283,7 @@ POINTS = [
 OFTEN = {"stage.copied", "data.chunk#1", "data.published", "commit.tmp_synced", "commit.linked"}
 
 
-@pytest.mark.parametrize(
-    ("point", "survivor"), [pytest.param(*one, marks=[] if one[0] in OFTEN else [pytest.mark.slow]) for one in POINTS]
-)
+@pytest.mark.parametrize(("point", "survivor"), [pytest.param(*one, marks=[] if one[0] in OFTEN else [pytest.mark.slow]) for one in POINTS])
 def test_killed_at_any_point_of_an_asynchronous_save_the_one_before_loads_bit_for_bit(root, point, survivor):
     assert in_subprocess(save_two, str(root), point) == -9, f"nothing was killed at {point}"
     found = ckpt.latest(root)

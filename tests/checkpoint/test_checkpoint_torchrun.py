@@ -136,12 +136,18 @@ def test_saved_beside_the_training_on_two_ranks_loads_on_three_bit_for_bit(tmp_p
             assert_same(truth, back[0][2])
 
 
-def test_a_failure_or_a_slow_rank_means_the_same_to_all_ranks(tmp_path):
+def test_a_failing_slow_unfit_or_missing_rank_means_the_same_to_all_ranks_without_a_collective(tmp_path):
     told = run_gloo(3, async_failing_rank, str(tmp_path))
-    assert told[0] == told[1] == told[2]
-    failure, after, skipped, committed = told[0]
-    assert "rank 1 could not write" in failure and "No space left" in failure
-    assert after == 3 and skipped == [False, False, True] and committed == [3, 10, 11]
+    for rank, heard in enumerate(told):
+        assert "rank 1 could not write" in heard["full"] and "No space left" in heard["full"]
+        assert (heard["after"], heard["sync"]) == (2, "e0000-s000000000003")
+        assert heard["skipped"] == [False, False, True] and heard["steps"] == [2, 3, 10, 11, 20]
+        assert heard["skipped at once"] == (rank == 1)
+        assert heard["single"] == [20, "the checkpoint of step 21 is skipped: ranks [1] are still writing the ones before", True]
+        assert "rank 1: " * (rank != 1) in heard["unfit"] and "JSON can't hold" in heard["unfit"]
+        assert heard["unfit sync"].startswith("ValueError") and "JSON can't hold" in heard["unfit sync"]
+        assert heard["files"] == 5, "what failed, or was skipped, has left no object on any rank"
+    assert "ranks [2] of 3 did not come to this save within 0.5 s" in told[0]["alone"] == told[1]["alone"]
 
 
 def test_a_rank_that_dies_in_an_asynchronous_save_fails_it_within_the_timeout_and_the_one_before_loads(tmp_path):

@@ -38,7 +38,7 @@ def begin_saving(state: State, root: str, attempt: str) -> bool:
     """Stage the live state and begin to write it behind a gate; whether it shares the buddy's copy."""
     if "writer" not in state:
         state["store"], state["votes"] = Gated(root), []
-        state["writer"] = Writer(state["store"], state["votes"].append)
+        state["writer"] = Writer(state["store"], state["votes"].append, read_back=True)
     staged = state["snapshots"].stage(state["trainer"])
     state["writer"].submit(staged, Ticket(1, 1), attempt, 0.5)
     return bool(staged.shared)
