@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import pickle
 import time
 from collections.abc import Callable, Mapping
@@ -60,7 +61,8 @@ def save(
             went back): the new checkpoint is always the newest.
         meta: JSON-able, the same on all ranks; rank 0's is stored. aux: JSON-able, this rank's own. The random generators are
             stored in any case.
-        metrics: of this step, by name; what :class:`Retention` calls the best is told by them. Rank 0's are stored.
+        metrics: of this step, by name; what :class:`Retention` calls the best is told by them. Rank 0's are stored; NaN and infinities
+            are left out, with a warning.
         retention: delete what it does not keep, after this one is committed.
         timeout_s: how long to wait for the other ranks to come, for their votes, and for the commit.
         group: the ranks that save together; default: all. Without a process group this process saves alone.
@@ -142,13 +144,17 @@ def prepare(
     if step < 0:
         raise ValueError(f"step is {step}; give the number of completed steps")
     check_meta(meta or {})
-    check_meta(metrics or {}, "metrics")
+    # A loss that has become NaN is no reason to lose the checkpoint; it is only no measure of it.
+    finite = {name: value for name, value in (metrics or {}).items() if not isinstance(value, float) or math.isfinite(value)}
+    if len(finite) < len(metrics or {}):
+        _log.warning("step %d: metrics that are no finite number are not stored: %s", step, sorted((metrics or {}).keys() - finite.keys()))
+    check_meta(finite, "metrics")
     check_meta(aux or {}, "aux")
     flat = flatten(state)
     pieces = _pieces(flat, world, rank)
     document = {"models": flat.models, "state": flat.values, "optimizers": flat.optimizers, "meta": dict(meta or {})}
-    if metrics:
-        document["metrics"] = dict(metrics)
+    if finite:
+        document["metrics"] = finite
     # Through JSON: the values may be live objects of the training, which goes on.
     frozen = json.loads(json.dumps(document, allow_nan=False))
     return Prepared(pieces, frozen, dict(flat.aliases), {"rng": capture_rng(), "user": json.loads(json.dumps(dict(aux or {})))})

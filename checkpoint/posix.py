@@ -204,8 +204,11 @@ class PosixStore:
         return self.root / check_key(key)
 
     def _make_folder(self, path: Path) -> None:
+        above = [] if self.root.is_dir() else [folder for folder in self.root.parents if not folder.is_dir()]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in above:  # the entries from the root down are synced after each creation
+                sync_folder(folder.parent)
         except (FileExistsError, NotADirectoryError):
             raise NotADirectoryError(errno.ENOTDIR, "a file is where the checkpoint's folder should be", str(path.parent)) from None
 
@@ -323,7 +326,12 @@ def _write_all(fd: int, view: memoryview, offset: int, direct: bool) -> bool:
             raise OSError(errno.EIO, "write made no progress")
         done += count
         if direct and done % ALIGNMENT and done < len(view):
-            done -= done % ALIGNMENT  # a short direct write must go on at an aligned position
+            # A short direct write must go on at an aligned position; one that came not even so far would be repeated for ever.
+            if done % ALIGNMENT == count:
+                _set_direct(fd, False)
+                direct = False
+            else:
+                done -= done % ALIGNMENT
     return direct
 
 

@@ -48,7 +48,10 @@ class _Attempt:
     step: int
     epoch: int
     world: int
-    began: float
+    heard: float
+    """When the last word of it came, or its commit was begun."""
+    seconds: float = 0.0
+    """Until the slowest rank had written."""
     stall_s: float = 0.0
     votes: dict[int, str] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
@@ -63,9 +66,13 @@ class Saves:
         retention: which checkpoints to keep.
         meta: what is recorded with a checkpoint of a step; JSON-able.
         done: the newest attempt that is committed already, if any: its votes may come again after the controller was restarted.
+        bound_s: how long to wait for the next vote, and for the commit: a store that hangs must be told of, not waited for.
     """
 
-    def __init__(self, root: str, retention: Retention, meta: Callable[[int], Mapping[str, Any]], done: str | None) -> None:
+    def __init__(
+        self, root: str, retention: Retention, meta: Callable[[int], Mapping[str, Any]], done: str | None, bound_s: float = 600.0
+    ) -> None:
+        self._bound_s = bound_s
         self._root, self._retention, self._meta = root, retention, meta
         self._open: dict[str, _Attempt] = {}
         self._closed: set[str] = {done} if done else set()
@@ -85,8 +92,9 @@ class Saves:
         """A worker's vote, or its failure."""
         if item.attempt in self._closed or (item.epoch < self._least and item.attempt not in self._open):
             return
-        attempt = self._open.setdefault(item.attempt, _Attempt(item.step, item.epoch, item.world, item.began))
-        attempt.began = min(attempt.began, item.began)
+        attempt = self._open.setdefault(item.attempt, _Attempt(item.step, item.epoch, item.world, 0.0))
+        attempt.heard = time.monotonic()
+        attempt.seconds = max(attempt.seconds, item.seconds)
         attempt.stall_s = max(attempt.stall_s, item.stall_s)
         if item.vote is not None:
             attempt.votes[item.rank] = item.vote
@@ -112,6 +120,10 @@ class Saves:
                 # Every rank has been heard, so nobody writes to it and nobody will commit it: a full disk must not keep the pieces.
                 self._tenders.submit(self._discard, name)
                 ended.append(self._close(name, self._failed(name, attempt, f"rank {rank}: {error}")))
+            elif time.monotonic() - attempt.heard > self._bound_s:
+                absent = sorted(set(range(attempt.world)) - attempt.votes.keys() - attempt.errors.keys())
+                what = f"no vote from ranks {absent}" if absent else f"no answer to its commit from {self._root}"
+                ended.append(self._close(name, self._failed(name, attempt, f"{what} for {self._bound_s:g} s: given up")))
         return ended
 
     def abandon(self, reason: str) -> list[SaveResult]:
@@ -144,7 +156,7 @@ class Saves:
 
     @staticmethod
     def _failed(name: str, attempt: _Attempt, error: str) -> SaveResult:
-        return SaveResult(name, attempt.step, attempt.epoch, time.time() - attempt.began, error=error)
+        return SaveResult(name, attempt.step, attempt.epoch, attempt.seconds + time.monotonic() - attempt.heard, error=error)
 
     def _commit(self, name: str, attempt: _Attempt) -> SaveResult:
         """In the pool's thread."""
@@ -161,7 +173,7 @@ class Saves:
                 world=attempt.world,
                 meta=self._meta(attempt.step),
             )
-            seconds = time.time() - attempt.began
+            seconds = attempt.seconds + time.monotonic() - attempt.heard
         except Exception as error:
             return self._failed(name, attempt, f"{type(error).__name__}: {error}")
         self._newest = made.name

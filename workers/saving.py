@@ -66,7 +66,7 @@ class Writer:
 
     def submit(self, staged: Staged, ticket: Ticket, attempt: str, stall_s: float) -> None:
         """Write it, when those before are written. ``stall_s``: how long training waited for the copy."""
-        job = _Job(staged, ticket, attempt, time.time(), stall_s)
+        job = _Job(staged, ticket, attempt, time.monotonic(), stall_s)
         with self._lock:
             self._jobs.append(job)
         self._queue.put(job)
@@ -142,7 +142,7 @@ class Writer:
                         staged.world,
                         None if vote is None else vote.to_json(),
                         problem,
-                        job.began,
+                        time.monotonic() - job.began,
                         job.stall_s,
                     )
                 )

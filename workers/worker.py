@@ -398,9 +398,7 @@ class Worker:
             else:
                 missing = f"worker {self._worker} holds no shard of rank {rank} at step {order.resume.step}"
                 resume = order.resume
-                self._publish(
-                    Saved(ticket, order.attempt, resume.step, order.epoch, rank, resume.world, None, missing, time.time()), None, None
-                )
+                self._publish(Saved(ticket, order.attempt, resume.step, order.epoch, rank, resume.world, None, missing, 0.0), None, None)
         with self._change:
             self._phase = before
             self._change.notify_all()
@@ -410,14 +408,15 @@ class Worker:
         from vescale_ray.workers.groups import describe
         from vescale_ray.workers.reshard import write_checkpoint_shard
 
-        began = time.time()
+        began = time.monotonic()
         vote = problem = None
         try:
             vote = write_checkpoint_shard(shards, self._config.checkpoint_root, attempt, epoch=epoch)
         except Exception as error:
             problem = describe(error)
         text = None if vote is None else vote.to_json()
-        self._publish(Saved(ticket, attempt, shards.step, epoch, shards.rank, shards.world, text, problem, began), None, None)
+        seconds = time.monotonic() - began
+        self._publish(Saved(ticket, attempt, shards.step, epoch, shards.rank, shards.world, text, problem, seconds), None, None)
         if vote is not None:
             self._writer.wrote(vote)
 

@@ -148,6 +148,29 @@ def test_a_stopped_run_resumes_with_another_number_of_workers_as_if_it_had_not_s
     assert again.result.state == "DONE" and len(again.events) == len(resumed.events), "a run that is done does nothing"
 
 
+def test_a_checkpoint_that_can_not_be_written_is_a_loud_event_and_training_goes_on_to_the_next(home: Path) -> None:
+    """Where one rank's object of the first checkpoint would go there is something already: that rank's write fails, once."""
+    config = tiny(home, "unwritable", elastic_workers=2, train_steps=30, checkpoint_every=10)
+    root = Path(config.checkpoint_root)
+
+    def watch(status: Mapping[str, Any]) -> None:
+        attempt = f"{status['info']['run_id']}-g1-s10"
+        if not (root / "data" / attempt).exists() and status["step"] < 10:
+            (root / "data" / attempt / "r00001.safetensors").mkdir(parents=True)
+            (root / "data" / attempt / "r00001.safetensors" / "in-the-way").touch()
+
+    finished = carry_out(config, watch=watch)
+    assert (finished.result.state, finished.result.step, finished.result.exit_code) == ("DONE", 30, 0), finished.result
+    (failure,) = finished.of("checkpoint_failed")
+    assert failure["step"] == 10 and failure["error"].startswith("rank 1: ")
+    assert [event["step"] for event in finished.of("checkpoint_saved")] == [20, 30]
+    assert [c.step for c in checkpoint.ls(root) if c.problem is None] == [20, 30] and checkpoint.verify(root).ok
+    assert not list((root / "data").rglob("*-s10/*.json")), "the other rank's part of the failed one is gone"
+    assert not finished.of("worker_lost", "generation_failed", "rescaled") and sorted(finished.losses) == list(range(1, 31))
+    assert finished.accounting().exact
+    nothing_left(finished)
+
+
 @pytest.mark.slow
 def test_a_run_keeps_its_checkpoints_on_s3_and_resumes_from_there(home: Path, undisturbed: Finished) -> None:
     server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
