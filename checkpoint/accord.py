@@ -62,6 +62,7 @@ class Accord:
             here = group or dist.group.WORLD
             assert here is not None
             shared: Any = distributed_c10d._get_process_group_store(here)
+            self._shared = shared  # on rank 0 it may be the server: a save under way must not lose it with the group
             number = shared.add(f"{_SPACE}/r{rank}", 1)
             # A connection of its own: this one's polls and the training's requests never wait for each other.
             self._store = dist.PrefixStore(f"{_SPACE}/{number}", shared.clone())

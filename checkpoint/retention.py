@@ -95,7 +95,8 @@ class Grace:
 
     Args:
         orphans: an attempt without a commit, of an epoch that is over, after its last write: saves wait 10 minutes for a vote.
-        current: the same for an attempt of the newest epoch (or later, or of unknown epoch), which may still be under way.
+        current: the same for an attempt of the newest epoch (or later, or of unknown epoch), which may still be under way; and, since they
+            began, for unfinished uploads and temporary files, whose epoch is not known: a large object may take hours.
         readers: from when a commit is gone, or an attempt was seen to be an orphan, until its data goes: for whoever reads it now.
     """
 
@@ -246,7 +247,7 @@ class _Collection:
             self._forget(pinned, {c.name for c in commits})
             for prefix in ("commits/", "data/", "attempts/", "pins/", "verified/"):
                 try:
-                    store.tidy(prefix, self.grace.orphans)
+                    store.tidy(prefix, self.grace.current)
                 except OSError as error:
                     self.problems.append(f"could not tidy {store.describe(prefix)}: {error.strerror or error}")
         return GcReport(

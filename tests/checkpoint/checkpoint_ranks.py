@@ -321,11 +321,11 @@ def async_failing_rank(rank: int, world: int, root: str) -> Any:
     return told
 
 
-def async_killed_rank(rank: int, world: int, store: str, root: str, report: str) -> None:
-    """Not under run_gloo, which would call a death a failure. Rank 1 dies in the middle of its writing; rank 0 goes on and ends."""
+def async_killed_rank(rank: int, world: int, store: str, root: str, report: str, victim: int, point: str) -> None:
+    """Not under run_gloo, which would call a death a failure. The victim dies at ``point``; the other rank goes on and ends."""
     torch.set_num_threads(1)
-    if rank == 1:
-        os.environ[ckpt.FAULT_ENV] = "data.written"
+    if rank == victim:
+        os.environ[ckpt.FAULT_ENV] = point
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=20))
     saver = ckpt.Saver(root, timeout_s=1.0)
     handle = saver.async_save({"model": {"w": torch.full((10,), 2.0)}}, 8)

@@ -355,6 +355,12 @@ def test_only_uploads_that_nobody_works_on_are_aborted(store, fake):
     fake.uploads[other].began -= 4000
     collect(store, 1)
     assert set(fake.uploads) == {young, other}
+    fake.uploads[young].began -= 20 * 3600  # of another process, which may be sending a large object over a slow line
+    ckpt.gc(store, ckpt.Retention())
+    assert set(fake.uploads) == {young, other}
+    fake.uploads[young].began -= 5 * 3600
+    ckpt.gc(store, ckpt.Retention())
+    assert set(fake.uploads) == {other}
 
     def while_uploading():
         for index, chunk in enumerate(chunks(12 << 20)):
