@@ -21,12 +21,12 @@ from typing import Any, Literal
 from .commits import Commit, ls, read_manifest
 from .errors import NoCheckpoint
 from .faults import fault_point
-from .manifest import ManifestError, check_attempt, parse_commit_name
+from .manifest import ManifestError, check_attempt, commit_name, parse_commit_name
 from .proof import Noted, lacking, noted, prove
 from .store import ALIGNMENT, Entry, KeyExists, KeyMissing, ObjectStore, Root, store_of
 
 _PIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-_EPOCH = re.compile(rb'"epoch":"([0-9]{1,18})"')
+_EPOCH, _STEP = (re.compile(b'"' + word + b'":"([0-9]{1,18})"') for word in (b"epoch", b"step"))
 _MARK = "orphan.json"
 
 
@@ -377,16 +377,33 @@ class _Collection:
                 self.waiting.append(attempt)
                 continue
             if attempt not in dead:
+                if self._committed(attempt, entries):
+                    continue
                 swept.append(attempt)
             self._delete(entries)
         return swept
+
+    def _committed(self, attempt: str, entries: Sequence[Entry]) -> bool:
+        """Whether there is a commit of this attempt after all: asked for by its name, which stands in the objects' headers. A listing may
+        have been behind, or the commit was made since."""
+        order = next((o for entry in entries if (o := _order_of(self.store, entry)) is not None), None)
+        if order is None:
+            return False
+        name = commit_name(*order)
+        try:
+            return read_manifest(self.store, name)[0].attempt == attempt
+        except (KeyMissing, ManifestError):
+            return False
+        except OSError as error:
+            self.problems.append(f"the data of attempt {attempt} stays: whether {name} is its commit can't be read: {error}")
+            return True
 
     def _patience(self, entries: Sequence[Entry], newest: int) -> float:
         """How long this attempt without a commit may be quiet. Its epoch stands in its objects' headers."""
         if self.grace.current == self.grace.orphans:
             return self.grace.orphans
-        epoch = next((e for entry in entries if (e := _epoch_of(self.store, entry)) is not None), None)
-        return self.grace.orphans if epoch is not None and epoch < newest else self.grace.current
+        order = next((o for entry in entries if (o := _order_of(self.store, entry)) is not None), None)
+        return self.grace.orphans if order is not None and order[0] < newest else self.grace.current
 
     def _mark(self, attempt: str) -> None:
         if self.dry:
@@ -458,8 +475,8 @@ def _attempt_of(store: ObjectStore, commit: Commit) -> str | None:
         return None
 
 
-def _epoch_of(store: ObjectStore, entry: Entry) -> int | None:
-    """The epoch in a data object's header; it is written for people, and here only lengthens a wait."""
+def _order_of(store: ObjectStore, entry: Entry) -> tuple[int, int] | None:
+    """Epoch and step in a data object's header; they are written for people, and here only keep data longer."""
     if not entry.key.endswith(".safetensors") or entry.bytes < ALIGNMENT:
         return None
     from .digest import aligned_buffer, view_of
@@ -470,5 +487,6 @@ def _epoch_of(store: ObjectStore, entry: Entry) -> int | None:
             reader.read_into(0, view_of(head))
     except OSError:
         return None
-    found = _EPOCH.search(bytes(view_of(head)))
-    return int(found[1]) if found else None
+    raw = bytes(view_of(head))
+    epoch, step = _EPOCH.search(raw), _STEP.search(raw)
+    return (int(epoch[1]), int(step[1])) if epoch and step else None

@@ -211,6 +211,16 @@ def test_a_commit_or_metric_that_can_not_be_read_now_is_kept_whatever_the_rules(
     assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE).kept) == [100, 250]
 
 
+def test_data_is_no_orphan_whose_commit_a_listing_did_not_name(root):
+    """Listings that are behind for days, or a commit made since the listing: it is asked for by its name before its data goes."""
+    made = [make(root, step) for step in (1, 2, 3)]
+    behind = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("list", "stale", key=made[1].key, times=None)])
+    for _ in range(3):
+        report = ckpt.gc(behind, ckpt.Retention(keep_last=2), grace=ckpt.NO_GRACE)
+        assert report.swept == ()
+    assert ckpt.verify(root, made[1]).ok and steps(ckpt.gc(root, ckpt.Retention(keep_last=2)).kept) == [1, 2, 3][1:]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_a_metric_that_is_no_number_is_never_the_best(mode, value):
