@@ -284,6 +284,8 @@ class _Writer:
         self._thread: threading.Thread | None = None
         self._committed: tuple[int, int] | None = None
         """The newest commit that is known of."""
+        self._tried: set[tuple[int, int]] = set()
+        """Epochs and steps of this saver's attempts: one whose answer was lost may be committed."""
 
     @property
     def in_flight(self) -> int:
@@ -446,14 +448,16 @@ class _Writer:
     def _name(self, job: _Job) -> tuple[str, int]:
         """Of a new attempt, on rank 0."""
         listed = newest_order(self._store)
-        if listed is not None and self._committed is not None and listed > self._committed:
+        if listed is not None and self._committed is not None and listed > self._committed and listed not in self._tried:
             _log.warning(
                 "%s: epoch %d, step %d was committed here by another writer; give each run a folder of its own",
                 self._store.describe(),
                 *listed,
             )
         self._committed = max((order for order in (listed, self._committed) if order is not None), default=None)
-        return new_attempt(), next_epoch(self._committed, job.epoch, job.step)
+        epoch = next_epoch(self._committed, job.epoch, job.step)
+        self._tried.add((epoch, job.step))
+        return new_attempt(), epoch
 
 
 _OPEN: weakref.WeakSet[Saver] = weakref.WeakSet()

@@ -299,6 +299,18 @@ def test_a_loss_that_is_no_number_costs_no_checkpoint(root, caplog):
     assert ckpt.open(root).meta["metrics"] == {"accuracy": 0.5} and "not stored: ['loss']" in caplog.text
 
 
+def test_a_save_whose_commit_was_made_though_the_answer_was_lost_is_kept_and_not_taken_for_anothers(root, caplog):
+    """Nothing of an attempt is deleted once its commit was tried: it may be there, as here."""
+    store = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("put", "lost", key="commits/*", after=1)])
+    state = {"model": {"w": torch.ones(3)}}
+    with ckpt.Saver(store) as saver:
+        saver.async_save(state, 1).wait(10)
+        assert isinstance(saver.async_save(state, 2).exception(10), ckpt.SaveFailed)
+        assert ckpt.latest(root).step == 2 and ckpt.verify(root).ok  # type: ignore[union-attr]
+        assert saver.async_save(state, 3).wait(10).epoch == 0
+    assert "another writer" not in caplog.text
+
+
 def test_another_run_that_commits_into_the_same_folder_is_told_of(root, caplog):
     state = {"model": {"w": torch.ones(3)}}
     with ckpt.Saver(root) as one, ckpt.Saver(root) as other:
