@@ -107,15 +107,18 @@ def look_after(store: ObjectStore, retention: Retention, made: Commit, vote: Vot
     is told in the log: it must not stop a training run, and the commit stays."""
     began = time.monotonic()
     try:
-        if retention.verify:
-            problem = prove(store, vote.object, vote.aux, cancelled)
-            if problem is not None:
-                _log.error("checkpoint %s is damaged, and nothing older is deleted for it: %s", made.path, problem)
-        if vote.rank == 0:
-            for problem in tend(store, retention, made, max(5.0, 2 * (time.monotonic() - began)), cancelled):
-                _log.warning("checkpoint retention: %s", problem)
+        problem = prove(store, vote.object, vote.aux, cancelled) if retention.verify else None
+        if problem is not None:
+            _log.error("checkpoint %s is damaged, and nothing older is deleted for it: %s", made.path, problem)
     except SaveAborted:
-        pass
+        return
+    except Exception as error:
+        _log.warning("checkpoint %s could not be read back: %s: %s", made.path, type(error).__name__, error)
+    try:
+        if vote.rank == 0:
+            patience = max(5.0, 2 * (time.monotonic() - began)) if made.world > 1 else 0.0
+            for problem in tend(store, retention, made, patience, cancelled):
+                _log.warning("checkpoint retention: %s", problem)
     except Exception as error:
         _log.warning("checkpoint retention: %s: %s", type(error).__name__, error)
 

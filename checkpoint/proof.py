@@ -11,9 +11,10 @@ what was not noted by itself.
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Callable, Generator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 
 import torch
 
@@ -21,6 +22,8 @@ from .digest import CHUNK_BYTES, block_sums, digest_of, one_ahead, view_of
 from .errors import SaveAborted
 from .manifest import AuxEntry, Manifest, ObjectEntry
 from .store import ALIGNMENT, KeyExists, KeyMissing, ObjectStore
+
+_log = logging.getLogger(__name__)
 
 Noted = Mapping[str, set[str]]
 """Keys of notes by attempt."""
@@ -58,8 +61,12 @@ def prove(
     """
     problem = _damage(store, entry, cancelled) or (_aux_damage(store, aux) if aux else None)
     if problem is None and note:
-        with suppress(KeyExists):
+        try:
             store.put(note_key(entry, aux), b"{}\n")
+        except KeyExists:
+            pass
+        except OSError as error:  # it is right all the same; it will be read again
+            _log.warning("%s was read back, which could not be noted: %s", store.describe(entry.key), error.strerror or error)
     return problem
 
 

@@ -211,6 +211,18 @@ def test_a_commit_or_metric_that_can_not_be_read_now_is_kept_whatever_the_rules(
     assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE).kept) == [100, 250]
 
 
+@pytest.mark.parametrize("failing", ["put", "open_read"])
+def test_a_store_that_takes_no_notes_or_can_not_be_read_back_stops_no_collection(root, failing, caplog):
+    key = "verified/*" if failing == "put" else "data/*"
+    store = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault(failing, "error", key=key, times=None)])
+    with ckpt.Saver(store, retention=ckpt.Retention(keep_last=1)) as saver:
+        for step in (1, 2, 3):
+            saver.async_save({"model": {"w": W}}, step).wait(10)
+    # Without notes rank 0 would have to read for ever what its ranks have read: the newest is left to them, the one before it read.
+    expected, words = ([2, 3], "could not be noted") if failing == "put" else ([1, 2, 3], "could not be read back")
+    assert steps(c.name for c in ckpt.ls(root)) == expected and words in caplog.text
+
+
 def test_data_is_no_orphan_whose_commit_a_listing_did_not_name(root):
     """Listings that are behind for days, or a commit made since the listing: it is asked for by its name before its data goes."""
     made = [make(root, step) for step in (1, 2, 3)]
