@@ -357,6 +357,7 @@ class Worker:
         The checkpoint after the last step, and when the run is stopped, is not made here: then the workers are parked, and the
         controller orders it from what they hold, which survives the loss of one of them.
         """
+        from vescale_ray.workers.groups import describe
         from vescale_ray.workers.trainer import BUSY, CHECKPOINT
 
         step, steps = record.step, self._config.train.steps
@@ -370,9 +371,15 @@ class Worker:
                 if trainer.rank == 0:
                     self._publish(Skipped(order.ticket, step), None, None)
                 return
-            began = time.perf_counter()
-            staged = self._snapshots.stage(trainer)
-            self._writer.submit(staged, order.ticket, f"{order.save_prefix}-s{step}", time.perf_counter() - began)
+            attempt, began = f"{order.save_prefix}-s{step}", time.perf_counter()
+            try:
+                staged = self._snapshots.stage(trainer)
+            except Exception as error:  # no memory for the copy, for example: that costs the checkpoint, not the training
+                problem = f"the state could not be copied: {describe(error)}"
+                world, generation = trainer.world, trainer.generation
+                self._publish(Saved(order.ticket, attempt, step, generation, trainer.rank, world, None, problem, 0.0), None, None)
+                return
+            self._writer.submit(staged, order.ticket, attempt, time.perf_counter() - began)
 
     def _give(self, order: Give) -> None:
         from vescale_ray.workers import groups
