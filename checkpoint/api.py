@@ -1,7 +1,7 @@
 """Saving and loading a training script's state under torchrun (or alone), whatever the number of ranks then and now.
 
-The ranks agree on an attempt (one small broadcast), each writes its object, and votes through the store; rank 0 commits. No
-collective is open while anything is written, so that no watchdog can strike, and a rank that fails tells the others at once.
+The ranks agree on an attempt through the process group's key-value store, each writes its object, and votes through the checkpoint's
+store; rank 0 commits. A save makes no collective, so that no watchdog can strike, and a rank that fails tells the others at once.
 :func:`save` returns when the checkpoint is there; ``saver.py`` writes beside the training.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import pickle
 import time
 from collections.abc import Callable, Mapping
@@ -18,10 +19,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from .accord import Accord, Word
+from .commits import Commit
+from .errors import SaveAborted, SaveFailed
 from .handle import SaveHandle
 from .layout import ShardPiece
 from .manifest import check_meta, parse_commit_name
-from .retention import Retention, gc
+from .proof import prove
+from .retention import Retention, tend
 from .rng import capture_rng
 from .shard import Vote, new_attempt, write_shard
 from .state import Flat, State, flatten
@@ -56,38 +61,64 @@ def save(
             went back): the new checkpoint is always the newest.
         meta: JSON-able, the same on all ranks; rank 0's is stored. aux: JSON-able, this rank's own. The random generators are
             stored in any case.
-        metrics: of this step, by name; what :class:`Retention` calls the best is told by them. Rank 0's are stored.
+        metrics: of this step, by name; what :class:`Retention` calls the best is told by them. Rank 0's are stored; NaN and infinities
+            are left out, with a warning.
         retention: delete what it does not keep, after this one is committed.
-        timeout_s: how long to wait for the other ranks' votes, and for the commit.
+        timeout_s: how long to wait for the other ranks to come, for their votes, and for the commit.
         group: the ranks that save together; default: all. Without a process group this process saves alone.
 
     Raises:
         ValueError: a state that can't be stored; on every rank, before anything is written.
-        SaveFailed: no commit was made (a rank failed, died, or storage refused); earlier checkpoints are untouched.
+        SaveFailed: no commit was made (a rank failed, died, did not come, or storage refused); earlier checkpoints are untouched.
     """
     rank, world = ranks_of(group)
     store = store_of(root)
-    prepared = together(lambda: prepare(state, step, world, rank, meta, metrics, aux), group)
-    attempt, chosen = from_first(lambda: (new_attempt(), next_epoch(newest_order(store), epoch, step)), group)
-    began = time.perf_counter()
+    accord = Accord(group, rank, world)
+    key = accord.key(step)
     try:
-        written: Vote | Exception = write_shard(store, attempt, rank, prepared.pieces, aux=prepared.aux, step=step, epoch=chosen)
+        prepared = prepare(state, step, world, rank, meta, metrics, aux)
+    except Exception as error:
+        accord.tell(key, Word(problem=str(error) or type(error).__name__))
+        raise
+    verdict = accord.agree(key, Word(), lambda: (new_attempt(), next_epoch(newest_order(store), epoch, step)), timeout_s)
+    if verdict.fate == "unfit":
+        raise ValueError(verdict.text)
+    if verdict.fate != "go":
+        raise SaveFailed(f"step {step}: {verdict.text}; earlier checkpoints are untouched")
+    began = time.perf_counter()
+    this = Attempt(verdict.attempt, step, verdict.epoch, world, rank, prepared.document, prepared.aliases, timeout_s)
+    written: Vote | Exception
+    try:
+        written = write_shard(store, this.name, rank, prepared.pieces, aux=prepared.aux, step=step, epoch=this.epoch)
     except Exception as error:
         # Whatever it is, the other ranks must hear of it rather than wait.
         written = error
-    this = Attempt(attempt, step, chosen, world, rank, prepared.document, prepared.aliases, timeout_s)
     made = conclude(store, this, written)
+    accord.forget()
     seconds = time.perf_counter() - began
-    if rank == 0 and retention is not None:
-        collect(store, retention)
+    if retention is not None:
+        assert isinstance(written, Vote)
+        look_after(store, retention, made, written)
     return SaveHandle.finished(step, made, seconds)
 
 
-def collect(store: ObjectStore, retention: Retention) -> None:
-    """Delete what the retention does not keep; failures are warnings."""
+def look_after(store: ObjectStore, retention: Retention, made: Commit, vote: Vote, cancelled: Callable[[], bool] = lambda: False) -> None:
+    """After a commit, on every rank: read back what this rank wrote; then rank 0 deletes what the retention does not keep. What goes wrong
+    is told in the log: it must not stop a training run, and the commit stays."""
+    began = time.monotonic()
     try:
-        for problem in gc(store, retention).problems:
-            _log.warning("checkpoint retention: %s", problem)
+        problem = prove(store, vote.object, vote.aux, cancelled) if retention.verify else None
+        if problem is not None:
+            _log.error("checkpoint %s is damaged, and nothing older is deleted for it: %s", made.path, problem)
+    except SaveAborted:
+        return
+    except Exception as error:
+        _log.warning("checkpoint %s could not be read back: %s: %s", made.path, type(error).__name__, error)
+    try:
+        if vote.rank == 0:
+            patience = max(5.0, 2 * (time.monotonic() - began)) if made.world > 1 else 0.0
+            for problem in tend(store, retention, made, patience, cancelled):
+                _log.warning("checkpoint retention: %s", problem)
     except Exception as error:
         _log.warning("checkpoint retention: %s: %s", type(error).__name__, error)
 
@@ -116,13 +147,17 @@ def prepare(
     if step < 0:
         raise ValueError(f"step is {step}; give the number of completed steps")
     check_meta(meta or {})
-    check_meta(metrics or {}, "metrics")
+    # A loss that has become NaN is no reason to lose the checkpoint; it is only no measure of it.
+    finite = {name: value for name, value in (metrics or {}).items() if not isinstance(value, float) or math.isfinite(value)}
+    if len(finite) < len(metrics or {}):
+        _log.warning("step %d: metrics that are no finite number are not stored: %s", step, sorted((metrics or {}).keys() - finite.keys()))
+    check_meta(finite, "metrics")
     check_meta(aux or {}, "aux")
     flat = flatten(state)
     pieces = _pieces(flat, world, rank)
     document = {"models": flat.models, "state": flat.values, "optimizers": flat.optimizers, "meta": dict(meta or {})}
-    if metrics:
-        document["metrics"] = dict(metrics)
+    if finite:
+        document["metrics"] = finite
     # Through JSON: the values may be live objects of the training, which goes on.
     frozen = json.loads(json.dumps(document, allow_nan=False))
     return Prepared(pieces, frozen, dict(flat.aliases), {"rng": capture_rng(), "user": json.loads(json.dumps(dict(aux or {})))})

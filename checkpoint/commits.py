@@ -47,7 +47,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Commit:
-    """One commit object. ``problem`` says why it can't be loaded; the fields after it are then 0 or empty where unknown."""
+    """One commit object. ``problem`` says why it can't be loaded; the fields after it are then 0 or empty where unknown. ``unread``: the
+    problem is the reading itself, which may go better another time."""
 
     name: str
     path: str
@@ -59,6 +60,7 @@ class Commit:
     world: int = 0
     bytes: int = 0
     created: str = ""
+    unread: bool = False
 
     @property
     def key(self) -> str:
@@ -202,7 +204,7 @@ def _read(store: ObjectStore, name: str) -> Commit:
     except (ManifestError, KeyMissing) as error:
         return Commit(name, path, epoch, step, f"its manifest is unusable: {error}")
     except OSError as error:
-        return Commit(name, path, epoch, step, f"it can't be read: {error.strerror or error}")
+        return Commit(name, path, epoch, step, f"it can't be read: {error.strerror or error}", unread=True)
     return replace(_whole(store, manifest, digest), problem=problem)
 
 

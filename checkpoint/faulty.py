@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from .store import ALIGNMENT, Entry, KeyMissing, ObjectStore, RangeReader
+from .store import ALIGNMENT, Entry, KeyMissing, ObjectStore, RangeReader, delete_each
 
 OPERATIONS = ("put_stream", "put", "get", "open_read", "read", "size", "list", "clock", "delete", "tidy")
 ACTIONS = ("error", "hang", "delay", "lost", "torn", "cut", "flip", "short", "wrong_range", "missing", "stale")
@@ -158,6 +158,10 @@ class FaultyStore:
         found = self.store.delete(key)
         self._after(fault, key)
         return found
+
+    def delete_many(self, keys: Sequence[str]) -> Iterator[tuple[str, OSError | None]]:
+        """Struck key by key, by the faults of ``delete``."""
+        return delete_each(self, keys)
 
     def tidy(self, prefix: str, older_than_s: float) -> int:
         fault = self._before("tidy", prefix)

@@ -11,14 +11,14 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
 from .faults import fault_point
 from .ranges import ParallelReader
-from .store import Entry, KeyExists, KeyMissing, check_key, is_key
+from .store import Entry, KeyExists, KeyMissing, check_key, delete_each, is_key
 
 _log = logging.getLogger(__name__)
 _WHEN = ("mtime", "LastModified", "last_modified", "updated", "modified", "created", "timeCreated")
@@ -173,6 +173,9 @@ class FsspecStore:
         with suppress(FileNotFoundError), _as_oserror(f"deleting {self.describe(key)}"):
             self._fs.rm_file(self._path(key))
         return True
+
+    def delete_many(self, keys: Sequence[str]) -> Iterator[tuple[str, OSError | None]]:
+        return delete_each(self, keys)
 
     def tidy(self, prefix: str, older_than_s: float) -> int:
         return 0

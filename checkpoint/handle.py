@@ -16,8 +16,9 @@ class SaveHandle:
 
     Attributes:
         step: of the state.
-        skipped: it was not begun, because earlier ones were still being written; there will be no commit.
-        stall_s: seconds that the caller was held up: taking the state apart, agreeing with the other ranks, the copy.
+        skipped: it was not begun, because earlier ones were still being written; there will be no commit. Known at once where this rank is
+            the busy one, else when the ranks have agreed.
+        stall_s: seconds that the caller was held up: taking the state apart, the copy.
         persist_s: seconds from the staged copy to the commit; ``None`` until then.
     """
 
@@ -28,8 +29,8 @@ class SaveHandle:
         self.persist_s: float | None = None
         self.surfaced = False
         """Whether somebody was told of the error."""
-        self.finish_copy: Callable[[], None] | None = None
-        """Waits for the copy, which has begun, and notes that it is done."""
+        self._begin_copy: Callable[[], Callable[[], None]] | None = None
+        self._finish_copy: Callable[[], None] | None = None
         self._bound_s = bound_s
         self._copying = threading.Lock()
         self._staged, self._done = threading.Event(), threading.Event()
@@ -51,10 +52,11 @@ class SaveHandle:
         Raises:
             TimeoutError: not within ``timeout_s``. Whatever made the copy fail.
         """
+        self.begin_copy()
         with self._copying:
-            if self.finish_copy is not None and not self._staged.is_set():
-                self.finish_copy()
-            self.finish_copy = None
+            if self._finish_copy is not None and not self._staged.is_set():
+                self._finish_copy()
+            self._finish_copy = None
         if not self._staged.wait(timeout_s):
             raise TimeoutError(f"the state of step {self.step} was not copied within {timeout_s:g} s")
         if self._done.is_set() and self._error is not None and not self.skipped:
@@ -91,6 +93,17 @@ class SaveHandle:
         return self.wait()
 
     # ------------------------------------------------------------------------------------------------------ for the saver
+
+    def copy_with(self, begin: Callable[[], Callable[[], None]]) -> None:
+        """``begin`` begins the copy and gives what waits for its end, after which it calls :meth:`staged`. Whoever comes first copies, the
+        writer or the one who waits: so that who waits never waits for what else the writer does."""
+        self._begin_copy = begin
+
+    def begin_copy(self) -> None:
+        with self._copying:
+            if self._begin_copy is not None:
+                self._finish_copy = self._begin_copy()
+            self._begin_copy = None
 
     def staged(self) -> None:
         self._staged.set()

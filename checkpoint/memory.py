@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from .store import Entry, KeyExists, KeyMissing, check_key
+from .store import Entry, KeyExists, KeyMissing, check_key, delete_each
 
 
 class MemoryStore:
@@ -72,6 +72,9 @@ class MemoryStore:
     def delete(self, key: str) -> bool:
         with self._lock:
             return self.objects.pop(check_key(key), None) is not None
+
+    def delete_many(self, keys: Sequence[str]) -> Iterator[tuple[str, OSError | None]]:
+        return delete_each(self, keys)
 
     def tidy(self, prefix: str, older_than_s: float) -> int:
         return 0

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .faults import fault_point
-from .store import ALIGNMENT, Entry, KeyExists, KeyMissing, check_key, is_key
+from .store import ALIGNMENT, Entry, KeyExists, KeyMissing, check_key, delete_each, is_key
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _TMP = ".tmp-"
@@ -177,6 +177,9 @@ class PosixStore:
                 path.parent.rmdir()  # the last object of an attempt takes its folder along
         return True
 
+    def delete_many(self, keys: Sequence[str]) -> Iterator[tuple[str, OSError | None]]:
+        return delete_each(self, keys)
+
     def tidy(self, prefix: str, older_than_s: float) -> int:
         top = self.root / prefix
         removed = 0
@@ -201,8 +204,11 @@ class PosixStore:
         return self.root / check_key(key)
 
     def _make_folder(self, path: Path) -> None:
+        above = [] if self.root.is_dir() else [folder for folder in self.root.parents if not folder.is_dir()]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in above:  # the entries from the root down are synced after each creation
+                sync_folder(folder.parent)
         except (FileExistsError, NotADirectoryError):
             raise NotADirectoryError(errno.ENOTDIR, "a file is where the checkpoint's folder should be", str(path.parent)) from None
 
@@ -320,7 +326,12 @@ def _write_all(fd: int, view: memoryview, offset: int, direct: bool) -> bool:
             raise OSError(errno.EIO, "write made no progress")
         done += count
         if direct and done % ALIGNMENT and done < len(view):
-            done -= done % ALIGNMENT  # a short direct write must go on at an aligned position
+            # A short direct write must go on at an aligned position; one that came not even so far would be repeated for ever.
+            if done % ALIGNMENT == count:
+                _set_direct(fd, False)
+                direct = False
+            else:
+                done -= done % ALIGNMENT
     return direct
 
 

@@ -10,9 +10,10 @@ by the store's clock), so that the grace survives crashes and is the same for ev
 
 from __future__ import annotations
 
-import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
@@ -20,27 +21,29 @@ from typing import Any, Literal
 from .commits import Commit, ls, read_manifest
 from .errors import NoCheckpoint
 from .faults import fault_point
-from .manifest import ManifestError, parse_commit_name
-from .scrub import verify
+from .manifest import ManifestError, check_attempt, commit_name, parse_commit_name
+from .proof import Noted, lacking, noted, prove
 from .store import ALIGNMENT, Entry, KeyExists, KeyMissing, ObjectStore, Root, store_of
 
 _PIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
-_EPOCH = re.compile(rb'"epoch":"([0-9]{1,18})"')
+_EPOCH, _STEP = (re.compile(b'"' + word + b'":"([0-9]{1,18})"') for word in (b"epoch", b"step"))
 _MARK = "orphan.json"
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept: those that any rule names. Only whole ones count (sealed, every object there in full size).
+    """Which checkpoints are kept: those that any rule names. Only verified ones count: sealed, and all their data read back and right.
 
     Args:
         keep_last: the newest so many; at least 1.
         keep_every: besides, one for every so many steps: the first at or after each multiple. 0: off.
         keep_best: besides, the best so many by ``metric``. 0: off.
-        metric: name in the ``metrics`` that were given to the save. Checkpoints without it are not among the best.
+        metric: name in the ``metrics`` that were given to the save. Checkpoints without it, or with a NaN or infinity, are not among
+            the best.
         mode: whether a small (``min``) or a large (``max``) metric is good. Of equal ones the newer is better.
-        verify: count a checkpoint only after all its data was read back and its checksums were right; what was found is
-            noted in ``verified/``, so that each checkpoint is read once. Costs a read of every new checkpoint.
+        verify: count a checkpoint only after all its data was read back and its checksums were right. Each rank reads its own object
+            back after the commit, beside the training; what was right is noted in ``verified/``, so that each checkpoint is read once.
+            ``False`` saves that reading: then a checkpoint counts if every object is there in its full size.
 
     A pinned checkpoint (:func:`pin`) is kept whatever the rules say.
     """
@@ -50,7 +53,7 @@ class Retention:
     keep_best: int = 0
     metric: str | None = None
     mode: Literal["min", "max"] = "min"
-    verify: bool = False
+    verify: bool = True
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
@@ -67,7 +70,7 @@ class Retention:
         """Names of the commits that a rule keeps, each with the rules: ``last``, ``every``, ``best``.
 
         Args:
-            whole: in order, oldest first. metrics: by commit name, where known.
+            whole: those that count, oldest first. metrics: by commit name, where known.
         """
         why: dict[str, list[str]] = {}
         for commit in whole[-self.keep_last :]:
@@ -78,7 +81,9 @@ class Retention:
                 why.setdefault(next(bucket).name, []).append("every")
         if self.keep_best:
             sign = 1.0 if self.mode == "min" else -1.0
-            rated = [(sign * metrics[c.name], -index, c.name) for index, c in enumerate(whole) if c.name in metrics]
+            rated = [
+                (sign * metrics[c.name], -index, c.name) for index, c in enumerate(whole) if math.isfinite(metrics.get(c.name, math.nan))
+            ]
             for *_, name in sorted(rated)[: self.keep_best]:
                 why.setdefault(name, []).append("best")
         return {name: tuple(rules) for name, rules in why.items()}
@@ -90,7 +95,8 @@ class Grace:
 
     Args:
         orphans: an attempt without a commit, of an epoch that is over, after its last write: saves wait 10 minutes for a vote.
-        current: the same for an attempt of the newest epoch (or later, or of unknown epoch), which may still be under way.
+        current: the same for an attempt of the newest epoch (or later, or of unknown epoch), which may still be under way; and, since they
+            began, for unfinished uploads and temporary files, whose epoch is not known: a large object may take hours.
         readers: from when a commit is gone, or an attempt was seen to be an orphan, until its data goes: for whoever reads it now.
     """
 
@@ -113,8 +119,8 @@ class GcReport:
         swept: attempts without a commit whose data went (those of commits deleted earlier among them).
         freed_bytes: of the data that went.
         problems: what could not be done, a line each.
-        why: for each kept commit the rules: ``last``, ``every``, ``best``, ``pinned``; ``newer`` for a damaged one that is newer than
-            the last good ones, and stays for inspection; ``undeletable``.
+        why: for each kept commit the rules: ``last``, ``every``, ``best``, ``pinned``; ``newer`` for one that is newer than the last
+            verified ones and not (yet) verified, or damaged; ``unread`` for one that could not be read now; ``undeletable``.
         waiting: attempts whose data stays until the readers' grace is over.
         dry_run: nothing was changed.
     """
@@ -166,23 +172,49 @@ def pins(root: Root) -> dict[str, tuple[str, ...]]:
     return {commit: tuple(names) for commit, names in found.items()}
 
 
-def gc(root: Root, retention: Retention, *, dry_run: bool = False, grace: Grace | None = None) -> GcReport:
+def gc(root: Root, retention: Retention, *, dry_run: bool = False, grace: Grace | None = None, young: str | None = None) -> GcReport:
     """Delete the checkpoints that no rule keeps, and what abandoned attempts left. Call it after a commit, from one process.
 
-    Several at once do no harm. A damaged commit never counts, so that it never pushes a good one out. Failed deletions are
-    reported, not raised: they must not stop a training run. Data goes a grace later than its commit (see :class:`Grace`), so the
+    Several at once do no harm. A damaged or unverified commit never counts, so that it never pushes a good one out. Failed deletions
+    are reported, not raised: they must not stop a training run. Data goes a grace later than its commit (see :class:`Grace`), so the
     space of a deleted checkpoint comes back with a later collection.
 
     Args:
         dry_run: only say what would be done.
+        young: an attempt whose writers are reading it back themselves: it is not read here, and counts once they have noted it.
     """
-    collection = _Collection(store_of(root), retention, grace or Grace(), dry_run)
+    collection = _Collection(store_of(root), retention, grace or Grace(), dry_run, young)
     return collection.run()
 
 
+def discard(root: Root, attempt: str) -> None:
+    """Delete what an attempt has written that nobody writes to any more and nobody can commit.
+
+    Raises:
+        OSError: not all of it could be deleted.
+    """
+    store = store_of(root)
+    for _, error in store.delete_many([entry.key for entry in store.list(f"data/{check_attempt(attempt)}/")]):
+        if error is not None:
+            raise error
+
+
+def tend(root: Root, retention: Retention, made: Commit, patience_s: float, stop: Callable[[], bool] = lambda: False) -> tuple[str, ...]:
+    """Collect after a commit whose ranks read it back themselves: first wait until they have, ``patience_s`` at most. The problems."""
+    store, deadline, pause = store_of(root), time.monotonic() + patience_s, 0.005
+    while retention.verify and len(noted(store, made.attempt).get(made.attempt, ())) < made.world:
+        if time.monotonic() >= deadline or stop():
+            break
+        time.sleep(pause)
+        pause = min(1.0, pause * 1.5)
+    return gc(store, retention, young=made.attempt).problems
+
+
 class _Collection:
-    def __init__(self, store: ObjectStore, retention: Retention, grace: Grace, dry_run: bool) -> None:
-        self.store, self.retention, self.grace, self.dry = store, retention, grace, dry_run
+    def __init__(self, store: ObjectStore, retention: Retention, grace: Grace, dry_run: bool, young: str | None) -> None:
+        self.store, self.retention, self.grace, self.dry, self.young = store, retention, grace, dry_run, young
+        self.unread: set[str] = set()
+        """Commits of which nothing is known now: they don't count, and they don't go."""
         self.problems: list[str] = []
         self.freed = 0
         self.waiting: list[str] = []
@@ -191,7 +223,7 @@ class _Collection:
     def run(self) -> GcReport:
         store = self.store
         # Data is listed before commits: an attempt that commits in between is then seen as committed.
-        written = store.list("data/") + store.list("attempts/")
+        written = store.list("data/") + store.list("attempts/") + [e for e in store.list("verified/") if e.key.count("/") == 2]
         now = store.clock()
         commits = ls(store)
         pinned = pins(store)
@@ -215,7 +247,7 @@ class _Collection:
             self._forget(pinned, {c.name for c in commits})
             for prefix in ("commits/", "data/", "attempts/", "pins/", "verified/"):
                 try:
-                    store.tidy(prefix, self.grace.orphans)
+                    store.tidy(prefix, self.grace.current)
                 except OSError as error:
                     self.problems.append(f"could not tidy {store.describe(prefix)}: {error.strerror or error}")
         return GcReport(
@@ -232,16 +264,22 @@ class _Collection:
     # ---------------------------------------------------------------------------------------------------------- what stays
 
     def _why(self, commits: Sequence[Commit], pinned: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-        whole = self._counting(commits)
-        rules = self.retention.kept(whole, self._metrics(whole))
-        if len(whole) >= self.retention.keep_last:
-            oldest = whole[-self.retention.keep_last]
+        self.unread |= {c.name for c in commits if c.unread}
+        for commit in commits:
+            if commit.unread:
+                self.problems.append(f"checkpoint {commit.name} is kept unseen: {commit.problem}")
+        counting = self._counting(commits)
+        rules = self.retention.kept(counting, self._metrics(counting))
+        if len(counting) >= self.retention.keep_last:
+            oldest = counting[-self.retention.keep_last]
             edge = (oldest.epoch, oldest.step)
         else:
             edge = (-1, -1)  # too few good ones: nothing may go
         why: dict[str, tuple[str, ...]] = {}
         for commit in commits:
             reasons = rules.get(commit.name, ()) + (("pinned",) if commit.name in pinned else ())
+            if commit.name in self.unread:
+                reasons += ("unread",)
             if not reasons and (commit.epoch, commit.step) >= edge:
                 reasons = ("newer",)
             if reasons:
@@ -249,28 +287,34 @@ class _Collection:
         return why
 
     def _counting(self, commits: Sequence[Commit]) -> list[Commit]:
-        """The commits that count, oldest first: whole ones; with ``verify``, those among them whose data is right."""
+        """The commits that count, oldest first: whole ones, with ``verify`` those among them whose data was read back and is right."""
         whole = [c for c in commits if c.problem is None]
-        if not self.retention.verify or len(whole) <= self.retention.keep_last:
-            return whole
-        return [c for c in whole if self._verified(c)]
+        if not self.retention.verify or len(commits) <= self.retention.keep_last:
+            return whole  # of so few none can go
+        notes = noted(self.store)
+        beyond = bool(self.retention.keep_every or self.retention.keep_best)
+        found: list[Commit] = []
+        for commit in reversed(whole):
+            # Older than enough verified ones, and no rule that could name it: it need not be read to be deleted.
+            if (beyond or len(found) < self.retention.keep_last) and self._verified(commit, notes):
+                found.append(commit)
+        return found[::-1]
 
-    def _verified(self, commit: Commit) -> bool:
-        key = f"verified/{commit.name}.json"
-        if self.store.size(key) is not None:
-            return True
+    def _verified(self, commit: Commit, notes: Noted) -> bool:
         try:
-            report = verify(self.store, commit)
-            if report.ok and not self.dry:
-                self.store.put(key, json.dumps({"sha256": commit.sha256, "bytes": report.bytes}).encode())
-        except KeyExists:
-            return True
-        except Exception as error:  # it can't be read now: it does not count now
-            self.problems.append(f"checkpoint {commit.name} could not be verified and does not count: {error}")
+            missing = lacking(read_manifest(self.store, commit.name)[0], notes.get(commit.attempt, set()))
+            if missing and commit.attempt == self.young:
+                return False
+            for entry, aux in missing:
+                problem = prove(self.store, entry, aux, note=not self.dry)
+                if problem is not None:
+                    self.problems.append(f"checkpoint {commit.name} is damaged and does not count: {problem}")
+                    return False
+        except (ManifestError, OSError) as error:
+            self.unread.add(commit.name)
+            self.problems.append(f"checkpoint {commit.name} could not be verified, and is kept unseen: {error}")
             return False
-        if not report.ok:
-            self.problems.append(f"checkpoint {commit.name} is damaged and does not count: {report.problems[0]}")
-        return report.ok
+        return True
 
     def _metrics(self, whole: Sequence[Commit]) -> dict[str, float]:
         if not self.retention.keep_best:
@@ -279,7 +323,12 @@ class _Collection:
         for commit in whole:
             try:
                 value: Any = read_manifest(self.store, commit.name)[0].meta.get("metrics", {}).get(self.retention.metric)
-            except (ManifestError, OSError, AttributeError):
+            except (ManifestError, OSError) as error:
+                # It may be the best: a store that failed once must not cost it.
+                self.unread.add(commit.name)
+                self.problems.append(f"checkpoint {commit.name} could not be rated, and is kept unseen: {error}")
+                continue
+            except AttributeError:
                 continue
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 found[commit.name] = float(value)
@@ -328,16 +377,33 @@ class _Collection:
                 self.waiting.append(attempt)
                 continue
             if attempt not in dead:
+                if self._committed(attempt, entries):
+                    continue
                 swept.append(attempt)
             self._delete(entries)
         return swept
+
+    def _committed(self, attempt: str, entries: Sequence[Entry]) -> bool:
+        """Whether there is a commit of this attempt after all: asked for by its name, which stands in the objects' headers. A listing may
+        have been behind, or the commit was made since."""
+        order = next((o for entry in entries if (o := _order_of(self.store, entry)) is not None), None)
+        if order is None:
+            return False
+        name = commit_name(*order)
+        try:
+            return read_manifest(self.store, name)[0].attempt == attempt
+        except (KeyMissing, ManifestError):
+            return False
+        except OSError as error:
+            self.problems.append(f"the data of attempt {attempt} stays: whether {name} is its commit can't be read: {error}")
+            return True
 
     def _patience(self, entries: Sequence[Entry], newest: int) -> float:
         """How long this attempt without a commit may be quiet. Its epoch stands in its objects' headers."""
         if self.grace.current == self.grace.orphans:
             return self.grace.orphans
-        epoch = next((e for entry in entries if (e := _epoch_of(self.store, entry)) is not None), None)
-        return self.grace.orphans if epoch is not None and epoch < newest else self.grace.current
+        order = next((o for entry in entries if (o := _order_of(self.store, entry)) is not None), None)
+        return self.grace.orphans if order is not None and order[0] < newest else self.grace.current
 
     def _mark(self, attempt: str) -> None:
         if self.dry:
@@ -350,29 +416,37 @@ class _Collection:
             self.problems.append(f"could not mark the orphan {attempt}: {error.strerror or error}")
 
     def _delete(self, entries: Sequence[Entry]) -> None:
+        if self.dry:
+            self.freed += sum(entry.bytes for entry in entries)
+            return
+        sizes = {entry.key: entry.bytes for entry in entries}
         # Data before the mark: what a crash leaves is still known to be an orphan.
-        for position, entry in enumerate(sorted(entries, key=lambda e: (e.key.endswith(_MARK), e.key))):
-            if self.dry:
-                self.freed += entry.bytes
-                continue
-            try:
-                if self.store.delete(entry.key):
-                    self.freed += entry.bytes
-            except OSError as error:
-                self.problems.append(f"could not delete {self.store.describe(entry.key)}: {error.strerror or error}")
-            fault_point("gc.object_deleted", position)
-        if entries and not self.dry:
+        marks = [key for key in sizes if key.endswith(_MARK)]
+        position = 0
+        for keys in (sorted(sizes.keys() - marks), marks):
+            failed = False
+            for key, error in self.store.delete_many(keys):
+                if error is None:
+                    self.freed += sizes[key]
+                else:
+                    failed = True
+                    self.problems.append(f"could not delete {self.store.describe(key)}: {error.strerror or error}")
+                fault_point("gc.object_deleted", position)
+                position += 1
+            if failed:
+                break
+        if entries:
             fault_point("gc.swept", self.emptied)
             self.emptied += 1
 
     def _forget(self, pinned: Mapping[str, Sequence[str]], commits: set[str]) -> None:
-        """Notes about commits that are gone: marks of verification; pins that came too late."""
+        """Pins that came too late: of commits that are gone."""
         there = {e.key for e in self.store.list("commits/")}
-        stale = [f"pins/{commit}/{name}.json" for commit, names in pinned.items() for name in names if commit not in commits]
-        stale += [e.key for e in self.store.list("verified/")]
-        for key in stale:
-            commit = key.split("/")[1].removesuffix(".json")
-            if f"commits/{commit}.json" not in there:
+        for commit, names in pinned.items():
+            for name in names:
+                if commit in commits or f"commits/{commit}.json" in there:
+                    continue
+                key = f"pins/{commit}/{name}.json"
                 try:
                     self.store.delete(key)
                 except OSError as error:
@@ -401,8 +475,8 @@ def _attempt_of(store: ObjectStore, commit: Commit) -> str | None:
         return None
 
 
-def _epoch_of(store: ObjectStore, entry: Entry) -> int | None:
-    """The epoch in a data object's header; it is written for people, and here only lengthens a wait."""
+def _order_of(store: ObjectStore, entry: Entry) -> tuple[int, int] | None:
+    """Epoch and step in a data object's header; they are written for people, and here only keep data longer."""
     if not entry.key.endswith(".safetensors") or entry.bytes < ALIGNMENT:
         return None
     from .digest import aligned_buffer, view_of
@@ -413,5 +487,6 @@ def _epoch_of(store: ObjectStore, entry: Entry) -> int | None:
             reader.read_into(0, view_of(head))
     except OSError:
         return None
-    found = _EPOCH.search(bytes(view_of(head)))
-    return int(found[1]) if found else None
+    raw = bytes(view_of(head))
+    epoch, step = _EPOCH.search(raw), _STEP.search(raw)
+    return (int(epoch[1]), int(step[1])) if epoch and step else None

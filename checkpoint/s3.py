@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
@@ -28,6 +28,7 @@ from .faults import fault_point
 from .ranges import ParallelReader
 from .s3_calls import (
     MIB,
+    RETRIED_CODES,
     NotSupported,
     PreconditionFailed,
     S3Calls,
@@ -37,12 +38,13 @@ from .s3_calls import (
     UploadGone,
     parse_s3_url,
 )
-from .store import Entry, KeyExists, KeyMissing, check_key, is_key
+from .store import Entry, KeyExists, KeyMissing, check_key, delete_each, is_key
 
 _log = logging.getLogger(__name__)
 _TOKEN = "vescale-ray-token"
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _MOST_PARTS = 10_000
+_MOST_DELETED = 1000
 
 
 class S3Store:
@@ -66,6 +68,7 @@ class S3Store:
         self._conditional: bool | None = None if self.options.conditional else False
         self._proven = False
         self._uploads: set[str] = set()
+        self._batches = True
 
     def __repr__(self) -> str:
         return f"S3Store({self.describe()!r})"
@@ -386,6 +389,49 @@ class S3Store:
             return False
         self._calls.do(f"DELETE {self.describe(key)}", partial(self._delete, self._key(key)))
         return True
+
+    def delete_many(self, keys: Sequence[str]) -> Iterator[tuple[str, OSError | None]]:
+        """A thousand with one request; one by one from a service that does not know that request."""
+        for start in range(0, len(keys), _MOST_DELETED):
+            yield from self._delete_batch(keys[start : start + _MOST_DELETED])
+
+    def _delete_batch(self, keys: Sequence[str]) -> Iterator[tuple[str, OSError | None]]:
+        left = {self._key(key): key for key in keys} if self._batches else {}
+        what = f"DELETE of {len(keys)} objects below {self.describe()}"
+        refused: dict[str, OSError] = {}
+
+        def request(client: Any) -> None:
+            """Asks again, by being called again, for those that the service was too busy for."""
+            wanted = {"Objects": [{"Key": name} for name in left], "Quiet": True}
+            told = {}
+            for item in client.delete_objects(Bucket=self._bucket, Delete=wanted).get("Errors", []):
+                told[item.get("Key", "")] = f"{item.get('Code', '')} ({item.get('Message', '')})"
+            busy = {name: text for name, text in told.items() if name in left and text.split(" ")[0] in RETRIED_CODES}
+            for name, text in told.items():
+                if name in left and name not in busy:
+                    refused[left[name]] = PermissionError(errno.EACCES, f"DELETE {self.describe(left[name])}: {text}")
+            for name in [name for name in left if name not in busy]:
+                del left[name]
+            if busy:
+                raise Transient(errno.EIO, f"{len(busy)} objects were not deleted: {next(iter(busy.values()))}")
+
+        again: list[str] = []
+        if left:
+            try:
+                self._calls.do(what, request)
+            except Undecided as error:
+                refused |= dict.fromkeys(left.values(), error)
+            except OSError as error:
+                # Not every service that speaks the protocol has this request, and they refuse it in many ways: what it is, one will tell.
+                _log.warning("%s; they are deleted one by one", error.strerror or error)
+                again = list(left.values())
+                self._batches = False
+        else:
+            again = list(keys)
+        for key in keys:
+            if key not in again:
+                yield key, refused.get(key)
+        yield from delete_each(self, again)
 
     def tidy(self, prefix: str, older_than_s: float) -> int:
         """Abort uploads that nobody can be working on any more, and remove old probes; never an upload of this store object."""

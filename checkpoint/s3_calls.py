@@ -230,7 +230,7 @@ def _loader() -> Any:
 
 
 _RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
-_RETRIED_CODES = {"SlowDown", "InternalError", "RequestTimeout", "ServiceUnavailable", "Throttling", "ThrottlingException", "BadDigest"}
+RETRIED_CODES = {"SlowDown", "InternalError", "RequestTimeout", "ServiceUnavailable", "Throttling", "ThrottlingException", "BadDigest"}
 _RENEW = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "RequestExpired"}
 _WRONG_KEY = {"InvalidAccessKeyId", "SignatureDoesNotMatch"}
 
@@ -299,6 +299,6 @@ def _judge_answer(answer: dict[str, Any], what: str, bucket: str, conflict_again
         )
     if status in (301, 307, 400) and code in ("PermanentRedirect", "AuthorizationHeaderMalformed", "301"):
         return OSError(errno.EINVAL, f"{what}: {said}; the bucket is in another region: set AWS_REGION or ?region=")
-    if status == 409 and conflict_again or status in _RETRIED_STATUS or code in _RETRIED_CODES:
+    if status == 409 and conflict_again or status in _RETRIED_STATUS or code in RETRIED_CODES:
         return Transient(errno.EIO, said)
     return OSError(errno.EIO, f"{what}: {said}")

@@ -1,10 +1,11 @@
 """Saving beside the training: the state is copied, training goes on, a thread writes, votes and commits.
 
-    training thread   | take apart, agree, copy |  next steps ..                                  | take apart, ..
-    writer thread     |                         |  write from the copy, vote, commit, retention   |
+    training thread   | take apart, copy |  next steps ..                                                   | take apart, ..
+    writer thread     |                  |  agree, write from the copy, vote, commit, read back, retention  |
 
-The copy is the only wait. The writer needs little of the processor (bytes go from the copy to the disk without another one) and
-uses no collective, so that it can't meet those of the training. At most one save is being written and one more is staged.
+The copy is the only wait. No collective is made anywhere: the ranks agree, and vote, through stores (``accord.py``, ``voting.py``), from
+the writer's thread, which needs little of the processor (bytes go from the copy to the disk without another one). At most one save is
+being written and one more is staged.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
+import math
 import queue
 import threading
 import time
@@ -22,11 +24,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from .api import Prepared, collect, newest_order, next_epoch, prepare, ranks_of
+from .accord import Accord, Word
+from .api import Prepared, look_after, newest_order, next_epoch, prepare, ranks_of
 from .commits import Commit
-from .errors import SaveAborted, SaveFailed
+from .errors import SaveAborted, SaveFailed, SaveSkipped
 from .faults import fault_point
 from .handle import SaveHandle
+from .layout import ObjectLayout
 from .retention import Retention
 from .shard import Vote, encode_aux, new_attempt, write_staged
 from .staging import Copying, LayoutMemo, Slab, SlabPool, copy_pieces
@@ -42,15 +46,22 @@ ABORT_S = 5.0
 """How long a save that was given up may take to notice: it looks before each chunk that it writes."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Job:
-    attempt: Attempt
-    aux: bytes
+    """A save as its writer sees it; without ``prepared`` only the word why this rank takes no part."""
+
+    step: int
+    epoch: int | None
+    accord: Accord
+    key: str
+    word: Word
     handle: SaveHandle
-    slab: Slab | None
-    copy: Callable[[], None]
-    """Begins to fill the slab, where that was left to the writer's thread."""
-    began: float
+    timeout_s: float
+    prepared: Prepared | None = None
+    aux: bytes = b""
+    slab: Slab | None = None
+    began: float = 0.0
+    vote: Vote | None = None
 
 
 class Saver:
@@ -65,18 +76,19 @@ class Saver:
     Memory: one buffer of the size of this rank's part, made at the first save (or :meth:`prepare`) and used again; a second one
     only if a save is asked for while the one before is still being written. Besides 8 MiB at most.
 
-    An error of a save is raised by its handle's ``wait``, or else by the next :meth:`async_save`, on all ranks, and by :meth:`close`.
+    An error of a save is raised by its handle's ``wait``, or else by the next :meth:`async_save` or :meth:`close`, on each rank as soon as
+    it knows.
 
     Args:
         root: the checkpoint folder, the same on all ranks (shared between hosts), or a store.
-        retention: applied by rank 0 after each commit.
+        retention: applied by rank 0 after each commit, once all ranks have read back what they wrote.
         when_busy: what a request does that finds one save being written and another one staged: ``"skip"`` it, with a warning, so
             that a slow disk makes checkpoints rarer and never holds up training; or ``"wait"`` until there is room.
         double_buffer: ``False``: never take a second buffer; a save that is asked for while the one before is being written counts as
             busy.
-        timeout_s: how long a save waits for the other ranks' votes, and a request for room.
-        group: the ranks that save together; default: all. It is used for one small exchange in each :meth:`async_save`, never by
-            the writer.
+        timeout_s: how long a save waits for the other ranks to come, and for their votes, and a request for room.
+        group: the ranks that save together; default: all. Only its key-value store is used, no collective. Ranks that make several
+            savers first use them in the same order.
     """
 
     def __init__(
@@ -97,7 +109,7 @@ class Saver:
         self._group = group
         self._most = 2 if double_buffer else 1
         self._layouts = LayoutMemo()
-        self._asked_store = False
+        self._accord: Accord | None = None
         self._closed = False
         self._writer = _Writer(self.store, retention)
         self._finalizer = weakref.finalize(self, self._writer.retire)
@@ -130,45 +142,41 @@ class Saver:
                 ``wait_staged()`` before anything in it changes (before the optimizer's next step).
 
         Raises:
-            ValueError: a state that can't be stored; on every rank, before anything is written.
-            SaveFailed: an earlier save has failed and nobody was told yet; nothing was begun now. The next call goes on as usual.
+            ValueError: this rank's state can't be stored; nothing is written by any rank, whose handles end with SaveFailed.
+            SaveFailed: an earlier save has failed and nobody was told yet. This one is copied and goes on all the same, so that ranks
+                which hear of it at different times still save together; so is no place for a collective in the handler.
         """
         if self._closed:
             raise ValueError("this saver is closed; make a new one")
         began = time.perf_counter()
         rank, world = ranks_of(self._group)
+        if self._accord is None:
+            self._accord = Accord(self._group, rank, world)
         if self._when_busy == "wait":
             self._writer.wait_for_room(self._most, self.timeout_s)
-        prepared: Prepared | None = None
-        problem: Exception | None = None
+        bound_s = 3 * self.timeout_s + EXIT_S
+        handle = SaveHandle(step, bound_s)
+        job = _Job(step, epoch, self._accord, self._accord.key(step), Word(), handle, self.timeout_s)
         try:
-            prepared = prepare(state, step, world, rank, meta, metrics, aux)
-            layout = self._layouts.of(prepared.pieces)
-            if rank == 0 and epoch is None and not self._asked_store:
-                self._writer.committed, self._asked_store = newest_order(self.store), True
+            job.prepared = prepare(state, step, world, rank, meta, metrics, aux)
+            layout = self._layouts.of(job.prepared.pieces)
         except Exception as error:
-            problem = error
-        trouble = self._writer.trouble()
-        busy = self._writer.busy(self._most)
-        chosen = next_epoch(self._writer.newest(), epoch, step)
-        words = self._exchange(rank, world, (_text(problem), trouble, busy, new_attempt(), chosen))
-        if problem is not None:
-            raise problem
-        bad = next(((r, w[0]) for r, w in enumerate(words) if w[0] is not None), None)
-        if bad is not None:
-            raise ValueError(f"rank {bad[0]}: {bad[1]}")
-        self._surface(words)
-        handle = SaveHandle(step, 3 * self.timeout_s + EXIT_S)
-        if any(w[2] for w in words):
-            late = [r for r, w in enumerate(words) if w[2]]
-            text = f"the checkpoint of step {step} is skipped: ranks {late} are still writing the ones before"
-            if rank == 0:
-                _log.warning("%s; save less often, or have a faster store", text)
-            return handle.skip(text)
-        name, agreed = words[0][3], words[0][4]
-        assert prepared is not None
-        this = Attempt(name, step, agreed, world, rank, prepared.document, prepared.aliases, self.timeout_s)
-        self._begin(this, prepared, layout, handle, began, wait_staged)
+            job.prepared, job.word = None, Word(problem=str(error) or type(error).__name__)
+            self._writer.put(job)
+            raise
+        if self._writer.busy(self._most):
+            text = f"the checkpoint of step {step} is skipped: ranks [{rank}] are still writing the ones before"
+            _log.warning("%s; save less often, or have a faster store", text)
+            job.prepared, job.word = None, Word(busy=True)
+            handle.skip(text)
+            self._writer.put(job)
+        else:
+            self._begin(job, layout, began, wait_staged)
+        trouble = self._writer.trouble(bound_s)
+        if trouble is not None:
+            handle.wait_staged()  # who gets the error has no handle to wait with
+            self._writer.surface()
+            raise SaveFailed(trouble)
         return handle
 
     def save(self, state: State, step: int, **options: Any) -> SaveHandle:
@@ -184,12 +192,13 @@ class Saver:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Until nothing is under way. Raises the first error that nobody was told of yet; TimeoutError."""
-        if not self._writer.idle(self.timeout_s * 3 if timeout_s is None else timeout_s):
-            raise TimeoutError(f"a checkpoint was not committed within {timeout_s or 3 * self.timeout_s:g} s; it is still being written")
+        patience = self.timeout_s * 3 if timeout_s is None else timeout_s
+        if not self._writer.idle(patience):
+            raise TimeoutError(f"a checkpoint was not committed within {patience:g} s; it is still being written")
         trouble = self._writer.trouble()
         if trouble is not None:
             self._writer.surface()
-            raise SaveFailed(trouble[1])
+            raise SaveFailed(trouble)
 
     def abort(self, reason: str) -> None:
         """Give up what is under way: this rank votes no more, so that nothing is committed unless all votes were in already. For a world
@@ -197,7 +206,8 @@ class Saver:
         self._writer.abort(reason)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait for what is under way (give it up after ``timeout_s``; default: the timeouts of a save), and free the memory. Once.
+        """Wait for what is under way, the reading back and the retention included (give it up after ``timeout_s``; default: the
+        timeouts of a save), and free the memory. Once.
 
         Raises:
             SaveFailed: a save failed, or was given up now, and nobody was told yet.
@@ -206,13 +216,13 @@ class Saver:
             return
         self._closed = True
         _OPEN.discard(self)
-        if not self._writer.idle(3 * self.timeout_s if timeout_s is None else timeout_s):
+        if not self._writer.idle(3 * self.timeout_s if timeout_s is None else timeout_s, tended=True):
             self._writer.abort("its saver was closed before it was written")
         trouble = self._writer.trouble()
         self._writer.surface()
         self._finalizer()
         if trouble is not None:
-            raise SaveFailed(trouble[1])
+            raise SaveFailed(trouble)
 
     def __enter__(self) -> Saver:
         return self
@@ -227,45 +237,25 @@ class Saver:
         except SaveFailed as failure:
             _log.error("%s", failure)
 
-    def _exchange(self, rank: int, world: int, word: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        if world == 1:
-            return [word]
-        words: list[Any] = [None] * world
-        dist.all_gather_object(words, word, group=self._group)
-        return words
-
-    def _surface(self, words: list[tuple[Any, ...]]) -> None:
-        """Raise an earlier save's failure on every rank, also where it is not known yet, once."""
-        failed = next((w[1] for w in words if w[1] is not None), None)
-        if failed is None:
-            return
-        self._writer.surface()
-        self._writer.told.add(failed[0])
-        raise SaveFailed(failed[1])
-
-    def _begin(
-        self, this: Attempt, prepared: Prepared, layout: Any, handle: SaveHandle, began: float, wait_staged: bool
-    ) -> None:
-        writer, pieces = self._writer, prepared.pieces
-
-        slab: Slab | None = None
-        job = _Job(this, encode_aux(prepared.aux), handle, None, lambda: None, 0.0)
+    def _begin(self, job: _Job, layout: ObjectLayout, began: float, wait_staged: bool) -> None:
+        writer, handle, prepared = self._writer, job.handle, job.prepared
+        assert prepared is not None
+        pieces, job.aux = prepared.pieces, encode_aux(prepared.aux)
         try:
             job.slab = slab = writer.take(layout.bytes, pinned=any(p.data.is_cuda for p in pieces))
             target = slab.lay(layout)
 
-            def copy() -> None:
+            def copy() -> Callable[[], None]:
                 copying = copy_pieces(layout, pieces, target)
-                handle.finish_copy = lambda: _copied(copying, pieces, handle)
+                return lambda: _copied(copying, pieces, handle)
 
-            if wait_staged or slab.pinned or writer.in_flight:
-                copy()  # from a GPU it only begins here; beside another save the writer's thread would come to it too late
-                if wait_staged:
-                    handle.wait_staged()
-            else:
-                job.copy = copy
+            handle.copy_with(copy)
+            if wait_staged:
+                handle.wait_staged()
+            elif slab.pinned or writer.in_flight:
+                handle.begin_copy()  # from a GPU it only begins here; beside another save the writer's thread would come to it too late
         except Exception as error:  # out of memory: the other ranks must hear of it rather than wait
-            job.copy = _raiser(error)
+            job.word = Word(problem=f"the state could not be copied: {error}")
         job.began = time.perf_counter()
         handle.stall_s = job.began - began
         writer.put(job)
@@ -286,34 +276,32 @@ class _Writer:
         self._pools: dict[bool, SlabPool] = {}
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._change = threading.Condition()
-        self._handles: list[tuple[str, SaveHandle]] = []
+        self._handles: list[SaveHandle] = []
         self._current: list[_Job] = []
         self._slabs = 0
+        self._tending: SaveHandle | None = None
         self._aborted: set[int] = set()
         self._thread: threading.Thread | None = None
-        self.committed: tuple[int, int] | None = None
+        self._committed: tuple[int, int] | None = None
         """The newest commit that is known of."""
-        self.told: set[str] = set()
-        """Attempts whose failure this rank raised before its own writer knew of it."""
+        self._tried: set[tuple[int, int]] = set()
+        """Epochs and steps of this saver's attempts: one whose answer was lost may be committed."""
 
     @property
     def in_flight(self) -> int:
         with self._change:
-            return len(self._current)
+            return self._saves()
 
-    def newest(self) -> tuple[int, int] | None:
-        """(epoch, step) of the newest save that is committed or under way."""
-        with self._change:
-            orders = [(job.attempt.epoch, job.attempt.step) for job in self._current]
-            return max([*orders, *([self.committed] if self.committed else [])], default=None)
+    def _saves(self) -> int:
+        return sum(job.prepared is not None for job in self._current)
 
     def busy(self, most: int) -> bool:
         with self._change:
-            return len(self._current) >= 2 or self._slabs >= most
+            return self._saves() >= 2 or self._slabs >= most
 
     def wait_for_room(self, most: int, timeout_s: float) -> None:
         with self._change:
-            self._change.wait_for(lambda: len(self._current) < 2 and self._slabs < most, timeout_s)
+            self._change.wait_for(lambda: self._saves() < 2 and self._slabs < most, timeout_s)
 
     def take(self, nbytes: int, *, pinned: bool) -> Slab:
         pool = self._pools.setdefault(pinned, SlabPool(pinned=pinned))
@@ -323,39 +311,44 @@ class _Writer:
         with self._change:
             self._current.append(job)
             self._slabs += job.slab is not None
-            self._handles = [h for h in self._handles if not h[1].done() or h[1].trouble()] + [(job.attempt.name, job.handle)]
+            self._handles = [h for h in self._handles if not h.done() or h.trouble()]
+            self._handles += [job.handle] if job.prepared is not None else []
             if self._thread is None:
                 # Daemon: a store that hangs must not keep the process from ending; _close_all waits for it within bounds.
                 self._thread = threading.Thread(target=self._live, name="checkpoint-writer", daemon=True)
                 self._thread.start()
         self._queue.put(job)
 
-    def idle(self, timeout_s: float) -> bool:
+    def idle(self, timeout_s: float, *, tended: bool = False) -> bool:
         with self._change:
-            return self._change.wait_for(lambda: not self._current, timeout_s)
+            return self._change.wait_for(lambda: not self._current and not (tended and self._tending), timeout_s)
 
     def abort(self, reason: str) -> None:
         with self._change:
             jobs = list(self._current)
-            self._aborted |= {id(job) for job in jobs}
-        if jobs and not self.idle(ABORT_S):
-            _log.error("a checkpoint's write hangs; it is left behind and can't be committed any more")
+            self._aborted |= {id(job.handle) for job in jobs}
+            if self._tending is not None:
+                self._aborted.add(id(self._tending))
+        if not self.idle(ABORT_S, tended=True):
+            _log.error("a checkpoint's store hangs; what it was asked is left behind, and what is not committed by now is given up")
         for job in jobs:
-            job.handle.end(SaveAborted(f"step {job.attempt.step}: given up, {reason}; earlier checkpoints are untouched"))
+            job.handle.end(SaveAborted(f"step {job.step}: given up, {reason}; earlier checkpoints are untouched"))
 
-    def trouble(self) -> tuple[str, str] | None:
-        """(attempt, text) of the first failure that nobody was told of."""
+    def trouble(self, bound_s: float = math.inf) -> str | None:
+        """The first failure that nobody was told of. A save that is not through after ``bound_s`` is one: it is given up."""
         with self._change:
-            for name, handle in self._handles:
-                text = handle.trouble()
-                if text is not None and name not in self.told:
-                    return name, text
-        return None
+            now = time.perf_counter()
+            for job in self._current:
+                if job.prepared is not None and now - job.began > bound_s and not job.handle.done():
+                    self._aborted.add(id(job.handle))
+                    text = f"step {job.step}: not written after {now - job.began:.0f} s, given up: {self._store.describe()} does not answer"
+                    job.handle.end(SaveAborted(f"{text}; earlier checkpoints are untouched"))
+            return next((said for handle in self._handles if (said := handle.trouble()) is not None), None)
 
     def surface(self) -> None:
         """Whatever has failed until now has been told."""
         with self._change:
-            for _, handle in self._handles:
+            for handle in self._handles:
                 if handle.trouble() is not None:
                     handle.surfaced = True
 
@@ -367,41 +360,69 @@ class _Writer:
 
     def _live(self) -> None:
         while (job := self._queue.get()) is not None:
+            outcome: Any = None
             try:
-                outcome: Any = self._work(job)
+                outcome = self._work(job)
             except BaseException as error:
                 outcome = error
+            tend = self._retention is not None and isinstance(outcome, Commit) and job.vote is not None
+            if isinstance(outcome, BaseException) and not isinstance(outcome, SaveSkipped | SaveAborted):
+                _log.error("a checkpoint failed: %s", outcome)
             with self._change:
                 self._current.remove(job)
-                self._aborted.discard(id(job))
+                self._tending = job.handle if tend else None
                 if isinstance(outcome, Commit):
-                    self.committed = max(self.committed or (0, 0), (outcome.epoch, outcome.step))
-                job.handle.persist_s = time.perf_counter() - job.began
-                job.handle.end(outcome)
+                    self._committed = max(self._committed or (0, 0), (outcome.epoch, outcome.step))
+                if job.prepared is not None:
+                    job.handle.persist_s = time.perf_counter() - job.began
+                if isinstance(outcome, SaveSkipped):
+                    job.handle.skip(str(outcome))
+                elif outcome is not None:
+                    job.handle.end(outcome)
                 self._change.notify_all()
-            if self._retention is not None and job.attempt.rank == 0 and not isinstance(outcome, BaseException):
-                collect(self._store, self._retention)
+            if tend:
+                self._tend(job, outcome)
+            with self._change:
+                self._tending = None
+                self._aborted.discard(id(job.handle))
+                self._change.notify_all()
             del job, outcome
         for pool in self._pools.values():
             pool.clear()
 
-    def _work(self, job: _Job) -> Any:
-        def cancelled() -> bool:
-            return id(job) in self._aborted
+    def _tend(self, job: _Job, made: Commit) -> None:
+        assert self._retention is not None and job.vote is not None
+        look_after(self._store, self._retention, made, job.vote, lambda: id(job.handle) in self._aborted)
 
-        written: Vote | Exception
-        this = job.attempt
+    def _work(self, job: _Job) -> Commit | None:
+        def cancelled() -> bool:
+            return id(job.handle) in self._aborted
+
+        if job.prepared is None:
+            job.accord.tell(job.key, job.word)
+            return None
         try:
-            job.copy()
-            job.handle.wait_staged()
-            assert job.slab is not None
-            written = write_staged(
-                self._store, job.slab, this.name, this.rank, aux=job.aux, step=this.step, epoch=this.epoch, cancelled=cancelled
-            )
             if cancelled():
-                written = SaveAborted(f"step {this.step}: this save was given up; earlier checkpoints are untouched")
-        except Exception as error:
-            written = error
+                job.accord.tell(job.key, Word(problem="given up before it began"))
+                raise SaveAborted(f"step {job.step}: this save was given up before it began; earlier checkpoints are untouched")
+            if job.word.problem is None:
+                try:
+                    job.handle.wait_staged()
+                except Exception as error:
+                    job.word = Word(problem=f"the state could not be copied: {error}")
+            if job.word.problem is not None:
+                job.accord.tell(job.key, job.word)
+                raise SaveFailed(f"step {job.step}: {job.word.problem}; earlier checkpoints are untouched")
+            verdict = job.accord.agree(job.key, job.word, lambda: self._name(job), job.timeout_s, cancelled)
+            if verdict.fate == "busy":
+                if job.accord.rank == 0:
+                    _log.warning("the checkpoint of step %d is skipped: %s", job.step, verdict.text)
+                raise SaveSkipped(f"the checkpoint of step {job.step} is skipped: {verdict.text}")
+            if verdict.fate != "go":
+                raise SaveFailed(f"step {job.step}: {verdict.text}; earlier checkpoints are untouched")
+            prepared, rank, epoch = job.prepared, job.accord.rank, verdict.epoch
+            this = Attempt(verdict.attempt, job.step, epoch, job.accord.world, rank, prepared.document, prepared.aliases, job.timeout_s)
+            written = self._write(job, this, cancelled)
         finally:
             # The rank's bytes are on disk, or will never be: the buffer is free before the others have voted.
             if job.slab is not None:
@@ -411,6 +432,32 @@ class _Writer:
                     self._slabs -= 1
                     self._change.notify_all()
         return conclude(self._store, this, written, cancelled)
+
+    def _write(self, job: _Job, this: Attempt, cancelled: Callable[[], bool]) -> Vote | Exception:
+        assert job.slab is not None
+        try:
+            job.vote = write_staged(
+                self._store, job.slab, this.name, this.rank, aux=job.aux, step=this.step, epoch=this.epoch, cancelled=cancelled
+            )
+        except Exception as error:
+            return error
+        if cancelled():
+            return SaveAborted(f"step {this.step}: this save was given up; earlier checkpoints are untouched")
+        return job.vote
+
+    def _name(self, job: _Job) -> tuple[str, int]:
+        """Of a new attempt, on rank 0."""
+        listed = newest_order(self._store)
+        if listed is not None and self._committed is not None and listed > self._committed and listed not in self._tried:
+            _log.warning(
+                "%s: epoch %d, step %d was committed here by another writer; give each run a folder of its own",
+                self._store.describe(),
+                *listed,
+            )
+        self._committed = max((order for order in (listed, self._committed) if order is not None), default=None)
+        epoch = next_epoch(self._committed, job.epoch, job.step)
+        self._tried.add((epoch, job.step))
+        return new_attempt(), epoch
 
 
 _OPEN: weakref.WeakSet[Saver] = weakref.WeakSet()
@@ -429,17 +476,6 @@ def _close_all() -> None:
 # Before the interpreter stops the executors of concurrent.futures, which writing (and clients of object stores) need: plain atexit
 # comes after that. The name is private, but it is what concurrent.futures itself uses.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)
-
-
-def _text(error: Exception | None) -> str | None:
-    return None if error is None else str(error) or type(error).__name__
-
-
-def _raiser(error: Exception) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail
 
 
 def _on_gpu(state: State) -> bool:

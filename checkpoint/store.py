@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -96,9 +96,25 @@ class ObjectStore(Protocol):
         """Delete one object; ``False`` if it was not there."""
         ...
 
+    def delete_many(self, keys: Sequence[str]) -> Iterator[tuple[str, OSError | None]]:
+        """Delete objects, as many with one request as the store can: each key with the reason why it is still there, as it goes. One
+        that was not there has gone."""
+        ...
+
     def tidy(self, prefix: str, older_than_s: float) -> int:
         """Remove what interrupted calls left below ``prefix`` (temporary files, empty folders, unfinished uploads); how many."""
         ...
+
+
+def delete_each(store: ObjectStore, keys: Sequence[str]) -> Iterator[tuple[str, OSError | None]]:
+    """:meth:`ObjectStore.delete_many` of a store that has no such request."""
+    for key in keys:
+        try:
+            store.delete(key)
+        except OSError as error:
+            yield key, error
+        else:
+            yield key, None
 
 
 Root = str | os.PathLike[str] | ObjectStore

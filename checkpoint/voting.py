@@ -5,7 +5,9 @@
                                        commit
     <-- attempts/<attempt>/outcome.json
 
-So no watchdog can strike while anything is written, it works from any thread, and a rank that fails tells the others at once.
+So no watchdog can strike while anything is written, it works from any thread, and a rank that fails tells the others at once. Of a save
+that failed before its commit was tried, each rank deletes what it wrote: a disk that is full must not fill up with the pieces of failed
+saves. Once the commit was tried nothing is deleted here, whatever the answer: it may be there.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .commits import Commit, commit
-from .errors import CheckpointError, SaveAborted, SaveFailed
+from .errors import CheckpointError, CommitExists, CommitRefused, SaveAborted, SaveFailed
 from .faults import fault_point
 from .manifest import check_attempt
 from .shard import Vote
@@ -41,9 +43,7 @@ class Attempt:
     timeout_s: float
 
 
-def conclude(
-    store: ObjectStore, attempt: Attempt, written: Vote | Exception, cancelled: Callable[[], bool] = lambda: False
-) -> Commit:
+def conclude(store: ObjectStore, attempt: Attempt, written: Vote | Exception, cancelled: Callable[[], bool] = lambda: False) -> Commit:
     """Tell the others how this rank's writing ended, and come to the same end as they.
 
     Raises:
@@ -53,18 +53,22 @@ def conclude(
     if attempt.rank == 0:
         if isinstance(written, Exception):
             if attempt.world > 1:
-                _tell(store, attempt.name, "outcome", word)
+                _tell(store, attempt.name, "outcome", {**word, "dead": True})
+            _discard(store, attempt)
             raise written
         return _lead(store, attempt, word, cancelled)
     _tell(store, attempt.name, f"r{attempt.rank:05d}", word)
     fault_point("vote.written", attempt.rank)
     if isinstance(written, Exception):
+        _discard(store, attempt, heard=False)
         raise written
     patience = 2 * attempt.timeout_s
     outcome = _await(store, attempt.name, "outcome", time.monotonic() + patience, cancelled)
     if outcome is None:
         raise SaveFailed(f"step {attempt.step}: rank 0 reported no commit within {patience:.0f} s; earlier checkpoints are untouched")
     if "error" in outcome:
+        if outcome.get("dead"):
+            _discard(store, attempt)
         raise SaveFailed(outcome["error"])
     return Commit(**outcome["commit"])
 
@@ -74,6 +78,7 @@ def _lead(store: ObjectStore, attempt: Attempt, own: Mapping[str, Any], cancelle
     deadline = time.monotonic() + attempt.timeout_s
     votes: list[Vote] = []
     world, step = attempt.world, attempt.step
+    dead = True
     try:
         for rank in range(world):
             raw = own if rank == 0 else _await(store, attempt.name, f"r{rank:05d}", deadline, cancelled)
@@ -86,6 +91,7 @@ def _lead(store: ObjectStore, attempt: Attempt, own: Mapping[str, Any], cancelle
             votes.append(Vote.from_json(raw["vote"]))
         if cancelled():
             raise _given_up(step)
+        dead = False
         made = commit(
             store,
             votes,
@@ -98,14 +104,31 @@ def _lead(store: ObjectStore, attempt: Attempt, own: Mapping[str, Any], cancelle
         )
     except Exception as error:
         # Whatever it is, the others must hear of it rather than wait.
+        # Refused before anything of the commit was written: it is as dead as one without its votes.
+        dead = dead or isinstance(error, CommitRefused) and not isinstance(error, CommitExists)
         if world > 1:
-            _tell(store, attempt.name, "outcome", {"error": str(error)})
+            _tell(store, attempt.name, "outcome", {"error": str(error), "dead": dead})
+        if dead:
+            _discard(store, attempt)
         if isinstance(error, CheckpointError):
             raise
         raise SaveFailed(f"step {step}: {type(error).__name__}: {error}; earlier checkpoints are untouched") from error
     if world > 1:
         _tell(store, attempt.name, "outcome", {"commit": vars(made)})
     return made
+
+
+def _discard(store: ObjectStore, attempt: Attempt, *, heard: bool = True) -> None:
+    """Delete what this rank wrote for an attempt that nobody can commit (its vote only if rank 0 has heard it); what can't be deleted now a
+    collection finds later."""
+    name, rank = attempt.name, f"r{attempt.rank:05d}"
+    keys = [f"data/{name}/{rank}.safetensors", f"data/{name}/{rank}.aux.json"]
+    keys += [f"attempts/{name}/{rank}.json"] if attempt.rank and heard else []
+    try:
+        for key in keys:
+            store.delete(key)
+    except OSError as error:
+        _log.warning("what a failed save of step %d left stays until a collection: %s", attempt.step, error.strerror or error)
 
 
 def _tell(store: ObjectStore, attempt: str, name: str, value: Mapping[str, Any]) -> None:
@@ -116,9 +139,7 @@ def _tell(store: ObjectStore, attempt: str, name: str, value: Mapping[str, Any])
         _log.error("could not publish %s of save attempt %s: %s", name, attempt, error)
 
 
-def _await(
-    store: ObjectStore, attempt: str, name: str, deadline: float, cancelled: Callable[[], bool]
-) -> Mapping[str, Any] | None:
+def _await(store: ObjectStore, attempt: str, name: str, deadline: float, cancelled: Callable[[], bool]) -> Mapping[str, Any] | None:
     """Another rank's message; ``None`` if it has not come by ``deadline`` (of ``time.monotonic``)."""
     pause = 0.002
     late: OSError | None

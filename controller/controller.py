@@ -67,7 +67,7 @@ class Controller:
         except OSError as error:
             _log.warning("control.json could not be written: %s", error)
         done = _committed_attempt(spec.run_id, config.checkpoint_root) if again else None
-        saves = Saves(config.checkpoint_root, retention_of(config), self._meta, done)
+        saves = self._saves = Saves(config.checkpoint_root, retention_of(config), self._meta, done, spec.bounds.save)
         crew = Crew(nursery, spec.bounds.call, memo.epoch)
         self._conductor = Conductor(spec, config, crew, self._ledger, saves, memo)
         self._ledger.started()
@@ -100,7 +100,9 @@ class Controller:
         self._server.close()
 
     def _conduct(self) -> None:
-        self._outcome = outcome_of(self._conductor.run, self._ledger)
+        outcome = outcome_of(self._conductor.run, self._ledger)
+        self._saves.close()
+        self._outcome = outcome
 
     def _serve(self, host: str, remembered: int, wanted: int) -> MetricsServer:
         """Listen where the run listened before, if it can be: whoever scrapes it need not notice the restart."""

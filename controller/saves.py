@@ -4,15 +4,17 @@ Workers write their objects beside the training and vote; whoever has all votes 
 so that two generations can't commit against each other). A vote that is missing when its generation has failed, or the next one
 begins, will not come: the attempt is given up, and what it wrote is collected as garbage later.
 
-Used from the conductor's thread; commits and the deletion of old checkpoints happen in one thread of this object's own.
+Used from the conductor's thread; commits happen in one thread of this object's own, the deletion of old checkpoints, which waits until the
+workers have read the new one back, in another.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ from vescale_ray.controller.policy import Kept
 from vescale_ray.workers.messages import Saved
 
 if TYPE_CHECKING:
-    from vescale_ray.checkpoint import Retention
+    from vescale_ray.checkpoint import Commit, Retention
     from vescale_ray.config import RunConfig
 
 _log = logging.getLogger(__name__)
@@ -46,7 +48,10 @@ class _Attempt:
     step: int
     epoch: int
     world: int
-    began: float
+    heard: float
+    """When the last word of it came, or its commit was begun."""
+    seconds: float = 0.0
+    """Until the slowest rank had written."""
     stall_s: float = 0.0
     votes: dict[int, str] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
@@ -61,14 +66,22 @@ class Saves:
         retention: which checkpoints to keep.
         meta: what is recorded with a checkpoint of a step; JSON-able.
         done: the newest attempt that is committed already, if any: its votes may come again after the controller was restarted.
+        bound_s: how long to wait for the next vote, and for the commit: a store that hangs must be told of, not waited for.
     """
 
-    def __init__(self, root: str, retention: Retention, meta: Callable[[int], Mapping[str, Any]], done: str | None) -> None:
+    def __init__(
+        self, root: str, retention: Retention, meta: Callable[[int], Mapping[str, Any]], done: str | None, bound_s: float = 600.0
+    ) -> None:
+        self._bound_s = bound_s
         self._root, self._retention, self._meta = root, retention, meta
         self._open: dict[str, _Attempt] = {}
         self._closed: set[str] = {done} if done else set()
         self._least = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="vescale-commit")
+        self._tenders = ThreadPoolExecutor(1, thread_name_prefix="vescale-retention")
+        self._tended: Future[None] | None = None
+        self._newest: str | None = None
+        self._closing = threading.Event()
 
     @property
     def busy(self) -> bool:
@@ -79,8 +92,9 @@ class Saves:
         """A worker's vote, or its failure."""
         if item.attempt in self._closed or (item.epoch < self._least and item.attempt not in self._open):
             return
-        attempt = self._open.setdefault(item.attempt, _Attempt(item.step, item.epoch, item.world, item.began))
-        attempt.began = min(attempt.began, item.began)
+        attempt = self._open.setdefault(item.attempt, _Attempt(item.step, item.epoch, item.world, 0.0))
+        attempt.heard = time.monotonic()
+        attempt.seconds = max(attempt.seconds, item.seconds)
         attempt.stall_s = max(attempt.stall_s, item.stall_s)
         if item.vote is not None:
             attempt.votes[item.rank] = item.vote
@@ -103,7 +117,13 @@ class Saves:
                         ended.append(self._close(other, self._failed(other, earlier, "a later one was complete before it")))
             elif attempt.errors and len(attempt.errors) + len(attempt.votes) >= attempt.world:
                 rank, error = sorted(attempt.errors.items())[0]
+                # Every rank has been heard, so nobody writes to it and nobody will commit it: a full disk must not keep the pieces.
+                self._tenders.submit(self._discard, name)
                 ended.append(self._close(name, self._failed(name, attempt, f"rank {rank}: {error}")))
+            elif time.monotonic() - attempt.heard > self._bound_s:
+                absent = sorted(set(range(attempt.world)) - attempt.votes.keys() - attempt.errors.keys())
+                what = f"no vote from ranks {absent}" if absent else f"no answer to its commit from {self._root}"
+                ended.append(self._close(name, self._failed(name, attempt, f"{what} for {self._bound_s:g} s: given up")))
         return ended
 
     def abandon(self, reason: str) -> list[SaveResult]:
@@ -121,9 +141,13 @@ class Saves:
         found = self._open.get(attempt)
         return found is not None and found.commit is not None
 
-    def close(self) -> None:
-        """Take no more; a commit under way may still end."""
+    def close(self, patience_s: float = 10.0) -> None:
+        """Take no more; a commit under way may still end. Old checkpoints are deleted now, without waiting for the workers any longer."""
+        self._closing.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._tended is not None:
+            wait([self._tended], patience_s)
+        self._tenders.shutdown(wait=False, cancel_futures=True)
 
     def _close(self, name: str, result: SaveResult) -> SaveResult:
         self._open.pop(name, None)
@@ -132,7 +156,7 @@ class Saves:
 
     @staticmethod
     def _failed(name: str, attempt: _Attempt, error: str) -> SaveResult:
-        return SaveResult(name, attempt.step, attempt.epoch, time.time() - attempt.began, error=error)
+        return SaveResult(name, attempt.step, attempt.epoch, attempt.seconds + time.monotonic() - attempt.heard, error=error)
 
     def _commit(self, name: str, attempt: _Attempt) -> SaveResult:
         """In the pool's thread."""
@@ -149,16 +173,32 @@ class Saves:
                 world=attempt.world,
                 meta=self._meta(attempt.step),
             )
-            seconds = time.time() - attempt.began
+            seconds = attempt.seconds + time.monotonic() - attempt.heard
         except Exception as error:
             return self._failed(name, attempt, f"{type(error).__name__}: {error}")
+        self._newest = made.name
+        if not self._closing.is_set():
+            self._tended = self._tenders.submit(self._tend, made, max(5.0, 2 * seconds))
+        kept = Kept(made.name, made.path, made.step)
+        return SaveResult(name, attempt.step, attempt.epoch, seconds, kept, made.bytes, stall_s=attempt.stall_s)
+
+    def _tend(self, made: Commit, patience_s: float) -> None:
+        """In the other pool's thread. A newer checkpoint ends the wait for this one."""
+        from vescale_ray.checkpoint.retention import tend
+
         try:
-            for problem in checkpoint.gc(self._root, self._retention).problems:
+            for problem in tend(self._root, self._retention, made, patience_s, lambda: self._closing.is_set() or self._newest != made.name):
                 _log.warning("old checkpoints: %s", problem)
         except Exception as error:
             _log.warning("old checkpoints could not be deleted: %s", error)
-        kept = Kept(made.name, made.path, made.step)
-        return SaveResult(name, attempt.step, attempt.epoch, seconds, kept, made.bytes, stall_s=attempt.stall_s)
+
+    def _discard(self, attempt: str) -> None:
+        from vescale_ray.checkpoint.retention import discard
+
+        try:
+            discard(self._root, attempt)
+        except Exception as error:
+            _log.warning("what a failed checkpoint left stays until a collection: %s", error)
 
 
 def retention_of(config: RunConfig) -> Retention:

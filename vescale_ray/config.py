@@ -165,7 +165,7 @@ class CheckpointSection(_Section):
         default="loss", description="what best is told by: the training loss of the step, or the newest held-out loss"
     )
     keep_mode: Literal["min", "max"] = Field(default="min", description="whether a small or a large metric is good")
-    keep_verified: bool = Field(default=False, description="a checkpoint counts only after all of it was read back and verified")
+    keep_verified: bool = Field(default=True, description="a checkpoint counts only after all of it was read back and verified")
     resume: Literal["auto", "never", "must"] = Field(
         default="auto", description="start from the newest checkpoint: if there is one, never, or fail if there is none"
     )

@@ -194,7 +194,8 @@ class Filled:
 class Saved:
     """This worker's part (old rank ``rank`` of ``world``) of checkpoint ``attempt``: its vote as JSON, or why there is none.
 
-    ``began``: when the state was copied, or the writing of a held one began; ``stall_s``: how long training waited for the copy.
+    ``seconds``: since the state was copied, or the writing of a held one began (hosts' clocks may differ by days); ``stall_s``: how long
+    training waited for the copy.
     """
 
     ticket: Ticket
@@ -205,7 +206,7 @@ class Saved:
     world: int
     vote: str | None
     error: str | None
-    began: float
+    seconds: float
     stall_s: float = 0.0
 
 

@@ -2,14 +2,17 @@
 
 Training stages (a copy in memory, or the copy that the buddy was given), this thread writes and votes. At most one is written and one
 is staged; more are skipped, by all ranks together (``trainer.BUSY``). When a generation fails, or the next one begins, what is still
-being written is given up: the controller counts no vote of it any more.
+being written is given up: the controller counts no vote of it any more. What was voted for is read back when nothing is to be written, and
+noted if it is right: only then the controller deletes older checkpoints for it.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +21,10 @@ from vescale_ray.workers.groups import describe
 from vescale_ray.workers.messages import Saved, Ticket
 
 if TYPE_CHECKING:
+    from vescale_ray.checkpoint import Vote
     from vescale_ray.workers.snapshot import Staged
+
+_log = logging.getLogger(__name__)
 
 MOST = 2
 """Checkpoints of this process under way: one written, one staged."""
@@ -40,13 +46,14 @@ class Writer:
     Args:
         root: folder of the checkpoints, or a store.
         publish: takes the vote, or the reason why there is none; called from this object's thread.
+        read_back: read each object back after its vote, when nothing is to be written.
     """
 
-    def __init__(self, root: Any, publish: Callable[[Saved], None]) -> None:
-        self._root, self._publish = root, publish
+    def __init__(self, root: Any, publish: Callable[[Saved], None], *, read_back: bool) -> None:
+        self._root, self._publish, self._read_back = root, publish, read_back
         self._lock = threading.Lock()
         self._jobs: list[_Job] = []
-        self._queue: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Job | Vote] = queue.SimpleQueue()
         # Daemon: storage that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._live, name="vescale-checkpoint", daemon=True)
         self._thread.start()
@@ -59,7 +66,7 @@ class Writer:
 
     def submit(self, staged: Staged, ticket: Ticket, attempt: str, stall_s: float) -> None:
         """Write it, when those before are written. ``stall_s``: how long training waited for the copy."""
-        job = _Job(staged, ticket, attempt, time.time(), stall_s)
+        job = _Job(staged, ticket, attempt, time.monotonic(), stall_s)
         with self._lock:
             self._jobs.append(job)
         self._queue.put(job)
@@ -70,9 +77,34 @@ class Writer:
             for job in self._jobs:
                 job.cancelled = True
 
+    def wrote(self, vote: Vote) -> None:
+        """Read back, in time, what another thread has written and voted for."""
+        if self._read_back:
+            self._queue.put(vote)
+
     def _live(self) -> None:
+        voted: deque[Vote] = deque()
         while True:
-            self._write(self._queue.get())
+            if voted and self._queue.empty():
+                self._prove(voted.popleft())
+                continue
+            item = self._queue.get()
+            if isinstance(item, _Job):
+                self._write(item)
+            else:
+                voted.append(item)
+
+    def _prove(self, vote: Vote) -> None:
+        from vescale_ray.checkpoint.proof import prove
+        from vescale_ray.checkpoint.store import store_of
+
+        try:
+            problem = prove(store_of(self._root), vote.object, vote.aux)
+        except Exception as error:  # it says nothing about the object: the controller reads it when it needs to know
+            _log.warning("%s could not be read back: %s", vote.object.key, describe(error))
+        else:
+            if problem is not None:
+                _log.error("a checkpoint is damaged, and nothing older is deleted for it: %s", problem)
 
     def _write(self, job: _Job) -> None:
         from vescale_ray.checkpoint.shard import encode_aux, write_staged
@@ -80,7 +112,8 @@ class Writer:
         from vescale_ray.workers.reshard import stored_aux
 
         staged = job.staged
-        vote = problem = None
+        vote: Vote | None = None
+        problem = None
         try:
             aux = stored_aux(staged.rank, staged.scalars)
             vote = write_staged(
@@ -92,7 +125,7 @@ class Writer:
                 step=staged.step,
                 epoch=staged.generation,
                 cancelled=lambda: job.cancelled,
-            ).to_json()
+            )
         except Exception as error:
             problem = describe(error)
         staged.slab.release()
@@ -107,9 +140,11 @@ class Writer:
                         staged.generation,
                         staged.rank,
                         staged.world,
-                        vote,
+                        None if vote is None else vote.to_json(),
                         problem,
-                        job.began,
+                        time.monotonic() - job.began,
                         job.stall_s,
                     )
                 )
+        if vote is not None and not job.cancelled:
+            self.wrote(vote)

@@ -225,7 +225,9 @@ class Worker:
         self._corpus: Corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
         node = ray.get_runtime_context().get_node_id()
         self._snapshots: Snapshots = Snapshots(config.elastic.snapshot_every, pin=wanted, node=node)
-        self._writer: Writer = Writer(config.checkpoint_root, lambda item: self._publish(item, None, None))
+        self._writer: Writer = Writer(
+            config.checkpoint_root, lambda item: self._publish(item, None, None), read_back=config.checkpoint.keep_verified
+        )
         groups.prepare()
         return WorkerInfo(
             worker=self._worker,
@@ -360,6 +362,7 @@ class Worker:
         The checkpoint after the last step, and when the run is stopped, is not made here: then the workers are parked, and the
         controller orders it from what they hold, which survives the loss of one of them.
         """
+        from vescale_ray.workers.groups import describe
         from vescale_ray.workers.trainer import BUSY, CHECKPOINT
 
         step, steps = record.step, self._config.train.steps
@@ -373,9 +376,15 @@ class Worker:
                 if trainer.rank == 0:
                     self._publish(Skipped(order.ticket, step), None, None)
                 return
-            began = time.perf_counter()
-            staged = self._snapshots.stage(trainer)
-            self._writer.submit(staged, order.ticket, f"{order.save_prefix}-s{step}", time.perf_counter() - began)
+            attempt, began = f"{order.save_prefix}-s{step}", time.perf_counter()
+            try:
+                staged = self._snapshots.stage(trainer)
+            except Exception as error:  # no memory for the copy, for example: that costs the checkpoint, not the training
+                problem = f"the state could not be copied: {describe(error)}"
+                world, generation = trainer.world, trainer.generation
+                self._publish(Saved(order.ticket, attempt, step, generation, trainer.rank, world, None, problem, 0.0), None, None)
+                return
+            self._writer.submit(staged, order.ticket, attempt, time.perf_counter() - began)
 
     def _give(self, order: Give) -> None:
         from vescale_ray.workers import groups
@@ -401,9 +410,7 @@ class Worker:
             else:
                 missing = f"worker {self._worker} holds no shard of rank {rank} at step {order.resume.step}"
                 resume = order.resume
-                self._publish(
-                    Saved(ticket, order.attempt, resume.step, order.epoch, rank, resume.world, None, missing, time.time()), None, None
-                )
+                self._publish(Saved(ticket, order.attempt, resume.step, order.epoch, rank, resume.world, None, missing, 0.0), None, None)
         with self._change:
             self._phase = before
             self._change.notify_all()
@@ -413,13 +420,17 @@ class Worker:
         from vescale_ray.workers.groups import describe
         from vescale_ray.workers.reshard import write_checkpoint_shard
 
-        began = time.time()
+        began = time.monotonic()
         vote = problem = None
         try:
-            vote = write_checkpoint_shard(shards, self._config.checkpoint_root, attempt, epoch=epoch).to_json()
+            vote = write_checkpoint_shard(shards, self._config.checkpoint_root, attempt, epoch=epoch)
         except Exception as error:
             problem = describe(error)
-        self._publish(Saved(ticket, attempt, shards.step, epoch, shards.rank, shards.world, vote, problem, began), None, None)
+        text = None if vote is None else vote.to_json()
+        seconds = time.monotonic() - began
+        self._publish(Saved(ticket, attempt, shards.step, epoch, shards.rank, shards.world, text, problem, seconds), None, None)
+        if vote is not None:
+            self._writer.wrote(vote)
 
     def _flags(self, ticket: Ticket) -> int:
         from vescale_ray.workers.groups import GroupFailed

@@ -254,8 +254,29 @@ def async_rank(rank: int, world: int, roots: dict[str, str]) -> Any:
     return results
 
 
+class NoCollectives:
+    """Every collective, barrier and message of the process group raises while this is entered."""
+
+    NAMES = (
+        *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "barrier", "monitored_barrier"),
+        *("all_gather", "all_reduce", "broadcast", "gather", "scatter", "reduce", "all_to_all_single", "isend", "irecv", "send", "recv"),
+    )
+
+    def __enter__(self) -> None:
+        def refuse(*_: Any, **__: Any) -> None:
+            raise AssertionError("a save has made a collective")
+
+        self._before = {name: getattr(dist, name) for name in self.NAMES}
+        for name in self.NAMES:
+            setattr(dist, name, refuse)
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self._before.items():
+            setattr(dist, name, function)
+
+
 def async_failing_rank(rank: int, world: int, root: str) -> Any:
-    """Rank 1's disk is full once; then rank 1 is slow. What each rank is told, call by call."""
+    """Rank 1's disk is full once; it is slow; its state can't be stored; it is late. What each rank is told; without a collective."""
 
     class Store(ckpt.PosixStore):
         slow = 0.0
@@ -264,35 +285,47 @@ def async_failing_rank(rank: int, world: int, root: str) -> Any:
             time.sleep(self.slow)
             super().put_stream(key, chunks, size)
 
-    store, told = Store(root), list[Any]()
+    store, told = Store(root), dict[str, Any]()
     saver = ckpt.Saver(store, timeout_s=20)
     state = {"model": {"w": torch.ones(10)}}
-    if rank == 1:
-        os.environ[ckpt.FAULT_ENV] = "data.chunk=ENOSPC"
-    handle = saver.async_save(state, 1)
-    while rank == 1 and not handle.done():  # the others may know of it by then, or not
-        time.sleep(0.01)
-    os.environ.pop(ckpt.FAULT_ENV, None)
+    with NoCollectives():
+        if rank == 1:
+            os.environ[ckpt.FAULT_ENV] = "data.chunk=ENOSPC"
+        told["full"] = str(saver.async_save(state, 1).exception(20))
+        os.environ.pop(ckpt.FAULT_ENV, None)
+        told["after"] = saver.async_save(state, 2).wait(20).step
+        told["sync"] = ckpt.save(state, store, 3, timeout_s=20).commit.name
+        store.slow = 1.5 * (rank == 1)
+        handles = [saver.async_save(state, step) for step in (10, 11, 12)]
+        told["skipped"] = [isinstance(handle.exception(20), ckpt.SaveSkipped) for handle in handles]
+        with ckpt.Saver(store, timeout_s=20, double_buffer=False) as single:
+            first = single.async_save(state, 20)
+            while rank != 1 and single._writer._slabs:  # the others have written theirs, and have their buffers back
+                time.sleep(0.01)
+            second = single.async_save(state, 21)
+            told["skipped at once"] = second.skipped
+            told["single"] = [first.wait(20).step, str(second.exception(20)), second.skipped]
+        store.slow = 0.0
+        odd = {**state, "odd": object()} if rank == 1 else state
+        for name, save in (("unfit", saver.async_save), ("unfit sync", lambda *a: ckpt.save(a[0], store, a[1], timeout_s=20))):
+            try:
+                told[name] = str(save(odd, 30).exception(20))  # type: ignore[operator]
+            except ValueError as error:
+                told[name] = f"ValueError: {error}"
+        if rank != 2:
+            told["alone"] = str(ckpt.Saver(store, timeout_s=0.5).async_save(state, 31).exception(20))
+        told["files"] = len([p for p in os.scandir(f"{root}/data") if any(os.scandir(p.path))])
     dist.barrier()
-    for step in range(2, 6):
-        try:
-            told.append(saver.async_save(state, step).wait(20).step)
-            break
-        except ckpt.SaveFailed as error:
-            told.append(str(error))
-    store.slow = 1.0 * rank
-    handles = [saver.async_save(state, step) for step in (10, 11, 12)]
-    told.append([handle.skipped for handle in handles])
     saver.close()
-    told.append([c.step for c in ckpt.ls(root)])
+    told["steps"] = [c.step for c in ckpt.ls(root)]
     return told
 
 
-def async_killed_rank(rank: int, world: int, store: str, root: str, report: str) -> None:
-    """Not under run_gloo, which would call a death a failure. Rank 1 dies in the middle of its writing; rank 0 goes on and ends."""
+def async_killed_rank(rank: int, world: int, store: str, root: str, report: str, victim: int, point: str) -> None:
+    """Not under run_gloo, which would call a death a failure. The victim dies at ``point``; the other rank goes on and ends."""
     torch.set_num_threads(1)
-    if rank == 1:
-        os.environ[ckpt.FAULT_ENV] = "data.written"
+    if rank == victim:
+        os.environ[ckpt.FAULT_ENV] = point
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=20))
     saver = ckpt.Saver(root, timeout_s=1.0)
     handle = saver.async_save({"model": {"w": torch.full((10,), 2.0)}}, 8)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 ACTIONS = ("status", "lost", "reset", "short", "wrong range", "hang", "flip", "reset after headers", "drip", "damage")
 
@@ -31,8 +31,8 @@ ACTIONS = ("status", "lost", "reset", "short", "wrong range", "hang", "flip", "r
 class Rule:
     """Do ``action`` to the requests that match, ``times`` times, after letting ``after`` of them pass.
 
-    ``operation``: GET, HEAD, PUT, PART, START, COMPLETE, ABORT, DELETE, LIST, UPLOADS or ``*``. ``lost``: carry it out, then close
-    without a word. ``damage``: a bit of the request's body is wrong when it arrives.
+    ``operation``: GET, HEAD, PUT, PART, START, COMPLETE, ABORT, DELETE, BATCH (DeleteObjects), LIST, UPLOADS or ``*``.
+    ``lost``: carry it out, then close without a word. ``damage``: a bit of the request's body is wrong when it arrives.
     """
 
     operation: str
@@ -80,6 +80,7 @@ class FakeS3:
         self.conditional = True
         self.page = 1000
         self.hidden: set[str] = set()
+        self.undeletable: dict[str, list[str]] = {}
         self.stop = threading.Event()
         self.busy = self.busiest = 0
         self.url = ""
@@ -137,6 +138,8 @@ class Handler(BaseHTTPRequestHandler):
         method, query = self.command, self.query
         if method == "GET" and not key:
             return "UPLOADS" if "uploads" in query else "LIST"
+        if method == "POST" and "delete" in query:
+            return "BATCH"
         if method == "POST":
             return "START" if "uploads" in query else "COMPLETE"
         if "uploadId" in query:
@@ -238,6 +241,18 @@ class Handler(BaseHTTPRequestHandler):
                     if u.key.startswith(self.query.get("prefix", ""))
                 )
                 return 200, {}, _document("ListMultipartUploadsResult", f"<IsTruncated>false</IsTruncated>{rows}")
+            if operation == "BATCH":
+                names = [unescape(k.decode()) for k in re.findall(rb"<Key>(.*?)</Key>", body)]
+                if len(names) > 1000 or not (self.headers.get("Content-MD5") or self.headers.get("x-amz-checksum-crc32")):
+                    return self._xml(400, "MalformedXML")
+                rows = ""
+                for name in names:
+                    if fake.undeletable.get(name):
+                        code = fake.undeletable[name].pop(0)
+                        rows += f"<Error><Key>{escape(name)}</Key><Code>{code}</Code><Message>scripted</Message></Error>"
+                    else:
+                        fake.objects.pop(name, None)
+                return 200, {}, _document("DeleteResult", rows)
             if operation == "DELETE":
                 fake.objects.pop(key, None)
                 return 204, {}, b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import signal
@@ -79,6 +80,22 @@ def test_short_writes_and_reads_are_continued(tmp_path, monkeypatch):
     assert_equals(tmp_path, tensors)
 
 
+@pytest.mark.timeout(30)
+def test_a_direct_write_that_stops_before_the_next_page_is_gone_on_with_and_not_repeated_for_ever(tmp_path, monkeypatch):
+    real = os.pwrite
+
+    def short(fd, data, offset):
+        if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            return real(fd, data, offset)
+        with open(f"/proc/self/fd/{fd}", "r+b") as buffered:
+            return real(buffered.fileno(), data[:512], offset)
+
+    monkeypatch.setattr(os, "pwrite", short)
+    store = ckpt.PosixStore(tmp_path)
+    store.put_stream("data/x/r", chunks(16384), 16384)
+    assert store.get("data/x/r") == random_bits((16384,), torch.uint8, 0).numpy().tobytes()
+
+
 def test_creation_is_exclusive_and_leaves_the_first_alone(tmp_path):
     store = ckpt.PosixStore(tmp_path)
     store.put("commits/a.json", b"1")
@@ -110,11 +127,13 @@ def test_every_file_and_every_folder_above_it_is_synced_before_a_call_returns(tm
     synced = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd))[1])
-    root = tmp_path / "new" / "root"
+    root = tmp_path / "new" / "deep" / "root"
     store = ckpt.PosixStore(root)
     store.put_stream("data/x/r", chunks(5000), 5000)
-    file, *folders = synced
-    assert file == str(root / "data/x/r") and {str(root / "data/x"), str(root / "data"), str(root), str(root.parent)} <= set(folders)
+    assert str(root / "data/x/r") in synced
+    folders = [str(f) for f in (root / "data/x", root / "data", root, root.parent, root.parent.parent, tmp_path)]
+    assert set(folders) <= set(synced), "also those above the root that were made for it"
+    assert set(folders[:4]) <= set(synced[synced.index(str(root / "data/x/r")) :])
     synced.clear()
     store.put("commits/a.json", b"1")
     assert synced[0].startswith(str(root / "commits/.tmp-")) and str(root / "commits") in synced[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from pathlib import Path
@@ -11,7 +12,6 @@ import torch
 
 from tests.checkpoint.checkpoint_support import memory_folder, random_bits
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import retention
 
 W = random_bits((30, 4), torch.float32, 1)
 
@@ -130,29 +130,115 @@ def test_an_attempt_of_the_current_epoch_has_a_day_and_one_of_an_older_epoch_an_
     assert ckpt.gc(root, rule, grace=grace).swept == ("open-3", "open-4")
 
 
-def test_a_checkpoint_whose_data_is_damaged_does_not_count_when_data_is_verified(root, monkeypatch):
-    made = [make(root, step) for step in range(1, 5)]
-    victim = next((root / "data" / made[3].attempt).glob("*.safetensors"))
+def damage(root, commit):
+    victim = next((root / "data" / commit.attempt).glob("*.safetensors"))
     raw = bytearray(victim.read_bytes())
     raw[5000] ^= 1
     victim.write_bytes(raw)
-    by_size = ckpt.gc(root, ckpt.Retention(keep_last=1), dry_run=True)
+
+
+class Reads(ckpt.PosixStore):
+    """Notes which attempts' data is read, and fails as told."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.opened, self.refused = [], ""
+
+    def open_read(self, key):
+        if self.refused and self.refused in key:
+            raise OSError(5, "Input/output error", key)
+        self.opened.append(key.split("/")[1])
+        return super().open_read(key)
+
+    def get(self, key):
+        if self.refused and self.refused in key:
+            raise OSError(5, "Input/output error", key)
+        return super().get(key)
+
+
+def test_only_what_was_read_back_counts_and_nothing_verified_goes_for_what_is_not(root):
+    made = [make(root, step) for step in range(1, 5)]
+    damage(root, made[3])
+    by_size = ckpt.gc(root, ckpt.Retention(keep_last=1, verify=False), dry_run=True)
     assert steps(by_size.kept) == [4], "sizes alone don't show it"
-    rule = ckpt.Retention(keep_last=1, verify=True)
-    report = ckpt.gc(root, rule, grace=ckpt.NO_GRACE)
+    rule, store = ckpt.Retention(keep_last=1), Reads(root)
+    report = ckpt.gc(store, rule, grace=ckpt.NO_GRACE)
     assert steps(report.kept) == [3, 4] and report.why[made[3].name] == ("newer",)
-    assert any("is damaged and does not count" in p and made[3].name in p for p in report.problems)
+    assert any("is damaged and does not count" in p and made[3].name in p and "block 0" in p for p in report.problems)
+    assert store.opened == ["at-e0-s4", "at-e0-s3"], "newest first, and none that goes in any case"
     # Each is read once: what was found right is noted.
-    noted = {p.name for p in (root / "verified").iterdir()}
-    assert noted == {f"{made[2].name}.json"}, "notes of what is gone go too"
-    reads = []
-    real = retention.verify
-    monkeypatch.setattr(retention, "verify", lambda store, commit: reads.append(commit.step) or real(store, commit))
+    assert [p.parent.name for p in (root / "verified").rglob("*.json")] == [made[2].attempt], "notes of what is gone go too"
     for _ in range(2):
-        ckpt.gc(root, rule, grace=ckpt.NO_GRACE)
-    assert reads == [4, 4], "only the damaged one is looked at again: it may have been the reading that failed"
-    make(root, 9)
-    assert steps(ckpt.gc(root, rule, grace=ckpt.NO_GRACE).kept) == [9] and reads == [4, 4, 4, 9]
+        ckpt.gc(store, rule, grace=ckpt.NO_GRACE)
+    assert store.opened[2:] == ["at-e0-s4"] * 2, "only the damaged one is looked at again: it may have been the reading that failed"
+    # One that its writers are reading back themselves is left to them, and counts when they have said so.
+    young = make(root, 9)
+    assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE, young=young.attempt).kept) == [3, 4, 9]
+    assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE).kept) == [9] and store.opened[4:] == ["at-e0-s4", "at-e0-s9"]
+
+
+def test_a_note_does_not_vouch_for_other_bytes(root):
+    first, second = make(root, 1), make(root, 2)
+    ckpt.gc(root, ckpt.Retention(keep_last=1, keep_every=1), grace=ckpt.NO_GRACE)
+    (note,) = (root / "verified" / second.attempt).iterdir()
+    note.rename(note.with_name(f"r00000-{'0' * 32}-none.json"))
+    damage(root, second)
+    assert steps(ckpt.gc(root, ckpt.Retention(keep_last=1), grace=ckpt.NO_GRACE).kept) == [1, 2] and first.step == 1
+
+
+def test_every_rank_reads_back_its_own_object_after_the_commit(root):
+    store = Reads(root)
+    with ckpt.Saver(store, retention=ckpt.Retention(keep_last=2)) as saver:
+        for step in range(1, 5):
+            saver.async_save({"model": {"w": W}}, step).wait(10)
+    ckpt.save({"model": {"w": W}}, store, 5, retention=ckpt.Retention(keep_last=2))
+    commits = ckpt.ls(root)
+    assert steps(c.name for c in commits) == [4, 5], "each was verified before an older one went for it"
+    assert {p.parent.name for p in (root / "verified").rglob("r00000-*.json")} >= {c.attempt for c in commits}
+
+
+def test_a_commit_or_metric_that_can_not_be_read_now_is_kept_whatever_the_rules(root):
+    """A store that fails for a moment must not cost the best checkpoint, nor one that stands for its thousand steps."""
+    rule = ckpt.Retention(keep_last=1, keep_every=100, keep_best=1, metric="loss")
+    made = [make(root, step, loss=float(step == 150) - step / 1e6) for step in (100, 150, 199, 250)]
+    store = Reads(root)
+    for refused in (made[0].key, made[3].key, f"data/{made[0].attempt}"):
+        store.refused = refused
+        report = ckpt.gc(store, rule, grace=ckpt.NO_GRACE, dry_run=True)
+        victim = next(c for c in made if refused in (c.key, f"data/{c.attempt}"))
+        assert victim.name in report.kept and "unread" in report.why[victim.name] and any(victim.name in p for p in report.problems)
+    store.refused = ""
+    assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE).kept) == [100, 250]
+
+
+@pytest.mark.parametrize("failing", ["put", "open_read"])
+def test_a_store_that_takes_no_notes_or_can_not_be_read_back_stops_no_collection(root, failing, caplog):
+    key = "verified/*" if failing == "put" else "data/*"
+    store = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault(failing, "error", key=key, times=None)])
+    with ckpt.Saver(store, retention=ckpt.Retention(keep_last=1)) as saver:
+        for step in (1, 2, 3):
+            saver.async_save({"model": {"w": W}}, step).wait(10)
+    # Without notes rank 0 would have to read for ever what its ranks have read: the newest is left to them, the one before it read.
+    expected, words = ([2, 3], "could not be noted") if failing == "put" else ([1, 2, 3], "could not be read back")
+    assert steps(c.name for c in ckpt.ls(root)) == expected and words in caplog.text
+
+
+def test_data_is_no_orphan_whose_commit_a_listing_did_not_name(root):
+    """Listings that are behind for days, or a commit made since the listing: it is asked for by its name before its data goes."""
+    made = [make(root, step) for step in (1, 2, 3)]
+    behind = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("list", "stale", key=made[1].key, times=None)])
+    for _ in range(3):
+        report = ckpt.gc(behind, ckpt.Retention(keep_last=2), grace=ckpt.NO_GRACE)
+        assert report.swept == ()
+    assert ckpt.verify(root, made[1]).ok and steps(ckpt.gc(root, ckpt.Retention(keep_last=2)).kept) == [1, 2, 3][1:]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_metric_that_is_no_number_is_never_the_best(mode, value):
+    commits = [ckpt.Commit(f"c{n}", "", 0, n) for n in range(3)]
+    rule = ckpt.Retention(keep_last=1, keep_best=1, metric="loss", mode=mode)
+    assert rule.kept(commits, {"c0": value, "c1": 1.0, "c2": value}) == {"c1": ("best",), "c2": ("last",)}
 
 
 def test_a_store_that_refuses_to_delete_never_stops_a_collection(root, monkeypatch):

@@ -308,6 +308,32 @@ def test_listings_of_many_pages_are_whole(store, fake):
     assert_equals(store, BEFORE)
 
 
+def test_objects_are_deleted_a_thousand_at_a_time_and_each_that_stays_is_named(store, fake):
+    keys = [f"data/many/r{n:05d}.safetensors" for n in range(1003)]
+    for key in keys:
+        fake.objects[TOP + key] = next(iter(fake.objects.values()))
+    fake.undeletable = {TOP + keys[7]: ["AccessDenied"], TOP + keys[8]: ["SlowDown", "InternalError"], TOP + keys[1001]: ["AccessDenied"]}
+    fake.fail("BATCH")
+    gone = dict(store.delete_many([*keys, "data/many/never-there.json"]))
+    assert {k for k, error in gone.items() if error} == {keys[7], keys[1001]} and len(gone) == 1004
+    assert all("AccessDenied" in str(gone[k]) and k in str(gone[k]) for k in (keys[7], keys[1001]))
+    assert {k for k in keys if TOP + k in fake.objects} == {keys[7], keys[1001]}
+    # One was throttled as a whole, then one more for the object that the service was twice too busy for.
+    assert fake.requests("BATCH") == 1 + 3 + 1 and fake.requests("DELETE") == 0
+    fake.fail("BATCH", times=1000)
+    stays = dict(store.delete_many(keys[:9]))
+    assert all(isinstance(error, OSError) and "SlowDown" in str(error) for error in stays.values()), "a service that stays down"
+
+
+@pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (405, "MethodNotAllowed"), (400, "MissingContentMD5")])
+def test_a_service_without_batches_gets_single_requests(store, fake, status, code):
+    fake.fail("BATCH", status=status, code=code, times=1000)
+    save_after(store)
+    report = collect(store, 1, grace_s=-5.0)
+    assert not report.problems and len(report.deleted) == 1 and fake.requests("BATCH") == 1 and fake.requests("DELETE") > 4
+    assert len({k.split("/")[3] for k in fake.objects if k.startswith(f"{TOP}data/")}) == 1
+
+
 def test_collection_goes_by_the_services_clock_whatever_this_hosts_says(store, fake, monkeypatch):
     real = time.time
     for skew in (-86400.0, 86400.0):
@@ -329,6 +355,12 @@ def test_only_uploads_that_nobody_works_on_are_aborted(store, fake):
     fake.uploads[other].began -= 4000
     collect(store, 1)
     assert set(fake.uploads) == {young, other}
+    fake.uploads[young].began -= 20 * 3600  # of another process, which may be sending a large object over a slow line
+    ckpt.gc(store, ckpt.Retention())
+    assert set(fake.uploads) == {young, other}
+    fake.uploads[young].began -= 5 * 3600
+    ckpt.gc(store, ckpt.Retention())
+    assert set(fake.uploads) == {other}
 
     def while_uploading():
         for index, chunk in enumerate(chunks(12 << 20)):

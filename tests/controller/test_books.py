@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,7 @@ def vote(root: Path, attempt: str, rank: int, world: int, step: int) -> Saved:
     cut = [8 * r // world for r in range(world + 1)]
     piece = checkpoint.ShardPiece("w", "param", cut[rank], cut[rank + 1], (8,), torch.float32, data[cut[rank] : cut[rank + 1]])
     given = checkpoint.write_shard(root, attempt, rank, [piece], step=step, epoch=1)
-    return Saved(Ticket(1, 1), attempt, step, 1, rank, world, given.to_json(), None, time.time())
+    return Saved(Ticket(1, 1), attempt, step, 1, rank, world, given.to_json(), None, 1.5)
 
 
 def ended(saves: Saves) -> list[SaveResult]:
@@ -220,7 +221,7 @@ def test_a_rank_that_could_not_write_fails_the_checkpoint_with_its_reason_and_sp
         saves.heed(vote(tmp_path, "t1", rank, 2, 5))
     ended(saves)
     saves.heed(vote(tmp_path, "t2", 0, 2, 6))
-    saves.heed(Saved(Ticket(1, 1), "t2", 6, 1, 1, 2, None, "No space left on device", time.time()))
+    saves.heed(Saved(Ticket(1, 1), "t2", 6, 1, 1, 2, None, "No space left on device", 0.5))
     (result,) = ended(saves)
     assert result.kept is None and result.error == "rank 1: No space left on device"
     saves.heed(vote(tmp_path, "t3", 0, 2, 7))
@@ -229,6 +230,62 @@ def test_a_rank_that_could_not_write_fails_the_checkpoint_with_its_reason_and_sp
     kept = newest_kept(str(tmp_path))
     assert kept is not None and kept.step == 5
     assert newest_kept(str(tmp_path), frozenset({kept.name})) is None
+
+
+def test_a_failed_checkpoint_keeps_no_space_on_the_disk(tmp_path: Path) -> None:
+    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    saves.heed(vote(tmp_path, "t2", 0, 2, 6))
+    assert (tmp_path / "data/t2").is_dir()
+    saves.heed(Saved(Ticket(1, 1), "t2", 6, 1, 1, 2, None, "No space left on device", 0.5))
+    assert ended(saves)[0].error is not None
+    saves.close()
+    assert not (tmp_path / "data/t2").exists()
+
+
+def test_a_vote_or_a_commit_that_never_comes_is_told_of_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None, 0.3)
+    saves.heed(vote(tmp_path, "t1", 1, 3, 5))
+    (result,) = ended(saves)
+    assert result.kept is None and result.error == "no vote from ranks [0, 2] for 0.3 s: given up" and not saves.busy
+    gate = threading.Event()
+    real = checkpoint.commit
+    monkeypatch.setattr(checkpoint, "commit", lambda *a, **k: gate.wait(20) and real(*a, **k))
+    saves.heed(vote(tmp_path, "t2", 0, 1, 6))
+    (result,) = ended(saves)
+    assert result.error is not None and "no answer to its commit from" in result.error and not saves.busy
+    gate.set()
+    saves.heed(vote(tmp_path, "t3", 0, 1, 7))
+    assert ended(saves)[0].error is None, "a store that answers again is used again"
+
+
+def test_what_a_checkpoint_took_does_not_depend_on_the_hosts_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interval would be a day if a worker's clock were: it is never less than writing one takes."""
+    real = time.time
+    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    saves.heed(vote(tmp_path, "t1", 0, 2, 5))
+    monkeypatch.setattr(time, "time", lambda: real() + 86400)
+    saves.heed(vote(tmp_path, "t1", 1, 2, 5))
+    (result,) = ended(saves)
+    assert result.error is None and 1.5 <= result.seconds < 10
+
+
+def test_what_is_deleted_waits_for_the_workers_to_read_the_new_one_back(tmp_path: Path) -> None:
+    from vescale_ray.checkpoint.proof import prove
+
+    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=1), lambda step: {}, None)
+    for step in (5, 6, 7):
+        told = [vote(tmp_path, f"t{step}", rank, 2, step) for rank in range(2)]
+        for one in told:
+            saves.heed(one)
+        assert ended(saves)[0].error is None
+        if step < 7:
+            for given in (checkpoint.Vote.from_json(one.vote) for one in told if one.vote):
+                assert prove(checkpoint.PosixStore(tmp_path), given.object, given.aux) is None
+        else:
+            time.sleep(0.3)
+            assert [c.step for c in checkpoint.ls(tmp_path)] == [6, 7], "7 has not been read back"
+    saves.close()
+    assert [c.step for c in checkpoint.ls(tmp_path)] == [6, 7]
 
 
 # ----------------------------------------------------------------------------------------------------------------- watchdog

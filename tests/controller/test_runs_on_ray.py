@@ -148,6 +148,28 @@ def test_a_stopped_run_resumes_with_another_number_of_workers_as_if_it_had_not_s
     assert again.result.state == "DONE" and len(again.events) == len(resumed.events), "a run that is done does nothing"
 
 
+def test_a_checkpoint_that_can_not_be_written_is_a_loud_event_and_training_goes_on_to_the_next(home: Path) -> None:
+    """Where the object of the first checkpoint would go there is something already: its write fails, once."""
+    config = tiny(home, "unwritable", elastic_workers=1, train_steps=18, checkpoint_every=6)
+    root = Path(config.checkpoint_root)
+
+    def watch(status: Mapping[str, Any]) -> None:
+        attempt = f"{status['info']['run_id']}-g1-s6"
+        if not (root / "data" / attempt).exists() and status["step"] < 6:
+            (root / "data" / attempt / "r00000.safetensors").mkdir(parents=True)
+            (root / "data" / attempt / "r00000.safetensors" / "in-the-way").touch()
+
+    finished = carry_out(config, watch=watch)
+    assert (finished.result.state, finished.result.step, finished.result.exit_code) == ("DONE", 18, 0), finished.result
+    (failure,) = finished.of("checkpoint_failed")
+    assert failure["step"] == 6 and failure["error"].startswith("rank 0: ")
+    assert [event["step"] for event in finished.of("checkpoint_saved")] == [12, 18]
+    assert [c.step for c in checkpoint.ls(root) if c.problem is None] == [12, 18] and checkpoint.verify(root).ok
+    assert not finished.of("worker_lost", "generation_failed", "rescaled") and sorted(finished.losses) == list(range(1, 19))
+    assert finished.accounting().exact
+    nothing_left(finished)
+
+
 @pytest.mark.slow
 def test_a_run_keeps_its_checkpoints_on_s3_and_resumes_from_there(home: Path, undisturbed: Finished) -> None:
     server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -181,7 +203,8 @@ def test_with_an_automatic_interval_checkpoints_come_by_the_clock_and_say_why(ho
     assert intervals and all(0.2 <= event["seconds"] <= 0.4 or event["by"] == "persist" for event in intervals)
     root = finished.config.checkpoint_root
     losses = {c.step: checkpoint.open(root, c).meta["metrics"]["loss"] for c in checkpoint.ls(root)}
-    assert 3 <= len(losses) <= 4 and all(loss == finished.losses[step] for step, loss in losses.items())
+    # The last one may not have been read back when the run ended: then the three before it are still there.
+    assert 3 <= len(losses) <= 5 and all(loss == finished.losses[step] for step, loss in losses.items())
     assert all(checkpoint.verify(root, c).ok for c in checkpoint.ls(root))
     assert worst_difference(finished.losses, undisturbed.losses) < CLOSE
     nothing_left(finished)

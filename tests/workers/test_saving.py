@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def begin_saving(state: State, root: str, attempt: str) -> bool:
     """Stage the live state and begin to write it behind a gate; whether it shares the buddy's copy."""
     if "writer" not in state:
         state["store"], state["votes"] = Gated(root), []
-        state["writer"] = Writer(state["store"], state["votes"].append)
+        state["writer"] = Writer(state["store"], state["votes"].append, read_back=True)
     staged = state["snapshots"].stage(state["trainer"])
     state["writer"].submit(staged, Ticket(1, 1), attempt, 0.5)
     return bool(staged.shared)
@@ -111,3 +112,24 @@ def test_what_is_given_up_is_never_voted_for_and_leaves_no_object(text: str, tmp
         assert not list(tmp_path.rglob("*.safetensors"))
         fleet.run([0], begin_saving, str(tmp_path), "s3")
         assert len(fleet.run([0], finish, 1)[0]) == 1, "it takes the next one as ever"
+
+
+def test_a_copy_that_can_not_be_made_costs_the_checkpoint_and_not_the_training() -> None:
+    from vescale_ray.workers.worker import Worker
+
+    def stage(_: Any) -> None:
+        raise MemoryError("no room for 3 GiB")
+
+    told: list[Saved] = []
+    config = SimpleNamespace(
+        train=SimpleNamespace(steps=100, eval_every=0), data=SimpleNamespace(eval_samples=0), checkpoint=SimpleNamespace(every=5)
+    )
+    worker = SimpleNamespace(
+        _config=config, _snapshots=SimpleNamespace(stage=stage), _publish=lambda item, *_: told.append(item), _writer=None
+    )
+    trainer, order = SimpleNamespace(rank=1, world=2, generation=3), SimpleNamespace(ticket=Ticket(3, 1), save_prefix="run-g3")
+    boundary: Any = Worker._at_boundary
+    boundary(worker, trainer, SimpleNamespace(step=10, flags=0), order)
+    (word,) = told
+    assert (word.attempt, word.step, word.epoch, word.rank, word.world, word.vote) == ("run-g3-s10", 10, 3, 1, 2, None)
+    assert word.error is not None and "could not be copied" in word.error and "no room for 3 GiB" in word.error

@@ -1,0 +1,112 @@
+"""Reading back what was written, before anything older is deleted for it.
+
+A commit says what was to be stored; that it can be read again is known only once it was. Each rank reads its own object back as soon as it
+has voted (all ranks at once, past the page cache where the disk allows) and notes that it was right:
+
+    verified/<attempt>/r00003-<root of the object's sums>-<digest of its aux object, or "none">.json
+
+The name says it all, so that one listing shows which checkpoints are verified, and a note can't vouch for other bytes. A collection reads
+what was not noted by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
+
+import torch
+
+from .digest import CHUNK_BYTES, block_sums, digest_of, one_ahead, view_of
+from .errors import SaveAborted
+from .manifest import AuxEntry, Manifest, ObjectEntry
+from .store import ALIGNMENT, KeyExists, KeyMissing, ObjectStore
+
+_log = logging.getLogger(__name__)
+
+Noted = Mapping[str, set[str]]
+"""Keys of notes by attempt."""
+
+
+def noted(store: ObjectStore, attempt: str = "") -> dict[str, set[str]]:
+    """The notes in the store, of all attempts or of one."""
+    found: dict[str, set[str]] = {}
+    for entry in store.list(f"verified/{attempt}/" if attempt else "verified/"):
+        parts = entry.key.split("/")
+        if len(parts) == 3:
+            found.setdefault(parts[1], set()).add(entry.key)
+    return found
+
+
+def lacking(manifest: Manifest, notes: set[str]) -> list[tuple[ObjectEntry, AuxEntry | None]]:
+    """The ranks' objects, each with its aux object, that no note vouches for."""
+    aux = {entry.rank: entry for entry in manifest.aux}
+    pairs = [(entry, aux.get(entry.rank)) for entry in manifest.objects]
+    return [pair for pair in pairs if note_key(*pair) not in notes]
+
+
+def note_key(entry: ObjectEntry, aux: AuxEntry | None) -> str:
+    attempt = entry.key.split("/")[1]
+    return f"verified/{attempt}/r{entry.rank:05d}-{entry.root}-{aux.xxh3_128 if aux else 'none'}.json"
+
+
+def prove(
+    store: ObjectStore, entry: ObjectEntry, aux: AuxEntry | None, cancelled: Callable[[], bool] = lambda: False, *, note: bool = True
+) -> str | None:
+    """Read one rank's object (and its aux object) back; note that it is right, or return what is not.
+
+    Raises:
+        OSError: it can't be read now, which says nothing about it. SaveAborted: cancelled.
+    """
+    problem = _damage(store, entry, cancelled) or (_aux_damage(store, aux) if aux else None)
+    if problem is None and note:
+        try:
+            store.put(note_key(entry, aux), b"{}\n")
+        except KeyExists:
+            pass
+        except OSError as error:  # it is right all the same; it will be read again
+            _log.warning("%s was read back, which could not be noted: %s", store.describe(entry.key), error.strerror or error)
+    return problem
+
+
+def _damage(store: ObjectStore, entry: ObjectEntry, cancelled: Callable[[], bool]) -> str | None:
+    size = store.size(entry.key)
+    if size is None:
+        return f"{entry.key} is missing"
+    if size != entry.bytes:
+        return f"{entry.key} has {size} bytes instead of {entry.bytes}"
+    per_chunk = max(1, CHUNK_BYTES // entry.block_bytes)
+    chunk = per_chunk * entry.block_bytes
+    offsets = range(0, entry.bytes, chunk)
+    padded = -(-min(chunk, entry.bytes) // ALIGNMENT) * ALIGNMENT
+    # From the system itself, page-aligned, given back at once: the allocator would keep them for the writer's thread.
+    buffers = [torch.frombuffer(mmap.mmap(-1, padded), dtype=torch.uint8) for _ in offsets[:2]]
+
+    def pieces() -> Generator[tuple[int, torch.Tensor]]:
+        with store.open_read(entry.key) as reader:
+            reader.expect([(offset, min(chunk, -(-(entry.bytes - offset) // ALIGNMENT) * ALIGNMENT)) for offset in offsets])
+            for k, offset in enumerate(offsets):
+                if cancelled():
+                    raise SaveAborted("reading back was given up")
+                count = min(chunk, entry.bytes - offset)
+                reader.read_into(offset, view_of(buffers[k % 2][: -(-count // ALIGNMENT) * ALIGNMENT]))
+                yield k * per_chunk, buffers[k % 2][:count]
+
+    try:
+        with closing(one_ahead(pieces())) as source:
+            for first, buffer in source:
+                for number, found in enumerate(block_sums(view_of(buffer), entry.block_bytes), first):
+                    if found != int(entry.sums[number]):
+                        return f"{entry.key}, block {number} was read back with another checksum"
+    except KeyMissing:
+        return f"{entry.key} is missing"
+    return None
+
+
+def _aux_damage(store: ObjectStore, aux: AuxEntry) -> str | None:
+    try:
+        raw = store.get(aux.key)
+    except KeyMissing:
+        return f"{aux.key} is missing"
+    return None if len(raw) == aux.bytes and digest_of(raw) == aux.xxh3_128 else f"{aux.key} was read back with another checksum"
