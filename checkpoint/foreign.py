@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -245,7 +246,11 @@ def _piece(source: Source, new: str, name: str, kind: str, start: int, end: int,
 
 
 class Files:
-    """Files of one folder, read at any offset; a few stay open."""
+    """Regular files of one folder, read at any offset; a few stay open.
+
+    Raises:
+        ForeignFileError: by every method, naming the file: it is none, can't be read, or is too short.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -255,7 +260,13 @@ class Files:
         return os.fstat(self._fd(name)).st_size
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        data = os.pread(self._fd(name), size, offset)
+        left = self.size(name) - offset
+        if size > left:  # before as many bytes are allocated
+            raise ForeignFileError(f"{self.folder / name}: ends at byte {offset + left}, {offset + size} are needed: truncated")
+        try:
+            data = os.pread(self._fd(name), size, offset)
+        except OSError as error:
+            raise ForeignFileError(f"{self.folder / name}: can't be read: {error.strerror}") from error
         if len(data) < size:
             raise ForeignFileError(f"{self.folder / name}: ends at byte {offset + len(data)}, {offset + size} are needed: truncated")
         return data
@@ -285,7 +296,12 @@ class Files:
             if len(self._open) >= 16:
                 os.close(self._open.pop(next(iter(self._open))))
             try:
-                self._open[name] = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+                # Not to wait at a FIFO for a writer who never comes.
+                fd = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except OSError as error:
                 raise ForeignFileError(f"{self.folder / name}: can't be opened: {error.strerror}") from error
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                os.close(fd)
+                raise ForeignFileError(f"{self.folder / name}: is no file, but a folder, device or pipe")
+            self._open[name] = fd
         return self._open[name]

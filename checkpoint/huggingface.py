@@ -29,7 +29,7 @@ from .matching import StoredTensor, some
 from .names import Globs, NameTable, chosen, globs, table_of
 from .posix import sync_folder
 from .reader import Checkpoint, open_checkpoint
-from .safetensors_file import SAFETENSORS_NAME, Located, header_of, read_header
+from .safetensors_file import MAX_HEADER, SAFETENSORS_NAME, Located, header_of, once, read_header
 from .store import Root
 
 INDEX = "model.safetensors.index.json"
@@ -365,12 +365,12 @@ def _files_of(path: Path) -> tuple[Path, list[str], dict[str, str] | None]:
 
 
 def _indexed(path: Path) -> tuple[Path, list[str], dict[str, str]]:
+    files = Files(path.parent)
+    size = files.size(path.name)
+    if size > MAX_HEADER:
+        raise ForeignFileError(f"{path}: no index: it is larger than {MAX_HEADER} bytes")
     try:
-        if path.stat().st_size > 1 << 30:
-            raise ForeignFileError(f"{path}: no index: it is larger than 1 GiB")
-        index = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ForeignFileError(f"{path}: can't be read: {error.strerror}") from None
+        index = json.loads(files.read(path.name, 0, size), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise ForeignFileError(f"{path}: no index: no JSON: {error}") from None
     weights = index.get("weight_map") if isinstance(index, dict) else None
@@ -378,7 +378,7 @@ def _indexed(path: Path) -> tuple[Path, list[str], dict[str, str]]:
         raise ForeignFileError(f"{path}: no index: it has no weight_map")
     for key, name in weights.items():
         # Names only: an index from elsewhere must not make us read other files of this machine.
-        plain = isinstance(name, str) and name.endswith(".safetensors") and name == os.path.basename(name) and "\\" not in name
+        plain = isinstance(name, str) and name.endswith(".safetensors") and name == os.path.basename(name) and not set(name) & {"\\", "\0"}
         if not plain or name.startswith("."):
             raise ForeignFileError(f"{path}: tensor {key!r} is said to be in {name!r}, which is no safetensors file beside the index")
     return path.parent, sorted(set(weights.values())), weights
@@ -389,7 +389,7 @@ def _stored_aliases(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
         return {}
     try:
         aliases = json.loads(metadata[_ALIASES])
-    except ValueError:
+    except (ValueError, RecursionError):
         aliases = None
     if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
         raise ForeignFileError(f"{path}: its {_ALIASES} is no JSON object of names")
