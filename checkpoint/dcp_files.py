@@ -27,7 +27,7 @@ from vescale_ray.geometry import Box, boxes, intervals
 
 from .dcp_pickle import MAX_BYTES, MAX_DIMS, Record, read_pickle
 from .errors import ForeignFileError
-from .foreign import Files
+from .foreign import Files, local_folder
 
 _SPAN_BYTES = 1 << 20
 
@@ -72,7 +72,7 @@ class Archives:
     """The ``torch.save`` archives in the files of one folder."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder = local_folder(folder, "the folder to read")
         self._files = Files(self.folder)
         self._payloads: dict[tuple[str, int], Payload] = {}
 

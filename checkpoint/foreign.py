@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +80,35 @@ def fill(source: Source, name: str, kind: str, start: int, out: torch.Tensor) ->
         part = whole[: target.numel()]
         source.read_into(name, kind, start + position, part)
         target.copy_(part)
+
+
+def local_folder(folder: str | os.PathLike[str], what: str) -> Path:
+    """``folder`` as a path of this machine.
+
+    Raises:
+        ValueError: it is empty or a URL: other programs' files are read from and written to folders alone.
+    """
+    text = os.fspath(folder)
+    if not text or "://" in text:
+        raise ValueError(f"{what} {text!r} is {'a URL' if text else 'empty'}; give a folder of this machine")
+    return Path(text)
+
+
+def new_folder(folder: str | os.PathLike[str]) -> Path:
+    """A folder to export into, made if it isn't there. Raises ValueError: it can't be one."""
+    place = local_folder(folder, "the folder to write")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{place} can't be made a folder: {error.strerror}") from None
+    return place
+
+
+def take_back(paths: Iterable[Path]) -> None:
+    """Take back what an export wrote but did not finish: a reader might take it for the whole, and a second try needs the place."""
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()
 
 
 def publish(path: Path, data: bytes) -> None:

@@ -23,7 +23,20 @@ from .api import from_first, ranks_of, together
 from .commits import Commit
 from .digest import as_bytes, view_of
 from .errors import CheckpointMismatch, ExportFailed, ForeignFileError
-from .foreign import OBJECT_BYTES, Files, Imported, Progress, Source, into_commit, into_model, is_root, publish
+from .foreign import (
+    OBJECT_BYTES,
+    Files,
+    Imported,
+    Progress,
+    Source,
+    into_commit,
+    into_model,
+    is_root,
+    local_folder,
+    new_folder,
+    publish,
+    take_back,
+)
 from .layout import dtype_name
 from .matching import StoredTensor, some
 from .names import Globs, NameTable, chosen, globs, table_of
@@ -58,7 +71,7 @@ class HfSource:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        given = Path(path)
+        given = local_folder(path, "the folder to read")
         folder, names, index = _files_of(given)
         self._path, self._files = given, Files(folder)
         self._located: dict[str, Located] = {}
@@ -195,15 +208,15 @@ def export_hf(
         max_shard_bytes: of a file's tensors; a larger tensor has a file of its own.
 
     Raises:
-        ValueError: the folder holds model files. CheckpointMismatch: nothing to write, or a dtype that safetensors lacks.
+        ValueError: the folder holds model files, or is a URL. CheckpointMismatch: nothing to write, or a dtype that safetensors lacks.
         CheckpointCorrupt: the checkpoint is damaged. ExportFailed: what was read back differs from what was written.
     """
     rank, world = ranks_of(group)
-    place = Path(folder)
+    place = local_folder(folder, "the folder to write")
 
     def begin() -> Commit:
         found = open_checkpoint(root, commit).commit
-        place.mkdir(parents=True, exist_ok=True)
+        new_folder(folder)
         there = sorted(p.name for p in place.iterdir() if p.name.endswith((".safetensors", ".index.json")))
         if there:
             raise ValueError(f"{place} holds {some(there)}: give a folder without model files")
@@ -215,25 +228,24 @@ def export_hf(
         checkpoint = open_checkpoint(root, chosen_commit)
         files, aliases = _plan(checkpoint, table_of(rename), globs(include), globs(exclude), key, dtype, max_shard_bytes)
         metadata = {"format": "pt", **({_ALIASES: json.dumps(aliases)} if aliases else {})}
-        mine = files[rank::world]
-        try:
-            for file in mine:
-                _write(checkpoint, place / file.name, file, metadata, progress)
-        except BaseException:
-            for file in mine:  # without an index a reader would take those that are there for the whole
-                (place / file.name).unlink(missing_ok=True)
-            raise
+        for file in files[rank::world]:
+            _write(checkpoint, place / file.name, file, metadata, progress)
+            mine.append(place / file.name)
         return files, aliases
-
-    files, _ = together(write, group)
-    size = sum(entry.bytes for file in files for entry in file.entries)
 
     def finish() -> None:
         weights = {entry.name: file.name for file in files for entry in file.entries}
         text = json.dumps({"metadata": {"total_size": size}, "weight_map": weights}, indent=2, sort_keys=True) + "\n"
         publish(place / INDEX, text.encode())
 
-    from_first(finish, group)
+    mine: list[Path] = []
+    try:
+        files, _ = together(write, group)
+        size = sum(entry.bytes for file in files for entry in file.entries)
+        from_first(finish, group)
+    except BaseException:
+        take_back(mine)
+        raise
     return Exported(tuple(f.name for f in files), tuple(e.name for f in files for e in f.entries), size)
 
 

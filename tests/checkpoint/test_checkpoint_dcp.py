@@ -307,9 +307,10 @@ def test_an_export_is_read_back_before_it_counts(folder, monkeypatch):
     monkeypatch.setattr(bridge.os, "fsync", flipping)
     with pytest.raises(ckpt.ExportFailed, match="'model.w' was read back with other bytes than were written"):
         ckpt.export_dcp(folder / "a", None, folder / "dcp")
-    assert not (folder / "dcp" / ".metadata").exists()
+    assert not list((folder / "dcp").iterdir())
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="holds __0_0.distcp: give an empty folder"):
+    ckpt.export_dcp(folder / "a", None, folder / "dcp")
+    with pytest.raises(ValueError, match="holds .metadata, __0_0.distcp: give an empty folder"):
         ckpt.export_dcp(folder / "a", None, folder / "dcp")
 
 
