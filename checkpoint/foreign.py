@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +24,13 @@ from .commits import Commit, commit
 from .digest import CHUNK_BYTES, as_bytes, view_of
 from .errors import CheckpointMismatch, ForeignFileError
 from .layout import ShardPiece
-from .loading import agreed, check_filled
+from .loading import PARTLY, prepared
 from .manifest import check_meta
 from .matching import StoredTensor
-from .materialize import materialize, on_meta
 from .names import Globs, NameTable, globs, table_of
 from .posix import sync_folder
 from .shard import Vote, new_attempt, write_shard
-from .state import Choice, flatten_models
+from .state import Choice, State, restore_values
 from .store import ObjectStore, Root, store_of
 from .tensors import local_part
 
@@ -50,6 +49,11 @@ class Source(Protocol):
 
     @property
     def aliases(self) -> Mapping[str, str]: ...
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """What is there beside tensors, as :func:`~vescale_ray.checkpoint.save` puts it into ``meta``."""
+        ...
 
     def describe(self) -> str: ...
 
@@ -122,9 +126,9 @@ def publish(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def into_model(
+def into_state(
     source: Source,
-    target: nn.Module | Mapping[str, torch.Tensor],
+    state: State,
     *,
     include: Globs = "*",
     exclude: Globs = (),
@@ -136,7 +140,7 @@ def into_model(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> Imported:
-    """Read weights into a model (or a dict of tensors), sharded or not, on the meta device or not; every rank calls it.
+    """Read into the modules, tensors, optimizers and values of ``state``, sharded or not, on the meta device or not; every rank calls it.
 
     The arguments are those of :func:`~vescale_ray.checkpoint.load`. Raises what that raises, and ForeignFileError.
     """
@@ -144,31 +148,37 @@ def into_model(
     choice = Choice(globs(include), globs(exclude), globs(allow_missing), globs(allow_unexpected), table_of(rename))
 
     def work() -> Imported:
-        state = {"model": target}
-        flat = flatten_models(state)
-        among = {(name, "param") for name, tensor in source.tensors.items() if "param" in tensor.kinds}
-        there = agreed(source.describe(), source, among, flat, choice, cast)
-        if isinstance(target, nn.Module) and on_meta(target):
-            check_filled(flat, there, [target])
-            materialize(target, None if device is None else torch.device(device))
-            flat = flatten_models(state)
+        flat, there = prepared(state, source, source.describe(), choice, cast, None if device is None else torch.device(device))
         done = 0
         with torch.no_grad():
             for pair, (name, kind) in there.items():
                 part = local_part(pair[0], flat.tensors[pair], world, rank)
                 whole = part.flat()
                 for start, _, piece in part.pieces(whole):
-                    fill(source, name, kind, start, piece)
+                    try:
+                        fill(source, name, kind, start, piece)
+                    except ForeignFileError as error:
+                        raise ForeignFileError(f"{error}; {PARTLY}") from error
                     size = piece.numel() * source.tensors[name].kinds[kind].itemsize
                     done += size
                     if progress is not None:
                         progress(size)
                 if not part.shared:
                     part.local.copy_(whole.view(part.local.shape))
-        missing = tuple(pair[0] for pair in flat.tensors if pair not in there and choice.takes_pair(pair, flat))
-        return Imported(tuple(pair[0] for pair in there), done, missing)
+        restore_values(state, source, flat, choice)
+        missing = tuple(dict.fromkeys(pair[0] for pair in flat.tensors if pair not in there and choice.takes_pair(pair, flat)))
+        return Imported(tuple(dict.fromkeys(pair[0] for pair in there)), done, missing)
 
     return together(work, group)
+
+
+def state_of(target: nn.Module | Mapping[str, Any]) -> State:
+    """What an import is to fill, as a state: a module or a dict of tensors is the entry ``"model"`` of one."""
+    if isinstance(target, nn.Module) or all(isinstance(value, torch.Tensor) for value in target.values()):
+        return {"model": target}
+    if not isinstance(target, MutableMapping):
+        raise ValueError(f"a state to fill is a {type(target).__name__}; give a dict, whose plain values can be set")
+    return target
 
 
 def into_commit(

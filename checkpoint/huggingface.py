@@ -30,7 +30,7 @@ from .foreign import (
     Progress,
     Source,
     into_commit,
-    into_model,
+    into_state,
     is_root,
     local_folder,
     new_folder,
@@ -99,6 +99,10 @@ class HfSource:
     def aliases(self) -> Mapping[str, str]:
         return self._aliases
 
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        return {"models": ["model"]}
+
     def describe(self) -> str:
         return str(self._path)
 
@@ -140,9 +144,9 @@ def import_hf(
     source = _from_all(path, group)
     if not is_root(target):
         assert isinstance(target, (nn.Module, Mapping))
-        return into_model(
+        return into_state(
             source,
-            target,
+            {"model": target},
             include=include,
             exclude=exclude,
             allow_missing=allow_missing,

@@ -7,6 +7,7 @@ local or shared POSIX file system and S3 with conditional writes both give.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -26,6 +27,38 @@ class KeyExists(FileExistsError):
 
 class KeyMissing(FileNotFoundError):
     """No such object."""
+
+
+class Unanswered(OSError):
+    """Asked until the time limit: what there is at the other end is unknown."""
+
+
+_NOT_NOW = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.ECANCELED,
+    errno.EPIPE,
+    errno.ETIMEDOUT,
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENOTCONN,
+}
+
+
+def out_of_reach(error: OSError) -> bool:
+    """Whether ``error`` says that an object can't be read by this process now, and nothing about the object: no permission, no
+    connection, no file descriptor left. What is out of reach may be whole; it must not be taken for damaged."""
+    return isinstance(error, (PermissionError, ConnectionError, TimeoutError, Unanswered)) or error.errno in _NOT_NOW
 
 
 @dataclass(frozen=True, slots=True)
