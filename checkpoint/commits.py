@@ -135,7 +135,7 @@ def latest(root: Root) -> Commit | None:
     Damaged newer commits are skipped, each with a warning in the log. Data is verified when it is read.
 
     Raises:
-        OSError: the storage, or a newer commit, is out of reach (no permission, no connection): what is newest can't be told.
+        OSError: the storage, or a newer commit, is out of reach (no permission, say): what is newest can't be told.
     """
     return next(newest_first(root), None)
 

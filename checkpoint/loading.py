@@ -112,7 +112,7 @@ def load(
         NoCheckpoint: nothing to load. CheckpointMismatch: it is another model's; nothing was changed (where a model was on the meta
             device and an optimizer's states don't fit, the model has storage without values).
         CheckpointCorrupt: damaged, and no older one to go back to; the message says so if tensors hold parts of it.
-        OSError: the storage, or a checkpoint, is out of reach (no permission, no connection): it may be whole, and none is passed over.
+        OSError: a checkpoint is out of reach (no permission, no file descriptor left): it may be whole, and is not passed over.
         ValueError: a parameter or buffer on the meta device that would get no value.
     """
     rank, world = ranks_of(group)

@@ -195,7 +195,7 @@ class Checkpoint:
         Raises:
             CheckpointMismatch: no such tensor, kind or range, or ``out`` has another dtype or size; before anything is read.
             CheckpointCorrupt: naming object, block and tensors. Destinations may be partly filled, with verified data only.
-            OSError: the storage is out of reach (no permission, no connection); likewise.
+            OSError: the storage is out of reach (no permission, say); likewise.
             ValueError: the budget is less than one block.
         """
         plan = self.plan(ranges, cast=cast, budget_bytes=budget_bytes)

@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from .store import KeyMissing, Unanswered
+from .store import KeyMissing
 
 T = TypeVar("T")
 MIB = 1 << 20
@@ -139,7 +139,7 @@ class Cancelled(OSError):
     """Another part of the same operation has failed."""
 
 
-class Undecided(Unanswered):
+class Undecided(OSError):
     """Tried until the deadline; whether one of the requests was carried out is unknown."""
 
 

@@ -29,36 +29,13 @@ class KeyMissing(FileNotFoundError):
     """No such object."""
 
 
-class Unanswered(OSError):
-    """Asked until the time limit: what there is at the other end is unknown."""
-
-
-_NOT_NOW = {
-    errno.EACCES,
-    errno.EPERM,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.EAGAIN,
-    errno.EBUSY,
-    errno.ECANCELED,
-    errno.EPIPE,
-    errno.ETIMEDOUT,
-    errno.ECONNABORTED,
-    errno.ECONNREFUSED,
-    errno.ECONNRESET,
-    errno.ENETDOWN,
-    errno.ENETUNREACH,
-    errno.EHOSTDOWN,
-    errno.EHOSTUNREACH,
-    errno.ENOTCONN,
-}
+_OURS = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 def out_of_reach(error: OSError) -> bool:
-    """Whether ``error`` says that an object can't be read by this process now, and nothing about the object: no permission, no
-    connection, no file descriptor left. What is out of reach may be whole; it must not be taken for damaged."""
-    return isinstance(error, (PermissionError, ConnectionError, TimeoutError, Unanswered)) or error.errno in _NOT_NOW
+    """Whether ``error`` speaks of this process, and not of the object: no permission, no file descriptor or memory left. The object may be
+    whole, and a person can help; it must not be taken for damaged. (One that does not answer within the time limit is as good as lost.)"""
+    return isinstance(error, PermissionError) or error.errno in _OURS
 
 
 @dataclass(frozen=True, slots=True)
