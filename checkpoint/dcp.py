@@ -50,7 +50,8 @@ from .layout import dtype_name
 from .matching import castable
 from .names import Globs, NameTable, globs, table_of
 from .reader import BUDGET_BYTES, Checkpoint, Range, open_checkpoint
-from .state import decode
+from .saved_meta import check_saved_meta
+from .scalars import decode
 from .store import Root
 
 ENTRIES = {"optimizer": "optim"}
@@ -75,6 +76,7 @@ def nested(checkpoint: Checkpoint, entries: Mapping[str, str] | None = None) -> 
     """The state that the checkpoint holds, as torch's ``get_*_state_dict`` would give it, a :class:`Ref` for every tensor."""
     called = {**ENTRIES, **(entries or {})}
     meta = checkpoint.meta
+    check_saved_meta(f"checkpoint {checkpoint.commit.path}", meta)
     state: dict[str, Any] = {}
     for key in meta.get("models", ["model"]):
         names = checkpoint.names(key)

@@ -20,7 +20,7 @@ from .errors import CheckpointMismatch, ForeignFileError
 from .manifest import check_meta
 from .matching import StoredTensor
 from .names import chosen
-from .state import encode
+from .scalars import encode
 
 
 class DcpSource:

@@ -26,6 +26,7 @@ from .materialize import materialize, on_meta
 from .names import Globs, NameTable, globs, matches, table_of
 from .reader import BUDGET_BYTES, Checkpoint, Range, ReadPlan, open_checkpoint
 from .rng import derive_rng, restore_rng
+from .saved_meta import check_saved_meta
 from .state import (
     Choice,
     Flat,
@@ -160,7 +161,13 @@ def _load_one(
     restore_values(state, checkpoint, flat, choice)
     if request.rng:
         if aux is not None and "rng" in aux:
-            restore_rng(aux["rng"])
+            try:
+                restore_rng(aux["rng"])
+            except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+                raise CheckpointMismatch(
+                    f"checkpoint {checkpoint.commit.path}: the random generators of rank {rank} can't be set to what it holds of them "
+                    f"({type(error).__name__}: {error}); rng=False leaves them alone"
+                ) from error
         else:
             derive_rng(chosen.sha256, rank)
             if rank == 0:
@@ -186,6 +193,7 @@ def prepared(
         CheckpointMismatch: nothing was changed, but that models on the meta device may have got storage.
         ValueError: a parameter or buffer on the meta device that would get no value.
     """
+    check_saved_meta(where, holder.meta, optimizers=any(isinstance(value, torch.optim.Optimizer) for value in state.values()))
     check_values(state, holder.meta, choice)
     models = [value for value in state.values() if isinstance(value, nn.Module) and on_meta(value)]
     if models:

@@ -28,6 +28,7 @@ from .layout import dtype_name
 from .manifest import Extents, Manifest, ManifestError, TensorEntry
 from .matching import Pair, StoredTensor, castable, label, match, some
 from .names import Globs, chosen, globs, nearest
+from .saved_meta import check_saved_meta
 from .store import ALIGNMENT, KeyMissing, ObjectStore, RangeReader, Root, out_of_reach, store_of
 
 Range = tuple[str, str, int, int, torch.Tensor]
@@ -117,6 +118,7 @@ class Checkpoint:
 
     def names(self, key: str = "model") -> dict[str, str]:
         """``{name within the entry: stored name}`` of one entry of the state that was saved, aliases of tied tensors included."""
+        check_saved_meta(f"checkpoint {self.commit.path}", self.meta, optimizers=False)
         others = [other for other in self.meta.get("models", ["model"]) if other != "model"]
         found = {}
         for name, stored in [*((n, n) for n in self.tensors), *self.aliases.items()]:

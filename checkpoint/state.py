@@ -14,7 +14,6 @@ depend on how a run was set up. Tied tensors are stored once, with a list of ali
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,10 +23,10 @@ import torch
 from torch import nn
 
 from .errors import CheckpointMismatch
-from .layout import dtype_name, dtype_of
 from .manifest import check_meta
 from .matching import Pair, StoredTensor
 from .names import NameTable, chosen, matches
+from .scalars import decode, encode
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 State = MutableMapping[str, Any]
@@ -205,7 +204,13 @@ def restore_values(state: State, checkpoint: Saved, flat: Flat, choice: Choice) 
             if key not in values:
                 continue
             if _is_stateful(value):
-                value.load_state_dict(values[key])
+                try:
+                    value.load_state_dict(values[key])
+                except Exception as error:  # it is the caller's class; what it says of a state that it can't take is the reason
+                    raise CheckpointMismatch(
+                        f"{type(value).__name__}.load_state_dict of the entry {key!r} failed on what the checkpoint has of it: "
+                        f"{type(error).__name__}: {error}; tensors were loaded before"
+                    ) from error
             else:
                 state[key] = values[key]
 
@@ -331,9 +336,8 @@ def _check_groups(
         ]
         odd += [n for n in found if n not in wanted and choice.takes_stored(n) and not matches(n, choice.allow_unexpected)]
         if odd:
-            raise CheckpointMismatch(
-                f"parameter group {index} of optimizer {key!r} differs from the checkpoint's in {', '.join(sorted(odd)[:3])}"
-            )
+            shown = ", ".join(name if name.isprintable() else repr(name) for name in sorted(odd)[:3])
+            raise CheckpointMismatch(f"parameter group {index} of optimizer {key!r} differs from the checkpoint's in {shown}")
 
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
@@ -430,35 +434,3 @@ def _restore_optimizer(
     adopt = getattr(optimizer, "adopt_states", None)  # of an optimizer whose states are views of others, or copies
     if adopt is not None:
         adopt()
-
-
-def encode(what: str, value: Any) -> Any:
-    """A scalar, tuple or 0-d tensor as JSON: floats exactly (shortest round trip), non-finite ones as text."""
-    if isinstance(value, torch.Tensor):
-        if value.dim():
-            raise ValueError(f"{what} is a tensor of shape {tuple(value.shape)}; only 0-d tensors can stand there")
-        local = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return {"dtype": dtype_name(value.dtype), "value": encode(what, local.item())}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": repr(value)}
-    if isinstance(value, (list, tuple)):
-        return [encode(what, item) for item in value]
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    raise ValueError(f"{what} is a {type(value).__name__}, which JSON can't hold")
-
-
-def decode(value: Any, like: Any = None) -> Any:
-    """Back from :func:`encode`, as the type that stands there now: a tuple stays a tuple, a tensor on its device."""
-    if isinstance(value, dict):
-        if "float" in value:
-            return float(value["float"])
-        number = decode(value["value"])
-        device = like.device if isinstance(like, torch.Tensor) else "cpu"
-        return torch.tensor(number, dtype=dtype_of(value["dtype"]), device=device)
-    if isinstance(value, list):
-        items = [decode(item) for item in value]
-        return tuple(items) if isinstance(like, tuple) or like is None else items
-    if isinstance(like, torch.Tensor) and isinstance(value, (int, float)):
-        return torch.tensor(value, dtype=like.dtype, device=like.device)
-    return value

@@ -79,8 +79,10 @@ def ls(path: str | None, as_json: bool) -> int:
 def show(path: str | None, name: str | None, tensors: bool, include: tuple[str, ...], as_json: bool) -> int:
     """Say what a checkpoint holds, from its manifest alone: NAME in PATH, or the newest."""
     from vescale_ray.checkpoint.names import matches
+    from vescale_ray.checkpoint.saved_meta import check_saved_meta
 
     opened = _open(path, name)
+    check_saved_meta(opened.commit.path, opened.meta)
     listed = {n: t for n, t in opened.tensors.items() if matches(n, include or ("*",))}
     kinds: dict[str, tuple[int, int]] = {}
     for tensor in opened.tensors.values():
