@@ -7,6 +7,7 @@ may still commit can never become the newest.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 from collections import defaultdict
@@ -40,7 +41,7 @@ from .manifest import (
     validate,
 )
 from .shard import Vote
-from .store import KeyExists, KeyMissing, ObjectStore, Root, store_of
+from .store import KeyExists, KeyMissing, ObjectStore, Root, out_of_reach, store_of
 
 _log = logging.getLogger(__name__)
 
@@ -134,15 +135,18 @@ def latest(root: Root) -> Commit | None:
     """The newest commit that is whole: sealed, of a known format, every object present in its full size.
 
     Damaged newer commits are skipped, each with a warning in the log. Data is verified when it is read.
+
+    Raises:
+        OSError: the storage, or a newer commit, is out of reach (no permission, say): what is newest can't be told.
     """
     return next(newest_first(root), None)
 
 
 def newest_first(root: Root) -> Iterator[Commit]:
-    """The whole commits, newest first; warns of each damaged one on the way."""
+    """The whole commits, newest first; warns of each damaged one on the way. Raises OSError as :func:`latest`."""
     store = store_of(root)
     for _, name in sorted(_listed(store), reverse=True):
-        found = _read(store, name)
+        found = _read(store, name, strict=True)
         if found.problem is None:
             yield found
         else:
@@ -153,7 +157,7 @@ def find(root: Root, name: str | Commit | None) -> Commit:
     """The commit of that name; the newest whole one for ``None``.
 
     Raises:
-        NoCheckpoint: there is none. CheckpointCorrupt: it is damaged.
+        NoCheckpoint: there is none. CheckpointCorrupt: it is damaged. OSError: it is out of reach.
     """
     store = store_of(root)
     if name is None:
@@ -167,7 +171,7 @@ def find(root: Root, name: str | Commit | None) -> Commit:
     if parse_commit_name(text) is None or store.size(f"commits/{text}.json") is None:
         names = ", ".join(c for _, c in sorted(_listed(store))[-3:]) or "none"
         raise NoCheckpoint(f"no checkpoint {text!r} in {store.describe()}; newest there: {names}")
-    found = _read(store, text)
+    found = _read(store, text, strict=True)
     if found.problem is not None:
         raise CheckpointCorrupt(found.key, None, (), found.problem)
     return found
@@ -185,6 +189,14 @@ def read_manifest(store: ObjectStore, name: str) -> tuple[Manifest, str]:
     return manifest, digest
 
 
+def unreachable(path: str, error: OSError) -> OSError:
+    """The error of a load that can't reach an object of the checkpoint it wants."""
+    return OSError(
+        error.errno or errno.EIO,
+        f"{path} is out of reach: {error.strerror or error}; it may be whole, so that no older checkpoint is loaded in its place",
+    )
+
+
 def _listed(store: ObjectStore) -> list[tuple[tuple[int, int], str]]:
     found = []
     for entry in store.list("commits/"):
@@ -195,7 +207,8 @@ def _listed(store: ObjectStore) -> list[tuple[tuple[int, int], str]]:
     return found
 
 
-def _read(store: ObjectStore, name: str) -> Commit:
+def _read(store: ObjectStore, name: str, *, strict: bool = False) -> Commit:
+    """``strict``: a commit that is out of reach is an OSError, not a problem of it: an older one must not be loaded in its place."""
     epoch, step = parse_commit_name(name) or (0, 0)
     path = store.describe(f"commits/{name}.json")
     try:
@@ -204,6 +217,8 @@ def _read(store: ObjectStore, name: str) -> Commit:
     except (ManifestError, KeyMissing) as error:
         return Commit(name, path, epoch, step, f"its manifest is unusable: {error}")
     except OSError as error:
+        if strict and out_of_reach(error):
+            raise unreachable(path, error) from error
         return Commit(name, path, epoch, step, f"it can't be read: {error.strerror or error}", unread=True)
     return replace(_whole(store, manifest, digest), problem=problem)
 

@@ -45,12 +45,13 @@ from .commits import Commit
 from .dcp_state import DcpSource
 from .digest import as_bytes
 from .errors import CheckpointMismatch
-from .foreign import OBJECT_BYTES, Imported, Progress, into_commit, into_model, is_root
+from .foreign import OBJECT_BYTES, Imported, Progress, into_commit, into_state, is_root, state_of
 from .layout import dtype_name
 from .matching import castable
 from .names import Globs, NameTable, globs, table_of
 from .reader import BUDGET_BYTES, Checkpoint, Range, open_checkpoint
-from .state import decode
+from .saved_meta import check_saved_meta
+from .scalars import decode
 from .store import Root
 
 ENTRIES = {"optimizer": "optim"}
@@ -75,6 +76,7 @@ def nested(checkpoint: Checkpoint, entries: Mapping[str, str] | None = None) -> 
     """The state that the checkpoint holds, as torch's ``get_*_state_dict`` would give it, a :class:`Ref` for every tensor."""
     called = {**ENTRIES, **(entries or {})}
     meta = checkpoint.meta
+    check_saved_meta(f"checkpoint {checkpoint.commit.path}", meta)
     state: dict[str, Any] = {}
     for key in meta.get("models", ["model"]):
         names = checkpoint.names(key)
@@ -277,7 +279,7 @@ def _other_names(checkpoint: Checkpoint, leaves: Mapping[str, Any], entries: Map
 
 def import_dcp(
     folder: str | os.PathLike[str],
-    target: Root | nn.Module | Mapping[str, torch.Tensor],
+    target: Root | nn.Module | Mapping[str, Any],
     *,
     rename: Mapping[str, str] | NameTable | None = None,
     include: Globs = "*",
@@ -293,31 +295,38 @@ def import_dcp(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> Imported | Commit:
-    """A stock DCP checkpoint into a model's shards (weights), or into a checkpoint folder as its newest commit; every rank calls it.
+    """A stock DCP checkpoint into the shards of a model or of a whole state, or into a checkpoint folder as its newest commit; every rank
+    calls it.
 
-    A commit gets everything: weights, optimizer states, scalars, hyperparameters, plain values; so that ``load`` resumes from it.
+    A commit gets everything: weights, optimizer states, scalars, hyperparameters, plain values; so that ``load`` resumes from it. A state,
+    ``{"model": model, "optimizer": optimizer, "scheduler": scheduler, ..}``, gets what its entries name, and trains on.
 
     Args:
         folder: what ``torch.distributed.checkpoint.save`` wrote.
-        target: a model or dict of tensors, sharded or not, to fill; or the root of checkpoints.
+        target: what to fill: a model or dict of tensors, sharded or not, or a state as :func:`~vescale_ray.checkpoint.load` takes; or the
+            root of checkpoints.
         rename: table from our names to the checkpoint's; into a root it is turned round.
         include, exclude: globs of our names.
-        allow_missing, allow_unexpected, cast, device: into a model; as :func:`~vescale_ray.checkpoint.load`.
+        allow_missing, allow_unexpected, cast, device: into a model or state; as :func:`~vescale_ray.checkpoint.load`.
         entries: ``{our entry: DCP's}`` where it is called otherwise than in :data:`ENTRIES`.
-        tied: into a root: ``{other name: name}`` of our names. DCP stores tied tensors twice; these are stored once, if they are equal.
+        tied: ``{other name: name}`` of our names (into a model or state: of the checkpoint's). DCP stores tied tensors twice; these are
+            taken for one, if they are equal.
         step, object_bytes: into a root: the commit's step, and the size of its objects, which is the memory taken.
 
     Raises:
         ForeignFileError: malformed, or with objects that can't be read without unpickling them.
         CheckpointMismatch: names, shapes or dtypes differ.
     """
-    back = table_of(rename).inverse() if is_root(target) else NameTable()
-    source = together(lambda: DcpSource(folder, {**ENTRIES, **(entries or {})}, back, globs(include), globs(exclude)), group)
+    called, aliases = {**ENTRIES, **(entries or {})}, dict(tied or {})
     if not is_root(target):
         assert isinstance(target, (nn.Module, Mapping))
-        return into_model(
-            source.weights(),
-            target,
+        state = state_of(target)
+        source = together(lambda: DcpSource(folder, called, only=set(state)), group)
+        from_first(lambda: _check_tied(source, aliases), group)
+        source.tie(aliases)
+        return into_state(
+            source,
+            state,
             include=include,
             exclude=exclude,
             allow_missing=allow_missing,
@@ -328,13 +337,15 @@ def import_dcp(
             group=group,
             progress=progress,
         )
-    aliases = dict(tied or {})
+    back = table_of(rename).inverse()
+    source = together(lambda: DcpSource(folder, called, back, globs(include), globs(exclude)), group)
     from_first(lambda: _check_tied(source, aliases), group)
-    meta = together(source.meta, group)
+    source.tie(aliases)
+    meta = together(lambda: source.meta, group)
     return into_commit(
         source,
         target,  # type: ignore[arg-type]
-        {name: name for name in source.tensors if name not in aliases},
+        {name: name for name in source.tensors},
         step=step,
         meta=meta,
         aliases=aliases,

@@ -27,7 +27,7 @@ from .dcp import Ref, declared, nested
 from .dcp_files import Archives
 from .digest import as_bytes, view_of
 from .errors import CheckpointMismatch, ExportFailed
-from .foreign import Progress, publish
+from .foreign import Progress, local_folder, new_folder, publish, take_back
 from .matching import some
 from .names import Globs, chosen, globs
 from .reader import Checkpoint, open_checkpoint
@@ -80,14 +80,15 @@ def export_dcp(
         entries: ``{our entry: DCP's}`` where it is to be called otherwise than in :data:`ENTRIES`.
 
     Raises:
-        ValueError: the folder is not empty. CheckpointCorrupt: the checkpoint is damaged. ExportFailed: what was read back differs.
+        ValueError: the folder is not empty, or a URL. CheckpointCorrupt: the checkpoint is damaged. ExportFailed: what was read back
+            differs. Whatever is raised, the files that were written are removed.
     """
     rank, world = ranks_of(group)
-    place = Path(folder)
+    place = local_folder(folder, "the folder to write")
 
     def begin() -> Commit:
         found = open_checkpoint(root, commit).commit
-        place.mkdir(parents=True, exist_ok=True)
+        new_folder(folder)
         there = sorted(p.name for p in place.iterdir())
         if there:
             raise ValueError(f"{place} holds {some(there)}: give an empty folder")
@@ -105,14 +106,7 @@ def export_dcp(
         if not leaves:
             raise CheckpointMismatch(f"checkpoint {checkpoint.commit.path} has nothing that fits {', '.join(globs(include))}")
         items = list(_items(leaves))
-        return _write_items(checkpoint, leaves, items[rank::world], place, rank, progress)
-
-    mine = together(write, group)
-    infos = [mine]
-    if world > 1:
-        infos = [{} for _ in range(world)]
-        dist.all_gather_object(infos, mine, group=group)
-    storage = {index: info for one in infos for index, info in one.items()}
+        return _write_items(checkpoint, leaves, items[rank::world], place, rank, progress, files)
 
     def finish() -> None:
         described: dict[str, Any] = {key: declared(leaf) for key, leaf in leaves.items()}
@@ -123,9 +117,20 @@ def export_dcp(
         whole = Metadata(described, paths, storage, StorageMeta(checkpoint_id=str(place)), _DCP_VERSION)
         publish(place / ".metadata", pickle.dumps(whole))
 
-    from_first(finish, group)
-    files = sorted({info.relative_path for info in storage.values()})
-    return DcpExported(tuple(files), tuple(leaves), sum(leaf.bytes for leaf in leaves.values() if isinstance(leaf, Ref)))
+    files: list[Path] = []
+    try:
+        mine = together(write, group)
+        infos = [mine]
+        if world > 1:
+            infos = [{} for _ in range(world)]
+            dist.all_gather_object(infos, mine, group=group)
+        storage = {index: info for one in infos for index, info in one.items()}
+        from_first(finish, group)
+    except BaseException:
+        take_back(files)
+        raise
+    names = sorted({info.relative_path for info in storage.values()})
+    return DcpExported(tuple(names), tuple(leaves), sum(leaf.bytes for leaf in leaves.values() if isinstance(leaf, Ref)))
 
 
 def _items(leaves: Mapping[str, Any]) -> Iterator[_Item]:
@@ -150,7 +155,13 @@ def _boxes(key: str, leaf: Ref | torch.Tensor) -> Iterator[tuple[str, tuple[int,
 
 
 def _write_items(
-    checkpoint: Checkpoint, leaves: Mapping[str, Any], items: list[_Item], place: Path, rank: int, progress: Progress | None
+    checkpoint: Checkpoint,
+    leaves: Mapping[str, Any],
+    items: list[_Item],
+    place: Path,
+    rank: int,
+    progress: Progress | None,
+    files: list[Path],
 ) -> dict[MetadataIndex, Any]:
     infos: dict[MetadataIndex, Any] = {}
     number = 0
@@ -158,6 +169,7 @@ def _write_items(
         name = f"__{rank}_{number}.distcp"
         written: list[tuple[_Item, Any, bytes]] = []
         with open(place / name, "xb") as file:
+            files.append(place / name)
             while items and file.tell() < _FILE_BYTES:
                 item = items.pop(0)
                 offset, digest = file.tell(), b""

@@ -1,9 +1,9 @@
 """The files of a stock PyTorch distributed checkpoint (DCP), read by flat ranges.
 
-DCP keeps its index in ``.metadata``, which is a pickle. It is read by an unpickler that knows the classes which DCP itself puts there and
-refuses every other name, so that nothing else can run. Tensors lie in ``.distcp`` files as one ``torch.save`` archive each; of an
-archive only its directory and the few bytes that describe the tensor are parsed, by torch's own ``weights_only`` loader, and elements
-are then read where they lie. Plain objects are read with ``weights_only``, too.
+DCP keeps its index in ``.metadata``, which is a pickle; ``dcp_pickle.py`` reads it, and every number of it is checked here before it is
+used. Tensors lie in ``.distcp`` files as one ``torch.save`` archive each; of an archive only its directory and the few bytes that describe
+the tensor are parsed, by torch's own ``weights_only`` loader on fake tensors, and elements are then read where they lie. Plain objects
+are read in the same way; tensors within them are refused, for that loader believes an archive which says that they are larger than it is.
 
 DCP has no checksums: what was damaged at rest can't be told.
 """
@@ -13,55 +13,32 @@ from __future__ import annotations
 import io
 import math
 import os
-import pathlib
-import pickle
-from collections import OrderedDict
+import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypeGuard, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint import filesystem, metadata
 
 from vescale_ray.geometry import Box, boxes, intervals
 
+from .dcp_pickle import MAX_BYTES, MAX_DIMS, Record, read_pickle
 from .errors import ForeignFileError
-from .foreign import Files
-
-_CLASSES: dict[tuple[str, str], Any] = {
-    (cls.__module__, cls.__name__): cls
-    for cls in (
-        metadata.Metadata,
-        metadata.TensorStorageMetadata,
-        metadata.BytesStorageMetadata,
-        metadata.ChunkStorageMetadata,
-        metadata.TensorProperties,
-        metadata.MetadataIndex,
-        metadata.StorageMeta,
-        metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo,
-        filesystem._StoragePrefix,
-        OrderedDict,
-    )
-}
-# Where a checkpoint was saved, as Python up to 3.12 and from 3.13 on call it.
-_CLASSES |= {(module, cls.__name__): cls for module in ("pathlib", "pathlib._local") for cls in (pathlib.PosixPath, pathlib.PurePosixPath)}
-_CLASSES |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout"): torch.serialization._get_layout}  # type: ignore[attr-defined]
+from .foreign import Files, local_folder
 
 _SPAN_BYTES = 1 << 20
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        found = _CLASSES.get((module, name))
-        if found is None and module == "torch":
-            found = getattr(torch, name, None) if name.isidentifier() else None
-            found = found if isinstance(found, torch.dtype) else None
-        if found is None:
-            raise ForeignFileError(f"it refers to {module}.{name}, which is none of DCP's own classes: it is not read")
-        return found
+@dataclass(frozen=True)
+class StorageInfo:
+    """Where an archive lies: ``length`` bytes from byte ``offset`` of file ``relative_path`` on."""
+
+    relative_path: str
+    offset: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -95,7 +72,7 @@ class Archives:
     """The ``torch.save`` archives in the files of one folder."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder = local_folder(folder, "the folder to read")
         self._files = Files(self.folder)
         self._payloads: dict[tuple[str, int], Payload] = {}
 
@@ -103,10 +80,8 @@ class Archives:
         """Where the elements of one archive lie; reads its directory, not its elements."""
         key = (info.relative_path, info.offset)
         if key not in self._payloads:
-            section = _Section(self._files, info.relative_path, info.offset, info.length)
             try:
-                with FakeTensorMode():
-                    fake = torch.load(cast(IO[bytes], section), weights_only=True, map_location="cpu")
+                fake = self._load(info)
                 if not isinstance(fake, torch.Tensor) or fake.layout != torch.strided:
                     raise ForeignFileError(f"holds a {type(fake).__name__}, no dense tensor")
                 storage = fake.untyped_storage()
@@ -129,6 +104,17 @@ class Archives:
             )
         return self._payloads[key]
 
+    def _load(self, info: Any) -> Any:
+        """What an archive holds, tensors without their elements."""
+        section = _Section(self._files, info.relative_path, info.offset, info.length)
+        with zipfile.ZipFile(cast(IO[bytes], section)) as archive:
+            # torch stores without compression; what is compressed could grow a thousandfold in memory.
+            if any(one.compress_type or one.file_size != one.compress_size for one in archive.infolist()):
+                raise ForeignFileError("it is compressed, which torch.save never does")
+        section.seek(0)
+        with FakeTensorMode():
+            return torch.load(cast(IO[bytes], section), weights_only=True, map_location="cpu")
+
     def digest(self, info: Any, update: Any) -> None:
         """Give the bytes of one archive's elements to ``update``, a piece at a time."""
         payload = self.payload(info)
@@ -149,28 +135,40 @@ class DcpFiles(Archives):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         super().__init__(folder)
-        raw = _metadata(self.folder)
         self.tensors: dict[str, DcpTensor] = {}
-        self.objects: dict[str, Any] = {}
+        self.objects: dict[str, StorageInfo] = {}
+        self.paths: dict[str, tuple[str | int, ...]] = {}
         try:
-            for key, entry in raw.state_dict_metadata.items():
-                if isinstance(entry, metadata.TensorStorageMetadata):
-                    self.tensors[key] = _tensor(key, entry, raw.storage_data)
-                else:
-                    self.objects[key] = _checked_info(raw.storage_data[metadata.MetadataIndex(key)])
-            planned = raw.planner_data if isinstance(raw.planner_data, Mapping) else {}
-            self.paths: dict[str, tuple[Any, ...]] = {key: tuple(planned.get(key, (key,))) for key in raw.state_dict_metadata}
+            raw = _index(self.folder, self._files)
+            self._take(raw, _fields(read_pickle(raw), "Metadata"))
         except ForeignFileError as error:
             raise ForeignFileError(f"{self.folder / '.metadata'}: {error}") from None
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ForeignFileError(f"{self.folder / '.metadata'}: malformed: {type(error).__name__}: {error}") from None
+        except FileNotFoundError:
+            raise ForeignFileError(f"{self.folder}: no DCP checkpoint: it has no .metadata") from None
+
+    def _take(self, raw: bytes, index: Mapping[str, Any]) -> None:
+        described, storage = _dict(index, "state_dict_metadata"), _storage(_dict(index, "storage_data"))
+        planned = index.get("planner_data")
+        chunks = 0
+        for key, entry in described.items():
+            if type(key) is not str or not key:
+                raise ForeignFileError("malformed: a name is no text, or empty")
+            self.paths[key] = _path(key, planned.get(key, (key,)) if isinstance(planned, dict) else (key,))
+            if isinstance(entry, Record) and entry.name == "BytesStorageMetadata":
+                self.objects[key] = _located(storage, key, None)
+                continue
+            fields = _fields(entry, "TensorStorageMetadata")
+            chunks += len(_list(fields, "chunks"))
+            if chunks > len(raw):  # one list under many names: each would be gone through again
+                raise ForeignFileError(f"malformed: {chunks} chunks in an index of {len(raw)} bytes")
+            self.tensors[key] = _tensor(key, fields, storage)
 
     def object(self, key: str) -> Any:
         """What was stored under ``key``, if torch's ``weights_only`` loader takes it."""
-        info = self.objects[key]
-        raw = self._files.read(info.relative_path, info.offset, info.length)
         try:
-            return torch.load(io.BytesIO(raw), weights_only=True, map_location="cpu")
+            return _plain(self._load(self.objects[key]))
+        except ForeignFileError as error:
+            raise ForeignFileError(f"{self.folder}: {key!r}: {error}") from None
         except Exception as error:  # whatever a malformed archive makes of torch
             raise ForeignFileError(f"{self.folder}: {key!r} can't be read safely (weights_only): {_first_line(error)}") from None
 
@@ -266,70 +264,153 @@ class _Section(io.RawIOBase):
         return data
 
 
-def _metadata(folder: Path) -> Any:
-    path = folder / ".metadata"
-    try:
-        with open(path, "rb") as file:
-            raw = _Unpickler(file).load()
-    except FileNotFoundError:
-        raise ForeignFileError(f"{folder}: no DCP checkpoint: it has no .metadata") from None
-    except OSError as error:
-        raise ForeignFileError(f"{path}: can't be read: {error.strerror}") from None
-    except ForeignFileError as error:
-        raise ForeignFileError(f"{path}: {error}") from None
-    except Exception as error:  # whatever a malformed pickle raises
-        raise ForeignFileError(f"{path}: no DCP metadata: {type(error).__name__}: {_first_line(error)}") from None
-    if not isinstance(raw, metadata.Metadata) or not isinstance(raw.state_dict_metadata, dict):
-        raise ForeignFileError(f"{path}: holds a {type(raw).__name__}, no DCP metadata")
-    return raw
+def _index(folder: Path, files: Files) -> bytes:
+    os.stat(folder / ".metadata")
+    size = files.size(".metadata")
+    if size > MAX_BYTES:
+        raise ForeignFileError(f"its {size} bytes are more than an index has ({MAX_BYTES})")
+    return files.read(".metadata", 0, size)
 
 
-def _tensor(key: str, entry: Any, storage: Mapping[Any, Any]) -> DcpTensor:
-    shape, dtype = tuple(entry.size), entry.properties.dtype
-    if not isinstance(dtype, torch.dtype) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ForeignFileError(f"{key!r} has shape {shape} and dtype {dtype}")
-    chunks = []
-    for raw in entry.chunks:
-        box = (tuple(raw.offsets), tuple(raw.sizes))
-        inside = len(box[0]) == len(box[1]) == len(shape) and all(
-            type(o) is int and type(s) is int and o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(*box, shape, strict=True)
+def _plain(value: Any) -> Any:
+    """``value`` itself, if it is no tensor, holds none, and is small enough to go through (what refers to itself is endless)."""
+    left = 1 << 20
+
+    def walk(one: Any, depth: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0 or depth > MAX_DIMS:
+            raise ForeignFileError(f"it is nested more than {MAX_DIMS} deep, or holds more than a million values")
+        if isinstance(one, torch.Tensor):
+            raise ForeignFileError("it holds a tensor within a plain object, which is not read")
+        for inner in one.values() if isinstance(one, Mapping) else one if isinstance(one, (list, tuple)) else ():
+            walk(inner, depth + 1)
+
+    walk(value, 0)
+    return value
+
+
+def _fields(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Record) or value.name != name or not isinstance(value.state, dict):
+        found = value.name if isinstance(value, Record) else type(value).__name__
+        raise ForeignFileError(f"no DCP metadata: it has a {found} in place of a {name}")
+    return value.state
+
+
+def _dict(fields: Mapping[str, Any], name: str) -> dict[Any, Any]:
+    value = fields.get(name)
+    if not isinstance(value, dict):
+        raise ForeignFileError(f"no DCP metadata: its {name} is no dict")
+    return value
+
+
+def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
+    value = fields.get(name)
+    if not isinstance(value, list):
+        raise ForeignFileError(f"no DCP metadata: {name} of a tensor is no list")
+    return value
+
+
+def _storage(raw: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], Any]:
+    storage: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+    for index, info in raw.items():
+        fields = _fields(index, "MetadataIndex")
+        fqn, offset = fields.get("fqn"), fields.get("offset")
+        if type(fqn) is not str or not (offset is None or _counts(offset)):
+            raise ForeignFileError("malformed: a storage index without a name or a place")
+        if (fqn, offset) in storage:
+            raise ForeignFileError(f"malformed: {fqn!r} is stored twice at {offset}")
+        storage[fqn, offset] = info
+    return storage
+
+
+def _located(storage: Mapping[tuple[str, tuple[int, ...] | None], Any], key: str, offset: tuple[int, ...] | None) -> StorageInfo:
+    found = storage.get((key, offset))
+    if found is None:
+        raise ForeignFileError(f"malformed: it does not say where {key!r} is stored" + ("" if offset is None else f" from {offset} on"))
+    fields = _fields(found, "_StorageInfo")
+    name, start, length = fields.get("relative_path"), fields.get("offset"), fields.get("length")
+    plain = (
+        isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..") and "\\" not in name and "\0" not in name
+    )
+    if not plain:
+        raise ForeignFileError(f"it keeps data in {_brief(name)}, which is no file of the folder")
+    if not _counts((start, length)):
+        raise ForeignFileError(f"it keeps data at byte {_brief(start)} of {name!r}, {_brief(length)} bytes")
+    if fields.get("transform_descriptors"):
+        raise ForeignFileError(
+            f"its streams were transformed ({_brief(fields['transform_descriptors'])}); only plain ones can be read by ranges"
         )
-        if not inside:
-            raise ForeignFileError(f"{key!r} of shape {shape} has a chunk at {box[0]} of sizes {box[1]}")
-        if math.prod(box[1]):
-            chunks.append(Chunk(box, _checked_info(storage[metadata.MetadataIndex(key, raw.offsets)])))
+    return StorageInfo(str(name), cast(int, start), cast(int, length))
+
+
+def _path(key: str, path: Any) -> tuple[str | int, ...]:
+    if type(path) is not tuple or not 0 < len(path) <= MAX_DIMS or not all(type(part) in (str, int) for part in path):
+        raise ForeignFileError(f"malformed: the path of {key!r} in the state dict is no tuple of names")
+    return path
+
+
+def _tensor(key: str, fields: Mapping[str, Any], storage: Mapping[tuple[str, tuple[int, ...] | None], Any]) -> DcpTensor:
+    properties, shape = fields.get("properties"), fields.get("size")
+    state = properties.state if isinstance(properties, Record) and properties.name == "TensorProperties" else None
+    dtype = state.get("dtype") if isinstance(state, dict) else state[0] if state else None
+    if not isinstance(dtype, torch.dtype) or not _counts(shape) or math.prod(max(1, n) for n in shape) >= 1 << 62:
+        raise ForeignFileError(f"{key!r} has shape {_brief(shape)} and dtype {_brief(dtype)}")
+    chunks = []
+    for one in _list(fields, "chunks"):
+        place = _fields(one, "ChunkStorageMetadata")
+        offsets, sizes = place.get("offsets"), place.get("sizes")
+        if not (_counts(offsets) and _counts(sizes) and len(offsets) == len(sizes) == len(shape)) or any(
+            o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)
+        ):
+            raise ForeignFileError(f"{key!r} of shape {shape} has a chunk at {_brief(offsets)} of sizes {_brief(sizes)}")
+        if math.prod(sizes):
+            chunks.append(Chunk((offsets, sizes), _located(storage, key, offsets)))
     held = sum(math.prod(chunk.box[1]) for chunk in chunks)
     if held != math.prod(shape):
         raise ForeignFileError(f"{key!r} of shape {shape} has {math.prod(shape)} elements, its chunks {held}")
-    _check_disjoint(key, chunks)
+    _check_tiling(key, shape, chunks)
     return DcpTensor(shape, dtype, tuple(chunks))
 
 
-def _check_disjoint(key: str, chunks: list[Chunk]) -> None:
-    """With as many elements as the tensor and no two in one place, chunks cover it. Swept along the dimension that they are cut in most."""
-    if len(chunks) < 2:
-        return
-    ndim = len(chunks[0].box[0])
-    dim = max(range(ndim), key=lambda d: len({chunk.box[0][d] for chunk in chunks}), default=0)
-    active: list[Box] = []
-    for chunk in sorted(chunks, key=lambda c: c.box[0][dim] if ndim else 0):
-        active = [box for box in active if ndim and box[0][dim] + box[1][dim] > chunk.box[0][dim]]
-        for box in active:
-            if _intersection(box, chunk.box) is not None:
-                raise ForeignFileError(f"{key!r}: the chunks at {box[0]} and {chunk.box[0]} overlap")
-        active.append(chunk.box)
+def _check_tiling(key: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
+    """The chunks cover the tensor, each element once: if and only if their corners, counted with alternating signs, are those of the whole.
+
+    (The sum of the boxes' indicator functions is determined by its mixed difference, which is non-zero in corners alone.) Costs 2 to the
+    number of dimensions that are cut, per chunk; comparing each with each would let a small file take hours.
+    """
+    cut = [d for d, n in enumerate(shape) if any(chunk.box[1][d] != n for chunk in chunks)]
+    if len(cut) > 8:
+        raise ForeignFileError(f"{key!r} is cut in {len(cut)} dimensions; 8 at most")
+    corners: Counter[tuple[int, ...]] = Counter()
+    boxes_and_signs = [(chunk.box, 1) for chunk in chunks] + ([(((0,) * len(shape), shape), -1)] if chunks else [])
+    for (offsets, sizes), sign in boxes_and_signs:
+        points: list[tuple[tuple[int, ...], int]] = [((), sign)]
+        for d in cut:
+            points = [((*at, edge), s) for at, one in points for edge, s in ((offsets[d], one), (offsets[d] + sizes[d], -one))]
+        for at, one in points:
+            corners[at] += one
+    odd = min((at for at, count in corners.items() if count), default=None)
+    if odd is not None:
+        place = tuple(dict(zip(cut, odd, strict=True)).get(d, 0) for d in range(len(shape)))
+        raise ForeignFileError(f"{key!r} of shape {shape}: its chunks overlap, or leave a hole, at {place}")
 
 
-def _checked_info(info: Any) -> Any:
-    name = info.relative_path
-    plain = isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..") and "\\" not in name
-    if not plain:
-        raise ForeignFileError(f"it keeps data in {name!r}, which is no file of the folder")
-    if not (type(info.offset) is int and type(info.length) is int and info.offset >= 0 and info.length >= 0):
-        raise ForeignFileError(f"it keeps data at byte {info.offset!r} of {name!r}, {info.length!r} bytes")
-    if getattr(info, "transform_descriptors", None):
-        raise ForeignFileError(f"its streams were transformed ({info.transform_descriptors}); only plain ones can be read by ranges")
-    return info
+def _counts(values: Any) -> TypeGuard[tuple[int, ...]]:
+    """Whether ``values`` is a tuple of at most 64 numbers that a shape or a place can have."""
+    return type(values) is tuple and len(values) <= MAX_DIMS and all(type(n) is int and 0 <= n < 1 << 62 for n in values)
+
+
+def _brief(value: Any) -> str:
+    """A value from a file in a message: a few characters, however deep or long it is."""
+    if isinstance(value, (int, float, str, torch.dtype)) or value is None or _counts(value):
+        text = repr(value)
+    elif isinstance(value, (tuple, list)):
+        text = ", ".join(repr(one) if isinstance(one, (int, str)) else type(one).__name__ for one in value[:4])
+        text = f"[{text}{', ..' if len(value) > 4 else ''}]"
+    else:
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 200 else text[:200] + ".."
 
 
 def _intersection(left: Box, right: Box) -> Box | None:

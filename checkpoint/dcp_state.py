@@ -8,8 +8,9 @@ flattened.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from .errors import CheckpointMismatch, ForeignFileError
 from .manifest import check_meta
 from .matching import StoredTensor
 from .names import chosen
-from .state import encode
+from .scalars import encode
 
 
 class DcpSource:
@@ -29,6 +30,7 @@ class DcpSource:
         entries: ``{our entry: DCP's}``.
         table: from DCP's names of tensors to ours.
         include, exclude: globs of our names; what they leave out is not looked at.
+        only: our entries that are wanted; others are not looked at. Default: all.
 
     Raises:
         ForeignFileError: malformed, or holding what we have no place for: named, with the remedy.
@@ -38,14 +40,17 @@ class DcpSource:
         self,
         folder: str | os.PathLike[str],
         entries: Mapping[str, str],
-        table: Callable[[str], str],
-        include: Sequence[str],
-        exclude: Sequence[str],
+        table: Callable[[str], str] = str,
+        include: Sequence[str] = ("*",),
+        exclude: Sequence[str] = (),
+        *,
+        only: Collection[str] | None = None,
     ) -> None:
         self._files = DcpFiles(folder)
         self._table, self._include, self._exclude = table, include, exclude
         self._ours = {theirs: ours for ours, theirs in entries.items()}
         self._keys: dict[tuple[str, str], str] = {}
+        self._aliases: dict[str, str] = {}
         self._tensors: dict[str, StoredTensor] = {}
         self._models: list[str] = []
         self._optimizers: dict[str, _Optimizer] = {}
@@ -56,6 +61,8 @@ class DcpSource:
             entry = self._entry(path)
             inner = [str(part) for part in path[1:]]
             part = _optimizer_part(inner)
+            if only is not None and ("model" if bare and len(path) == 1 and key in self._files.tensors else entry) not in only:
+                continue
             if part is not None:
                 found = self._optimizers.setdefault(entry, _Optimizer({}, {}, {}, []))
                 kind, name, field = part
@@ -80,7 +87,12 @@ class DcpSource:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        return {}
+        return self._aliases
+
+    def tie(self, aliases: Mapping[str, str]) -> None:
+        """Take ``{other name: name}`` for one tensor each from now on; that they are equal is for the caller to know."""
+        self._aliases = dict(aliases)
+        self._tensors = {name: tensor for name, tensor in self._tensors.items() if name not in aliases}
 
     def describe(self) -> str:
         return str(self._files.folder)
@@ -88,12 +100,7 @@ class DcpSource:
     def read_into(self, name: str, kind: str, start: int, out: torch.Tensor) -> None:
         self._files.read_into(self._keys[name, kind], start, out)
 
-    def weights(self) -> _Weights:
-        """The tensors of the entry ``model`` alone."""
-        others = tuple(f"{entry}/" for entry in self._models if entry != "model")
-        names = {n: t for n, t in self._tensors.items() if "param" in t.kinds and not (others and n.startswith(others))}
-        return _Weights(self, {n: StoredTensor(t.shape, {"param": t.kinds["param"]}) for n, t in names.items()})
-
+    @cached_property
     def meta(self) -> dict[str, Any]:
         """What ``save`` would have put into the manifest's meta; reads the small objects."""
         values: dict[str, Any] = {}
@@ -182,6 +189,7 @@ class DcpSource:
             for field, by_name in found.scalars.items()
         }
         groups: list[dict[str, Any]] = []
+        flattened = False
         for name, fields in found.groups.items():
             loaded = {field: self._scalar(where) for field, where in fields.items()}
             params = loaded.pop("params", None)
@@ -189,6 +197,7 @@ class DcpSource:
             if params is not None:
                 members = [self._owner(key, str(param)) for param in params]
             else:  # flattened: one entry for each parameter; those with the same values were one group, as far as one can tell
+                flattened = True
                 members = [self._owner(key, name)]
                 same = next((group for group in groups if group["hyper"] == hyper), None)
                 if same is not None:
@@ -197,7 +206,8 @@ class DcpSource:
             groups.append({"params": members, "hyper": hyper})
         for group in groups:
             group["params"] = [name for name in group["params"] if chosen(name, self._include, self._exclude)]
-        return {"type": "imported from DCP", "kinds": list(found.kinds), "groups": groups, "scalars": scalars}
+        about = {"kinds": list(found.kinds), "groups": groups, "scalars": scalars}
+        return {**about, **({"by_parameter": True} if flattened else {})}
 
 
 @dataclass
@@ -208,13 +218,6 @@ class _Optimizer:
     groups: dict[str, dict[str, str]]
     kinds: dict[str, None]
     owners: list[str]
-
-
-class _Weights:
-    def __init__(self, source: DcpSource, tensors: Mapping[str, StoredTensor]) -> None:
-        self._source, self.tensors = source, tensors
-        self.aliases: Mapping[str, str] = {}
-        self.describe, self.read_into = source.describe, source.read_into
 
 
 def _optimizer_part(inner: Sequence[str]) -> tuple[str, str, str] | None:

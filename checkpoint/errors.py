@@ -43,7 +43,13 @@ class ExportFailed(CheckpointError):
 
 
 class ForeignFileError(CheckpointError):
-    """A file of another format (safetensors, PyTorch DCP) is malformed, or holds what can't be read safely."""
+    """A file of another format (safetensors, PyTorch DCP) is malformed, or holds what can't be read safely.
+
+    The message is one sentence even where it quotes a name of a hundred megabytes.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
 
 
 class CheckpointCorrupt(CheckpointError):
@@ -71,6 +77,11 @@ class CheckpointCorrupt(CheckpointError):
         where = self.object if self.block is None else f"{self.object}, block {self.block}"
         holding = f" (holds {self.tensor})" if self.tensors else ""
         return f"checkpoint is damaged: {where}{holding}: {self.reason}"
+
+
+def shortened(message: str, most: int = 1000) -> str:
+    """``message``; of a longer one its beginning and its end."""
+    return message if len(message) <= most else f"{message[: most - 200]} [..] {message[-190:]}"
 
 
 def describe_tensors(tensors: tuple[str, ...], limit: int = 4) -> str | None:

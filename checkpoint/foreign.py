@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +24,13 @@ from .commits import Commit, commit
 from .digest import CHUNK_BYTES, as_bytes, view_of
 from .errors import CheckpointMismatch, ForeignFileError
 from .layout import ShardPiece
-from .loading import agreed, check_filled
+from .loading import PARTLY, prepared
 from .manifest import check_meta
 from .matching import StoredTensor
-from .materialize import materialize, on_meta
 from .names import Globs, NameTable, globs, table_of
 from .posix import sync_folder
 from .shard import Vote, new_attempt, write_shard
-from .state import Choice, flatten_models
+from .state import Choice, State, restore_values
 from .store import ObjectStore, Root, store_of
 from .tensors import local_part
 
@@ -49,6 +49,11 @@ class Source(Protocol):
 
     @property
     def aliases(self) -> Mapping[str, str]: ...
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """What is there beside tensors, as :func:`~vescale_ray.checkpoint.save` puts it into ``meta``."""
+        ...
 
     def describe(self) -> str: ...
 
@@ -81,6 +86,35 @@ def fill(source: Source, name: str, kind: str, start: int, out: torch.Tensor) ->
         target.copy_(part)
 
 
+def local_folder(folder: str | os.PathLike[str], what: str) -> Path:
+    """``folder`` as a path of this machine.
+
+    Raises:
+        ValueError: it is empty or a URL: other programs' files are read from and written to folders alone.
+    """
+    text = os.fspath(folder)
+    if not text or "://" in text:
+        raise ValueError(f"{what} {text!r} is {'a URL' if text else 'empty'}; give a folder of this machine")
+    return Path(text)
+
+
+def new_folder(folder: str | os.PathLike[str]) -> Path:
+    """A folder to export into, made if it isn't there. Raises ValueError: it can't be one."""
+    place = local_folder(folder, "the folder to write")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{place} can't be made a folder: {error.strerror}") from None
+    return place
+
+
+def take_back(paths: Iterable[Path]) -> None:
+    """Take back what an export wrote but did not finish: a reader might take it for the whole, and a second try needs the place."""
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()
+
+
 def publish(path: Path, data: bytes) -> None:
     """Write the file that makes the others beside it a whole: durable, and there with all of its bytes or not at all."""
     temporary = path.with_name(f".tmp-{path.name}")
@@ -92,9 +126,9 @@ def publish(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def into_model(
+def into_state(
     source: Source,
-    target: nn.Module | Mapping[str, torch.Tensor],
+    state: State,
     *,
     include: Globs = "*",
     exclude: Globs = (),
@@ -106,7 +140,7 @@ def into_model(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> Imported:
-    """Read weights into a model (or a dict of tensors), sharded or not, on the meta device or not; every rank calls it.
+    """Read into the modules, tensors, optimizers and values of ``state``, sharded or not, on the meta device or not; every rank calls it.
 
     The arguments are those of :func:`~vescale_ray.checkpoint.load`. Raises what that raises, and ForeignFileError.
     """
@@ -114,31 +148,37 @@ def into_model(
     choice = Choice(globs(include), globs(exclude), globs(allow_missing), globs(allow_unexpected), table_of(rename))
 
     def work() -> Imported:
-        state = {"model": target}
-        flat = flatten_models(state)
-        among = {(name, "param") for name, tensor in source.tensors.items() if "param" in tensor.kinds}
-        there = agreed(source.describe(), source, among, flat, choice, cast)
-        if isinstance(target, nn.Module) and on_meta(target):
-            check_filled(flat, there, [target])
-            materialize(target, None if device is None else torch.device(device))
-            flat = flatten_models(state)
+        flat, there = prepared(state, source, source.describe(), choice, cast, None if device is None else torch.device(device))
         done = 0
         with torch.no_grad():
             for pair, (name, kind) in there.items():
                 part = local_part(pair[0], flat.tensors[pair], world, rank)
                 whole = part.flat()
                 for start, _, piece in part.pieces(whole):
-                    fill(source, name, kind, start, piece)
+                    try:
+                        fill(source, name, kind, start, piece)
+                    except ForeignFileError as error:
+                        raise ForeignFileError(f"{error}; {PARTLY}") from error
                     size = piece.numel() * source.tensors[name].kinds[kind].itemsize
                     done += size
                     if progress is not None:
                         progress(size)
                 if not part.shared:
                     part.local.copy_(whole.view(part.local.shape))
-        missing = tuple(pair[0] for pair in flat.tensors if pair not in there and choice.takes_pair(pair, flat))
-        return Imported(tuple(pair[0] for pair in there), done, missing)
+        restore_values(state, source, flat, choice)
+        missing = tuple(dict.fromkeys(pair[0] for pair in flat.tensors if pair not in there and choice.takes_pair(pair, flat)))
+        return Imported(tuple(dict.fromkeys(pair[0] for pair in there)), done, missing)
 
     return together(work, group)
+
+
+def state_of(target: nn.Module | Mapping[str, Any]) -> State:
+    """What an import is to fill, as a state: a module or a dict of tensors is the entry ``"model"`` of one."""
+    if isinstance(target, nn.Module) or all(isinstance(value, torch.Tensor) for value in target.values()):
+        return {"model": target}
+    if not isinstance(target, MutableMapping):
+        raise ValueError(f"a state to fill is a {type(target).__name__}; give a dict, whose plain values can be set")
+    return target
 
 
 def into_commit(
@@ -245,7 +285,11 @@ def _piece(source: Source, new: str, name: str, kind: str, start: int, end: int,
 
 
 class Files:
-    """Files of one folder, read at any offset; a few stay open."""
+    """Regular files of one folder, read at any offset; a few stay open.
+
+    Raises:
+        ForeignFileError: by every method, naming the file: it is none, can't be read, or is too short.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -255,7 +299,13 @@ class Files:
         return os.fstat(self._fd(name)).st_size
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        data = os.pread(self._fd(name), size, offset)
+        left = self.size(name) - offset
+        if size > left:  # before as many bytes are allocated
+            raise ForeignFileError(f"{self.folder / name}: ends at byte {offset + left}, {offset + size} are needed: truncated")
+        try:
+            data = os.pread(self._fd(name), size, offset)
+        except OSError as error:
+            raise ForeignFileError(f"{self.folder / name}: can't be read: {error.strerror}") from error
         if len(data) < size:
             raise ForeignFileError(f"{self.folder / name}: ends at byte {offset + len(data)}, {offset + size} are needed: truncated")
         return data
@@ -285,7 +335,12 @@ class Files:
             if len(self._open) >= 16:
                 os.close(self._open.pop(next(iter(self._open))))
             try:
-                self._open[name] = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+                # Not to wait at a FIFO for a writer who never comes.
+                fd = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except OSError as error:
                 raise ForeignFileError(f"{self.folder / name}: can't be opened: {error.strerror}") from error
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                os.close(fd)
+                raise ForeignFileError(f"{self.folder / name}: is no file, but a folder, device or pipe")
+            self._open[name] = fd
         return self._open[name]

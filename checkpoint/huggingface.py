@@ -23,13 +23,26 @@ from .api import from_first, ranks_of, together
 from .commits import Commit
 from .digest import as_bytes, view_of
 from .errors import CheckpointMismatch, ExportFailed, ForeignFileError
-from .foreign import OBJECT_BYTES, Files, Imported, Progress, Source, into_commit, into_model, is_root, publish
+from .foreign import (
+    OBJECT_BYTES,
+    Files,
+    Imported,
+    Progress,
+    Source,
+    into_commit,
+    into_state,
+    is_root,
+    local_folder,
+    new_folder,
+    publish,
+    take_back,
+)
 from .layout import dtype_name
 from .matching import StoredTensor, some
 from .names import Globs, NameTable, chosen, globs, table_of
 from .posix import sync_folder
 from .reader import Checkpoint, open_checkpoint
-from .safetensors_file import SAFETENSORS_NAME, Located, header_of, read_header
+from .safetensors_file import MAX_HEADER, SAFETENSORS_NAME, Located, header_of, once, read_header
 from .store import Root
 
 INDEX = "model.safetensors.index.json"
@@ -58,7 +71,7 @@ class HfSource:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        given = Path(path)
+        given = local_folder(path, "the folder to read")
         folder, names, index = _files_of(given)
         self._path, self._files = given, Files(folder)
         self._located: dict[str, Located] = {}
@@ -85,6 +98,10 @@ class HfSource:
     @property
     def aliases(self) -> Mapping[str, str]:
         return self._aliases
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        return {"models": ["model"]}
 
     def describe(self) -> str:
         return str(self._path)
@@ -127,9 +144,9 @@ def import_hf(
     source = _from_all(path, group)
     if not is_root(target):
         assert isinstance(target, (nn.Module, Mapping))
-        return into_model(
+        return into_state(
             source,
-            target,
+            {"model": target},
             include=include,
             exclude=exclude,
             allow_missing=allow_missing,
@@ -195,15 +212,15 @@ def export_hf(
         max_shard_bytes: of a file's tensors; a larger tensor has a file of its own.
 
     Raises:
-        ValueError: the folder holds model files. CheckpointMismatch: nothing to write, or a dtype that safetensors lacks.
+        ValueError: the folder holds model files, or is a URL. CheckpointMismatch: nothing to write, or a dtype that safetensors lacks.
         CheckpointCorrupt: the checkpoint is damaged. ExportFailed: what was read back differs from what was written.
     """
     rank, world = ranks_of(group)
-    place = Path(folder)
+    place = local_folder(folder, "the folder to write")
 
     def begin() -> Commit:
         found = open_checkpoint(root, commit).commit
-        place.mkdir(parents=True, exist_ok=True)
+        new_folder(folder)
         there = sorted(p.name for p in place.iterdir() if p.name.endswith((".safetensors", ".index.json")))
         if there:
             raise ValueError(f"{place} holds {some(there)}: give a folder without model files")
@@ -215,25 +232,24 @@ def export_hf(
         checkpoint = open_checkpoint(root, chosen_commit)
         files, aliases = _plan(checkpoint, table_of(rename), globs(include), globs(exclude), key, dtype, max_shard_bytes)
         metadata = {"format": "pt", **({_ALIASES: json.dumps(aliases)} if aliases else {})}
-        mine = files[rank::world]
-        try:
-            for file in mine:
-                _write(checkpoint, place / file.name, file, metadata, progress)
-        except BaseException:
-            for file in mine:  # without an index a reader would take those that are there for the whole
-                (place / file.name).unlink(missing_ok=True)
-            raise
+        for file in files[rank::world]:
+            _write(checkpoint, place / file.name, file, metadata, progress)
+            mine.append(place / file.name)
         return files, aliases
-
-    files, _ = together(write, group)
-    size = sum(entry.bytes for file in files for entry in file.entries)
 
     def finish() -> None:
         weights = {entry.name: file.name for file in files for entry in file.entries}
         text = json.dumps({"metadata": {"total_size": size}, "weight_map": weights}, indent=2, sort_keys=True) + "\n"
         publish(place / INDEX, text.encode())
 
-    from_first(finish, group)
+    mine: list[Path] = []
+    try:
+        files, _ = together(write, group)
+        size = sum(entry.bytes for file in files for entry in file.entries)
+        from_first(finish, group)
+    except BaseException:
+        take_back(mine)
+        raise
     return Exported(tuple(f.name for f in files), tuple(e.name for f in files for e in f.entries), size)
 
 
@@ -365,12 +381,12 @@ def _files_of(path: Path) -> tuple[Path, list[str], dict[str, str] | None]:
 
 
 def _indexed(path: Path) -> tuple[Path, list[str], dict[str, str]]:
+    files = Files(path.parent)
+    size = files.size(path.name)
+    if size > MAX_HEADER:
+        raise ForeignFileError(f"{path}: no index: it is larger than {MAX_HEADER} bytes")
     try:
-        if path.stat().st_size > 1 << 30:
-            raise ForeignFileError(f"{path}: no index: it is larger than 1 GiB")
-        index = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ForeignFileError(f"{path}: can't be read: {error.strerror}") from None
+        index = json.loads(files.read(path.name, 0, size), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise ForeignFileError(f"{path}: no index: no JSON: {error}") from None
     weights = index.get("weight_map") if isinstance(index, dict) else None
@@ -378,7 +394,7 @@ def _indexed(path: Path) -> tuple[Path, list[str], dict[str, str]]:
         raise ForeignFileError(f"{path}: no index: it has no weight_map")
     for key, name in weights.items():
         # Names only: an index from elsewhere must not make us read other files of this machine.
-        plain = isinstance(name, str) and name.endswith(".safetensors") and name == os.path.basename(name) and "\\" not in name
+        plain = isinstance(name, str) and name.endswith(".safetensors") and name == os.path.basename(name) and not set(name) & {"\\", "\0"}
         if not plain or name.startswith("."):
             raise ForeignFileError(f"{path}: tensor {key!r} is said to be in {name!r}, which is no safetensors file beside the index")
     return path.parent, sorted(set(weights.values())), weights
@@ -389,7 +405,7 @@ def _stored_aliases(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
         return {}
     try:
         aliases = json.loads(metadata[_ALIASES])
-    except ValueError:
+    except (ValueError, RecursionError):
         aliases = None
     if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
         raise ForeignFileError(f"{path}: its {_ALIASES} is no JSON object of names")

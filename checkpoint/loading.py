@@ -7,6 +7,7 @@ Every rank reads its own intervals; the ranks only agree on the commit and, at t
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -25,11 +26,25 @@ from .materialize import materialize, on_meta
 from .names import Globs, NameTable, globs, matches, table_of
 from .reader import BUDGET_BYTES, Checkpoint, Range, ReadPlan, open_checkpoint
 from .rng import derive_rng, restore_rng
-from .state import Choice, Flat, Holder, State, check_values, flatten_models, flatten_targets, restore_values, stored_pairs
+from .saved_meta import check_saved_meta
+from .state import (
+    Choice,
+    Flat,
+    Holder,
+    Saved,
+    State,
+    check_values,
+    created_states,
+    flatten_models,
+    flatten_targets,
+    restore_values,
+    stored_pairs,
+)
 from .store import ObjectStore, Root, store_of
 from .tensors import LocalPart, local_part
 
 _log = logging.getLogger(__name__)
+PARTLY = "the state holds parts of it now: load again before it is used"
 
 
 @dataclass(frozen=True)
@@ -97,7 +112,8 @@ def load(
     Raises:
         NoCheckpoint: nothing to load. CheckpointMismatch: it is another model's; nothing was changed (where a model was on the meta
             device and an optimizer's states don't fit, the model has storage without values).
-        CheckpointCorrupt: damaged, and no older one to go back to; tensors may hold parts of it.
+        CheckpointCorrupt: damaged, and no older one to go back to; the message says so if tensors hold parts of it.
+        OSError: a checkpoint is out of reach (no permission, no file descriptor left): it may be whole, and is not passed over.
         ValueError: a parameter or buffer on the meta device that would get no value.
     """
     rank, world = ranks_of(group)
@@ -134,24 +150,24 @@ def _load_one(
     if checkpoint.commit.sha256 != chosen.sha256:
         raise CheckpointCorrupt(chosen.key, None, ("manifest",), f"rank {rank} sees another commit object than rank 0")
     choice = request.choice
-    check_values(state, checkpoint.meta, choice)
-    models = [value for value in state.values() if isinstance(value, nn.Module) and on_meta(value)]
-    if models:
-        # The weights are checked before anything gets storage; with the optimizers once more below, which need it.
-        weights = {key: value for key, value in state.items() if not isinstance(value, torch.optim.Optimizer)}
-        there = _agreed(checkpoint, weights, flatten_models(weights), choice, request.cast)
-        check_filled(flatten_models(weights), there, models)
-        optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
-        for model in models:
-            materialize(model, request.device, optimizers)
-    flat = flatten_targets(state, checkpoint, choice)
-    there = _agreed(checkpoint, state, flat, choice, request.cast)
     aux = checkpoint.aux(rank) if checkpoint.world == world else None
-    plan = _fill(checkpoint, flat, there, request, world, rank)
+    flat, there = prepared(state, checkpoint, f"checkpoint {checkpoint.commit.path}", choice, request.cast, request.device)
+    try:
+        plan = _fill(checkpoint, flat, there, request, world, rank)
+    except CheckpointCorrupt as error:
+        raise CheckpointCorrupt(error.object, error.block, error.tensors, f"{error.reason}; {PARTLY}") from error
+    except OSError as error:
+        raise OSError(error.errno or errno.EIO, f"{error.strerror or error}; {PARTLY}") from error
     restore_values(state, checkpoint, flat, choice)
     if request.rng:
         if aux is not None and "rng" in aux:
-            restore_rng(aux["rng"])
+            try:
+                restore_rng(aux["rng"])
+            except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+                raise CheckpointMismatch(
+                    f"checkpoint {checkpoint.commit.path}: the random generators of rank {rank} can't be set to what it holds of them "
+                    f"({type(error).__name__}: {error}); rng=False leaves them alone"
+                ) from error
         else:
             derive_rng(chosen.sha256, rank)
             if rank == 0:
@@ -167,11 +183,33 @@ def _load_one(
     return Loaded(chosen, checkpoint.step, checkpoint.epoch, meta, checkpoint.meta.get("state", {}), user, skipped, missing, plan)
 
 
-def _agreed(checkpoint: Checkpoint, state: Mapping[str, Any], flat: Flat, choice: Choice, cast: bool) -> dict[Pair, Pair]:
-    return agreed(f"checkpoint {checkpoint.commit.path}", checkpoint, stored_pairs(state, checkpoint), flat, choice, cast)
+def prepared(
+    state: Mapping[str, Any], holder: Saved, where: str, choice: Choice, cast: bool, device: torch.device | None
+) -> tuple[Flat, dict[Pair, Pair]]:
+    """Make ``state`` ready to be read into: names, shapes and dtypes agree with what ``holder`` has; what is on the meta device gets
+    storage; optimizer states that it lacks are made. Returns the state taken apart, and ``{pair here: pair stored}`` of what is to be read.
+
+    Raises:
+        CheckpointMismatch: nothing was changed, but that models on the meta device may have got storage.
+        ValueError: a parameter or buffer on the meta device that would get no value.
+    """
+    check_saved_meta(where, holder.meta, optimizers=any(isinstance(value, torch.optim.Optimizer) for value in state.values()))
+    check_values(state, holder.meta, choice)
+    models = [value for value in state.values() if isinstance(value, nn.Module) and on_meta(value)]
+    if models:
+        # The weights are checked before anything gets storage; with the optimizers once more below, which need it.
+        weights = {key: value for key, value in state.items() if not isinstance(value, torch.optim.Optimizer)}
+        flat = flatten_models(weights)
+        check_filled(flat, _agreed(where, holder, stored_pairs(weights, holder), flat, choice, cast), models)
+        optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
+        for model in models:
+            materialize(model, device, optimizers)
+    with created_states() as created:
+        flat = flatten_targets(state, holder, choice, created)
+        return flat, _agreed(where, holder, stored_pairs(state, holder), flat, choice, cast)
 
 
-def agreed(where: str, holder: Holder, among: Set[Pair], flat: Flat, choice: Choice, cast: bool) -> dict[Pair, Pair]:
+def _agreed(where: str, holder: Holder, among: Set[Pair], flat: Flat, choice: Choice, cast: bool) -> dict[Pair, Pair]:
     """``{pair here: pair stored}`` of what will be read.
 
     Args:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from .digest import decode_sums, encode_sums, root_of
+from .errors import shortened
 from .layout import FORMAT, dtype_name, dtype_of
 from .store import ALIGNMENT
 
@@ -37,7 +38,10 @@ MAX_BYTES = 256 << 20
 
 
 class ManifestError(ValueError):
-    """The bytes are not a valid manifest; the message says what is wrong."""
+    """The bytes are not a valid manifest; the message says what is wrong, in one sentence whatever it quotes."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,15 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from .commits import Commit, find, read_manifest
+from .commits import Commit, find, read_manifest, unreachable
 from .digest import CHUNK_BYTES, aligned_buffer, as_bytes, block_sums, copy_bytes, digest_of, view_of
 from .errors import CheckpointCorrupt, CheckpointMismatch
 from .layout import dtype_name
 from .manifest import Extents, Manifest, ManifestError, TensorEntry
 from .matching import Pair, StoredTensor, castable, label, match, some
 from .names import Globs, chosen, globs, nearest
-from .store import ALIGNMENT, KeyMissing, ObjectStore, RangeReader, Root, store_of
+from .saved_meta import check_saved_meta
+from .store import ALIGNMENT, KeyMissing, ObjectStore, RangeReader, Root, out_of_reach, store_of
 
 Range = tuple[str, str, int, int, torch.Tensor]
 """(name, kind, start, end, out): elements ``[start, end)`` of a tensor go to the flat tensor ``out``."""
@@ -106,7 +107,7 @@ class Checkpoint:
                 try:
                     raw = self._store.get(entry.key)
                 except OSError as error:
-                    raise CheckpointCorrupt(entry.key, None, ("aux",), _unreadable(error)) from error
+                    raise _unreadable(self._store, entry.key, error, ("aux",)) from error
                 if len(raw) != entry.bytes or digest_of(raw) != entry.xxh3_128:
                     raise CheckpointCorrupt(entry.key, None, ("aux",), "its checksum differs")
                 try:
@@ -117,6 +118,7 @@ class Checkpoint:
 
     def names(self, key: str = "model") -> dict[str, str]:
         """``{name within the entry: stored name}`` of one entry of the state that was saved, aliases of tied tensors included."""
+        check_saved_meta(f"checkpoint {self.commit.path}", self.meta, optimizers=False)
         others = [other for other in self.meta.get("models", ["model"]) if other != "model"]
         found = {}
         for name, stored in [*((n, n) for n in self.tensors), *self.aliases.items()]:
@@ -195,6 +197,7 @@ class Checkpoint:
         Raises:
             CheckpointMismatch: no such tensor, kind or range, or ``out`` has another dtype or size; before anything is read.
             CheckpointCorrupt: naming object, block and tensors. Destinations may be partly filled, with verified data only.
+            OSError: the storage is out of reach (no permission, say); likewise.
             ValueError: the budget is less than one block.
         """
         plan = self.plan(ranges, cast=cast, budget_bytes=budget_bytes)
@@ -297,8 +300,10 @@ def open_checkpoint(root: Root, commit: str | Commit | None = None) -> Checkpoin
     found = find(store, commit)
     try:
         manifest, _ = read_manifest(store, found.name)
-    except (ManifestError, OSError) as error:
+    except ManifestError as error:
         raise CheckpointCorrupt(found.key, None, (), str(error)) from error
+    except OSError as error:
+        raise _unreadable(store, found.key, error) from error
     return Checkpoint(store, found, manifest)
 
 
@@ -368,7 +373,7 @@ def _opened(store: ObjectStore, manifest: Manifest, segment: Segment, stack: Exi
     try:
         return stack.enter_context(store.open_read(key))
     except OSError as error:
-        raise CheckpointCorrupt(key, None, (), _unreadable(error)) from error
+        raise _unreadable(store, key, error) from error
 
 
 def _checked(store: ObjectStore, manifest: Manifest, segment: Segment, reader: RangeReader, whole: torch.Tensor) -> torch.Tensor:
@@ -380,7 +385,7 @@ def _checked(store: ObjectStore, manifest: Manifest, segment: Segment, reader: R
         # Whole pages are asked for: a direct read has to, and the object ends with one.
         count = reader.read_into(segment.offset, view_of(whole[: _padded(segment.bytes)]))
     except OSError as error:
-        raise CheckpointCorrupt(key, None, (), _unreadable(error)) from error
+        raise _unreadable(store, key, error) from error
     if count < segment.bytes:
         found = segment.offset + count
         raise CheckpointCorrupt(key, None, (), f"it ends at byte {found} of {manifest.objects[segment.object].bytes}: truncated")
@@ -412,7 +417,7 @@ def _read_again(store: ObjectStore, manifest: Manifest, segment: Segment, buffer
         with store.open_read(key) as reader:
             reader.read_into(segment.offset, view_of(buffer))
     except OSError as error:
-        raise CheckpointCorrupt(key, None, (), _unreadable(error)) from error
+        raise _unreadable(store, key, error) from error
 
 
 def _runs(extents: Extents, start: int, end: int, request: int) -> Iterator[tuple[int, int, int, int, int]]:
@@ -456,7 +461,10 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _unreadable(error: OSError) -> str:
+def _unreadable(store: ObjectStore, key: str, error: OSError, tensors: tuple[str, ...] = ()) -> Exception:
+    """Damage, or only out of reach?"""
     if isinstance(error, KeyMissing):
-        return "it is missing (deleted, or collected since)"
-    return f"it can't be read: {error.strerror or error}"
+        return CheckpointCorrupt(key, None, tensors, "it is missing (deleted, or collected since)")
+    if out_of_reach(error):
+        return unreachable(store.describe(key), error)
+    return CheckpointCorrupt(key, None, tensors, f"it can't be read: {error.strerror or error}")

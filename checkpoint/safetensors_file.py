@@ -20,7 +20,11 @@ from .errors import ForeignFileError
 from .foreign import Files
 from .layout import _SAFETENSORS_NAME as SAFETENSORS_NAME
 
-_MAX_HEADER = 100_000_000  # bytes; the safetensors library's own limit
+MAX_HEADER = 100_000_000
+"""Bytes of a header or an index; the safetensors library's own limit."""
+
+_MAX_DIMS = 64  # torch's own limit
+_LIMIT = 1 << 62
 
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAME.items()}
 _DTYPES |= {"F8_E8M0": torch.float8_e8m0fnu, "C64": torch.complex64}
@@ -50,9 +54,9 @@ def read_header(files: Files, name: str) -> tuple[dict[str, Located], dict[str, 
 
     expect(size >= 8, f"{size} bytes are too few for a header")
     length = int.from_bytes(files.read(name, 0, 8), "little")
-    expect(length <= min(_MAX_HEADER, size - 8), f"a header of {length} bytes is announced in a file of {size} (at most {_MAX_HEADER})")
+    expect(length <= min(MAX_HEADER, size - 8), f"a header of {length} bytes is announced in a file of {size} (at most {MAX_HEADER})")
     try:
-        header = json.loads(files.read(name, 8, length), object_pairs_hook=_once)
+        header = json.loads(files.read(name, 8, length), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise ForeignFileError(f"{files.folder / name}: no safetensors file: its header is no JSON: {error}") from None
     expect(isinstance(header, dict), "its header is no JSON object")
@@ -61,11 +65,13 @@ def read_header(files: Files, name: str) -> tuple[dict[str, Located], dict[str, 
     tensors: dict[str, Located] = {}
     spans: list[tuple[int, int, str]] = []
     for key, raw in header.items():
+        expect(bool(key), "a tensor without a name")
         expect(isinstance(raw, dict), f"the entry of {key!r} is no object")
         dtype, shape, offsets = raw.get("dtype"), raw.get("shape"), raw.get("data_offsets")
         expect(isinstance(dtype, str) and dtype in _DTYPES, f"{key!r} has dtype {dtype!r}, which is not known here")
-        expect(_counts(shape), f"{key!r} has shape {shape!r}")
-        expect(_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1], f"{key!r} has data_offsets {offsets!r}")
+        # Counted before they are multiplied or shown: a header can hold a million numbers, of thousands of digits each.
+        expect(_counts(shape, _MAX_DIMS) and math.prod(max(1, n) for n in shape) < _LIMIT, f"{key!r} has a shape that no tensor has")
+        expect(_counts(offsets, 2) and len(offsets) == 2 and offsets[0] <= offsets[1], f"{key!r} has data_offsets that are none")
         wanted = math.prod(shape) * _DTYPES[dtype].itemsize
         expect(offsets[1] - offsets[0] == wanted, f"{key!r} of shape {shape} takes {wanted} bytes, not {offsets[1] - offsets[0]}")
         tensors[key] = Located(name, tuple(shape), _DTYPES[dtype], 8 + length + offsets[0])
@@ -91,11 +97,12 @@ def header_of(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]], metad
     return len(text).to_bytes(8, "little") + text
 
 
-def _counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+def _counts(value: Any, most: int) -> bool:
+    return isinstance(value, list) and len(value) <= most and all(type(n) is int and 0 <= n < _LIMIT for n in value)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``json.loads``: a key that stands there twice is an error, for readers differ in which of the two they take."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a key stands there twice")

@@ -14,8 +14,8 @@ depend on how a run was set up. Tied tensors are stored once, with a list of ali
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,11 +23,10 @@ import torch
 from torch import nn
 
 from .errors import CheckpointMismatch
-from .layout import dtype_name, dtype_of
 from .manifest import check_meta
 from .matching import Pair, StoredTensor
 from .names import NameTable, chosen, matches
-from .reader import Checkpoint
+from .scalars import decode, encode
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 State = MutableMapping[str, Any]
@@ -59,6 +58,13 @@ class Holder(Protocol):
 
     @property
     def aliases(self) -> Mapping[str, str]: ...
+
+
+class Saved(Holder, Protocol):
+    """A holder that also has what a state keeps beside its tensors, as :func:`~vescale_ray.checkpoint.save` puts it into ``meta``."""
+
+    @property
+    def meta(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -120,12 +126,30 @@ def flatten(state: Mapping[str, Any]) -> Flat:
     return flat
 
 
-def flatten_targets(state: Mapping[str, Any], checkpoint: Checkpoint, choice: Choice) -> Flat:
-    """Take a state apart for loading: optimizer states that the checkpoint has and the optimizer has not yet are created.
+Created = list[tuple[torch.optim.Optimizer, torch.Tensor, str]]
+"""Optimizer states that were made to be read into: (optimizer, parameter, state key)."""
+
+
+@contextmanager
+def created_states() -> Iterator[Created]:
+    """Takes the states back that were created within, if that fails: an optimizer with some states and no step could not go on."""
+    created: Created = []
+    try:
+        yield created
+    except BaseException:
+        for optimizer, param, state_key in created:
+            del optimizer.state[param][state_key]
+            if not optimizer.state[param]:
+                del optimizer.state[param]
+        raise
+
+
+def flatten_targets(state: Mapping[str, Any], checkpoint: Saved, choice: Choice, created: Created) -> Flat:
+    """Take a state apart for loading: optimizer states that the checkpoint has and the optimizer has not yet are created, and listed in
+    ``created``.
 
     Raises:
-        CheckpointMismatch: the checkpoint has no such optimizer, or its parameter groups differ. Nothing was changed, but for
-            missing optimizer states that may have been created (zeros).
+        CheckpointMismatch: the checkpoint has no such optimizer, or its parameter groups differ.
     """
     flat = flatten_models(state)
     optimizers = checkpoint.meta.get("optimizers", {})
@@ -135,12 +159,12 @@ def flatten_targets(state: Mapping[str, Any], checkpoint: Checkpoint, choice: Ch
                 raise CheckpointMismatch(f"the checkpoint has no optimizer {key!r}; it has {sorted(optimizers) or 'none'}")
             saved = optimizers[key]
             _check_groups(key, value, saved, flat, checkpoint, choice)
-            _create_states(key, value, saved, flat, checkpoint, choice)
+            _create_states(key, value, saved, flat, checkpoint, choice, created)
             _optimizer_tensors(key, value, flat)
     return flat
 
 
-def stored_pairs(state: Mapping[str, Any], checkpoint: Checkpoint) -> set[Pair]:
+def stored_pairs(state: Mapping[str, Any], checkpoint: Saved) -> set[Pair]:
     """The stored (name, kind) pairs that belong to the entries of ``state``: what a strict load must find a place for."""
     meta = checkpoint.meta
     models = [key for key in meta.get("models", ["model"]) if key != "model"]
@@ -170,17 +194,23 @@ def check_values(state: Mapping[str, Any], meta: Mapping[str, Any], choice: Choi
             raise CheckpointMismatch(f"the checkpoint has no state {key!r}; it has {sorted(values) or 'none'}")
 
 
-def restore_values(state: State, checkpoint: Checkpoint, flat: Flat, choice: Choice) -> None:
+def restore_values(state: State, checkpoint: Saved, flat: Flat, choice: Choice) -> None:
     """Set what is not a tensor: hyperparameters and scalars of optimizers, stateful objects, plain values (in ``state`` itself)."""
     values = checkpoint.meta.get("state", {})
     for key, value in list(state.items()):
         if isinstance(value, torch.optim.Optimizer):
-            _restore_optimizer(value, checkpoint.meta["optimizers"][key], flat, checkpoint, choice)
+            _restore_optimizer(key, value, checkpoint.meta["optimizers"][key], flat, checkpoint, choice)
         elif not _is_tensors(value):
             if key not in values:
                 continue
             if _is_stateful(value):
-                value.load_state_dict(values[key])
+                try:
+                    value.load_state_dict(values[key])
+                except Exception as error:  # it is the caller's class; what it says of a state that it can't take is the reason
+                    raise CheckpointMismatch(
+                        f"{type(value).__name__}.load_state_dict of the entry {key!r} failed on what the checkpoint has of it: "
+                        f"{type(error).__name__}: {error}; tensors were loaded before"
+                    ) from error
             else:
                 state[key] = values[key]
 
@@ -284,10 +314,16 @@ def _flatten_optimizer(key: str, optimizer: torch.optim.Optimizer, flat: Flat) -
 
 
 def _check_groups(
-    key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: Flat, checkpoint: Checkpoint, choice: Choice
+    key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: Flat, checkpoint: Saved, choice: Choice
 ) -> None:
+    _check_sort(key, optimizer, saved)
     here = [[_param_name(key, i, p, flat) for i, p in enumerate(g["params"])] for g in optimizer.param_groups]
     there = [list(g["params"]) for g in saved["groups"]]
+    if saved.get("by_parameter"):
+        # Which parameters were a group was not recorded, only each one's hyperparameters: any groups will do in which these agree.
+        for index, names in enumerate(here):
+            _hyper_of(key, index, names, saved, flat, checkpoint, choice)
+        here, there = [sum(here, [])], [sum(there, [])]
     if len(here) != len(there):
         raise CheckpointMismatch(f"optimizer {key!r} has {len(here)} parameter groups, {len(there)} in the checkpoint")
     for index, (ours, theirs) in enumerate(zip(here, there, strict=True)):
@@ -300,18 +336,58 @@ def _check_groups(
         ]
         odd += [n for n in found if n not in wanted and choice.takes_stored(n) and not matches(n, choice.allow_unexpected)]
         if odd:
+            shown = ", ".join(name if name.isprintable() else repr(name) for name in sorted(odd)[:3])
+            raise CheckpointMismatch(f"parameter group {index} of optimizer {key!r} differs from the checkpoint's in {shown}")
+
+
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+
+
+def _check_sort(key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Is it the optimizer that was saved, or one that keeps the same hyperparameters (Adam and AdamW)? Another's states would be taken
+    for this one's, or stand beside them, and nothing might ever complain.
+
+    One set of names may contain the other, if the optimizer is called the same: torch's versions add some, schedulers too.
+    """
+    sort = saved.get("type")
+    same = sort is None or any(cls.__name__ == sort for cls in type(optimizer).__mro__)
+    for group, stored in zip(optimizer.param_groups, saved["groups"], strict=False):
+        ours, theirs = set(group) - {"params", "param_names"} - _OF_SCHEDULERS, set(stored["hyper"]) - _OF_SCHEDULERS
+        if ours != theirs and not (same and (ours <= theirs or theirs <= ours)):
+            odd = ", ".join(sorted(ours ^ theirs)[:4])
             raise CheckpointMismatch(
-                f"parameter group {index} of optimizer {key!r} differs from the checkpoint's in {', '.join(sorted(odd)[:3])}"
+                f"optimizer {key!r} is {type(optimizer).__name__}, the checkpoint's is {sort or 'another'}: they differ in the "
+                f"hyperparameters {odd}; make the same one, or load without it"
             )
 
 
-def _stored(name: str, flat: Flat, checkpoint: Checkpoint, choice: Choice) -> str:
+def _hyper_of(
+    key: str, index: int, names: list[str], saved: Mapping[str, Any], flat: Flat, checkpoint: Saved, choice: Choice
+) -> Mapping[str, Any] | None:
+    """The hyperparameters that all parameters of one group here have in the checkpoint; ``None`` if it has none of them."""
+    by_name = {checkpoint.aliases.get(n, n): group["hyper"] for group in saved["groups"] for n in group["params"]}
+    found = [by_name[stored] for stored in (_stored(name, flat, checkpoint, choice) for name in names) if stored in by_name]
+    if any(hyper != found[0] for hyper in found):
+        raise CheckpointMismatch(
+            f"the parameters of group {index} of optimizer {key!r} have different hyperparameters in the checkpoint: make the groups "
+            "that it was saved with"
+        )
+    return found[0] if found else None
+
+
+def _stored(name: str, flat: Flat, checkpoint: Saved, choice: Choice) -> str:
     stored = choice.stored(name, flat, checkpoint)
     return checkpoint.aliases.get(stored, stored)
 
 
 def _create_states(
-    key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: Flat, checkpoint: Checkpoint, choice: Choice
+    key: str,
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, Any],
+    flat: Flat,
+    checkpoint: Saved,
+    choice: Choice,
+    created: Created,
 ) -> None:
     """Lazily made optimizer states exist only after the first step; a load must not need one."""
     stored = checkpoint.tensors
@@ -321,18 +397,22 @@ def _create_states(
         source = _stored(name, flat, checkpoint, choice)
         for state_key in saved["kinds"]:
             kind = _kind(key, state_key)
-            if state_key in optimizer.state[param]:
+            if state_key in optimizer.state.get(param, {}):
                 continue
             with torch.no_grad():
                 if source in stored and kind in stored[source].kinds:
-                    optimizer.state[param][state_key] = torch.zeros_like(param, dtype=stored[source].kinds[kind], requires_grad=False)
+                    made = torch.zeros_like(param, dtype=stored[source].kinds[kind], requires_grad=False)
                 elif f"{source}/{kind}" in stored and not hasattr(param, "device_mesh"):
                     other = stored[f"{source}/{kind}"]
-                    optimizer.state[param][state_key] = torch.zeros(other.shape, dtype=other.kinds["state"], device=param.device)
+                    made = torch.zeros(other.shape, dtype=other.kinds["state"], device=param.device)
+                else:
+                    continue
+            optimizer.state[param][state_key] = made
+            created.append((optimizer, param, state_key))
 
 
 def _restore_optimizer(
-    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: Flat, checkpoint: Checkpoint, choice: Choice
+    key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: Flat, checkpoint: Saved, choice: Choice
 ) -> None:
     params: dict[str, torch.Tensor] = {}
     for param in (p for group in optimizer.param_groups for p in group["params"]):
@@ -344,38 +424,13 @@ def _restore_optimizer(
             found = params.get(checkpoint.aliases.get(name, name))
             if found is not None:
                 optimizer.state[found][state_key] = decode(value, optimizer.state[found].get(state_key))
-    for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
-        for name, value in stored["hyper"].items():
+    for index, group in enumerate(optimizer.param_groups):
+        if saved.get("by_parameter"):
+            hyper = _hyper_of(key, index, [flat.names[id(p)] for p in group["params"]], saved, flat, checkpoint, choice) or {}
+        else:
+            hyper = saved["groups"][index]["hyper"]
+        for name, value in hyper.items():
             group[name] = decode(value, group.get(name))
-
-
-def encode(what: str, value: Any) -> Any:
-    """A scalar, tuple or 0-d tensor as JSON: floats exactly (shortest round trip), non-finite ones as text."""
-    if isinstance(value, torch.Tensor):
-        if value.dim():
-            raise ValueError(f"{what} is a tensor of shape {tuple(value.shape)}; only 0-d tensors can stand there")
-        local = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return {"dtype": dtype_name(value.dtype), "value": encode(what, local.item())}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": repr(value)}
-    if isinstance(value, (list, tuple)):
-        return [encode(what, item) for item in value]
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    raise ValueError(f"{what} is a {type(value).__name__}, which JSON can't hold")
-
-
-def decode(value: Any, like: Any = None) -> Any:
-    """Back from :func:`encode`, as the type that stands there now: a tuple stays a tuple, a tensor on its device."""
-    if isinstance(value, dict):
-        if "float" in value:
-            return float(value["float"])
-        number = decode(value["value"])
-        device = like.device if isinstance(like, torch.Tensor) else "cpu"
-        return torch.tensor(number, dtype=dtype_of(value["dtype"]), device=device)
-    if isinstance(value, list):
-        items = [decode(item) for item in value]
-        return tuple(items) if isinstance(like, tuple) or like is None else items
-    if isinstance(like, torch.Tensor) and isinstance(value, (int, float)):
-        return torch.tensor(value, dtype=like.dtype, device=like.device)
-    return value
+    adopt = getattr(optimizer, "adopt_states", None)  # of an optimizer whose states are views of others, or copies
+    if adopt is not None:
+        adopt()

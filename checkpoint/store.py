@@ -7,6 +7,7 @@ local or shared POSIX file system and S3 with conditional writes both give.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +27,15 @@ class KeyExists(FileExistsError):
 
 class KeyMissing(FileNotFoundError):
     """No such object."""
+
+
+_OURS = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+def out_of_reach(error: OSError) -> bool:
+    """Whether ``error`` speaks of this process, and not of the object: no permission, no file descriptor or memory left. The object may be
+    whole, and a person can help; it must not be taken for damaged. (One that does not answer within the time limit is as good as lost.)"""
+    return isinstance(error, PermissionError) or error.errno in _OURS
 
 
 @dataclass(frozen=True, slots=True)

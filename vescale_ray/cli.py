@@ -59,14 +59,23 @@ def _fail(message: str, code: int) -> int:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    expected = isinstance(error, Failed | BadInput) or type(error).__module__.startswith("vescale_ray")
-    return text if expected and text else f"{type(error).__name__}: {text}"
+    if isinstance(error, OSError) and error.strerror:
+        # What the system or a store refused: the class and the number say nothing that these words don't.
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    else:
+        text = " ".join(str(error).split())
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)  # names come from files; a terminal would obey them
+    return text if _is_expected(error) and text else f"{type(error).__name__}: {text}"
 
 
 def _hint(error: BaseException) -> str:
-    expected = isinstance(error, Failed | BadInput) or type(error).__module__.startswith("vescale_ray")
-    return "" if expected else " (--debug shows the traceback)"
+    return "" if _is_expected(error) else " (--debug shows the traceback)"
+
+
+def _is_expected(error: BaseException) -> bool:
+    """Whether its message was written for a person."""
+    ours = isinstance(error, Failed | BadInput) or type(error).__module__.startswith("vescale_ray")
+    return ours or (isinstance(error, OSError) and bool(error.strerror))
 
 
 def _is_bad_input(error: BaseException) -> bool:

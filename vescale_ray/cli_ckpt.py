@@ -79,8 +79,10 @@ def ls(path: str | None, as_json: bool) -> int:
 def show(path: str | None, name: str | None, tensors: bool, include: tuple[str, ...], as_json: bool) -> int:
     """Say what a checkpoint holds, from its manifest alone: NAME in PATH, or the newest."""
     from vescale_ray.checkpoint.names import matches
+    from vescale_ray.checkpoint.saved_meta import check_saved_meta
 
     opened = _open(path, name)
+    check_saved_meta(opened.commit.path, opened.meta)
     listed = {n: t for n, t in opened.tensors.items() if matches(n, include or ("*",))}
     kinds: dict[str, tuple[int, int]] = {}
     for tensor in opened.tensors.values():
@@ -350,10 +352,13 @@ def import_hf(
     Example: vescale-ray ckpt import-hf Llama-3.2-1B runs/tuned/checkpoints --names llama
     """
     from vescale_ray import checkpoint
+    from vescale_ray.checkpoint.foreign import local_folder
     from vescale_ray.checkpoint.huggingface import HfSource
 
     root, table = _root(path, must_exist=False), _table(names)
-    if not Path(source).exists():
+    with _bad_values():
+        found = local_folder(source, "SOURCE")
+    if not found.exists():
         raise BadInput(f"{source}: no such file or folder")
     total = sum(math.prod(t.shape) * t.kinds["param"].itemsize for t in HfSource(source).tensors.values())
     with _bad_values(), _bar("importing", total, as_json) as advance:
@@ -404,12 +409,15 @@ def import_dcp(
 ) -> int:
     """Make SOURCE, what torch.distributed.checkpoint.save wrote, the newest checkpoint of PATH, optimizer states included.
 
-    Nothing is unpickled but DCP's own index.
+    Nothing is unpickled, DCP's own index included.
     """
     from vescale_ray import checkpoint
+    from vescale_ray.checkpoint.foreign import local_folder
 
     root, table = _root(path, must_exist=False), _table(names)
-    if not Path(source).is_dir():
+    with _bad_values():
+        found = local_folder(source, "SOURCE")
+    if not found.is_dir():
         raise BadInput(f"{source}: no such folder")
     pairs = dict(_pair(text) for text in tied)
     with _bad_values(), _bar("importing", None, as_json) as advance:
@@ -441,6 +449,8 @@ def _root(path: str | None, *, must_exist: bool = True) -> Target:
     from vescale_ray.config import load_config
     from vescale_ray.runfolder import RunFolder, newest_run
 
+    if path == "":
+        raise BadInput("PATH is empty; give a run's name, a folder or a URL")  # an unset variable in a script must not mean this folder
     if path is not None and "://" in path:
         return path
     named = Path("runs", path) if path is not None and not Path(path).exists() and os.sep not in path else None

@@ -78,8 +78,9 @@ def disagreeing_rank(rank: int, world: int, folder: str) -> str:
     return "no error"
 
 
-def dcp_foreign_save_rank(rank: int, world: int, folder: str) -> dict[str, np.ndarray]:
-    """Stock dcp.save of a sharded model and its optimizer: by rows where that goes, by columns for one tensor."""
+def dcp_foreign_save_rank(rank: int, world: int, folder: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Stock dcp.save of a sharded model and its optimizer: by rows where that goes, by columns for one tensor. The weights, and those
+    one step later."""
     model, optimizer = fsdp2(0, world)
     one_step(model, optimizer)
     state: dict[str, Any] = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
@@ -87,7 +88,9 @@ def dcp_foreign_save_rank(rank: int, world: int, folder: str) -> dict[str, np.nd
     whole_first = state["model"]["first.weight"].full_tensor()
     state["model"]["first.weight"] = distribute_tensor(whole_first, mesh, [Shard(1)])
     dcp.save(state, checkpoint_id=Path(folder, "dcp"))
-    return gathered(model.state_dict())
+    saved = gathered(model.state_dict())
+    one_step(model, optimizer)
+    return saved, gathered(model.state_dict())
 
 
 def dcp_into_model_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
@@ -96,6 +99,11 @@ def dcp_into_model_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
         model, _ = build(1, world)
         done = ckpt.import_dcp(Path(folder, "dcp"), model)
         found[kind] = gathered(model.state_dict()), done.bytes
+    for kind, build in (("fsdp2 state", fsdp2), ("ragged state", ragged)):
+        model, optimizer = build(1, world)
+        ckpt.import_dcp(Path(folder, "dcp"), {"model": model, "optimizer": optimizer})
+        one_step(model, optimizer)
+        found[kind] = gathered(model.state_dict())
     found["commit"] = ckpt.import_dcp(Path(folder, "dcp"), Path(folder, "root"), object_bytes=500).sha256
     return found
 

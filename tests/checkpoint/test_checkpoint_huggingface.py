@@ -233,8 +233,13 @@ MALFORMED = {
     "beyond the end": (file_of({"a": entry(0, 80)}, b"0" * 8), "its tensors end at byte"),
     "trailing": (file_of({"a": entry(0, 8)}, b"0" * 9), "its tensors end at byte"),
     "negative": (file_of({"a": entry(-4, 0)}, b""), "data_offsets"),
-    "huge shape": (file_of({"a": entry(0, 4, shape=[2**61, 2**61])}, b"0" * 4), "takes"),
-    "true for one": (file_of({"a": entry(0, 4, shape=[True])}, b"0" * 4), "has shape"),
+    "huge shape": (file_of({"a": entry(0, 4, shape=[2**61, 2**61])}, b"0" * 4), "has a shape that no tensor has"),
+    "digits without end": (file_of({"a": entry(0, 4, shape=[2**61] * 300)}, b"0" * 4), "has a shape that no tensor has"),
+    "a million dimensions": (file_of({"a": entry(0, 4, shape=[2**61] * 1_000_000)}, b"0" * 4), "has a shape that no tensor has"),
+    "an empty tensor of a shape that overflows": (file_of({"a": entry(0, 0, shape=[0, 2**61, 2**61])}, b""), "has a shape that no"),
+    "a name of a megabyte": (file_of({"a" * 1_000_000: 3}, b""), "the entry of 'aaa.* is no object"),
+    "no name": (file_of({"": entry(0, 4)}, b"0" * 4), "without a name"),
+    "true for one": (file_of({"a": entry(0, 4, shape=[True])}, b"0" * 4), "has a shape that no tensor has"),
     "unknown dtype": (file_of({"a": entry(0, 4, "F31")}, b"0" * 4), "dtype 'F31', which is not known"),
     "dtype a list": (file_of({"a": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}, b"0" * 4), "dtype"),
     "size": (file_of({"a": entry(0, 4, shape=[2])}, b"0" * 4), "takes 8 bytes, not 4"),
@@ -249,7 +254,7 @@ def test_a_malformed_file_is_refused_in_one_line(folder, case):
     (folder / "x.safetensors").write_bytes(raw)
     with pytest.raises(ckpt.ForeignFileError, match=words) as caught:
         ckpt.import_hf(folder / "x.safetensors", folder / "root")
-    assert "\n" not in str(caught.value) and "x.safetensors" in str(caught.value)
+    assert "\n" not in str(caught.value) and "x.safetensors" in str(caught.value) and len(str(caught.value)) <= 1000
     assert not (folder / "root").exists()
 
 
@@ -293,6 +298,9 @@ def test_no_change_of_a_header_makes_a_read_go_astray(folder):
         ({"weight_map": {"b": "x.safetensors"}}, "the index has tensor 'b' in x.safetensors, which does not hold it"),
         ({"weight_map": {}}, "no weight_map"),
         ([], "no weight_map"),
+        ({"weight_map": {"a": "x\0.safetensors"}}, "which is no safetensors file beside the index"),
+        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "no JSON: a key stands there twice"),
+        ("[" * 100_000, "no index: no JSON"),
     ],
 )
 def test_an_index_that_lies_or_reaches_outside_its_folder_is_refused(folder, index, words):
@@ -300,7 +308,7 @@ def test_an_index_that_lies_or_reaches_outside_its_folder_is_refused(folder, ind
     place.mkdir()
     for path in (folder / "x.safetensors", place / "x.safetensors"):
         save_file({"a": torch.ones(2)}, path)
-    (place / huggingface.INDEX).write_text(json.dumps(index))
+    (place / huggingface.INDEX).write_text(index if isinstance(index, str) else json.dumps(index))
     with pytest.raises(ckpt.ForeignFileError, match=words):
         ckpt.import_hf(place, {"a": torch.zeros(2)})
 

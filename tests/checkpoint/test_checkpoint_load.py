@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -421,6 +423,66 @@ def test_damage_that_one_rank_alone_meets_sends_all_ranks_to_the_checkpoint_befo
     for step, skipped, values in run_gloo(3, fallback_rank, str(tmp_path)):
         assert step == 1 and skipped == (damaged.name,)
         assert np.array_equal(values, good["w", "param"].numpy())
+
+
+def test_a_load_that_finds_damage_on_its_way_says_that_the_state_holds_parts_of_it(root, caplog):
+    """The last block is damaged: with nothing to go back to, an error that says so; else the whole of the one before."""
+    first, second = ({"w": torch.randn(3_000_000), "v": torch.randn(5)} for _ in range(2))
+    ckpt.save({"model": first}, root, 1)
+    target = {"w": torch.zeros(3_000_000), "v": torch.zeros(5)}
+    for step in (1, 2):
+        if step == 2:
+            ckpt.save({"model": second}, root, 2)
+        newest = ckpt.latest(root)
+        assert newest is not None
+        victim = next((root / "data" / newest.attempt).glob("*.safetensors"))
+        raw = bytearray(victim.read_bytes())
+        raw[12_000_000] ^= 1
+        victim.write_bytes(raw)
+        if step == 1:
+            with pytest.raises(
+                ckpt.CheckpointCorrupt, match="another checksum; the state holds parts of it now: load again before it is used"
+            ):
+                ckpt.load({"model": target}, root)
+            raw[12_000_000] ^= 1
+            victim.write_bytes(raw)
+    loaded = ckpt.load({"model": target}, root)
+    assert loaded.step == 1 and len(loaded.skipped) == 1 and "going back to checkpoint" in caplog.text
+    assert all(torch.equal(target[name], first[name]) for name in first)
+
+
+NOT_NOW = {"no permission": errno.EACCES, "no file descriptor left": errno.EMFILE, "no memory": errno.ENOMEM}
+
+
+@pytest.mark.parametrize("what", ["manifest", "data", "aux"])
+@pytest.mark.parametrize("why", NOT_NOW)
+def test_a_newest_checkpoint_that_is_only_out_of_reach_is_not_passed_over_for_an_older_one(monkeypatch, what, why):
+    """Going back would throw steps away that are sound; a person can give permission, or raise a limit."""
+    root = store = ckpt.MemoryStore()
+    for step in (1, 2):
+        ckpt.save({"model": {"w": torch.full((3,), float(step))}}, root, step)
+    newest = ckpt.ls(root)[1]
+    data = f"data/{newest.attempt}/r00000"
+    ending = {"manifest": newest.key, "data": f"{data}.safetensors", "aux": f"{data}.aux.json"}[what]
+    real = store.get
+
+    def refusing(key):
+        if key == ending:
+            raise OSError(NOT_NOW[why], os.strerror(NOT_NOW[why]), key)
+        return real(key)
+
+    target = {"w": torch.zeros(3)}
+    monkeypatch.setattr(store, "get", refusing)
+    with pytest.raises(OSError, match=f"{ending} is out of reach: .*; it may be whole, so that no older checkpoint is loaded") as caught:
+        ckpt.load({"model": target}, root)
+    assert caught.value.errno == NOT_NOW[why] and not target["w"].any()
+    assert [c.step for c in ckpt.ls(root)] == [1, 2], "it is listed all the same"
+    if what == "manifest":
+        for call in (lambda: ckpt.latest(root), lambda: ckpt.open(root), lambda: ckpt.open(root, newest.name)):
+            with pytest.raises(OSError, match="out of reach"):
+                call()
+    monkeypatch.undo()
+    assert ckpt.load({"model": target}, root).step == 2
 
 
 def test_a_budget_below_one_block_is_refused(root):

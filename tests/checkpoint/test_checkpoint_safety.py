@@ -13,9 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import xxhash
 
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, bits, random_layout, save_in_process
+from tests.checkpoint.test_checkpoint_state import Net, adam, same_module, train
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.manifest import ManifestError, decode, strict_json
 
@@ -143,6 +145,47 @@ def test_a_changed_manifest_with_a_right_seal_is_refused_or_means_the_same(saved
     finally:
         tracemalloc.stop()
     assert outcomes["refused"] > 75 and outcomes["read"] >= 3, outcomes
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 11))])
+def test_whatever_stands_in_meta_a_load_takes_it_or_says_what_is_wrong(seed):
+    """A seal says only that somebody wrote it. Through every door by which meta is read: never another exception, never a wrong tensor."""
+    net = Net(0)
+    optimizer = adam(net)
+    train(net, optimizer, 2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    store = ckpt.MemoryStore()
+    state = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "stream": {"consumed": 5}, "ema": {"w": torch.ones(3)}}
+    made = ckpt.save(state, store, 2).wait()
+    raw, when = store.objects[made.key]
+    document = json.loads(raw[:-65])
+    rng = random.Random(seed)
+
+    def whole() -> None:
+        other = Net(1)
+        fresh = adam(other)
+        into = {"scheduler": torch.optim.lr_scheduler.StepLR(fresh, 1), "stream": None, "ema": {"w": torch.zeros(3)}}
+        ckpt.load({"model": other, "optimizer": fresh, **into}, store)
+
+    def weights() -> None:
+        other = Net(1)
+        ckpt.load({"model": other}, store)
+        assert same_module(other, net)
+
+    doors = (whole, weights, lambda: ckpt.open(store).to_state_dict(), lambda: ckpt.DcpReader(store).read_metadata())
+    outcomes = {"refused": 0, "read": 0}
+    for index in range(40 if seed == 0 else 300):
+        store.objects[made.key] = (sealed({**document, "meta": mutate({"meta": document["meta"], "": [0, 0]}, rng).get("meta", {})}), when)
+        for door in doors:
+            try:
+                door()
+                outcomes["read"] += 1
+            except ckpt.CheckpointError as error:
+                assert "\n" not in str(error)
+                outcomes["refused"] += 1
+            except Exception as error:
+                raise AssertionError(f"seed {seed}, change {index}: {type(error).__name__}: {error}") from error
+    assert min(outcomes.values()) > 20, outcomes
 
 
 def document_with(path: tuple, value: object, document: dict) -> dict:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pty
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.checkpoint_load_ranks import CONFIG
-from vescale_ray import checkpoint, cli
+from tests.checkpoint.s3_fake import fake_s3
+from vescale_ray import checkpoint, cli, cli_ckpt
+from vescale_ray.checkpoint import S3Store
 from vescale_ray.cli import main
 from vescale_ray.cli_ckpt import ckpt
 from vescale_ray.models.llama import Llama
@@ -216,15 +221,181 @@ def test_names_with_control_characters_are_shown_without(elsewhere, capsys):
     assert code == 0 and r"a\x1b[2Jb" in out
 
 
+LONG = {
+    "verify": (["x"], "verifying"),
+    "diff": (["x", "x"], "comparing"),
+    "export-hf": (["x", "hf"], "writing"),
+    "import-hf": (["hf", "y"], "importing"),
+    "export-dcp": (["x", "dcp"], "writing"),
+    "import-dcp": (["dcp", "z"], "importing"),
+}
+
+
 def test_a_bar_is_drawn_on_a_terminal_and_nowhere_else(run, capsys, monkeypatch):
     ours, theirs = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        assert main(["ckpt", "verify", "x"]) == 0 and main(["ckpt", "verify", "x", "--json"]) == 0
-        terminal.flush()
-        drawn = os.read(ours, 1 << 16).decode()
+
+        def drawn() -> str:
+            terminal.write("<end>")
+            terminal.flush()
+            text = ""
+            while not text.endswith("<end>"):
+                text += os.read(ours, 1 << 16).decode()
+            return text.removesuffix("<end>")
+
+        for command, (args, word) in LONG.items():
+            assert main(["ckpt", command, *args]) == 0
+            text = drawn()
+            assert "\x1b" in text and word in text, command
+        assert main(["ckpt", "verify", "x", "--json"]) == 0
+        assert drawn() == "", "JSON is for programs"
     os.close(ours)
-    assert "\x1b" in drawn and drawn.count("verifying") >= 1
     assert "\x1b" not in capsys.readouterr().out
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("command", ["export-hf", "export-dcp"])
+def test_ctrl_c_in_an_export_leaves_nothing_half(run, capsys, monkeypatch, command):
+    """Each file is begun, and none is left: a second try finds its place."""
+
+    @contextmanager
+    def interrupted(*_: object) -> Iterator[Callable[[int], None]]:
+        calls = iter(range(3))
+
+        def advance(count: int) -> None:
+            if next(calls) == 2:
+                raise KeyboardInterrupt
+
+        yield advance
+
+    monkeypatch.setattr(cli_ckpt, "_bar", interrupted)
+    options = ["--max-shard", "1KB"] if command == "export-hf" else []
+    code, _, err = said(capsys, command, "x", "out", *options)
+    assert (code, err) == (130, "\nvescale-ray: interrupted\n"), "on a line after the terminal's ^C"
+    assert not list(Path("out").iterdir())
+    monkeypatch.undo()
+    monkeypatch.chdir(run.path.parents[1])
+    assert said(capsys, command, "x", "out", *options)[0] == 0
+
+
+# ------------------------------------------------------------------------------------------------------------------- URLs
+
+
+@contextmanager
+def root_of(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if kind in ("file", "memory"):
+        yield f"file://{folder}/root" if kind == "file" else f"memory://{folder}/root"
+        return
+    for name, value in (("ACCESS_KEY_ID", "test"), ("SECRET_ACCESS_KEY", "test"), ("REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    if kind == "fake s3":
+        with fake_s3() as fake:
+            monkeypatch.setenv("AWS_ENDPOINT_URL_S3", fake.url)
+            yield "s3://bucket/runs/7"
+        return
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server.start()
+    try:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://{}:{}".format(*server.get_host_and_port()))
+        root = "s3://bucket/runs/7"
+        S3Store(root)._calls.client.create_bucket(Bucket="bucket")
+        yield root
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("kind", ["file", "memory", "fake s3", pytest.param("moto", marks=pytest.mark.slow)])
+def test_every_command_takes_a_url(elsewhere, capsys, monkeypatch, kind):
+    with root_of(kind, elsewhere, monkeypatch) as root:
+        weight = torch.randn(40, 30)
+        checkpoint.save({"model": {"w": weight, "v": torch.ones(3)}}, root, 10)
+        weight[3, 3] += 1
+        checkpoint.save({"model": {"w": weight, "v": torch.ones(3)}}, root, 20)
+        capsys.readouterr()
+
+        def told(*args: str, code: int = 0) -> dict[str, object]:
+            found, out, err = said(capsys, *args, "--json")
+            assert found == code and len(out.splitlines()) == 1, (found, out, err)
+            return json.loads(out)  # type: ignore[no-any-return]
+
+        assert [json.loads(line)["step"] for line in said(capsys, "ls", root, "--json")[1].splitlines()] == [10, 20]
+        assert said(capsys, "ls", root)[1].startswith(f"{BEFORE}  step 10, ")
+        assert told("show", root)["step"] == 20 and told("show", f"{root}@{BEFORE}")["step"] == 10 == told("show", root, BEFORE)["step"]
+        assert told("verify", root)["problems"] == [] and told("verify", f"{root}@{BEFORE}")["commit"] == BEFORE
+        assert [c["name"] for c in told("diff", f"{root}@{BEFORE}", NEWEST, code=1)["changed"]] == ["w"]  # type: ignore[attr-defined]
+        assert told("pin", f"{root}@{BEFORE}") == {"path": root, "commit": BEFORE, "pin": "cli", "pinned": True}
+        assert told("gc", root, "--keep", "1")["kept"] == [BEFORE, NEWEST]
+        assert told("unpin", f"{root}@{BEFORE}")["pinned"] is False
+        assert told("export-hf", root, "hf")["files"] == ["model.safetensors"]
+        assert torch.equal(load_file("hf/model.safetensors")["w"], weight)
+        assert told("import-hf", "hf", root, "--step", "30")["commit"] == "e0000-s000000000030"
+        assert told("export-dcp", root, "dcp")["commit"] == "e0000-s000000000030"
+        assert told("import-dcp", "dcp", root + "/other", "--step", "30")["commit"] == "e0000-s000000000030"
+        assert told("diff", root, root + "/other")["same"] == 2
+        assert told("gc", root, "--keep", "1", "--dry-run")["deleted"] == [BEFORE, NEWEST] == told("gc", root, "--keep", "1")["deleted"]
+        assert [json.loads(line)["step"] for line in said(capsys, "ls", root, "--json")[1].splitlines()] == [30]
+        for args in (
+            ["show", f"{root}@{NEWEST}"],
+            ["verify", root, NEWEST],
+            ["pin", f"{root}@{NEWEST}"],
+            ["export-hf", f"{root}@{NEWEST}", "q"],
+        ):
+            assert f"no checkpoint '{NEWEST}' in {root.removeprefix('file://')}" in refused(capsys, *args, code=1)
+        assert "has no pin 'cli'" in refused(capsys, "unpin", f"{root}@{NEWEST}")
+        for args in (
+            ["export-hf", root, f"{root}/out"],
+            ["export-dcp", root, f"{root}/out"],
+            ["import-hf", root, "y"],
+            ["import-dcp", root, "y"],
+        ):
+            assert "is a URL; give a folder of this machine" in refused(capsys, *args)
+        assert not any(":" in path.name for path in Path().iterdir()), "no folder was made of a URL"
+        if kind == "moto":  # the other knows no buckets
+            for args in (["ls"], ["show"], ["verify"], ["gc", "--keep", "1"]):
+                err = refused(capsys, args[0], "s3://nowhere/x", *args[1:], code=1)
+                assert err == "vescale-ray: bucket 'nowhere' does not exist; create it, checkpoints never do\n"
+
+
+def test_a_url_that_leads_nowhere_is_one_sentence(elsewhere, capsys, monkeypatch):
+    assert "Protocol not known: foo" in refused(capsys, "ls", "foo://x")
+    assert "give file:///absolute/path" in refused(capsys, "ls", "file://rel")
+    assert "'s3://' is no s3://bucket/prefix" in refused(capsys, "ls", "s3://")
+    assert "S3 URL option 'bogus' is not possible" in refused(capsys, "ls", "s3://bucket/x?bogus=1")
+    with root_of("fake s3", elsewhere, monkeypatch) as root:
+        checkpoint.save({"model": {"w": torch.ones(3)}}, root, 1)
+        capsys.readouterr()
+        for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(f"AWS_{name}")
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        monkeypatch.setenv("HOME", str(elsewhere))
+        for args in (["ls"], ["verify"], ["pin"], ["gc", "--keep", "1"]):
+            err = refused(capsys, args[0], root, *args[1:], code=1)
+            assert "Unable to locate credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in err and "Error" not in err
+
+
+def test_a_damaged_manifest_is_named_by_every_command(run, capsys):
+    Path(checkpoint.ls(run.checkpoints)[1].path).write_bytes(b"{}")
+    assert f"{NEWEST}  its manifest is unusable: " in said(capsys, "ls", "x")[1]
+    assert json.loads(said(capsys, "ls", "x", "--json")[1].splitlines()[1])["problem"]
+    for args in (["show"], ["pin"], ["export-hf", "out"], ["export-dcp", "out"]):
+        err = refused(capsys, args[0], f"x@{NEWEST}", *args[1:], code=1)
+        assert err.startswith(f"vescale-ray: checkpoint is damaged: commits/{NEWEST}.json: its manifest is unusable: ")
+    assert f"{NEWEST} is damaged" in refused(capsys, "verify", "x", code=1)
+    assert "an unreadable commit is kept" in said(capsys, "gc", "x", "--keep", "1")[2]
+    assert "checkpoint is damaged" in said(capsys, "diff", f"x@{BEFORE}", NEWEST)[2]
+
+
+def test_what_can_be_no_path_is_refused_before_anything_is_done(run, capsys):
+    """An unset variable of a script must not mean the folder that one happens to be in."""
+    Path("file").write_text("x")
+    for args in (["ls"], ["gc", "--keep", "1"], ["show"], ["verify"], ["pin"], ["export-hf", "out"], ["import-hf"]):
+        given = [args[0], "", *args[1:]] if args[0] != "import-hf" else ["import-hf", "file", ""]
+        assert "PATH is empty" in refused(capsys, *given)
+    for command in ("export-hf", "export-dcp"):
+        assert "the folder to write '' is empty" in refused(capsys, command, "x", "")
+        assert "file can't be made a folder" in refused(capsys, command, "x", "file")
+    assert "SOURCE '' is empty" in refused(capsys, "import-hf", "", "y")
+    assert "File name too long" in refused(capsys, "show", "x" * 5000, code=1)

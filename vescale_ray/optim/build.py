@@ -259,6 +259,13 @@ class CombinedOptimizer(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def adopt_states(self) -> None:
+        """States were put in from outside: tell those optimizers that keep them elsewhere."""
+        for optimizer in self.optimizers:
+            adopt = getattr(optimizer, "adopt_states", None)
+            if adopt is not None:
+                adopt()
+
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizers": self.optimizers, "agree": self._agree}
 

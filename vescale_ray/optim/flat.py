@@ -192,6 +192,16 @@ class Flat(StrictLoading):
         super().load_state_dict(state_dict)
         self._fill({index: dict(self.state[p]) for index, p in enumerate(self._parameters()) if p in self.state})
 
+    def adopt_states(self) -> None:
+        """What stands in :attr:`state` (and in the param groups) was put there from outside, by a checkpoint: from now on step from it.
+
+        Raises:
+            ValueError: parameters that share a buffer have states of different kinds, or at different steps.
+        """
+        states = {index: dict(self.state[p]) for index, p in enumerate(self._parameters()) if self.state.get(p)}
+        self._build()  # parameters that were on the meta device are others now
+        self._fill(states)
+
     @torch.no_grad()
     def _fill(self, states: dict[int, dict[str, Any]]) -> None:
         """States by the position of the parameter, written into the pieces."""

@@ -1,0 +1,292 @@
+"""DCP's index, a pickle, read without the ``pickle`` module: a machine of the opcodes that DCP's own writer produces, and no others.
+
+An unpickler that merely refuses foreign classes is not enough: it can still be made to change the classes it allows (BUILD on a class), to
+take all memory (a memo index of 4 billion) or all time (hashing a tuple of tuples of tuples ..). Here a class is never more than a name, an
+object never more than a :class:`Record`, nothing is called, nothing but texts, numbers and records (by identity) is ever hashed, and
+every opcode costs time and memory in proportion to its own bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import ForeignFileError
+
+MAX_BYTES = 1 << 30
+"""Of an index: 7 million chunks, about. Objects take some 20 times as much memory as their pickle."""
+
+MAX_DIMS = 64
+"""torch's own limit."""
+
+_METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_RECORDS = {
+    *(
+        (_METADATA, name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "MetadataIndex",
+            "StorageMeta",
+        )
+    ),
+    (_FILES, "_StorageInfo"),
+    (_FILES, "_StoragePrefix"),
+}
+# What is made by a call, and of no interest here: layouts, memory formats, where the checkpoint was saved (Python up to 3.12, and since).
+_IGNORED = {("torch.serialization", "_get_layout"), (_METADATA, "_MEM_FORMAT_ENCODING")}
+_IGNORED |= {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")}
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """An object of one of DCP's classes: the class's name, and the state that was pickled (a dict by attribute, or a tuple)."""
+
+    name: str
+    state: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Global:
+    module: str
+    name: str
+
+
+_SIZE, _ORDERED = _Global("torch", "Size"), _Global("collections", "OrderedDict")
+_MARK = object()
+
+
+def read_pickle(data: bytes) -> Any:
+    """The value that ``data`` holds: texts, numbers, tuples, lists, dicts, dtypes and :class:`Record`; a ``torch.Size`` is a tuple.
+
+    Raises:
+        ForeignFileError: it is cut off, refers to something else than DCP's own classes, or is nothing that DCP writes.
+    """
+    return _Machine(data).run()
+
+
+class _Machine:
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        while True:
+            code = self._take(1)[0]
+            if code == 0x2E:  # STOP
+                value = self._pop()
+                if self._stack:
+                    raise self._odd("something is left over at its end")
+                return value
+            handler = _OPCODES.get(code)
+            if handler is None:
+                raise self._odd(f"opcode {code:#04x} is none that DCP writes")
+            handler(self)
+
+    def _odd(self, what: str) -> ForeignFileError:
+        return ForeignFileError(f"no DCP metadata: at byte {self._at}: {what}")
+
+    def _take(self, count: int) -> bytes:
+        end = self._at + count
+        if end > len(self._data):
+            raise ForeignFileError(f"no DCP metadata: cut off at byte {len(self._data)}")
+        taken = self._data[self._at : end]
+        self._at = end
+        return taken
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+
+    def _pop(self) -> Any:
+        if not self._stack or self._stack[-1] is _MARK:
+            raise self._odd("a value is missing")
+        return self._stack.pop()
+
+    def _pop_to_mark(self) -> list[Any]:
+        for index in range(len(self._stack) - 1, -1, -1):
+            if self._stack[index] is _MARK:
+                items = self._stack[index + 1 :]
+                del self._stack[index:]
+                return items
+        raise self._odd("a mark is missing")
+
+    def _top(self, kind: type) -> Any:
+        if not self._stack or type(self._stack[-1]) is not kind:
+            raise self._odd(f"a {kind.__name__.lower()} is missing")
+        return self._stack[-1]
+
+    # ---------------------------------------------------------------------------------------------------------- plain values
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _text(self, size: int) -> None:
+        try:
+            self._push(self._take(size).decode())
+        except UnicodeDecodeError:
+            raise self._odd("a text is no UTF-8") from None
+
+    def _long(self) -> None:
+        size = self._take(1)[0]
+        if size > 9:
+            raise self._odd(f"a number of {size} bytes")
+        self._push(int.from_bytes(self._take(size), "little", signed=True))
+
+    def _frame(self) -> None:
+        self._take(8)  # its length: a hint for readers of streams
+
+    def _protocol(self) -> None:
+        if self._take(1)[0] > 5:
+            raise self._odd("a pickle of a protocol above 5")
+
+    def _tuple(self, count: int) -> None:
+        items = [self._pop() for _ in range(count)]
+        self._push(tuple(reversed(items)))
+
+    def _append(self) -> None:
+        value = self._pop()
+        self._top(list).append(value)
+
+    def _appends(self) -> None:
+        items = self._pop_to_mark()
+        self._top(list).extend(items)
+
+    def _set(self, items: list[Any]) -> None:
+        target = self._top(dict)
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) not in (str, int, Record):
+                raise self._odd("a dict's key is no text")
+            target[key] = value
+
+    def _setitem(self) -> None:
+        value = self._pop()
+        self._set([self._pop(), value])
+
+    def _setitems(self) -> None:
+        items = self._pop_to_mark()
+        if len(items) % 2:
+            raise self._odd("a dict's value is missing")
+        self._set(items)
+
+    # ------------------------------------------------------------------------------------------------------------------ memo
+
+    def _memoize(self) -> None:
+        self._memo[len(self._memo)] = self._last()
+
+    def _put(self, index: int) -> None:
+        self._memo[index] = self._last()
+
+    def _last(self) -> Any:
+        if not self._stack or self._stack[-1] is _MARK:
+            raise self._odd("a value is missing")
+        return self._stack[-1]
+
+    def _get(self, index: int) -> None:
+        try:
+            self._push(self._memo[index])
+        except KeyError:
+            raise self._odd(f"nothing was kept under {index}") from None
+
+    # --------------------------------------------------------------------------------------------------------------- objects
+
+    def _global(self) -> None:
+        lines = self._data[self._at : self._at + 512].split(b"\n", 2)
+        if len(lines) < 3:
+            raise self._odd("a class's name is missing")
+        self._at += len(lines[0]) + len(lines[1]) + 2
+        self._find(lines[0].decode(errors="replace"), lines[1].decode(errors="replace"))
+
+    def _stack_global(self) -> None:
+        name, module = self._pop(), self._pop()
+        if type(name) is not str or type(module) is not str:
+            raise self._odd("a class's name is missing")
+        self._find(module, name)
+
+    def _find(self, module: str, name: str) -> None:
+        found = _Global(module, name)
+        if found in (_SIZE, _ORDERED) or (module, name) in _RECORDS or (module, name) in _IGNORED:
+            self._push(found)
+            return
+        dtype = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
+        if not isinstance(dtype, torch.dtype):
+            raise ForeignFileError(f"it refers to {_short(module)}.{_short(name)}, which is none of DCP's own classes: it is not read")
+        self._push(dtype)
+
+    def _new(self) -> None:
+        arguments, cls = self._pop(), self._pop()
+        if type(cls) is not _Global or (cls.module, cls.name) not in _RECORDS or arguments != ():
+            raise self._odd("an object that is none of DCP's")
+        self._push(Record(cls.name))
+
+    def _reduce(self) -> None:
+        arguments, called = self._pop(), self._pop()
+        if type(called) is not _Global or type(arguments) is not tuple:
+            raise self._odd("a call that DCP does not make")
+        if called == _SIZE:
+            shape = arguments[0] if len(arguments) == 1 else None
+            if type(shape) is not tuple or len(shape) > MAX_DIMS or not all(type(n) is int for n in shape):
+                raise self._odd("a shape that is none")
+            self._push(shape)
+        elif called == _ORDERED and arguments == ():
+            self._push({})
+        elif (called.module, called.name) in _IGNORED:
+            self._push(None)
+        else:
+            raise self._odd("a call that DCP does not make")
+
+    def _build(self) -> None:
+        state = self._pop()
+        record = self._top(Record)
+        if record.state is not None or type(state) not in (dict, tuple):
+            raise self._odd("an object's state that DCP does not write")
+        record.state = state  # not a copy: one large state for many objects would cost as much as many
+
+
+_OPCODES: dict[int, Callable[[_Machine], None]] = {
+    0x80: _Machine._protocol,
+    0x95: _Machine._frame,
+    ord("("): lambda m: m._push(_MARK),
+    ord("N"): lambda m: m._push(None),
+    0x88: lambda m: m._push(True),
+    0x89: lambda m: m._push(False),
+    ord("J"): lambda m: m._push(m._number("<i")),
+    ord("K"): lambda m: m._push(m._take(1)[0]),
+    ord("M"): lambda m: m._push(m._number("<H")),
+    0x8A: _Machine._long,
+    ord("G"): lambda m: m._push(m._number(">d")),
+    0x8C: lambda m: m._text(m._take(1)[0]),
+    ord("X"): lambda m: m._text(m._number("<I")),
+    ord("]"): lambda m: m._push([]),
+    ord("}"): lambda m: m._push({}),
+    ord(")"): lambda m: m._push(()),
+    ord("t"): lambda m: m._push(tuple(m._pop_to_mark())),
+    0x85: lambda m: m._tuple(1),
+    0x86: lambda m: m._tuple(2),
+    0x87: lambda m: m._tuple(3),
+    ord("a"): _Machine._append,
+    ord("e"): _Machine._appends,
+    ord("s"): _Machine._setitem,
+    ord("u"): _Machine._setitems,
+    0x94: _Machine._memoize,
+    ord("q"): lambda m: m._put(m._take(1)[0]),
+    ord("r"): lambda m: m._put(m._number("<I")),
+    ord("h"): lambda m: m._get(m._take(1)[0]),
+    ord("j"): lambda m: m._get(m._number("<I")),
+    ord("c"): _Machine._global,
+    0x93: _Machine._stack_global,
+    0x81: _Machine._new,
+    ord("R"): _Machine._reduce,
+    ord("b"): _Machine._build,
+}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 and text.isprintable() else ascii(text[:80])

@@ -1,0 +1,55 @@
+"""Is a manifest's ``meta`` what :func:`~vescale_ray.checkpoint.save` writes (section 6 of the format)? A seal says only that it is what
+somebody wrote: another program may keep other things there, and a forged one anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import CheckpointMismatch
+from .scalars import decode
+
+
+def check_saved_meta(where: str, meta: Mapping[str, Any], *, optimizers: bool = True) -> None:
+    """Raises CheckpointMismatch, naming the first value that is of another sort than what stands there after a save.
+
+    Args:
+        optimizers: whether these are wanted; else they may be anything.
+    """
+
+    def expect(condition: bool, path: str, what: str) -> None:
+        if not condition:
+            raise CheckpointMismatch(f"{where}: meta.{path} is no {what}: it was not written by save(), and can't be loaded as a state")
+
+    def encoded(value: Any, path: str) -> None:
+        try:
+            decode(value)
+        except Exception:  # whatever torch makes of it
+            expect(False, path, "number, text or list")
+
+    expect(_texts(meta.get("models", [])), "models", "list of names")
+    expect(isinstance(meta.get("state", {}), dict), "state", "object")
+    known = meta.get("optimizers", {}) if optimizers else {}
+    expect(isinstance(known, dict), "optimizers", "object")
+    for key, saved in known.items():
+        at = f"optimizers.{key}"
+        expect(isinstance(saved, dict), at, "object")
+        expect(isinstance(saved.get("type", ""), str), f"{at}.type", "name")
+        expect(_texts(saved.get("kinds")), f"{at}.kinds", "list of names")
+        groups, scalars = saved.get("groups"), saved.get("scalars")
+        expect(isinstance(groups, list), f"{at}.groups", "list")
+        for index, group in enumerate(groups):
+            inner = f"{at}.groups[{index}]"
+            expect(isinstance(group, dict) and _texts(group.get("params")), f"{inner}.params", "list of names")
+            expect(isinstance(group.get("hyper"), dict), f"{inner}.hyper", "object")
+            for name, value in group["hyper"].items():
+                encoded(value, f"{inner}.hyper.{name}")
+        expect(isinstance(scalars, dict), f"{at}.scalars", "object")
+        for state_key, by_name in scalars.items():
+            expect(isinstance(by_name, dict), f"{at}.scalars.{state_key}", "object")
+            for name, value in by_name.items():
+                encoded(value, f"{at}.scalars.{state_key}.{name}")
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)

@@ -1,0 +1,42 @@
+"""Scalars, tuples and 0-d tensors as JSON, and back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from .layout import dtype_name, dtype_of
+
+
+def encode(what: str, value: Any) -> Any:
+    """A scalar, tuple or 0-d tensor as JSON: floats exactly (shortest round trip), non-finite ones as text."""
+    if isinstance(value, torch.Tensor):
+        if value.dim():
+            raise ValueError(f"{what} is a tensor of shape {tuple(value.shape)}; only 0-d tensors can stand there")
+        local = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return {"dtype": dtype_name(value.dtype), "value": encode(what, local.item())}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(value)}
+    if isinstance(value, (list, tuple)):
+        return [encode(what, item) for item in value]
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    raise ValueError(f"{what} is a {type(value).__name__}, which JSON can't hold")
+
+
+def decode(value: Any, like: Any = None) -> Any:
+    """Back from :func:`encode`, as the type that stands there now: a tuple stays a tuple, a tensor on its device."""
+    if isinstance(value, dict):
+        if "float" in value:
+            return float(value["float"])
+        number = decode(value["value"])
+        device = like.device if isinstance(like, torch.Tensor) else "cpu"
+        return torch.tensor(number, dtype=dtype_of(value["dtype"]), device=device)
+    if isinstance(value, list):
+        items = [decode(item) for item in value]
+        return tuple(items) if isinstance(like, tuple) or like is None else items
+    if isinstance(like, torch.Tensor) and isinstance(value, (int, float)):
+        return torch.tensor(value, dtype=like.dtype, device=like.device)
+    return value

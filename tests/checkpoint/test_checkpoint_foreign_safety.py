@@ -1,0 +1,332 @@
+"""Other programs' files that were made to hurt: an index that is a pickle, archives, folders. Refused in a sentence, in little memory and
+time, and without a trace in this process; or read as what they hold."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import random
+import resource
+import signal
+import struct
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+
+from tests.checkpoint.checkpoint_support import bits, memory_folder
+from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint.dcp import ENTRIES
+from vescale_ray.checkpoint.dcp_pickle import read_pickle
+from vescale_ray.checkpoint.dcp_state import DcpSource
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with memory_folder() as place:
+        yield place
+
+
+@contextmanager
+def cheap(seconds: int = 30, mib: int = 200) -> Iterator[None]:
+    """Nothing within takes longer, or more memory: a bomb fails the test instead of the machine."""
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + (mib << 20), hard))
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def everything(place: Path) -> Any:
+    """All that an import would take: tensors by bits, and the rest."""
+    source = DcpSource(place, ENTRIES)
+    tensors = {}
+    for name, tensor in source.tensors.items():
+        for kind, dtype in tensor.kinds.items():
+            out = torch.empty(math.prod(tensor.shape), dtype=dtype)
+            source.read_into(name, kind, 0, out)
+            tensors[name, kind] = tensor.shape, dtype, bits(out)
+    return tensors, source.meta
+
+
+def stock(place: Path) -> dict[str, Any]:
+    state = {
+        "model": {"a": torch.randn(7, 5), "b": torch.arange(4), "s": torch.tensor(2.0), "e": torch.zeros(0, 3)},
+        "optim": {
+            "state": {"a": {"exp_avg": torch.randn(7, 5), "step": torch.tensor(3.0)}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["a"]}],
+        },
+        "sched": {"x": [1, 2], "n": 3},
+    }
+    dcp.save(state, checkpoint_id=place, no_dist=True)
+    return state
+
+
+def index_of(shape: list[int], chunks: list[tuple[list[int], list[int]]]) -> Metadata:
+    """An index of one tensor ``w`` whose chunks are said to be in one archive."""
+    boxes = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in chunks]
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), boxes)
+    info = _StorageInfo("x.distcp", 0, 8)
+    return Metadata({"w": entry}, None, {MetadataIndex("w", torch.Size(o)): info for o, _ in chunks})
+
+
+# ------------------------------------------------------------------------------------------------------------------ the index
+
+
+def attacks() -> dict[str, tuple[bytes, str]]:
+    head = b"\x80\x04"
+    name = b"torch.distributed.checkpoint.metadata"
+    class_of = b"\x8c" + bytes([len(name)]) + name + b"\x8c\x08Metadata\x93"
+    nested = b")" + b"".join(b"\x94h" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))  # pairs of pairs of pairs
+    shared = index_of([2], [([0], [1]), ([1], [1])])
+    for number in range(5000):
+        shared.state_dict_metadata[f"w{number}"] = shared.state_dict_metadata["w"]
+    empty = index_of([2], [([0], [2]), *[([0], [0])] * 3000])
+    for number in range(3000):
+        empty.state_dict_metadata[f"w{number}"] = empty.state_dict_metadata["w"]
+        empty.storage_data[MetadataIndex(f"w{number}", torch.Size([0]))] = _StorageInfo("x.distcp", 0, 8)
+    side = 100
+    grid = [([i, j], [1, 1]) for i in range(side) for j in range(side)]
+    grid[-1] = grid[0]
+    return {
+        "a memo index of four billion": (head + b"Nr\xff\xff\xff\xff.", "no DCP metadata"),
+        "a class that would be changed": (
+            head + class_of + b"N}\x8c\x07version\x8c\x04evils\x86b.",
+            "an object is missing|a record is missing",
+        ),
+        "a hash that never ends": (head + nested + b"\x94}h\x3cNs.", "a dict's key is no text"),
+        "a text of an exabyte": (head + b"X\xff\xff\xff\xffabc.", "cut off at byte"),
+        "bytes of an exabyte": (head + b"\x8e" + struct.pack("<Q", 1 << 60) + b".", "opcode 0x8e is none that DCP writes"),
+        "a number of a gigabyte": (head + b"\x8b" + struct.pack("<i", 1 << 30) + b".", "opcode 0x8b is none"),
+        "a call": (pickle.dumps(print), "refers to builtins.print, which is none of DCP's own classes"),
+        "a class by its old name": (b"cos\nsystem\n(S'true'\ntR.", "refers to os.system"),
+        "an attribute of torch": (b"ctorch\nload\n.", "refers to torch.load"),
+        "a class of four megabytes": (head + b"X" + struct.pack("<I", 1 << 22) + b"m" * (1 << 22) + b"\x8c\x01n\x93.", "refers to"),
+        "an extension": (head + b"\x82\x01.", "opcode 0x82"),
+        "a persistent id": (head + b"NQ.", "opcode 0x51"),
+        "a protocol to come": (b"\x80\x06N.", "protocol above 5"),
+        "marks and nothing": (head + b"(((((u.", "missing"),
+        "one list of chunks under many names": (pickle.dumps(shared), "it does not say where 'w0' is stored"),
+        "empty chunks under many names": (pickle.dumps(empty), "chunks in an index of"),
+        "a grid of chunks of which two overlap": (pickle.dumps(index_of([side, side], grid)), "overlap, or leave a hole"),
+        "chunks cut in 20 dimensions": (
+            pickle.dumps(index_of([2] * 20, [([0] * 20, [1] * 20), ([0] * 20, [2] * 19 + [1])][:1] + [([0] * 20, [1] + [1] * 19)])),
+            "stored twice|elements, its chunks|is cut in",
+        ),
+        "a shape of 10^40 elements": (pickle.dumps(index_of([1 << 60] * 5, [])), "has shape .* and dtype"),
+    }
+
+
+ATTACKS = attacks()
+
+
+@pytest.mark.parametrize("case", ATTACKS)
+def test_an_index_that_was_made_to_hurt_is_refused_cheaply(folder, case):
+    raw, words = ATTACKS[case]
+    before = dict(vars(metadata.Metadata))
+    (folder / ".metadata").write_bytes(raw)
+    with cheap(), pytest.raises(ckpt.ForeignFileError, match=words) as caught:
+        everything(folder)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) <= 1000
+    assert dict(vars(metadata.Metadata)) == before
+
+
+def changed(raw: bytes, rng: random.Random) -> bytes:
+    found = bytearray(raw)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        place, way = rng.randrange(len(found)), rng.randrange(5)
+        if way == 0:
+            found[place] ^= 1 << rng.randrange(8)
+        elif way == 1:
+            found[place] = rng.randrange(256)
+        elif way == 2:
+            del found[place : place + rng.choice((1, 2, 8, 50))]
+        elif way == 3:
+            found[place:place] = rng.randbytes(rng.choice((1, 4, 8)))
+        else:
+            other = rng.randrange(len(found))
+            found[place : place + 8] = found[other : other + 8]
+    return bytes(found)
+
+
+@pytest.mark.parametrize("what", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 11))])
+def test_no_change_of_a_dcp_checkpoint_does_more_than_be_refused_or_read(folder, what, seed):
+    """DCP has no checksums, so that changed contents may be read as they are; but nothing else happens, and at once."""
+    stock(folder)
+    good, truth = (folder / what).read_bytes(), everything(folder)
+    rng = random.Random(seed)
+    outcomes = {"refused": 0, "same": 0, "other": 0}
+    with cheap(seconds=300, mib=500):
+        for index in range(100 if seed == 0 else 500):
+            (folder / what).write_bytes(changed(good, rng))
+            began = time.monotonic()
+            try:
+                outcome = "same" if everything(folder) == truth else "other"
+            except ckpt.CheckpointError as error:
+                outcome = "refused"
+                assert "\n" not in str(error) and len(str(error)) <= 1000, (seed, index)
+            except Exception as error:
+                raise AssertionError(f"seed {seed}, change {index}: {type(error).__name__}: {error}") from error
+            assert time.monotonic() - began < 5, (seed, index)
+            outcomes[outcome] += 1
+    assert outcomes["refused"] > 40 and outcomes["same"] > 1, outcomes
+
+
+def test_what_dcp_writes_is_read_by_us_as_pickle_reads_it(folder):
+    """All protocols since DCP exists, and both of Python's picklers."""
+    stock(folder)
+    theirs = pickle.loads((folder / ".metadata").read_bytes())
+    truth = everything(folder)
+    pure: Callable[..., Any] = pickle._Pickler  # type: ignore[attr-defined]
+    for protocol in (2, 3, 4, 5):
+        for make in (pickle.Pickler, pure):
+            out = io.BytesIO()
+            make(out, protocol).dump(theirs)
+            (folder / ".metadata").write_bytes(out.getvalue())
+            assert everything(folder) == truth
+            read = read_pickle(out.getvalue()).state
+            assert read["planner_data"] == theirs.planner_data and len(read["storage_data"]) == len(theirs.storage_data)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chunks_are_taken_if_and_only_if_they_cover_the_tensor_once(folder, seed):
+    """The oracle counts how often each element is covered."""
+    rng = random.Random(seed)
+    shape = [rng.randint(1, 6) for _ in range(rng.randint(1, 4))]
+    chunks = [([0] * len(shape), list(shape))]
+    for _ in range(rng.randint(0, 8)):  # cut one in two, again and again
+        offsets, sizes = chunks.pop(rng.randrange(len(chunks)))
+        d = rng.randrange(len(shape))
+        at = rng.randint(0, sizes[d])
+        chunks.append((list(offsets), [*sizes[:d], at, *sizes[d + 1 :]]))
+        chunks.append(([*offsets[:d], offsets[d] + at, *offsets[d + 1 :]], [*sizes[:d], sizes[d] - at, *sizes[d + 1 :]]))
+    chunks = [c for c in chunks if math.prod(c[1])]
+    for moved in (False, True):
+        if moved:
+            offsets, sizes = rng.choice(chunks)
+            d = rng.randrange(len(shape))
+            offsets[d] = rng.randint(0, shape[d] - sizes[d])
+        if len({tuple(o) for o, _ in chunks}) < len(chunks):
+            continue  # two at one place: another error
+        covered = torch.zeros(shape, dtype=torch.int64)
+        for offsets, sizes in chunks:
+            covered[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
+        (folder / ".metadata").write_bytes(pickle.dumps(index_of(shape, chunks)))
+        if bool((covered == 1).all()):
+            DcpSource(folder, ENTRIES)
+        else:
+            with pytest.raises(ckpt.ForeignFileError, match="overlap, or leave a hole"):
+                DcpSource(folder, ENTRIES)
+
+
+# -------------------------------------------------------------------------------------------------------- archives and files
+
+
+def put_object(place: Path, value: Any, change: Callable[[bytes], bytes] = lambda raw: raw) -> None:
+    """A DCP checkpoint with one plain object, stored as ``value``."""
+    stock(place)
+    out = io.BytesIO()
+    torch.save(value, out)
+    raw = change(out.getvalue())
+    described = pickle.loads((place / ".metadata").read_bytes())
+    described.state_dict_metadata["thing"] = metadata.BytesStorageMetadata()
+    described.storage_data[MetadataIndex("thing")] = _StorageInfo("thing.distcp", 0, len(raw))
+    (place / ".metadata").write_bytes(pickle.dumps(described))
+    (place / "thing.distcp").write_bytes(raw)
+
+
+def compressed(raw: bytes) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new:
+        for one in old.namelist():
+            new.writestr(one, old.read(one))
+    return out.getvalue()
+
+
+def endless() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def laughs() -> list[Any]:
+    value: list[Any] = [1]
+    for _ in range(60):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "change", "words"),
+    [
+        pytest.param("x" * (1 << 24), compressed, "'thing': it is compressed", id="a bomb of zip"),
+        pytest.param(endless(), None, "'thing': it is nested more than 64 deep", id="a list in itself"),
+        pytest.param(laughs(), None, "holds more than a million values", id="a billion laughs", marks=pytest.mark.slow),
+        pytest.param([torch.ones(3)], None, "holds a tensor within a plain object", id="a tensor"),
+        pytest.param({"a": 1}, lambda raw: b"PK" + raw[2:-60], "can't be read safely", id="half an archive"),
+        pytest.param({"a": 1}, lambda raw: pickle.dumps({"a": 1}), "can't be read safely", id="a bare pickle"),
+        pytest.param({"a": {3}}, None, "state.thing.a is a set", id="a set"),
+    ],
+)
+def test_an_object_that_was_made_to_hurt_is_refused_cheaply(folder, value, change, words):
+    put_object(folder, value, change or (lambda raw: raw))
+    with cheap(mib=400), pytest.raises(ckpt.ForeignFileError, match=words) as caught:
+        everything(folder)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) <= 1000
+
+
+def test_a_length_that_no_file_has_is_refused_before_memory_is_taken(folder):
+    put_object(folder, {"a": 1})
+    described = pickle.loads((folder / ".metadata").read_bytes())
+    described.storage_data[MetadataIndex("thing")] = _StorageInfo("thing.distcp", 0, 1 << 45)
+    (folder / ".metadata").write_bytes(pickle.dumps(described))
+    with cheap(), pytest.raises(ckpt.ForeignFileError, match="truncated"):
+        everything(folder)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "link to nothing"])
+@pytest.mark.parametrize("what", ["index", "shard", "dcp index", "dcp file"])
+def test_what_is_no_file_is_refused_at_once(folder, kind, what):
+    """A FIFO would otherwise wait for a writer for ever."""
+    save_file({"a": torch.ones(2)}, folder / "a.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "a.safetensors"}}')
+    stock(folder)
+    victim = (
+        folder
+        / {"index": "model.safetensors.index.json", "shard": "a.safetensors", "dcp index": ".metadata", "dcp file": "__0_0.distcp"}[what]
+    )
+    victim.unlink()
+    if kind == "fifo":
+        os.mkfifo(victim)
+    elif kind == "folder":
+        victim.mkdir()
+    else:
+        victim.symlink_to(folder / "nowhere")
+    with cheap(), pytest.raises(ckpt.ForeignFileError, match="is no file, but a|can't be opened|it has no .metadata|holds no") as caught:
+        ckpt.import_hf(victim if what == "index" else folder, folder / "root") if "dcp" not in what else everything(folder)
+    assert str(folder) in str(caught.value)
