@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from tests.fsdp.test_fsdp_resident import CPU, Blocks, given, pair, pytestmark  # noqa: F401 (marks this file)
 from tests.fsdp.units import unit_of
@@ -91,6 +93,9 @@ def writes_of_all(rank: int, world: int) -> None:
     both(lambda parameters: torch._foreach_mul_(parameters, 0.5))
     both(lambda parameters: [p.detach().mul_(1.5) for p in parameters])
     both(lambda parameters: [p.copy_(p * 0.9) for p in parameters])
+    staged = StateDictStager().stage(ours.state_dict())  # what DCP's async_save does first; it believes who says that it has memory
+    for name, value in ours.state_dict().items():
+        assert torch.equal(staged[name].to_local(), value.to_local())
     state = {name: p.full_tensor() * 1.1 for name, p in ours.state_dict().items()}
     alone.load_state_dict(state)
     with torch.no_grad():
@@ -159,6 +164,35 @@ def all_of_them(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_writes_while_parameters_are_gathered_are_seen_by_all_ranks_or_are_errors(world: int) -> None:
     run_gloo(world, all_of_them)
+
+
+# -- saving ----------------------------------------------------------------------------------------------------------------
+
+
+def saved_by_torch(rank: int, world: int, folder: str) -> None:
+    """DCP saves in the background, from when the root is gathered; training goes on meanwhile."""
+    ours, _ = pair()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    ours(given(rank, 0)).sum().backward()
+    optimizer.step()
+    expected = _plain(ours)
+    with torch.no_grad():
+        ours(given(rank, 1))
+    saving = dcp.async_save(ours.state_dict(), checkpoint_id=folder)
+    for index in range(3):
+        ours(given(rank, index)).sum().backward()
+        optimizer.step()
+    saving.result()  # type: ignore[union-attr]
+    state = ours.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(state[name].full_tensor(), value)
+    torch.testing.assert_close(ours(given(rank, 2)), expected(given(rank, 2)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_what_torch_saves_in_the_background_is_of_one_step(tmp_path: Path) -> None:
+    run_gloo(2, saved_by_torch, str(tmp_path))
 
 
 # -- exceptions ------------------------------------------------------------------------------------------------------------
