@@ -333,4 +333,21 @@ def wrap(cls: type[T], local: Tensor, spec: DTensorSpec, requires_grad: bool = F
     """A ``cls`` over ``local`` with ``spec``'s layout and ``local``'s dtype. Skips DTensor's ``__init__``, which does nothing."""
     if local.dtype is not spec.tensor_meta.dtype:  # type: ignore[union-attr]
         spec = sharding_of(spec).spec(local.dtype)
-    return cast(T, cls.__new__(cls, local, spec, requires_grad=requires_grad))
+    return enclose(cls, local, spec, requires_grad)
+
+
+def enclose(cls: type[T], local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> T:
+    """What ``cls.__new__`` makes, but for a ``local`` that does not start where its storage does: with the offset of that, DTensor makes
+    a tensor that says it has memory (``data_ptr()`` is not 0), and who believes it, as DCP's ``async_save`` does, fails."""
+    if type(local) is not Tensor or not local.storage_offset():
+        return cast(T, cls.__new__(cls, local, spec, requires_grad=requires_grad))
+    kind = local.dtype, local.device
+    if kind not in _STARTS:
+        with torch.inference_mode(False):
+            _STARTS[kind] = torch.empty(0, dtype=local.dtype, device=local.device)
+    made = cls.__new__(cls, _STARTS[kind], spec, requires_grad=requires_grad)
+    made._local_tensor = local
+    return cast(T, made)
+
+
+_STARTS: dict[tuple[torch.dtype, torch.device], Tensor] = {}

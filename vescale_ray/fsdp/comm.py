@@ -11,6 +11,7 @@ or better, so the result is a function of the values alone.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -51,6 +52,54 @@ class Works:
         works, self._works = self._works, ()
         for work in works:
             work.wait()
+
+
+class Messages:
+    """Messages between this rank and others of a gloo group, all under way at once; each wait is bounded by the group's timeout.
+
+    gloo stops reading from a peer at the first message for which nobody holds the Work any more, and all that the group does from then
+    on waits for its timeout. So what is dropped before it was waited for (a model that is deleted after an exception in its backward)
+    is kept, with its memory, until messages that the group sent later have arrived, or the group is gone.
+    """
+
+    __slots__ = ("_group", "_tag", "_under_way")
+
+    _dropped: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[Any, torch.Tensor]]] = weakref.WeakKeyDictionary()
+    _failed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+    """Of no use any more: nothing is kept for them, so that their sockets can close."""
+
+    def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
+        self._group, self._tag = weakref.ref(group), tag
+        self._under_way: list[tuple[Any, torch.Tensor]] = []
+
+    def exchange(self, received: torch.Tensor, source: int, sent: torch.Tensor, target: int) -> None:
+        """Receive from ``source`` and send to ``target``, ranks of the group."""
+        group = self._group()
+        self._under_way += [
+            (dist.irecv(received, group=group, tag=self._tag, group_src=source), received),
+            (dist.isend(sent, group=group, tag=self._tag, group_dst=target), sent),
+        ]
+
+    def wait(self) -> None:
+        # Taken out first: a failed Work keeps its exception, and with it frames, alive.
+        under_way, self._under_way = self._under_way, []
+        group = self._group()
+        earlier = self._dropped.pop(group, []) if group is not None and self._dropped else []
+        try:
+            for works in (under_way, earlier):
+                while works:
+                    works.pop()[0].wait()
+        except BaseException:
+            under_way.clear()
+            earlier.clear()
+            if group is not None:
+                self._failed.add(group)
+            raise
+
+    def __del__(self) -> None:
+        group = self._group() if self._under_way else None
+        if group is not None and group not in self._failed:
+            self._dropped.setdefault(group, []).extend(self._under_way)
 
 
 class EventPending:
@@ -175,15 +224,14 @@ def all_gather(
             return Works(work) if work is not None else lane.mark()
     if pairwise:
         rank, world, size = group.rank(), group.size(), shard.numel()
-        works = []
+        messages = Messages(group, _GATHER_TAG)
         for distance in range(1, world):
             source, target = (rank - distance) % world, (rank + distance) % world
-            works.append(_receive(out[source * size : (source + 1) * size], source, group, _GATHER_TAG))
-            works.append(_send(shard, target, group, _GATHER_TAG))
+            messages.exchange(out[source * size : (source + 1) * size], source, shard, target)
         own = out[rank * size : (rank + 1) * size]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        return Works(*works)
+        return messages
     if lane.stream is None:
         return Works(compat.all_gather_single(out, shard, group=group, async_op=True))
     return together.add(out, shard, group, out.device)
@@ -255,23 +303,14 @@ def reduce_scatter(
         return lane.mark()
 
 
-def _send(tensor: torch.Tensor, target: int, group: dist.ProcessGroup, tag: int) -> Any:
-    return dist.isend(tensor, group=group, tag=tag, group_dst=target)
-
-
-def _receive(tensor: torch.Tensor, source: int, group: dist.ProcessGroup, tag: int) -> Any:
-    return dist.irecv(tensor, group=group, tag=tag, group_src=source)
-
-
-def _exchange(mine: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup) -> Works:
+def _exchange(mine: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup) -> Messages:
     """Send rank i row i of ``mine``, and receive each other rank's in ``parts``."""
     rank, world = group.rank(), group.size()
-    works = []
+    messages = Messages(group, _REDUCE_TAG)
     for distance in range(1, world):
         source, target = (rank - distance) % world, (rank + distance) % world
-        works.append(_receive(parts[source], source, group, _REDUCE_TAG))
-        works.append(_send(mine[target], target, group, _REDUCE_TAG))
-    return Works(*works)
+        messages.exchange(parts[source], source, mine[target], target)
+    return messages
 
 
 def _scratch(full: torch.Tensor, group: dist.ProcessGroup, pool: Pool, leaves_out: bool) -> Buffer:
@@ -311,7 +350,7 @@ class _ExchangeAndSum:
     scratch memory, which is that of the gathered parameters that were just released if the sizes match.
     """
 
-    __slots__ = ("_factor", "_out", "_parts", "_pool", "_scratch", "_works")
+    __slots__ = ("_factor", "_messages", "_out", "_parts", "_pool", "_scratch")
 
     def __init__(
         self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, pool: Pool, factor: float, leaves_out: bool
@@ -329,13 +368,13 @@ class _ExchangeAndSum:
             received = self._scratch.flat(full.dtype).view(world, size)
             for r in others:
                 self._parts[r] = received[r]
-        self._works = _exchange(mine, self._parts, group)
+        self._messages = _exchange(mine, self._parts, group)
 
     def wait(self) -> None:
         parts, self._parts = self._parts, []
         if not parts:
             return
-        self._works.wait()
+        self._messages.wait()
         out = self._out
         if _sums_in(out.dtype, parts[0].dtype):
             total = torch.add(parts[0], parts[1], out=out)

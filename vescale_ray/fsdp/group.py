@@ -260,9 +260,11 @@ class Group:
         if fresh and self.residency is not Residency.SHARDED and self._gathered_of != self._spmd_version():
             self.reshard()
         if self.residency is not Residency.SHARDED:
+            if fresh:
+                self._check_local_writes()
             return
         assert self._pool is not None
-        self._check_kept()
+        self._check_local_writes()
         whole, self._whole_of = self._whole_of, None
         if whole is not None and whole == self._spmd_version():
             self._whole_of, self._gather, self.residency = whole, comm.Done(), Residency.GATHERING
@@ -304,21 +306,29 @@ class Group:
     def drop_torn(self) -> None:
         """Between forward and backward an optimizer stepped: a shard that lives in the buffer has changed there, and the other ranks' have
         not. So gather again for backward, as for units that were resharded."""
-        resident = self.stays != NOWHERE and self.unshard_in_backward
-        if resident and self.residency is Residency.UNSHARDED and self._gathered_of != self._spmd_version():
+        if self.stays == NOWHERE or self.residency is not Residency.UNSHARDED or not self.unshard_in_backward:
+            return
+        if self._gathered_of != self._spmd_version():
             self.reshard()
+        self._check_local_writes()
 
-    def _check_kept(self) -> None:
-        """What is kept until the next optimizer step is not out of date by a write that the other ranks may not know of.
+    def _check_local_writes(self) -> None:
+        """What is gathered, and is to be used as it is, is not out of date by a write that the other ranks may not know of.
+
+        Where a shard lives in the buffer, this rank would compute with what was written, and the others without. What is gathered apart
+        from the shard is another matter: there a write is seen after the next reshard, by all ranks alike, unless the unit keeps what it
+        gathered until the next optimizer step.
 
         Raises:
             RuntimeError: it is.
         """
+        if self._local_of == self.master.flat._version or self._gathered_of != self._spmd_version():
+            return
         kept = self._whole_of is not None or (self.retain is Retain.PART and self._part is not None)
-        if kept and self._gathered_of == self._spmd_version() and self._local_of != self.master.flat._version:
+        if kept or (self.residency is not Residency.SHARDED and self.stays != NOWHERE):
             raise RuntimeError(
                 f"the sharded parameters of {self.name!r} were written through their local tensors while the gathered ones are kept: "
-                f"write to the parameters themselves, or call reshard() on this module on all ranks after such a write"
+                f"write to the parameters themselves, or call reshard() on this module on all ranks before or after such a write"
             )
 
     def _new_buffer(self) -> Buffer:
@@ -374,8 +384,11 @@ class Group:
             self._part = part if self.retain is Retain.PART else None
             return
         if (keep or self.retain is Retain.ALL) and not self.in_place:
+            unsharded = self.residency is Residency.UNSHARDED
             self._give_back_sharded()
             self._gather, self._whole_of = None, version
+            if unsharded:
+                self._check_leaves()
             return
         keeps = self.subgroup is not None and (after_forward or self.retain is Retain.PART)
         if keeps and part is None:
@@ -391,7 +404,11 @@ class Group:
             self.reshard()
 
     def reshard(self) -> None:
-        """Give the sharded parameters back to the modules and the buffer back to the pool."""
+        """Give the sharded parameters back to the modules and the buffer back to the pool.
+
+        Raises:
+            RuntimeError: gathered parameters were written (:meth:`_check_leaves`). The group is sharded then all the same.
+        """
         self._part = None
         if self.residency is Residency.SHARDED:
             if self._whole_of is not None:
@@ -401,7 +418,18 @@ class Group:
         unsharded = self.residency is Residency.UNSHARDED
         self._give_back_sharded()
         self._release()
-        if unsharded and self.stays != NOWHERE and self._versions_of_leaves() != self._leaf_versions:
+        if unsharded:
+            self._check_leaves()
+
+    def _check_leaves(self) -> None:
+        """Gathered parameters that this rank's shard is a part of were not written.
+
+        Raises:
+            RuntimeError: they were.
+        """
+        versions = self._versions_of_leaves()
+        if versions != self._leaf_versions:
+            self._leaf_versions = versions
             raise RuntimeError(
                 f"gathered parameters of {self.name!r} were written in place: what is gathered is thrown away, except for each rank's "
                 f"own part, where its shard lives. Write to the sharded parameters between steps, or compute with a changed copy"
@@ -489,6 +517,7 @@ class Group:
     def discard(self) -> None:
         """Forget everything of an unfinished step: gradients, reductions, gathered parameters."""
         self.grads.discard()
+        self._leaf_versions = self._versions_of_leaves()  # what was written is no news: the step is given up
         self.reshard()
 
     # -- the parameters changed under us: .to(), to_empty(), load_state_dict(assign=True) --------------------------------

@@ -28,6 +28,8 @@ import os
 import sys
 import weakref
 from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -160,13 +162,17 @@ class _Range:
     def __init__(self, nbytes: int, stays: tuple[int, int]) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         # Unmapped when both this object and the last tensor that views it are gone.
-        self._mapping = mmap.mmap(-1, self.nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._mapping = mmap.mmap(-1, self.nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise _no_memory("reserve", self.nbytes + _HUGE_PAGE, error.errno) from None
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._offset = -start % _HUGE_PAGE
         self.address = start + self._offset
         _protect(start, len(self._mapping), 0)
         # Not for the room around: the last, incomplete huge page stays small pages, and no more memory is used than asked for.
-        self._mapping.madvise(_MADV_HUGEPAGE, self._offset, self.nbytes)
+        with suppress(OSError):  # an advice; some kernels have no huge pages
+            self._mapping.madvise(_MADV_HUGEPAGE, self._offset, self.nbytes)
         first, last = stays[0] // mmap.PAGESIZE * mmap.PAGESIZE, -(-stays[1] // mmap.PAGESIZE) * mmap.PAGESIZE
         if last > first:
             _protect(self.address + first, last - first, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -197,7 +203,7 @@ class _Range:
                 # The kernel may have unmapped these addresses before it gave up; map them again, empty.
                 again = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
                 if _libc().mmap(to, length, 0, again, -1, 0) != to:
-                    raise MemoryError(f"the kernel can't map {length} bytes for gathered parameters (errno {ctypes.get_errno()})")
+                    raise _no_memory("map", length, ctypes.get_errno())
                 self.close()
                 donor.close()
                 return False
@@ -207,7 +213,23 @@ class _Range:
 
 def _protect(address: int, nbytes: int, protection: int) -> None:
     if _libc().mprotect(address, nbytes, protection):
-        raise MemoryError(f"the kernel can't change the protection of {nbytes} bytes (errno {ctypes.get_errno()})")
+        raise _no_memory("change the protection of", nbytes, ctypes.get_errno())
+
+
+def _no_memory(what: str, nbytes: int, errno: int | None) -> MemoryError:
+    """Why the kernel refused: it counts a process's mappings (three to five a group here), and bounds them, whatever memory is free."""
+    try:
+        with open("/proc/self/maps", "rb") as maps:  # line by line: large memory is a mapping, too
+            used = sum(1 for _ in maps)
+        limit = int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        used, limit = 0, 0
+    if limit and used >= 0.95 * limit:
+        why = f"this process has {used} of the {limit} mappings that the kernel allows it: raise that with sysctl vm.max_map_count"
+        why += ", or make units of more layers"
+    else:
+        why = "free memory, or raise a limit on this process's addresses (ulimit -v, vm.overcommit_memory)"
+    return MemoryError(f"the kernel can't {what} {nbytes} bytes for gathered parameters (errno {errno}): {why}")
 
 
 _HUGE_PAGE = 1 << 21

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -182,7 +182,12 @@ class Unit:
         self._waiting.discard(id(module))
         self._mark_outputs(output)
         if not self._waiting:
-            self.end_forward(reshard=True)
+            try:
+                self.end_forward(reshard=True)
+            except RuntimeError:
+                if schedule.forward_root is self:
+                    schedule.abandon_forward()
+                raise
         if schedule.forward_root is self:
             if self._waiting:  # a module of a list called on its own, as in a chunked loss: the next chunk needs the parameters again
                 self.end_forward(reshard=False)
@@ -192,11 +197,10 @@ class Unit:
     def end_forward(self, *, reshard: bool) -> None:
         """The forward is over, or as much of it as the model's forward ran."""
         self._waiting.clear()
+        self.set_phase(Phase.RESTING)
         if reshard and self.resharding_after_forward:
             with outside_transforms():
-                for group in self.groups:
-                    group.rest(after_forward=torch.is_grad_enabled())
-        self.set_phase(Phase.RESTING)
+                self._each(lambda group: group.rest(after_forward=torch.is_grad_enabled()))
 
     @property
     def resharding_after_forward(self) -> bool:
@@ -288,9 +292,9 @@ class Unit:
             self.set_phase(Phase.RESTING)
         call, self._open_call = self._open_call, None
         for group in self.groups:
-            if self.reshard_after_backward:
-                group.rest(after_forward=False, keep=self.keeps_graph)
             group.grads.end_window()
+        if self.reshard_after_backward:
+            self._each(lambda group: group.rest(after_forward=False, keep=self.keeps_graph))
         if call is not None and self.schedule is not None and _is_nearly_first(call):
             self.schedule.trim()  # no unit is to come that could gather into what this one has given back
         if self.reduce_unused and (self.gradient_sync or not self.hold_gradients):
@@ -364,8 +368,21 @@ class Unit:
             together.start()
 
     def reshard(self) -> None:
+        self._each(lambda group: group.reshard())
+
+    def _each(self, rests: Callable[[Group], None]) -> None:
+        """Bring all groups to rest, also if one of them raises: then that is raised, the first one."""
+        first: RuntimeError | None = None
         for group in self.groups:
-            group.reshard()
+            try:
+                rests(group)
+            except RuntimeError as error:
+                first = first or error
+        try:
+            if first is not None:
+                raise first
+        finally:
+            first = None  # it holds this frame
 
     def reset(self) -> None:
         """Back to rest after an exception; what the step had done is lost."""
