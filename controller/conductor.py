@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 
 from vescale_ray.config import RunConfig
@@ -21,6 +21,7 @@ from vescale_ray.controller import policy
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.crew import Crew, Heard, Lost, News, Ready
 from vescale_ray.controller.desk import Desk
+from vescale_ray.controller.hang import HangWatch
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.ledger import Ledger, Shift
 from vescale_ray.controller.memo import Memo, write_memo
@@ -58,6 +59,8 @@ TICK_S = 0.1
 """Longest wait for news in one round of the loop."""
 ADOPT_S = 3.0
 """A restarted controller hears the workers for this long before it goes on with those that have answered."""
+STACKS_S = 0.2
+"""Before a hung worker is ended, so long is waited for its stacks; then for the others'."""
 FORM_S = 15.0
 """Bound of forming a group, on the workers (``groups.FORM_SECONDS``)."""
 
@@ -79,6 +82,8 @@ class Conductor:
         root = config.checkpoint_root
         self._cadence = Cadence(config.checkpoint, time.monotonic())
         self._keeper = Keeper(root, spec.run_id, crew, ledger, saves, self._take_number, self._wait, spec.bounds.save, self._cadence)
+        patience = config.elastic.hang_timeout_s
+        self._hangs = HangWatch(None if patience == "auto" else patience)
         self._asked: Ticket | None = None
         self._leavers: list[str] = list(memo.leavers)
         self._inherited: Ticket | None = None
@@ -212,6 +217,7 @@ class Conductor:
         self._keeper.abandon("the next generation began before it was written")
         self._saves.fence(world.ticket.generation)
         ledger.opened(world)
+        self._hangs.begin(world.ticket)
         self._remember(always=True)
         if ledger.state is not RunState.STARTING:
             self._enter(RunState.RESCALING)
@@ -260,7 +266,11 @@ class Conductor:
             if not inside:
                 return self._end(world, living, lost, first_sign)
             if len(living) == world.size and all(w in inside for w in living):
-                self._steer(world)
+                hung = self._hangs.verdict(world.members, time.monotonic())
+                if hung:
+                    self._end_hung(world, {worker: f"it is hung: {why}" for worker, why in hung.items()})
+                else:
+                    self._steer(world)
                 continue
             first_sign = first_sign or time.monotonic()
             if not broken and (lost or any(self._fault(w, world) for w in living)):
@@ -291,9 +301,29 @@ class Conductor:
         reports = {w: self._crew.report(w) for w in inside}
         waiting = {w: r.phase if r is not None else "unheard of" for w, r in reports.items() if r is None or r.phase is not Phase.SAVING}
         bound = policy.park_bound([str(p) for p in waiting.values()], self._spec.bounds.park, FORM_S, self._ledger.step_seconds)
-        if time.monotonic() - first_sign > bound:
-            for worker, phase in waiting.items():
-                self._crew.kill(worker, f"killed: still {phase} {bound:.1f} s after the others had left")
+        late = {w: f"still {phase} {bound:.1f} s after the others had left" for w, phase in waiting.items() if not self._crew.doomed(w)}
+        if late and time.monotonic() - first_sign > bound:
+            assert self._ledger.world is not None
+            self._end_hung(self._ledger.world, late)
+
+    def _end_hung(self, world: World, hung: Mapping[str, str]) -> None:
+        """End workers that hang, and keep where everyone stood: it can't be asked later."""
+        ranks = {worker: rank for rank, worker in enumerate(world.members)}
+        reports = {worker: self._crew.report(worker) for worker in {**ranks, **hung}}
+        stacks = self._crew.stacks(hung, STACKS_S)
+        for worker, why in hung.items():
+            self._crew.kill(worker, f"killed: {why}")
+        others = [worker for worker in reports if worker not in hung]
+        stacks |= self._crew.stacks(others, STACKS_S)
+        lines = []
+        for worker, report in reports.items():
+            where = f"{report.phase}, {report.completed} steps, at {report.where or 'an unknown place'}" if report else "unheard of"
+            mark = f" <- {hung[worker]}" if worker in hung else ""
+            lines.append(f"rank {ranks.get(worker, '-')} {worker}: {where}{mark}")
+        text = "\n".join(lines) + "\n\n" + "\n\n".join(f"---- {worker}\n{stack}" for worker, stack in stacks.items()) + "\n"
+        path = self._ledger.hang(f"generation-{world.ticket.generation}-step-{self._ledger.step}", text)
+        at = {w: report.where for w, report in reports.items() if report is not None}
+        self._ledger.event("hang", workers=dict(hung), ranks={w: ranks.get(w) for w in hung}, where=at, report=path)
 
     def _end(self, world: World, living: list[str], lost: dict[str, str], first_sign: float | None) -> Ending:
         faults = {w: fault for w in living if (fault := self._fault(w, world)) is not None}
@@ -452,6 +482,7 @@ class Conductor:
         # A memo is not written again when a change is over: a step of the generation says that it is.
         ledger.shift = Shift(**memo.shift) if memo.shift and not ledger.has_stepped else None
         self._inherited = world.ticket
+        self._hangs.begin(world.ticket)
         self._crew.adopt(ledger.known)
         heard: set[str] = set()
         deadline = time.monotonic() + ADOPT_S
@@ -499,6 +530,7 @@ class Conductor:
                 case Ready(info):
                     self._ledger.worker_started(info)
                 case Heard(report):
+                    self._hangs.heard(report, time.monotonic())
                     self._hear(report)
                 case Lost(worker, info, reason):
                     self._gone[worker] = reason
@@ -529,6 +561,7 @@ class Conductor:
         for _, item in report.items:
             match item:
                 case Stepped():
+                    self._hangs.stepped(item.ticket, item.record.seconds)
                     if ledger.stepped(item):
                         self._budget = self._budget.progressed(ledger.step)
                 case Filled():
