@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 
 from vescale_ray.config import RunConfig
@@ -22,6 +22,7 @@ from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.crew import Crew, Heard, Lost, News, Ready
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.hang import HangWatch
+from vescale_ray.controller.hang_report import end_hung
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.ledger import Ledger, Shift
 from vescale_ray.controller.memo import Memo, write_memo
@@ -60,8 +61,6 @@ TICK_S = 0.1
 """Longest wait for news in one round of the loop."""
 ADOPT_S = 3.0
 """A restarted controller hears the workers for this long before it goes on with those that have answered."""
-STACKS_S = 0.2
-"""Before a hung worker is ended, so long is waited for its stacks; then for the others'."""
 FORM_S = 15.0
 """Bound of forming a group, on the workers (``groups.FORM_SECONDS``)."""
 
@@ -273,7 +272,7 @@ class Conductor:
             if len(living) == world.size and all(w in inside for w in living):
                 hung = self._hangs.verdict(world.members, time.monotonic())
                 if hung:
-                    self._end_hung(world, {worker: f"it is hung: {why}" for worker, why in hung.items()})
+                    end_hung(self._crew, self._ledger, world, {worker: f"it is hung: {why}" for worker, why in hung.items()})
                 else:
                     self._steer(world)
                 continue
@@ -309,26 +308,7 @@ class Conductor:
         late = {w: f"still {phase} {bound:.1f} s after the others had left" for w, phase in waiting.items() if not self._crew.doomed(w)}
         if late and time.monotonic() - first_sign > bound:
             assert self._ledger.world is not None
-            self._end_hung(self._ledger.world, late)
-
-    def _end_hung(self, world: World, hung: Mapping[str, str]) -> None:
-        """End workers that hang, and keep where everyone stood: it can't be asked later."""
-        ranks = {worker: rank for rank, worker in enumerate(world.members)}
-        reports = {worker: self._crew.report(worker) for worker in {**ranks, **hung}}
-        stacks = self._crew.stacks(hung, STACKS_S)
-        for worker, why in hung.items():
-            self._crew.kill(worker, f"killed: {why}")
-        others = [worker for worker in reports if worker not in hung]
-        stacks |= self._crew.stacks(others, STACKS_S)
-        lines = []
-        for worker, report in reports.items():
-            where = f"{report.phase}, {report.completed} steps, at {report.where or 'an unknown place'}" if report else "unheard of"
-            mark = f" <- {hung[worker]}" if worker in hung else ""
-            lines.append(f"rank {ranks.get(worker, '-')} {worker}: {where}{mark}")
-        text = "\n".join(lines) + "\n\n" + "\n\n".join(f"---- {worker}\n{stack}" for worker, stack in stacks.items()) + "\n"
-        path = self._ledger.hang(f"generation-{world.ticket.generation}-step-{self._ledger.step}", text)
-        at = {w: report.where for w, report in reports.items() if report is not None}
-        self._ledger.event("hang", workers=dict(hung), ranks={w: ranks.get(w) for w in hung}, where=at, report=path)
+            end_hung(self._crew, self._ledger, self._ledger.world, late)
 
     def _end(self, world: World, living: list[str], lost: dict[str, str], first_sign: float | None) -> Ending:
         faults = {w: fault for w in living if (fault := self._fault(w, world)) is not None}
@@ -403,7 +383,7 @@ class Conductor:
         return frozenset(w for w, info in infos.items() if info is not None and info.node in draining)
 
     def _hear_of_drains(self, world: World) -> None:
-        """Tell of nodes that have begun to drain. Where training can't do without their workers, a checkpoint is made while they are there."""
+        """Tell of nodes that have begun to drain. Where training can't do without their workers, a checkpoint is made at once."""
         from vescale_ray.workers.trainer import CHECKPOINT
 
         draining = self._nodes.draining

@@ -275,7 +275,7 @@ class _Attempt:
             return
         import ray
 
-        from vescale_ray.controller import agent, nursery
+        from vescale_ray.controller import agent
         from vescale_ray.workers.worker import born
 
         if not ray.is_initialized():

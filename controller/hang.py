@@ -1,9 +1,9 @@
 """Who hangs, told from the reports of all workers of a generation. Values and arithmetic only; the conductor acts on it.
 
-A rank that stops (a deadlock, a stopped process, code that never gives the interpreter back) stops all others within a step: they wait for it
-in a collective. So a generation hangs when none of its workers has made a beat for some time; and the one to end is who does not wait:
-he is silent, or answers from somewhere that is no collective, while another waits. Where everyone waits, or everyone
-computes, nobody is accused: then the bound of the collectives ends it.
+A rank that stops (a deadlock, a stopped process, code that never gives the interpreter back) stops all others within a step: they
+wait for it in a collective. So a generation hangs when none of its workers has made a beat for some time; and the one to end is the
+one that does not wait: it is silent, or answers from somewhere that is no collective, while another waits. Where everyone waits, or
+everyone computes, nobody is accused: then the bound of the collectives ends it.
 
 How long is some time? The longest step of the last few, times a factor; beats come many times a step. A controller that
 was itself not running for a while can't tell, and starts to measure anew.

@@ -144,8 +144,8 @@ def test_a_node_that_is_about_to_go_is_left_in_time_and_no_step_is_lost(tmp_path
 
 def test_where_training_can_not_do_without_the_node_a_checkpoint_is_made_and_a_replacement_awaited(tmp_path: Path) -> None:
     with cluster(2, 2) as (address, _):
-        changes = {"elastic_workers": 2, "elastic_min_workers": 2, "train_steps": 100_000, "ray_cpus_per_worker": 1.0, "checkpoint_every": 0}
-        folder, driver = start(tmp_path, address, elastic_replace_lost=True, **changes)
+        elastic = {"elastic_workers": 2, "elastic_min_workers": 2, "elastic_replace_lost": True}
+        folder, driver = start(tmp_path, address, train_steps=100_000, ray_cpus_per_worker=1.0, checkpoint_every=0, **elastic)
 
         def events(kind: str) -> list[dict[str, Any]]:
             return [event for event in folder.read_events() if event["event"] == kind]
