@@ -11,6 +11,7 @@ was itself not running for a while can't tell, and starts to measure anew.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -21,8 +22,9 @@ LEAST_S = 1.2
 """Shortest time without a beat that counts, however fast the steps are: with it, a hung worker is out within 2 s."""
 FACTOR = 1.8
 """Of the longest of the last steps. 1.8 and what ending takes are below 3."""
-STEPS = 5
-"""As many steps of a generation are watched first: the first ones compile, allocate, fill caches."""
+STEPS, FIRST = 2, 3.0
+"""The first steps of a generation compile, allocate and fill caches: they are given so many times more, and :data:`FIRST_S` at least."""
+FIRST_S = 5.0
 RECENT = 32
 OWN_GAP_S = 0.6
 """The controller itself was held up for longer than this: nothing can be said about others."""
@@ -48,12 +50,13 @@ class HangWatch:
     _ticket: Ticket | None = None
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _stepped: int = 0
+    _settled: bool = False
     _seen: dict[str, _Seen] = field(default_factory=dict)
     _asked: float | None = None
 
     def begin(self, ticket: Ticket) -> None:
         """Another generation."""
-        self._ticket, self._stepped, self._seen, self._asked = ticket, 0, {}, None
+        self._ticket, self._stepped, self._settled, self._seen, self._asked = ticket, 0, False, {}, None
 
     def stepped(self, ticket: Ticket, seconds: float) -> None:
         """Some worker has completed a step of so many seconds."""
@@ -72,10 +75,13 @@ class HangWatch:
 
     @property
     def bound_s(self) -> float:
-        """Seconds without a beat after which a generation hangs."""
+        """Seconds without a beat after which a generation hangs; infinite before any step was ever seen."""
         if self.fixed is not None:
-            return self.fixed
-        return max(LEAST_S, FACTOR * max(self._steps, default=0.0))
+            return self.fixed or math.inf
+        if not self._steps:
+            return math.inf
+        found = max(LEAST_S, FACTOR * max(self._steps))
+        return found if self._settled else max(FIRST_S, FIRST * found)
 
     def verdict(self, members: Collection[str], now: float) -> Mapping[str, str]:
         """Who hangs, with the reason; nobody, mostly."""
@@ -84,8 +90,7 @@ class HangWatch:
             for seen in self._seen.values():
                 seen.changed = seen.answered = now
             return {}
-        if self.fixed == 0 or self._stepped < STEPS * len(members):
-            return {}
+        self._settled = self._stepped >= STEPS * len(members)
         if any(worker not in self._seen for worker in members):
             return {}
         everyone = {worker: self._seen[worker] for worker in members}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from vescale_ray.controller.hang import FACTOR, LEAST_S, OWN_GAP_S, STEPS, HangWatch
+from vescale_ray.controller.hang import FACTOR, FIRST, FIRST_S, LEAST_S, OWN_GAP_S, STEPS, HangWatch
 from vescale_ray.workers.messages import Phase, Report, Ticket
 
 TICKET = Ticket(3, 1)
@@ -88,8 +88,12 @@ def test_slow_steps_are_given_their_time():
 
 
 def test_the_first_steps_and_other_phases_have_other_bounds():
+    play = Play(steps=0)
+    assert play.go(60, a="waits", b="stuck", c="waits") == {}, "nobody knows how long a step takes"
     play = Play(steps=STEPS - 1)
-    assert play.go(30, a="waits", b="stuck", c="waits") == {}
+    assert play.go(30, a="waits", b="stuck", c="waits") and FIRST_S <= play.since < FIRST_S + 0.3
+    play = Play(steps=STEPS - 1, step=4.0)
+    assert play.go(60, a="waits", b="stuck", c="waits") and FIRST * FACTOR * 4.0 <= play.since < FIRST * FACTOR * 4.0 + 0.3
     play = Play()
     play.go(1)
     assert play.go(30, phase=Phase.FORMING, a="waits", b="stuck", c="waits") == {}
