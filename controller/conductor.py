@@ -21,9 +21,12 @@ from vescale_ray.controller import policy
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.crew import Crew, Heard, Lost, News, Ready
 from vescale_ray.controller.desk import Desk
+from vescale_ray.controller.hang import HangWatch
+from vescale_ray.controller.hang_report import end_hung
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.ledger import Ledger, Shift
 from vescale_ray.controller.memo import Memo, write_memo
+from vescale_ray.controller.nodes import Nodes
 from vescale_ray.controller.protocol import (
     Ending,
     Outcome,
@@ -79,6 +82,10 @@ class Conductor:
         root = config.checkpoint_root
         self._cadence = Cadence(config.checkpoint, time.monotonic())
         self._keeper = Keeper(root, spec.run_id, crew, ledger, saves, self._take_number, self._wait, spec.bounds.save, self._cadence)
+        self._nodes = Nodes()
+        self._drained: frozenset[str] = frozenset()
+        patience = config.elastic.hang_timeout_s
+        self._hangs = HangWatch(None if patience == "auto" else patience)
         self._asked: Ticket | None = None
         self._leavers: list[str] = list(memo.leavers)
         self._inherited: Ticket | None = None
@@ -91,6 +98,7 @@ class Conductor:
     def run(self) -> Outcome:
         """The run from where it is to its end. Raises only what is a bug, or the loss of the nursery."""
         import_heavy()
+        self._nodes.start()
         ledger = self._ledger
         if self._memo.members:
             ended = self._watch(self._adopted())
@@ -135,6 +143,7 @@ class Conductor:
             replace_lost=self._config.elastic.replace_lost,
             budget=self._budget,
             waited=waited,
+            leaving=self._leaving((*ended.living, *ready)),
         )
         return policy.after_generation(ended, situation)
 
@@ -212,6 +221,7 @@ class Conductor:
         self._keeper.abandon("the next generation began before it was written")
         self._saves.fence(world.ticket.generation)
         ledger.opened(world)
+        self._hangs.begin(world.ticket)
         self._remember(always=True)
         if ledger.state is not RunState.STARTING:
             self._enter(RunState.RESCALING)
@@ -260,7 +270,11 @@ class Conductor:
             if not inside:
                 return self._end(world, living, lost, first_sign)
             if len(living) == world.size and all(w in inside for w in living):
-                self._steer(world)
+                hung = self._hangs.verdict(world.members, time.monotonic())
+                if hung:
+                    end_hung(self._crew, self._ledger, world, {worker: f"it is hung: {why}" for worker, why in hung.items()})
+                else:
+                    self._steer(world)
                 continue
             first_sign = first_sign or time.monotonic()
             if not broken and (lost or any(self._fault(w, world) for w in living)):
@@ -291,9 +305,10 @@ class Conductor:
         reports = {w: self._crew.report(w) for w in inside}
         waiting = {w: r.phase if r is not None else "unheard of" for w, r in reports.items() if r is None or r.phase is not Phase.SAVING}
         bound = policy.park_bound([str(p) for p in waiting.values()], self._spec.bounds.park, FORM_S, self._ledger.step_seconds)
-        if time.monotonic() - first_sign > bound:
-            for worker, phase in waiting.items():
-                self._crew.kill(worker, f"killed: still {phase} {bound:.1f} s after the others had left")
+        late = {w: f"still {phase} {bound:.1f} s after the others had left" for w, phase in waiting.items() if not self._crew.doomed(w)}
+        if late and time.monotonic() - first_sign > bound:
+            assert self._ledger.world is not None
+            end_hung(self._crew, self._ledger, self._ledger.world, late)
 
     def _end(self, world: World, living: list[str], lost: dict[str, str], first_sign: float | None) -> Ending:
         faults = {w: fault for w in living if (fault := self._fault(w, world)) is not None}
@@ -339,17 +354,48 @@ class Conductor:
             self._ask_to_park(world, stop=True)
             return
         self._save_if_due(world)
-        outside = self._outside(world.members)
+        self._hear_of_drains(world)
+        leaving = self._leaving(self._crew.ready())
+        staying = [w for w in world.members if w not in leaving]
+        if len(staying) < world.size and len(staying) >= self._config.elastic.min_workers:
+            if self._config.elastic.replace_lost:
+                self.desk.reason = "replacement"  # of those that will come in their place
+            else:
+                self.desk.want(min(self.desk.target, len(staying)), "drain")
+            self._ask_to_park(world, stop=False, reason="drain")
+            return
+        outside = [w for w in self._outside(world.members) if w not in leaving]
         ready = [w for w in outside if w in self._crew.ready()]
         if self.desk.target > world.size and self._cannot_grow(world, outside):
             return
-        todo = policy.staffing(world.size, len(ready), len(outside) - len(ready), self.desk.target)
+        todo = policy.staffing(len(staying), len(ready), len(outside) - len(ready), self.desk.target)
         for _ in range(todo.hire):
             self._crew.hire()
         for worker in outside[len(outside) - todo.dismiss :]:
             self._let_go(worker)
         if todo.regroup:
             self._ask_to_park(world, stop=False)
+
+    def _leaving(self, workers: Iterable[str]) -> frozenset[str]:
+        """Those of ``workers`` whose node is about to go."""
+        draining = self._nodes.draining
+        infos = {w: self._crew.info(w) for w in workers} if draining else {}
+        return frozenset(w for w, info in infos.items() if info is not None and info.node in draining)
+
+    def _hear_of_drains(self, world: World) -> None:
+        """Tell of nodes that have begun to drain. Where training can't do without their workers, a checkpoint is made at once."""
+        from vescale_ray.workers.trainer import CHECKPOINT
+
+        draining = self._nodes.draining
+        fresh = draining.keys() - self._drained
+        self._drained = frozenset(draining)
+        leaving = self._leaving(world.members)
+        for node in sorted(fresh):
+            left = draining[node] - time.time()
+            workers = [w for w in leaving if (info := self._crew.info(w)) is not None and info.node == node]
+            self._ledger.event("node_draining", node=node, workers=workers, seconds_left=left if left < float("inf") else None)
+        if fresh and leaving and world.size - len(leaving) < self._config.elastic.min_workers:
+            self._crew.ask(world.members[0], world.ticket, CHECKPOINT)
 
     def _save_if_due(self, world: World) -> None:
         """With ``checkpoint.every: auto``: keep the interval up to date, and ask for a checkpoint at the next boundary when it is over."""
@@ -375,7 +421,7 @@ class Conductor:
         self.desk.want(world.size + ready, self.desk.reason)
         return True
 
-    def _ask_to_park(self, world: World, *, stop: bool) -> None:
+    def _ask_to_park(self, world: World, *, stop: bool, reason: str | None = None) -> None:
         """Have one rank carry the wish into the step's exchange, where all see it: all stop at the same boundary."""
         from vescale_ray.workers.trainer import RESCALE, STOP
 
@@ -386,7 +432,7 @@ class Conductor:
         if stop:
             self._enter(RunState.STOPPING)
         else:
-            self._ledger.begin_shift(self.desk.reason, world.size)
+            self._ledger.begin_shift(reason or self.desk.reason, world.size)
             self._enter(RunState.RESCALING)
 
     def _let_go(self, worker: str) -> None:
@@ -452,6 +498,7 @@ class Conductor:
         # A memo is not written again when a change is over: a step of the generation says that it is.
         ledger.shift = Shift(**memo.shift) if memo.shift and not ledger.has_stepped else None
         self._inherited = world.ticket
+        self._hangs.begin(world.ticket)
         self._crew.adopt(ledger.known)
         heard: set[str] = set()
         deadline = time.monotonic() + ADOPT_S
@@ -499,6 +546,7 @@ class Conductor:
                 case Ready(info):
                     self._ledger.worker_started(info)
                 case Heard(report):
+                    self._hangs.heard(report, time.monotonic())
                     self._hear(report)
                 case Lost(worker, info, reason):
                     self._gone[worker] = reason
@@ -529,6 +577,7 @@ class Conductor:
         for _, item in report.items:
             match item:
                 case Stepped():
+                    self._hangs.stepped(item.ticket, item.record.seconds)
                     if ledger.stepped(item):
                         self._budget = self._budget.progressed(ledger.step)
                 case Filled():

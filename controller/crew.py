@@ -138,8 +138,32 @@ class Crew:
         info = self.members[worker].info
         return info is not None and bool(self._ask_nursery("signal", info, number))
 
+    def stacks(self, workers: Iterable[str], wait_s: float) -> dict[str, str]:
+        """The Python stacks of workers: from themselves, or from their nodes' agents where they don't answer within ``wait_s``, or have
+        owed an answer for long."""
+        there = [w for w in workers if w in self.members]
+        silent = self.silent(wait_s)
+        asked = {w: self.members[w].handle.stacks.remote() for w in there if w not in silent}
+        done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=wait_s) if asked else ([], [])
+        found: dict[str, str] = {}
+        for worker in there:
+            info = self.members[worker].info
+            try:
+                if asked.get(worker) in done:
+                    found[worker] = str(ray.get(asked[worker]))
+                elif info is not None:
+                    found[worker] = str(self._ask_nursery("stacks", info, wait_s))
+            except RayError as error:
+                found[worker] = f"({_one_line(error)})"
+        return found
+
     def alive(self, worker: str) -> bool:
         return worker in self.members
+
+    def doomed(self, worker: str) -> bool:
+        """Whether it was ended, or is gone."""
+        member = self.members.get(worker)
+        return member is None or member.verdict is not None
 
     def ready(self) -> tuple[str, ...]:
         """The warm ones."""
@@ -252,6 +276,7 @@ class Crew:
                 member.hello = member.handle.hello.remote(HELLO_WAIT_S)
                 return []
             member.hello, member.info = None, value
+            self._nursery.station.remote(value.node)
             return [Ready(value)]
         if ref == member.poll:
             member.poll, member.next_poll, member.report = None, now + POLL_GAP_S, value

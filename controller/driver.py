@@ -275,7 +275,7 @@ class _Attempt:
             return
         import ray
 
-        from vescale_ray.controller import nursery
+        from vescale_ray.controller import agent
         from vescale_ray.workers.worker import born
 
         if not ray.is_initialized():
@@ -297,7 +297,7 @@ class _Attempt:
             here = [(pid, since) for pid, since in here if born(pid) == since]
             time.sleep(0.02)
         for pid, since in here:
-            nursery.send_signal(pid, since, signal.SIGKILL)
+            agent.send_signal(pid, since, signal.SIGKILL)
 
     def _write_end(self) -> None:
         """The final state, only now: nothing of the run is alive any more."""

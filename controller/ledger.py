@@ -265,6 +265,14 @@ class Ledger:
         self._checkpoint_seconds = self._checkpoint_seconds.observe(result.seconds)
         self.event("checkpoint_saved", **about)
 
+    def hang(self, name: str, text: str) -> str | None:
+        """Keep the report of a hang; where it is."""
+        try:
+            return str(self.folder.write_hang(name, text))
+        except OSError as error:
+            self._warn(error)
+            return None
+
     def interval_changed(self, interval: Interval) -> None:
         """``checkpoint.every: auto`` has come to another interval."""
         about = {"seconds": interval.seconds, "by": interval.by, "mtbf_hours": interval.mtbf_s / 3600}

@@ -9,7 +9,6 @@ It holds the run's ``TCPStore``, through which process groups meet: on a worker 
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Mapping
@@ -20,9 +19,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from vescale_ray.controller.agent import fetch_stacks, send_signal, start_agent
 from vescale_ray.workers.messages import WorkerInfo
-from vescale_ray.workers.worker import actor_class, born
+from vescale_ray.workers.worker import actor_class
 
+AGENT_S = 3.0
+"""An agent that has not answered for so long is on a node that is gone."""
 LEAST_CPU = 0.001
 """A placement group can't be of nothing."""
 
@@ -47,6 +49,7 @@ class Nursery:
         self._children: dict[str, _Child] = {}
         self._count = 0
         self._lock = threading.Lock()
+        self._agents: dict[str, Any] = {}
         self._store: Any = None
         self._node = ray.get_runtime_context().get_node_id()
 
@@ -100,30 +103,40 @@ class Nursery:
         """Send a signal to a worker's process; False if that process is gone."""
         if info.node == self._node:
             return send_signal(info.pid, info.born, number)
-        task = ray.remote(num_cpus=0, max_retries=0)(send_signal)
-        place = NodeAffinitySchedulingStrategy(info.node, soft=False)
-        ref = task.options(scheduling_strategy=place).remote(info.pid, info.born, number)
-        done, _ = ray.wait([ref], timeout=3.0)
+        return bool(self._on_node(info.node, AGENT_S, "signal", info.pid, info.born, number))
+
+    def stacks(self, info: WorkerInfo, wait_s: float) -> str:
+        """The stacks of a worker's process, which need not answer itself; or why there are none."""
+        if info.node == self._node:
+            return fetch_stacks(info.pid, info.born, info.stacks, wait_s)
+        return str(self._on_node(info.node, wait_s + AGENT_S, "stacks", info.pid, info.born, info.stacks, wait_s) or "(its node is gone)")
+
+    def station(self, node: str) -> None:
+        """Have an agent on ``node``, if it is another one than this."""
+        with self._lock:
+            if node != self._node and node not in self._agents:
+                self._agents[node] = start_agent(node)
+
+    def _on_node(self, node: str, wait_s: float, method: str, *args: Any) -> Any:
+        """What the agent of ``node`` answers; None if the node is gone, and the process with it."""
+        self.station(node)
+        ref = getattr(self._agents[node], method).remote(*args)
+        done, _ = ray.wait([ref], timeout=wait_s)
         try:
-            return bool(ray.get(done[0])) if done else False
+            return ray.get(done[0]) if done else None
         except ray.exceptions.RayError:
-            return False  # the node is gone, and the process with it
+            with self._lock:
+                self._agents.pop(node, None)
+            return None
 
     def close(self) -> None:
-        """End all workers and give all places back."""
+        """End all workers and agents, and give all places back."""
         for worker in list(self._children):
             self.dismiss(worker, None)
-
-
-def send_signal(pid: int, process_born: int, number: int) -> bool:
-    """Signal a process of this machine, if it is still the one that was born then; False if it is gone."""
-    if born(pid) != process_born:
-        return False
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
+        with self._lock:
+            agents, self._agents = list(self._agents.values()), {}
+        for agent in agents:
+            ray.kill(agent, no_restart=True)
 
 
 def nursery_name(run_id: str) -> str:

@@ -104,6 +104,7 @@ class Situation:
         replace_lost: ``elastic.replace_lost``.
         budget: with this ending counted.
         waited: the time to wait for workers is over.
+        leaving: workers whose node is about to go.
     """
 
     stopping: bool
@@ -114,6 +115,7 @@ class Situation:
     replace_lost: bool
     budget: Budget
     waited: bool = False
+    leaving: frozenset[str] = frozenset()
 
 
 def after_generation(ending: Ending, now: Situation) -> Decision:
@@ -128,7 +130,10 @@ def after_generation(ending: Ending, now: Situation) -> Decision:
     if now.budget.spent:
         causes = "; ".join(dict.fromkeys(now.budget.errors)) or "unknown"
         return GiveUp(f"{now.budget.tries} recoveries in a row without one more step: {causes}")
-    members, leavers = next_members(ending.living, now.ready, now.target)
+    members, leavers = next_members(ending.living, now.ready, now.target, now.leaving)
+    if len(members) < now.fewest:
+        # Better with those that have to leave soon than not at all.
+        members, leavers = next_members(ending.living, now.ready, now.target)
     if len(members) >= now.fewest:
         return Go(members, leavers)
     if now.waited or (not now.replace_lost and len(members) + now.warming < now.fewest):
@@ -139,13 +144,17 @@ def after_generation(ending: Ending, now: Situation) -> Decision:
     return Await(now.fewest, max(0, now.fewest - len(members) - now.warming))
 
 
-def next_members(living: Sequence[str], ready: Sequence[str], target: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def next_members(
+    living: Sequence[str], ready: Sequence[str], target: int, leaving: Collection[str] = ()
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Members in rank order, and leavers.
 
-    Those who stay keep their order, so that most of what they hold stays theirs; the last leave first; joiners come last.
+    Those who stay keep their order, so that most of what they hold stays theirs; whoever is ``leaving`` leaves, then the last; joiners
+    come last.
     """
-    staying, leavers = tuple(living[:target]), tuple(living[target:])
-    return (*staying, *ready[: target - len(staying)]), leavers
+    staying = tuple(w for w in living if w not in leaving)[:target]
+    joiners = tuple(w for w in ready if w not in leaving)[: target - len(staying)]
+    return (*staying, *joiners), tuple(w for w in living if w not in staying)
 
 
 # ----------------------------------------------------------------------------------------------------------------- staffing

@@ -116,6 +116,15 @@ class TrainSection(_Section):
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda when the worker has a GPU")
 
 
+def _seconds_or_auto(value: Any) -> Any:
+    # As _steps_or_auto: a mistake is one line.
+    if value == "auto":
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise ValueError("give seconds, at least 0, or auto")
+    return float(value)
+
+
 class ElasticSection(_Section):
     """How many workers, and what to do when that changes."""
 
@@ -124,6 +133,11 @@ class ElasticSection(_Section):
     max_workers: int | None = Field(default=None, ge=1, description="most workers; null: as many as slots")
     snapshot_every: CountOrZero = Field(default=1, description="steps between copies of each shard in another worker's memory; 0: none")
     collective_timeout_s: Positive = Field(default=30.0, description="seconds after which a collective that does not end counts as failed")
+    hang_timeout_s: Annotated[float | Literal["auto"], BeforeValidator(_seconds_or_auto)] = Field(
+        default="auto",
+        description="seconds without progress after which the worker that all others wait for counts as hung and is ended; "
+        "auto: 1.8 times the longest of the last steps, at least 1.2; 0: never, only collective_timeout_s counts",
+    )
     max_recoveries_without_progress: Count = Field(default=3, description="recoveries in a row without one more step before the run fails")
     replace_lost: bool = Field(default=False, description="start a new worker as soon as one is lost")
     deterministic: bool = Field(

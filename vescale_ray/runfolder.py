@@ -7,6 +7,7 @@
     events.jsonl    one line per event
     samples.jsonl   the sample ids that each step consumed
     checkpoints/    see vescale_ray.checkpoint
+    hangs/          where every worker stood when one hung
     curve.png       the picture that report.draw makes
 
 Lines are only ever appended. After a rollback the replayed steps are written again with a higher generation; readers keep
@@ -104,6 +105,14 @@ class RunFolder:
     def append_event(self, record: Mapping[str, Any]) -> None:
         """One event; ``time`` is filled in when it is missing."""
         self._append("events.jsonl", {"time": time.time(), **record})
+
+    def write_hang(self, name: str, text: str) -> Path:
+        """Keep a report of a hang; its path."""
+        folder = self.path / "hangs"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{name}.txt"
+        path.write_text(text, encoding="utf-8")
+        return path
 
     def append_samples(self, step: int, generation: int, ids: Iterable[int]) -> None:
         """The ids that 0-based ``step`` consumed, of all ranks."""

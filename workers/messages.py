@@ -97,6 +97,8 @@ class WorkerInfo:
     host: str
     device: str
     warm_seconds: float
+    stacks: int = -1
+    """File descriptor of the process through which its stacks can be had (``pulse.offer_stacks``)."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,8 @@ class Report:
         items: (number, item) in order, those after the number that the poll named; they are kept until a later poll names theirs.
         held: what it could resume from; final only once it is parked.
         fault: why it left the generation of ``ticket``; None while it is in it, and when it left as it was told to.
+        beats: of the training thread so far; several in every step.
+        where: its innermost frames; ``waiting``: for other ranks, in a collective (``pulse.where``).
     """
 
     worker: str
@@ -239,6 +243,9 @@ class Report:
     held: tuple[Holding, ...]
     fault: Fault | None
     memory: int
+    beats: int = 0
+    where: str = ""
+    waiting: bool = False
 
     @property
     def out(self) -> bool:

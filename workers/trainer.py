@@ -106,6 +106,7 @@ class Trainer:
     Attributes:
         completed: steps done so far, which is also the next step's index.
         model, optimizer: of this rank; parameters are ``RaggedDTensor``.
+        beat: called several times in a step and in an evaluation: whoever watches sees that it goes on.
 
     Raises:
         ValueError: more ranks than slots, no module matches ``model.units``, or the model has persistent buffers.
@@ -121,6 +122,7 @@ class Trainer:
         self._stream = SampleStream(corpus.num_samples, config.run.seed)
         torch.set_num_threads(config.train.threads)
         self.model, self.optimizer = _build(config, self.device, world)
+        self.beat: Callable[[], None] = lambda: None
         self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
 
     @property
@@ -159,7 +161,9 @@ class Trainer:
             inputs, targets = self.corpus.batch(ids) if ids is not None else _filler()
             torch.manual_seed(_seed(self.config.run.seed, index, mine[turn] if ids is not None else -1))
             nll = self._nll(inputs, targets)
+            self.beat()
             (nll / tokens if ids is not None else nll * 0.0).backward()
+            self.beat()
             if ids is not None:
                 nlls.append(nll.detach())
                 fed.extend(int(i) for i in ids)
@@ -167,6 +171,7 @@ class Trainer:
         if settle is not None:
             settle()
         slot_nlls, all_ids, all_flags, seconds, memory = self._exchange(flags, nlls, fed, time.perf_counter() - begin, rounds)
+        self.beat()
         lr = lr_at(index, train)
         for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = lr * (base / self.config.train.lr)
@@ -209,6 +214,7 @@ class Trainer:
             nll = self._nll(inputs, targets)
             if turn < len(share):
                 total += nll.double().cpu()
+            self.beat()
         self.model.train()
         self._reshard()
         dist.all_reduce(total)

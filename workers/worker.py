@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ from vescale_ray.workers.messages import (
     Ticket,
     WorkerInfo,
 )
+from vescale_ray.workers.pulse import Pulse, offer_stacks, stacks
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
@@ -88,6 +90,7 @@ class Worker:
         self._info: WorkerInfo | None = None
         self._warm_error: str | None = None
         self._lifeline = 0
+        self._pulse: Pulse | None = None
         # Daemon: a hung collective must not keep the process from ending.
         self._thread = threading.Thread(target=self._live, name="vescale-train", daemon=True)
         self._thread.start()
@@ -122,7 +125,16 @@ class Worker:
             items = tuple(entry for entry in self._items if entry[0] > seen)
             out = self._phase in (Phase.PARKED, Phase.FINISHED)
             held = tuple(self._snapshots.held()) if out else ()
-            return Report(self._worker, self._ticket, self._phase, self._completed, items, held, self._fault, _memory())
+            report = Report(self._worker, self._ticket, self._phase, self._completed, items, held, self._fault, _memory())
+        if self._pulse is None:
+            return report
+        at = self._pulse.where()
+        return replace(report, beats=self._pulse.beats, where=at.text, waiting=at.waiting)
+
+    @ray.method(concurrency_group="control")
+    def stacks(self) -> str:
+        """The Python stacks of all threads of this process."""
+        return stacks()
 
     @ray.method(concurrency_group="control")
     def give_order(self, order: Order) -> None:
@@ -170,6 +182,7 @@ class Worker:
     # ---------------------------------------------------------------------------------------------------- training thread
 
     def _live(self) -> None:
+        self._pulse = Pulse()
         try:
             info = self._warm_up()
         except BaseException as error:
@@ -237,6 +250,7 @@ class Worker:
             host=ray.util.get_node_ip_address(),
             device=str(device),
             warm_seconds=time.perf_counter() - begin,
+            stacks=offer_stacks(),
         )
 
     def _join(self, order: Join) -> None:
@@ -308,9 +322,12 @@ class Worker:
         from vescale_ray.workers.trainer import Trainer
 
         try:
-            return Trainer(self._config, seat.rank, seat.world, ticket.generation, self._device, self._corpus)
+            trainer = Trainer(self._config, seat.rank, seat.world, ticket.generation, self._device, self._corpus)
         except ValueError as error:
             raise _BadInput(" ".join(str(error).split())) from None
+        if self._pulse is not None:
+            trainer.beat = self._pulse.beat
+        return trainer
 
     def _fill(self, trainer: Trainer, order: Join) -> ReshardReport | None:
         """Give the new trainer its values."""

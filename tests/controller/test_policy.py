@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -170,6 +171,17 @@ def test_a_shard_that_nobody_holds_sends_the_run_to_the_checkpoint_and_without_o
     assert policy.choose_source(held, "a", Kept("k", "/k", 7), BEFORE).commit == "k"
     assert policy.choose_source(held, "a", None, BEFORE) == policy.Source(Origin.FRESH, 0)
     assert policy.choose_source({}, "a", None, None).origin is Origin.FRESH
+
+
+def test_workers_whose_node_is_about_to_go_leave_and_are_not_chosen_to_join() -> None:
+    assert policy.next_members("abc", "de", 3, leaving={"b", "d"}) == (("a", "c", "e"), ("b",))
+    assert policy.next_members("abc", "", 2, leaving={"a"}) == (("b", "c"), ("a",))
+    assert policy.next_members("abc", "", 3, leaving={"a", "b", "c"}) == ((), ("a", "b", "c"))
+    ending = Ending(("a", "b"))
+    now = policy.Situation(False, 2, 1, (), 0, False, policy.Budget(3), leaving=frozenset("b"))
+    assert policy.after_generation(ending, now) == policy.Go(("a",), ("b",))
+    too_few = replace(now, fewest=2)
+    assert policy.after_generation(ending, too_few) == policy.Go(("a", "b"), ()), "better with them than not at all"
 
 
 def test_each_worker_writes_its_own_shard_and_copies_are_spread() -> None:

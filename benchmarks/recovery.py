@@ -1,0 +1,381 @@
+"""How long a run stands still when workers are lost, hang, leave or join, and when its controller dies; beside Ray Train's elastic trainer.
+
+    python benchmarks/recovery.py [--quick] [--rounds 10] [--workers 4] [--skip raytrain,..] [--json OUT] [--keep FOLDER]
+
+One run of a Llama with 200 MB of model state (parameters and AdamW's two moments, FP32) on a Ray of its own; what happens to it comes from
+this process, by the means that anyone has (signals, the run's HTTP commands). Times are told by the run's own lines, whose clock is
+this machine's:
+
+    kill      SIGKILL of a random worker -> the first step of the smaller world begins       (.pause: the ledger's own figure)
+    grow      its replacement, warm by then, joins: from the end of the last step to the begin of the next
+    shrink    `rescale N-1`, all old workers alive
+    hang      SIGSTOP of a random worker -> it is ended
+    controller  SIGKILL of the controller -> it answers again; the workers go on meanwhile
+    raytrain  the same model, same ranks, torch's FSDP2 in `ray.train.torch.TorchTrainer`, elastic, sharded checkpoints every 20 steps:
+              SIGKILL of a worker -> the first step of the next worker group begins (needs `pip install "ray[train]"`)
+
+Values are medians over rounds, the spread is half the quartiles' distance. Exit code 1 if the run failed or lost a sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.reporting import figure, write
+
+MODEL = {"dim": 384, "layers": 10, "heads": 6, "kv_heads": 6, "ffn": 1024}
+SEQ_LEN = 16
+STEADY = 5
+"""Steps of a world before the next thing happens to it."""
+WAIT_S = 180.0
+
+
+def config_of(folder: Path, workers: int) -> Any:
+    from vescale_ray.config import parse_config
+
+    return parse_config(
+        {
+            "run": {"name": "recovery", "dir": str(folder)},
+            "model": MODEL,
+            "data": {"corpus": "stdlib", "seq_len": SEQ_LEN, "eval_samples": 0},
+            "train": {"steps": 1_000_000, "slots": workers, "slot_batch": 1, "threads": 1, "device": "cpu"},
+            "elastic": {"workers": workers, "min_workers": 1, "snapshot_every": 1, "replace_lost": True},
+            "checkpoint": {"every": 0, "keep_last": 1},
+            "ray": {"address": "local", "cpus_per_worker": 0.4},
+        }
+    )
+
+
+class Saboteur:
+    """Does things to a run, one after another, and notes when."""
+
+    def __init__(self, config: Any, workers: int, rounds: int, kills: int, seed: int) -> None:
+        from vescale_ray.runfolder import RunFolder
+
+        self.folder, self.workers, self.rounds, self.kills = RunFolder(config.run_folder), workers, rounds, kills
+        self.random = random.Random(seed)
+        self.found: dict[str, list[float]] = {}
+        self.error: BaseException | None = None
+
+    def note(self, name: str, value: float) -> None:
+        self.found.setdefault(name, []).append(value)
+
+    def events(self, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
+        return [e for e in self.folder.read_events() if e["event"] == kind and e["time"] >= since]
+
+    def lines(self) -> list[dict[str, Any]]:
+        return list(self.folder.read_all_metrics())
+
+    def until(self, condition: Callable[[], Any], what: str) -> Any:
+        deadline = time.monotonic() + WAIT_S
+        while not (value := condition()):
+            state = self.folder.read_state() or {}
+            if time.monotonic() > deadline or state.get("state") in ("FAILED", "STOPPED", "DONE"):
+                raise RuntimeError(f"{what}: not within {WAIT_S:g} s (state {state.get('state')}: {state.get('error')})")
+            time.sleep(0.05)
+        return value
+
+    def steady(self, world: int) -> list[str]:
+        """Wait for some steps of a world of this size; its workers."""
+
+        def there() -> bool:
+            last = self.lines()[-STEADY:]
+            return len(last) == STEADY and {line["world"] for line in last} == {world} and len({line["generation"] for line in last}) == 1
+
+        self.until(there, f"{STEADY} steps of {world} workers")
+        return list(self.events("generation")[-1]["workers"])
+
+    def pid(self, worker: str) -> int:
+        return int(next(e["pid"] for e in self.events("worker_started") if e["worker"] == worker))
+
+    def rescaled(self, since: float) -> dict[str, Any]:
+        return dict(self.until(lambda: self.events("rescaled", since), "the rescale")[0])
+
+    def lose(self, how: int) -> None:
+        victim = self.random.choice(self.steady(self.workers))
+        pid, name = self.pid(victim), "kill" if how == signal.SIGKILL else "hang"
+        time.sleep(self.random.random() * 0.5)  # anywhere in a step
+        began = time.time()
+        os.kill(pid, how)
+        event = self.rescaled(began)
+        first = self.until(lambda: [x for x in self.lines() if x["generation"] > event["generation"] - 1 and x["time"] > began], "a step")[0]
+        if name == "hang":
+            self.note("hang.ended", self.events("worker_lost", began)[0]["time"] - began)
+        self.note(f"{name}.first_step_begins", first["time"] - first["step_seconds"] - began)
+        self.note(f"{name}.first_step_ends", first["time"] - began)
+        self.note(f"{name}.pause", event["pause_seconds"])
+        self.note(f"{name}.steps_lost", float(event["steps_replayed"]))
+        for phase, seconds in event["phases"].items():
+            self.note(f"{name}.phase.{phase}", seconds)
+        if event["to"] < self.workers:
+            grown = self.until(lambda: [e for e in self.events("rescaled", event["time"] + 1e-6) if e["to"] == self.workers], "the replacement")
+            self.planned("grow", grown[0])
+
+    def planned(self, name: str, event: dict[str, Any]) -> None:
+        self.note(f"{name}.pause", event["pause_seconds"])
+        self.note(f"{name}.moved", event["moved_bytes"] / max(1, event["lower_bound_bytes"]))
+        self.note(f"{name}.moved_mb", event["moved_bytes"] / 1e6)
+        for phase, seconds in event["phases"].items():
+            self.note(f"{name}.phase.{phase}", seconds)
+
+    def rescale(self) -> None:
+        from vescale_ray import client
+
+        for name, workers in (("shrink", self.workers - 1), ("grow", self.workers)):
+            self.steady(self.workers if name == "shrink" else self.workers - 1)
+            began = time.time()
+            client.request(self.folder, "rescale", {"workers": workers})
+            self.planned(name, self.rescaled(began))
+
+    def controller(self) -> None:
+        from vescale_ray import client
+
+        members = self.steady(self.workers)
+        before, epoch = self.lines()[-1]["step"], int(client.request(self.folder, "status")["info"]["controller_epoch"])
+        pid = self.until(self.controller_pid, "the controller's process")
+        began = time.time()
+        os.kill(pid, signal.SIGKILL)
+
+        def answers() -> bool:
+            try:
+                return int(client.request(self.folder, "status", timeout_s=1.0)["info"]["controller_epoch"]) > epoch
+            except (client.RunNotAlive, client.CommandRefused):
+                return False
+
+        self.until(answers, "a new controller")
+        self.note("controller.answers", time.time() - began)
+        self.until(lambda: self.lines()[-1]["step"] > before + 2, "steps after the controller's death")
+        assert list(self.events("generation")[-1]["workers"]) == members, "the workers changed with the controller"
+
+    def controller_pid(self) -> int | None:
+        """The process whose title is the controller actor's; of this run's Ray, which is our child's."""
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                title = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")[0]
+                mine = f"VESCALE_RECOVERY={os.getpid()}".encode() in Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if title.startswith(b"ray::Controller") and mine:
+                return int(name)
+        return None
+
+    def work(self, skip: set[str]) -> None:
+        from vescale_ray import client
+
+        try:
+            self.steady(self.workers)
+            for index in range(self.rounds):
+                for name, act in {
+                    "kill": lambda: self.lose(signal.SIGKILL),
+                    "rescale": self.rescale,
+                    "hang": lambda: self.lose(signal.SIGSTOP),
+                }.items():
+                    if name not in skip:
+                        act()
+                print(f"round {index + 1} of {self.rounds}", file=sys.stderr, flush=True)
+            for _ in range(self.kills if "controller" not in skip else 0):
+                self.controller()
+        except BaseException as error:
+            self.error = error
+        finally:
+            try:
+                client.request(self.folder, "stop", {})
+            except (client.RunNotAlive, client.CommandRefused) as error:
+                self.error = self.error or error
+
+
+def ours(folder: Path, workers: int, rounds: int, kills: int, skip: set[str]) -> dict[str, list[float]]:
+    """The run, and what was done to it."""
+    from vescale_ray import report
+    from vescale_ray.controller.driver import run
+    from vescale_ray.data.corpus import load_corpus
+    from vescale_ray.data.stream import SampleStream
+
+    os.environ["VESCALE_RECOVERY"] = str(os.getpid())  # marks the processes of this run's Ray
+    config = config_of(folder, workers)
+    saboteur = Saboteur(config, workers, rounds, kills, seed=1)
+    thread = threading.Thread(target=saboteur.work, args=(skip,), daemon=True)
+    thread.start()
+    result = run(config)
+    thread.join(10)
+    if saboteur.error is not None or result.state != "STOPPED":
+        raise RuntimeError(f"the run is {result.state} ({result.error}): {saboteur.error}")
+    corpus = load_corpus("stdlib", SEQ_LEN, config.data.heldout)
+    stream = SampleStream(corpus.num_samples, config.run.seed)
+    accounting = report.accounting(saboteur.folder, stream, config.global_batch, result.step)
+    if not accounting.exact:
+        raise RuntimeError(f"samples were lost or repeated: {accounting}")
+    return saboteur.found
+
+
+# ------------------------------------------------------------------------------------------------------------------- the peer
+
+
+def train_loop(settings: dict[str, Any]) -> None:
+    """One worker of Ray Train: FSDP2 and AdamW on the same model, a distributed checkpoint every 20 steps, a line per step in a file."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from ray import train
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    from vescale_ray.models.llama import Llama, LlamaConfig
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(**MODEL, max_seq=SEQ_LEN, rope_theta=10000.0, tie=False))
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step, saved = 0, train.get_checkpoint()
+    if saved is not None:
+        with saved.as_directory() as at:
+            states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            dcp.load(states, checkpoint_id=at)
+            set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+            step = json.loads((Path(at) / "step.json").read_text())
+    while True:
+        began = time.time()
+        tokens = torch.randint(256, (1, SEQ_LEN), generator=torch.Generator().manual_seed(step))
+        model(tokens).float().logsumexp(-1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        context = train.get_context()
+        if context.get_world_rank() == 0:
+            with open(settings["lines"], "a") as file:
+                file.write(json.dumps({"step": step, "began": began, "world": context.get_world_size(), "pid": os.getpid()}) + "\n")
+        with open(settings["pids"] + f"/{os.getpid()}", "w") as file:
+            file.write(str(context.get_world_rank()))
+        if step % 20 == 0:
+            at = settings["checkpoints"] + f"/{step}-{context.get_world_size()}"
+            dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=at)
+            (Path(at) / "step.json").write_text(str(step))
+            dist.barrier()
+            train.report({"step": step}, checkpoint=train.Checkpoint.from_directory(at) if context.get_world_rank() == 0 else None)
+
+
+def raytrain(folder: Path, workers: int, rounds: int) -> list[float]:
+    """Seconds from the SIGKILL of a worker to the begin of the next group's first step, so many times."""
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    settings = {name: str(folder / f"raytrain-{name}") for name in ("lines", "pids", "checkpoints")}
+    for name in ("pids", "checkpoints"):
+        Path(settings[name]).mkdir()
+    ray.init(num_cpus=workers + 1, object_store_memory=200 << 20, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    each = {"CPU": 1}
+    trainer = TorchTrainer(
+        train_loop,
+        train_loop_config=settings,
+        scaling_config=ScalingConfig(num_workers=(1, workers), resources_per_worker=each, elastic_resize_monitor_interval_s=5.0),
+        run_config=RunConfig(storage_path=str(folder / "raytrain"), failure_config=FailureConfig(max_failures=-1)),
+    )
+    threading.Thread(target=trainer.fit, daemon=True).start()
+
+    def lines() -> list[dict[str, Any]]:
+        path = Path(settings["lines"])
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait(condition: Callable[[], Any], what: str) -> Any:
+        deadline = time.monotonic() + WAIT_S
+        while not (value := condition()):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"Ray Train: {what}: not within {WAIT_S:g} s")
+            time.sleep(0.1)
+        return value
+
+    found = []
+    try:
+        for _ in range(rounds):
+            begin = len(lines())
+            wait(lambda begin=begin: len(lines()) >= begin + 25, "25 steps")
+            leader = lines()[-1]["pid"]
+            fresh = [p for p in Path(settings["pids"]).iterdir() if time.time() - p.stat().st_mtime < 5 and int(p.name) != leader]
+            victim = int((fresh or [Path(str(leader))])[0].name)
+            killed = time.time()
+            os.kill(victim, signal.SIGKILL)
+            # The next group's rank 0 is another process.
+            first = wait(lambda at=killed, pid=leader: [x for x in lines() if x["began"] > at and x["pid"] != pid], "the next group")[0]
+            found.append(first["began"] - killed)
+            print(f"Ray Train: {found[-1]:.1f} s", file=sys.stderr, flush=True)
+    finally:
+        ray.shutdown()
+    return found
+
+
+GOALS = {
+    "kill.first_step_begins": "< 1.5 s",
+    "hang.ended": "< max(2 s, 3 steps)",
+    "shrink.pause": "< 0.5 s + bytes / bandwidth",
+    "grow.pause": "< 0.5 s + bytes / bandwidth",
+    "controller.answers": "< 5 s",
+    "kill.steps_lost": "0 beyond the one in flight",
+    "shrink.moved": "<= 1.02 of the lower bound",
+    "grow.moved": "<= 1.02 of the lower bound",
+}
+UNITS = {"steps_lost": "steps", "moved": "of the lower bound", "moved_mb": "MB"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="2 rounds")
+    parser.add_argument("--rounds", type=int, default=None)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--controller-kills", type=int, default=None, help="default: twice the rounds")
+    parser.add_argument("--raytrain-rounds", type=int, default=3)
+    parser.add_argument("--skip", default="", help="of kill, rescale, hang, controller, raytrain")
+    parser.add_argument("--keep", type=Path, default=None, help="keep the run's folder here")
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args()
+    rounds = options.rounds or (2 if options.quick else 10)
+    skip = set(filter(None, options.skip.split(",")))
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]))
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="vescale-recovery-") as scratch:
+        folder = options.keep or Path(scratch)
+        kills = 2 * rounds if options.controller_kills is None else options.controller_kills
+        found = ours(folder, options.workers, rounds, kills, skip)
+        for name, values in sorted(found.items()):
+            figures[name] = figure(values, UNITS.get(name.rpartition(".")[2], "s"), GOALS.get(name), None)
+            figures[name]["worst"] = max(values)
+        if "raytrain" in skip:
+            print("raytrain: left out")
+        else:
+            try:
+                import ray.train.torch  # noqa: F401
+            except ImportError as error:
+                print(f'raytrain: left out, {str(error).split(".")[0]}: pip install "ray[train]"')
+            else:
+                times = raytrain(Path(scratch), options.workers, options.raytrain_rounds)
+                figures["raytrain.first_step_begins"] = figure(times, "s", None, "raytrain")
+                if "kill.first_step_begins" in found:
+                    own = figures["kill.first_step_begins"]["value"]
+                    figures["raytrain.ratio"] = figure([t / own for t in times], "of ours", ">= 10", "raytrain")
+    for name, one in figures.items():
+        worst = f"  worst {one['worst']:.2f}" if "worst" in one else ""
+        print(f"{name:<30}{one['value']:>9.2f} +- {one['spread']:<6.2f}{one['unit']:<20}{worst}  {one['goal'] or ''}")
+    write(options.json, figures, workers=options.workers, rounds=rounds, model=MODEL)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Who hangs, from reports alone: the one that the others wait for, and nobody where that can't be told."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from vescale_ray.controller.hang import FACTOR, FIRST, FIRST_S, LEAST_S, OWN_GAP_S, STEPS, HangWatch
+from vescale_ray.workers.messages import Phase, Report, Ticket
+
+TICKET = Ticket(3, 1)
+MEMBERS = ("a", "b", "c")
+IDLE = Report("", TICKET, Phase.TRAINING, 0, (), (), None, 0, where="forward (model.py:7)")
+
+
+class Play:
+    """Three workers that report every 0.1 s; each makes a beat unless it is told to be ``stuck`` or ``waiting``, or nothing at all."""
+
+    def __init__(self, fixed: float | None = None, step: float = 0.2, steps: int = STEPS, members: tuple[str, ...] = MEMBERS) -> None:
+        self.watch, self.now, self.beats, self.members = HangWatch(fixed), 100.0, dict.fromkeys(members, 0), members
+        self.watch.begin(TICKET)
+        for _ in range(steps * len(members)):
+            self.watch.stepped(TICKET, step)
+
+    def go(self, seconds: float, tick: float = 0.1, phase: Phase = Phase.TRAINING, **acts: str) -> dict[str, str]:
+        """The first verdict within ``seconds``; ``since`` is when."""
+        begin = self.now
+        while self.now < begin + seconds:
+            self.now += tick
+            for worker in self.members:
+                act = acts.get(worker, "beats")
+                self.beats[worker] += act == "beats"
+                if act != "silent":
+                    waiting = act == "waits"
+                    self.watch.heard(replace(IDLE, worker=worker, phase=phase, beats=self.beats[worker], waiting=waiting), self.now)
+            hung = dict(self.watch.verdict(self.members, self.now))
+            if hung:
+                self.since = self.now - begin
+                return hung
+        return {}
+
+
+def test_a_worker_that_stands_still_while_the_others_wait_is_hung_and_its_place_is_named():
+    play = Play()
+    assert play.go(5) == {}
+    hung = play.go(5, a="waits", b="stuck", c="waits")
+    assert set(hung) == {"b"} and re.fullmatch(r"it stands at forward \(model\.py:7\) for 1\.[23] s, and the others wait for it", hung["b"])
+    assert LEAST_S <= play.since < 1.5
+
+
+def test_one_that_answers_nothing_is_hung():
+    play = Play()
+    play.go(1)
+    hung = play.go(5, a="waits", b="waits", c="silent")
+    assert set(hung) == {"c"} and "answered nothing for 1." in hung["c"]
+    assert play.since < 1.5
+
+
+def test_two_at_once():
+    play = Play()
+    play.go(1)
+    assert set(play.go(5, a="silent", b="waits", c="stuck")) == {"a", "c"}
+
+
+@pytest.mark.parametrize(
+    "acts",
+    [
+        {"a": "waits", "b": "waits", "c": "waits"},
+        {"a": "stuck", "b": "stuck", "c": "stuck"},
+        {"a": "silent", "b": "silent", "c": "silent"},
+        {"a": "beats", "b": "silent", "c": "waits"},
+    ],
+    ids=["all wait", "all compute", "all are silent", "one goes on"],
+)
+def test_nobody_is_accused_where_nobody_is_waited_for_or_somebody_goes_on(acts):
+    play = Play()
+    play.go(1)
+    assert play.go(60, **acts) == {}
+
+
+def test_slow_steps_are_given_their_time():
+    play = Play(step=3.0)
+    play.go(1)
+    assert play.watch.bound_s == pytest.approx(FACTOR * 3.0)
+    assert play.go(20, a="waits", b="stuck", c="waits") and FACTOR * 3.0 <= play.since < 3 * 3.0
+
+
+def test_the_first_steps_and_other_phases_have_other_bounds():
+    play = Play(steps=0)
+    assert play.go(60, a="waits", b="stuck", c="waits") == {}, "nobody knows how long a step takes"
+    play = Play(steps=STEPS - 1)
+    assert play.go(30, a="waits", b="stuck", c="waits") and FIRST_S <= play.since < FIRST_S + 0.3
+    play = Play(steps=STEPS - 1, step=4.0)
+    assert play.go(60, a="waits", b="stuck", c="waits") and FIRST * FACTOR * 4.0 <= play.since < FIRST * FACTOR * 4.0 + 0.3
+    play = Play()
+    play.go(1)
+    assert play.go(30, phase=Phase.FORMING, a="waits", b="stuck", c="waits") == {}
+
+
+def test_a_controller_that_was_held_up_itself_starts_to_measure_anew():
+    play = Play()
+    play.go(1)
+    play.now += 30  # a suspended machine: nobody was heard, and nobody ran
+    assert play.go(LEAST_S - 0.1, a="waits", b="stuck", c="waits") == {}
+    assert play.go(5, a="waits", b="stuck", c="waits")
+    play = Play()
+    play.go(1)
+    assert play.go(60, tick=OWN_GAP_S + 0.1, a="waits", b="stuck", c="waits") == {}, "so slow a controller can't tell"
+
+
+def test_a_fixed_bound_and_none():
+    play = Play(fixed=7.0)
+    play.go(1)
+    assert play.go(20, a="waits", b="stuck", c="waits") and 7.0 <= play.since < 7.3
+    play = Play(fixed=0.0)
+    play.go(1)
+    assert play.go(60, a="waits", b="stuck", c="waits") == {}
+
+
+def test_reports_of_another_generation_count_for_nothing():
+    play = Play()
+    play.go(1)
+    play.watch.begin(Ticket(4, 1))
+    assert play.go(30, a="waits", b="stuck", c="waits") == {}

@@ -1,0 +1,131 @@
+"""Where a training thread stands, told from outside: by another thread, and by another process where no thread can answer."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from tests.ranks import run_gloo
+from vescale_ray.fsdp import fully_shard
+from vescale_ray.workers.pulse import Pulse, Where, offer_stacks, stacks, state_of, take_stacks, where
+
+
+def while_it_runs(function, look_s: float = 0.0, seen_file: Path | None = None) -> Where:
+    """Where this thread is during ``function()``: as soon as it waits for others, or after ``look_s``. ``seen_file`` is made then."""
+    pulse, seen = Pulse(), []
+
+    def look():
+        deadline = time.monotonic() + look_s
+        while not (at := pulse.where()).waiting and time.monotonic() < deadline:
+            time.sleep(0.02)
+        seen.append(at)
+        if seen_file is not None:
+            seen_file.touch()
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    function()
+    looker.join()
+    return seen[0]
+
+
+def in_collectives(rank, world, folder):
+    """What rank 0 looks like while it waits for rank 1, in each way that a step waits; and rank 1, which waits for a file instead."""
+    model = fully_shard(torch.nn.Linear(8, 8))
+    group = dist.distributed_c10d._get_default_group()
+    small = torch.ones(4)
+    loss = None
+
+    def forward():
+        nonlocal loss
+        loss = model(torch.ones(2, 8)).sum()
+
+    ways = {
+        "all_gather": lambda: dist.all_gather([small.clone() for _ in range(world)], small),
+        "barrier": lambda: dist.barrier(),
+        "work": lambda: dist.all_reduce(small, async_op=True).wait(),
+        "back end": lambda: group.allreduce([small]).wait(),
+        "forward": forward,
+        "backward": lambda: loss.backward(),
+    }
+    seen = {}
+    for name, way in ways.items():
+        file = Path(folder) / name
+        if rank == 0:
+            seen[name] = while_it_runs(way, 20.0, file)
+            continue
+
+        def late(file=file):
+            while not file.exists():
+                time.sleep(0.02)
+
+        seen[name] = while_it_runs(late)
+        way()
+    return seen
+
+
+def test_a_thread_that_waits_for_others_says_so_and_one_that_they_wait_for_does_not(tmp_path):
+    waiting, awaited = run_gloo(2, in_collectives, str(tmp_path))
+    assert {name: at.waiting for name, at in waiting.items()} == dict.fromkeys(waiting, True), waiting
+    assert {name: at.waiting for name, at in awaited.items()} == dict.fromkeys(awaited, False), awaited
+    assert all("late (test_pulse.py" in at.text or "while_it_runs (" in at.text for at in awaited.values())
+    assert waiting["backward"].text.startswith("wait (fsdp/comm.py:"), waiting["backward"]
+
+
+def test_a_thread_that_waits_for_a_lock_of_its_own_does_not_wait_for_others():
+    lock = threading.Event()
+    at = while_it_runs(lambda: lock.wait(1.0), 0.5)
+    assert not at.waiting and at.text.startswith("wait (threading.py:")
+
+
+def test_beats_are_counted_and_stacks_name_the_threads():
+    pulse = Pulse()
+    for _ in range(3):
+        pulse.beat()
+    assert pulse.beats == 3
+    text = stacks()
+    assert "Thread MainThread" in text and "test_beats_are_counted" in text
+    frame = sys._getframe()
+    assert where(frame).text.startswith("test_beats_are_counted_and_stacks_name_the_threads (test_pulse.py:")
+
+
+def holds_the_lock(pipe):
+    pipe.send((os.getpid(), offer_stacks()))
+    pipe.recv()
+    pipe.send("now")
+    while True:  # a signal ends a sleep
+        ctypes.PyDLL(None).sleep(30)
+
+
+def test_stacks_come_from_a_process_that_holds_the_interpreters_lock_and_not_from_one_that_is_stopped():
+    context = ranks._context()
+    here, there = context.Pipe()
+    process = context.Process(target=holds_the_lock, args=(there,), daemon=True)
+    process.start()
+    try:
+        pid, descriptor = here.recv()
+        assert descriptor >= 0
+        here.send("go")
+        assert here.recv() == "now"
+        time.sleep(0.2)
+        for _ in range(2):  # each time anew, not what was written before
+            text = take_stacks(pid, descriptor, 5.0)
+            assert text.count("holds_the_lock") == 1, text
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        assert take_stacks(pid, descriptor, 5.0) == "(none: process state T (stopped))"
+        assert time.monotonic() - began < 1.0, "nothing can come of it: it need not be waited for"
+    finally:
+        process.kill()
+        process.join()
+    assert state_of(pid) == "" and "No such" in take_stacks(pid, descriptor, 0.3)
+    assert take_stacks(os.getpid(), -1, 1.0) == "(this system lets no other process have the stacks)"

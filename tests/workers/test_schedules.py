@@ -1,0 +1,113 @@
+"""Random schedules of deaths, leavers and joiners, seeded: every sample once, and the undisturbed run's curve, bit for bit in deterministic
+mode. `vescale_ray.workers` without Ray: the controller's part is played by :class:`tests.workers.tiny.Run`."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.workers.fleet import Fleet
+from tests.workers.tiny import FullState, Run, forget, same_bits, text_of, tiny, write_text
+from vescale_ray.config import RunConfig
+from vescale_ray.data.stream import SampleStream
+
+STEPS = 14
+MOST = 5
+"""As many workers as slots."""
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+class Play:
+    """Schedules on one fleet, each compared with the run that nothing happened to."""
+
+    def __init__(self, fleet: Fleet, config: RunConfig) -> None:
+        self.fleet, self.config, self.living = fleet, config, [0, 1]
+        run = Run(fleet, config)
+        run.fresh(self.living)
+        self.losses = [record.loss for record in run.train(STEPS)]
+        self.state: FullState = run.full_state()
+        self._leave(run)
+
+    def _leave(self, run: Run) -> None:
+        run.end()
+        self.fleet.run(run.members, forget)
+
+    def _joiners(self, count: int) -> list[int]:
+        new = self.fleet.add(count)
+        self.living += new
+        return new
+
+    def schedule(self, seed: int) -> list[str]:
+        """Play one; what happened, for the message of a failure."""
+        rng = random.Random(seed)
+        world = rng.randint(2, 4)
+        self._joiners(max(0, world - len(self.living)))
+        members = self.living[:world]
+        run, told = Run(self.fleet, self.config), [f"{world} workers"]
+        run.fresh(members)
+        at = 0
+        while at < STEPS:
+            at = min(STEPS, at + rng.randint(1, 3))
+            act = rng.choice(["kill", "kill", "grow", "shrink", "replace"])
+            if act == "kill" and len(run.members) > 1 and at < STEPS:
+                victim, delay = rng.choice(run.members), rng.random() * 0.05
+                told.append(f"{victim} of {run.members} killed in step {at} after {delay:.3f} s")
+                at += 1
+                survivors, _, _ = run.train_with_a_death(STEPS, victim, at - 1, delay)
+                self.living.remove(victim)
+                joiners = self._joiners(1) if rng.random() < 0.3 else []
+                run.resume(survivors, [*survivors, *joiners])
+                continue
+            run.train(at)
+            before = list(run.members)
+            if act == "grow" and len(before) < MOST:
+                after = [*before, *self._joiners(1)]
+            elif act == "shrink" and len(before) > 1:
+                after = rng.sample(before, rng.randint(1, len(before) - 1))
+            elif act == "replace":
+                after = [*rng.sample(before, len(before) - 1), *self._joiners(1)]
+            else:
+                continue
+            told.append(f"{before} -> {after} after step {at}")
+            run.end()
+            run.resume(before, after)
+            self.fleet.run([w for w in before if w not in after], forget)
+        run.train(STEPS)
+        self._check(run, told)
+        self._leave(run)
+        return told
+
+    def _check(self, run: Run, told: list[str]) -> None:
+        assert sorted(run.records) == list(range(STEPS)), told
+        used = [sample for index in range(STEPS) for sample in run.records[index].ids]
+        stream = SampleStream(text_of(self.config).num_samples, self.config.run.seed)
+        assert used == stream.ids(0, STEPS * self.config.global_batch).tolist(), told
+        if self.config.elastic.deterministic:
+            assert run.losses() == self.losses, told
+            assert same_bits(run.full_state(), self.state), told
+        else:
+            assert run.losses() == pytest.approx(self.losses, rel=1e-4), told
+
+
+def play(text: str, seeds: range, **changes: bool) -> None:
+    with Fleet(2) as fleet:
+        here = Play(fleet, tiny(text, train_steps=STEPS, **changes))
+        happened = [len(here.schedule(seed)) - 1 for seed in seeds]
+        assert sum(happened) > 2 * len(seeds), "the schedules hardly disturb anything"
+
+
+def test_ten_random_schedules_leave_no_trace(text: str) -> None:
+    play(text, range(7), elastic_deterministic=True)
+    play(text, range(7, 10))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(10))
+def test_two_hundred_random_schedules_leave_no_trace(text: str, part: int) -> None:
+    play(text, range(10 + 20 * part, 30 + 20 * part), elastic_deterministic=part % 2 == 0)

@@ -1,0 +1,126 @@
+"""How far a worker's training thread is, for whoever watches it: beats that it counts, and where it stands now. No Ray.
+
+A rank that hangs is not the one that others notice first: they wait for it in a collective, and look as stuck as it does. What tells them
+apart is where each stands. So a report says whether the training thread waits for others, by its innermost Python frame.
+
+For a thread that holds the interpreter's lock nobody in its process can look. :func:`offer_stacks` lets another process have all stacks
+written by a signal handler that needs no lock (:mod:`faulthandler`), into memory that it reads through ``/proc``.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import linecache
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from types import FrameType
+
+STACKS_SIGNAL = signal.SIGUSR2
+_COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_WAITS = re.compile(r"\.wait\(|\bdist\.\w+\(|\.(allgather|alltoall_base|allreduce|barrier)\(")
+_OWN = re.compile(r"(?:vescale_ray|workers|controller|checkpoint)/(.+)$")
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a thread stands.
+
+    Attributes:
+        text: innermost first, such as ``wait (fsdp/comm.py:53) < reduce (fsdp/gradients.py:234)``.
+        waiting: it waits for other ranks, in a collective.
+    """
+
+    text: str
+    waiting: bool
+
+
+NOWHERE = Where("", False)
+
+
+class Pulse:
+    """Counts what the thread that made it does. ``beat`` is called by that thread, everything else by others."""
+
+    def __init__(self) -> None:
+        self.beats = 0
+        self._thread = threading.get_ident()
+
+    def beat(self) -> None:
+        self.beats += 1
+
+    def where(self) -> Where:
+        frame = sys._current_frames().get(self._thread)
+        return where(frame) if frame is not None else NOWHERE
+
+
+def where(frame: FrameType, depth: int = 4) -> Where:
+    """Where a thread with this innermost ``frame`` stands: the innermost frame, then the next few of other files."""
+    code = frame.f_code
+    line = linecache.getline(code.co_filename, frame.f_lineno)
+    waiting = _COLLECTIVES in code.co_filename or bool(_WAITS.search(line))
+    parts: list[str] = []
+    at: FrameType | None = frame
+    while at is not None and len(parts) < depth:
+        name = at.f_code.co_filename
+        if not parts or _COLLECTIVES not in name:
+            own = _OWN.search(name.replace(os.sep, "/"))
+            parts.append(f"{at.f_code.co_name} ({own[1] if own else os.path.basename(name)}:{at.f_lineno})")
+        at = at.f_back
+    return Where(" < ".join(parts), waiting)
+
+
+def stacks() -> str:
+    """The Python stacks of all threads of this process, innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = []
+    for ident, frame in sys._current_frames().items():
+        found.append(f"Thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)))
+    return "\n".join(found)
+
+
+def offer_stacks() -> int:
+    """Have :data:`STACKS_SIGNAL` write all stacks into anonymous memory; its file descriptor, to be read as ``/proc/PID/fd/N``. -1 where
+    the system has no such thing."""
+    if not hasattr(os, "memfd_create"):
+        return -1
+    descriptor = os.memfd_create("stacks")
+    faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)
+    return descriptor
+
+
+def take_stacks(pid: int, descriptor: int, wait_s: float) -> str:
+    """The stacks of another process of this machine that called :func:`offer_stacks`; or why there are none (it is stopped, or gone)."""
+    path = f"/proc/{pid}/fd/{descriptor}"
+    if descriptor < 0:
+        return "(this system lets no other process have the stacks)"
+    try:
+        before = os.stat(path).st_size
+        os.kill(pid, STACKS_SIGNAL)
+        deadline, size = time.monotonic() + wait_s, before
+        while time.monotonic() < deadline:
+            if (state := state_of(pid))[:1] in ("T", "t", "Z"):
+                return f"(none: process state {state})"
+            time.sleep(0.02)
+            now = os.stat(path).st_size
+            if now > before and now == size:
+                with open(path, encoding="utf-8", errors="replace") as file:
+                    file.seek(before)
+                    return file.read()
+            size = now
+        return f"(no answer within {wait_s:g} s: process state {state_of(pid)})"
+    except OSError as error:
+        return f"({error.strerror})"
+
+
+def state_of(pid: int) -> str:
+    """The kernel's word for a process' state, such as ``T (stopped)``; empty if there is none."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8") as file:
+            return next((line.split(None, 1)[1].strip() for line in file if line.startswith("State:")), "")
+    except OSError:
+        return ""
