@@ -107,6 +107,11 @@ class RaggedDTensor(DTensor):
             return self._local_tensor
         return cast(Tensor, ToLocal.apply(self, None if grad_placements is None else tuple(grad_placements), RaggedDTensor))
 
+    def data_ptr(self) -> int:
+        """0: it has no memory of its own. (Where the local tensor lies at an offset in its storage, torch would add that to 0, and what
+        asks whether there is memory to copy, as the staging of asynchronous checkpoints, would take it for an address.)"""
+        return 0
+
     def share_memory_(self) -> NoReturn:
         """Not supported: raises. The memory is that of the local tensor."""
         raise RuntimeError("share_memory_() of a RaggedDTensor: share its to_local()")

@@ -409,7 +409,9 @@ def _reshard_after_forward(value: bool | int | None, shard_size: int) -> tuple[b
             f"not the root"
         )
     if value < 1 or value > shard_size or shard_size % value:
-        raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {shard_size}, the shard size, not {value}")
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {shard_size}, not {value}: it must divide the shard size"
+        )
     return value != 1, value if 1 < value < shard_size else None
 
 

@@ -63,10 +63,15 @@ class Call:
         self.loads = unit.loads
 
     @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
-    def pre_backward(self, _grad: torch.Tensor) -> None:
+    def pre_backward(self, _grad: Any) -> None:
         unit = self.unit()
         if unit is not None:
             unit.pre_backward(self)
+
+    def before_base(self, grads: Any) -> None:
+        """The gradient of what an output is a view of has come."""
+        if not self.consumed:
+            self.pre_backward(grads)
 
 
 class Unit:
@@ -247,6 +252,11 @@ class Unit:
         call = self.last_call = self.schedule.last_call = Call(self, self._marked, self.schedule.last_call)
         for tensor in tensors:
             tensor.register_hook(call.pre_backward)
+            if tensor._is_view():
+                # Changed in place by whoever gets it, a view has a new history, without the hook; its base's goes on from here.
+                base = tensor._base
+                if base is not None and base.grad_fn is not None:
+                    base.grad_fn.register_prehook(call.before_base)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
