@@ -309,7 +309,8 @@ def _placed(
         data, placement = _data_of(fqn, placement.mesh_info, default), placement.placement
     if placement is not None and type(placement) is not Shard:
         raise ValueError(
-            f"shard_placement_fn gave {placement!r} for {fqn!r}: it must return Shard(dim), a ShardPlacementResult with a Shard, or None"
+            f"Invalid shard_placement_fn result: {placement!r} for {fqn!r}; it must return Shard(dim), a ShardPlacementResult with a "
+            f"Shard, or None"
         )
     return None if placement is None else placement.dim, data
 
