@@ -187,11 +187,11 @@ class Global(nn.Module):
         return torch.tanh(x @ self.up.t()) @ self.down.t()
 
 
-def global_mesh(rank, world, shape, names, dims):
+def global_mesh(rank, world, shape, names, dims, **only_ours):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     placements = [Replicate()] * (len(names) - 1) + [Shard(0)]
-    built = [how(Global(mesh, placements), mesh=mesh, dp_mesh_dims=dims) for how in (fully_shard, torch_fully_shard)]
-    ours, theirs = cast(list[nn.Module], built)
+    ways = ((fully_shard, only_ours), (torch_fully_shard, {}))
+    ours, theirs = cast(list[nn.Module], [how(Global(mesh, placements), mesh=mesh, dp_mesh_dims=dims, **more) for how, more in ways])
     x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
     spread = [Shard(0)] * (len(names) - 1) + [Replicate()]
     for model in (ours, theirs):
@@ -203,6 +203,15 @@ def global_mesh(rank, world, shape, names, dims):
         assert torch.equal(full(mine), full(p))
     torch.optim.AdamW(ours.parameters()).step()
     return True
+
+
+def kept_by_neighbours(rank, world):
+    """What FSDP2 does not do yet: an int for ``reshard_after_forward`` together with ``dp_mesh_dims``."""
+    return global_mesh(rank, world, (4, 1), ("dp", "tp"), DataParallelMeshDims(shard="dp"), reshard_after_forward=2)
+
+
+def test_parameters_of_a_whole_mesh_may_be_kept_by_neighbours_after_forward() -> None:
+    assert all(run_threads(4, kept_by_neighbours))
 
 
 CASES = [
