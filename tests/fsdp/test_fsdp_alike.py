@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
 from torch.distributed._composable import replicate
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+import vescale_ray.fsdp
 from tests.fsdp.units import unit_of
 from tests.ranks import run_gloo, run_threads
 from vescale_ray.fsdp import FSDPModule, MixedPrecisionPolicy, PhaseError, fully_shard, share_comm_ctx
@@ -119,7 +123,7 @@ def misplaced(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match=r"the mesh must be \(shard,\) or \(replicate, shard\)"):
         fully_shard(Net(), mesh=mesh, shard_placement_fn=lambda p: ShardPlacementResult(None, turned))
     small = FSDPMeshInfo(mesh["b"], shard_mesh_dim=0)
-    with pytest.raises(ValueError, match="must divide the shard size 2"):
+    with pytest.raises(ValueError, match="should be a factor of 2, not"):
         here = ShardPlacementResult(None, small)
         fully_shard(Net(), mesh=init_device_mesh("cpu", (4,)), reshard_after_forward=4, shard_placement_fn=lambda p: here)
 
@@ -388,6 +392,89 @@ def test_the_state_of_a_unit_reads_as_that_of_torch() -> None:
     assert ours == theirs
 
 
+class Turned(nn.Module):
+    """Its output is a view of what it computed, which the next one changes in place: FSDP2 warns of that, and its backward fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Part() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x += 1.0
+            x.mul_(0.5)
+        return x
+
+
+class Part(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).transpose(-1, -2)
+
+
+def turned(rank: int, world: int) -> bool:
+    ours, alone = sharded(Turned()), Turned()
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
+    for model in (ours, alone):
+        model(x).square().sum().backward()
+    for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
+        assert q.grad is not None
+        torch.testing.assert_close(full(p.grad), averaged(q.grad))
+    return True
+
+
+def test_outputs_that_are_views_may_be_changed_in_place() -> None:
+    assert all(run_threads(2, turned))
+
+
+def staged(rank: int, world: int) -> bool:
+    """Torch's asynchronous checkpoints copy state dicts this way first."""
+    model = sharded()
+    state = model.state_dict()
+    assert any(p.to_local().storage_offset() for p in state.values()), "parameters lie behind each other in one buffer"
+    copied = StateDictStager().stage(state)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    for name, tensor in Net().state_dict().items():
+        torch.testing.assert_close(copied[name].full_tensor(), tensor)
+        assert not state[name].full_tensor().any()
+    return True
+
+
+def test_a_state_dict_can_be_staged_for_an_asynchronous_checkpoint() -> None:
+    assert all(run_threads(2, staged))
+
+
+def tied_across_units(rank: int, world: int, how: Any) -> bool:
+    """Modules that share a parameter, in units of their own: refused by the first forward, unless one got a parameter of its own."""
+
+    def tied() -> Any:
+        model = Net(layers=2)
+        model.layers[1].weight = model.layers[0].weight
+        return sharded(model, how)
+
+    with pytest.raises(ValueError, match="layers.1.weight.* is shared with a parameter already managed by another FSDP group"):
+        tied()(batch(rank))
+    if how is fully_shard:
+        model = tied()
+        model.layers[1].weight = nn.Parameter(model.layers[1].weight.detach().clone())
+        model(batch(rank)).sum().backward()
+        assert model.layers[1].weight.grad is not None and model.layers[1].weight is not model.layers[0].weight
+    return True
+
+
+@pytest.mark.parametrize("how", [fully_shard, torch_fully_shard], ids=["ours", "torch's"])
+def test_parameters_tied_across_units_are_refused_by_the_first_forward(how: Any) -> None:
+    assert all(run_threads(2, tied_across_units, how))
+
+
 def refusals(rank: int, world: int, how: Any) -> list[tuple[type[BaseException], str]]:
     """What is raised, and the words that scripts look for."""
     flat, named = init_device_mesh("cpu", (2, 1)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
@@ -397,6 +484,14 @@ def refusals(rank: int, world: int, how: Any) -> list[tuple[type[BaseException],
     done: Any = how(nn.Linear(4, 4))
     own: Any = how(nn.Linear(4, 4))
     own.set_custom_all_gather(lambda *_: None)
+    flat1, dims, nowhere = init_device_mesh("cpu", (2,), mesh_dim_names=("s",)), DataParallelMeshDims("s"), DataParallelMeshDims("nowhere")
+    names = vars(torch.distributed.fsdp if how is torch_fully_shard else vescale_ray.fsdp)
+
+    def on(mesh: DeviceMesh, placement: Any) -> nn.Module:
+        linear = nn.Linear(4, 4, bias=False)
+        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [placement]))
+        return linear
+
     cases: list[tuple[Any, type[BaseException], str]] = [
         (lambda: how(Net(), mesh=init_device_mesh("cpu", (2, 1, 1))), ValueError, "fully_shard expects a 1D or 2D DeviceMesh but got"),
         (lambda: how(Net(), mesh=flat), AssertionError, "Please init the 2D mesh for HSDP with mesh_dim_names specified"),
@@ -408,6 +503,18 @@ def refusals(rank: int, world: int, how: Any) -> list[tuple[type[BaseException],
         (lambda: copy.deepcopy(done), AssertionError, "FSDP does not support deepcopy"),
         (lambda: sharded(meta, how)(torch.zeros(1, 24)), RuntimeError, "on meta device: ['layers.0.weight', 'layers.0.bias']"),
         (lambda: own.set_allocate_memory_from_process_group_for_comm(True), AssertionError, ""),
+        (lambda: how(Net(), reshard_after_forward="no"), ValueError, "should be a bool or an int representing the group size"),
+        (lambda: how(Net(), reshard_after_forward=3), ValueError, "If passing reshard_after_forward as an int, it should be a factor of 2"),
+        (lambda: done.set_reshard_after_forward(2), ValueError, "reshard_after_forward should be a bool, got <class 'int'>"),
+        (lambda: done.set_reduce_scatter_max_input_buffers("2"), TypeError, "max_input_buffers must be an int, got str"),
+        (lambda: done.set_reduce_scatter_max_input_buffers(0), ValueError, "max_input_buffers must be a positive int, got 0"),
+        (lambda: done.set_modules_to_forward_prefetch([nn.Linear(2, 2)]), ValueError, "Expects FSDPModule but got"),
+        (lambda: names["share_comm_ctx"]([nn.Linear(2, 2)]), ValueError, "Expects list of FSDPModules but got"),
+        (lambda: names["register_fsdp_forward_method"](done, "nope"), ValueError, "does not have a method"),
+        (lambda: how(on(flat1, Shard(0)), mesh=flat1, dp_mesh_dims=dims), ValueError, "Expected Replicate() on"),
+        (lambda: how(on(flat1, Replicate()), mesh=flat1, dp_mesh_dims=nowhere), ValueError, "not found in mesh.mesh_dim_names"),
+        (lambda: how(nn.Linear(4, 4), mesh=flat1, dp_mesh_dims=dims), ValueError, "must be DTensors on the"),
+        (lambda: how(Net(), mesh=init_device_mesh("cpu", (2,)), dp_mesh_dims=dims), ValueError, "mesh must have mesh_dim_names when"),
     ]
     for call, kind, words in cases:
         with pytest.raises(kind) as error:

@@ -395,7 +395,7 @@ def other_method(rank, world):
     ours.generate(inputs(rank, world)).square().mean().backward()
     alone.generate(inputs(0, 1)).square().mean().backward()
     same(grads(ours), grads(alone))
-    with pytest.raises(ValueError, match="no method 'absent'"):
+    with pytest.raises(ValueError, match="does not have a method 'absent'"):
         register_fsdp_forward_method(ours, "absent")
 
 
@@ -685,7 +685,7 @@ def prefetch_lists(rank, world):
             model.zero_grad()
             model(inputs(r, w, step)).square().mean().backward()
         same(grads(ours), grads(alone))
-    with pytest.raises(ValueError, match="Linear was not"):
+    with pytest.raises(ValueError, match="Expects FSDPModule but got Linear"):
         ours.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
 
 
@@ -847,13 +847,9 @@ def misuses(rank, world):
         fully_shard(model)
     with pytest.raises(ValueError, match="do not implement forward"):
         fully_shard(Tower().layers)
-    tied = build(tie=True)
-    fully_shard(tied.embed)
-    with pytest.raises(ValueError, match="tied"):
-        fully_shard(tied)
     with pytest.raises(AssertionError, match="does not support deepcopy"):
         copy.deepcopy(model)
-    with pytest.raises(ValueError, match="must divide"):
+    with pytest.raises(ValueError, match="should be a factor of"):
         fully_shard(Tower(), reshard_after_forward=5)
     with pytest.raises(ValueError, match=r"must return Shard\(dim\), a ShardPlacementResult"):
         fully_shard(Tower(), shard_placement_fn=lambda p: torch.distributed.tensor.Replicate())

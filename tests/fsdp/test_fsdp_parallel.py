@@ -187,11 +187,11 @@ class Global(nn.Module):
         return torch.tanh(x @ self.up.t()) @ self.down.t()
 
 
-def global_mesh(rank, world, shape, names, dims):
+def global_mesh(rank, world, shape, names, dims, **only_ours):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     placements = [Replicate()] * (len(names) - 1) + [Shard(0)]
-    built = [how(Global(mesh, placements), mesh=mesh, dp_mesh_dims=dims) for how in (fully_shard, torch_fully_shard)]
-    ours, theirs = cast(list[nn.Module], built)
+    ways = ((fully_shard, only_ours), (torch_fully_shard, {}))
+    ours, theirs = cast(list[nn.Module], [how(Global(mesh, placements), mesh=mesh, dp_mesh_dims=dims, **more) for how, more in ways])
     x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
     spread = [Shard(0)] * (len(names) - 1) + [Replicate()]
     for model in (ours, theirs):
@@ -203,6 +203,15 @@ def global_mesh(rank, world, shape, names, dims):
         assert torch.equal(full(mine), full(p))
     torch.optim.AdamW(ours.parameters()).step()
     return True
+
+
+def kept_by_neighbours(rank, world):
+    """What FSDP2 does not do yet: an int for ``reshard_after_forward`` together with ``dp_mesh_dims``."""
+    return global_mesh(rank, world, (4, 1), ("dp", "tp"), DataParallelMeshDims(shard="dp"), reshard_after_forward=2)
+
+
+def test_parameters_of_a_whole_mesh_may_be_kept_by_neighbours_after_forward() -> None:
+    assert all(run_threads(4, kept_by_neighbours))
 
 
 CASES = [
@@ -291,15 +300,15 @@ def misuse(rank, world):
     odd.weight = nn.Parameter(distribute_tensor(torch.zeros(5, 3), mesh["tp"], [Shard(0)]))
     with pytest.raises(ValueError, match=r"Shard\(0\) from its uneven tensor parallelism and .* from block_policy"):
         fully_shard(odd, mesh=mesh["dp"], block_policy=lambda n, p: Block.rows(1))
-    with pytest.raises(ValueError, match="names 'nope', but the mesh has only dp, tp"):
+    with pytest.raises(ValueError, match="'nope' .* not found in mesh.mesh_dim_names"):
         fully_shard(Global(mesh, whole), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="nope"))
-    with pytest.raises(ValueError, match="'scale' is a plain tensor"):
+    with pytest.raises(ValueError, match="must be DTensors on the whole mesh, but 'scale' is a plain tensor"):
         fully_shard(Layer(), mesh=mesh, dp_mesh_dims=dims)
-    with pytest.raises(ValueError, match="Replicate is needed there"):
+    with pytest.raises(ValueError, match="Expected Replicate"):
         fully_shard(Global(mesh, [Shard(0), Replicate()]), mesh=mesh, dp_mesh_dims=dims)
-    with pytest.raises(ValueError, match="on another mesh"):
+    with pytest.raises(ValueError, match="same mesh"):
         fully_shard(Global(mesh["tp"], [Shard(0)]), mesh=mesh, dp_mesh_dims=dims)
-    with pytest.raises(ValueError, match="needs the whole mesh"):
+    with pytest.raises(ValueError, match="must have mesh_dim_names when dp_mesh_dims is provided"):
         fully_shard(Layer(), dp_mesh_dims=dims)
     return True
 

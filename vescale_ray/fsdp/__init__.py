@@ -4,7 +4,8 @@ Imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor``; never Ra
 ``module`` (the methods it adds), ``unit`` (hooks: when), ``group`` (buffers: what), ``division`` (into the ranks' parts), ``sharding``
 (over which mesh dimensions), ``schedule`` (order and streams), ``memory`` (the pool), ``comm`` (the two collectives), ``linear``
 (gradients without a copy), ``hooked`` (tensor classes with all-gather hooks), ``same_plan`` (do all ranks have it?), ``torch_state`` (a
-unit as torch's state of one), ``debug``, ``phases`` (what is allowed when), ``overview`` (what came of it).
+unit as torch's state of one), ``labels`` (what logs and profilers show), ``stand_in`` (in the place of torch's), ``debug``, ``phases``
+(what is allowed when), ``overview`` (what came of it).
 
 [Note: the tensors of a group]
 P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; W * S >= P, the difference is padding.
@@ -48,6 +49,7 @@ from vescale_ray.fsdp.module import FSDPModule
 from vescale_ray.fsdp.overview import explain
 from vescale_ray.fsdp.phases import PhaseError
 from vescale_ray.fsdp.sharding import Sharding
+from vescale_ray.fsdp.stand_in import stand_in_for_torch
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -63,4 +65,5 @@ __all__ = [
     "register_fsdp_forward_method",
     "set_debug",
     "share_comm_ctx",
+    "stand_in_for_torch",
 ]

@@ -120,8 +120,6 @@ def fully_shard(
                 entry = owners.setdefault(param, (fqn, []))[1]
                 if all(ref() is not one or attr != attribute for ref, attr in entry):
                     entry.append((weakref.ref(one), attribute))
-    for param, (fqn, _) in owners.items():
-        _check_parameter(fqn, param)
     placed = {param: _placed(fqn, param, shard_placement_fn, default) for param, (fqn, _) in owners.items()}
     meshes = {_ranks(data.mesh): data.mesh for data in (default, *(data for _, data in placed.values()))}
     if axes is not None and len(meshes) > 1:
@@ -150,7 +148,8 @@ def fully_shard(
             why = "shard_placement_fn" if kept_apart is None or kept_apart.even else "its uneven tensor parallelism"
             raise ValueError(f"{fqn!r} has Shard({shard_dim}) from {why} and {block} from block_policy: give it one of them")
         hooked = _has_hooks(fqn, param, block, shard_dim)
-        source = Source(fqn, param, tuple(where), block, parallel[param], gaps, 0 if hooked else shard_dim, hooked)
+        tied = bool(param.__dict__.get("_vescale_replaced"))
+        source = Source(fqn, param, tuple(where), block, parallel[param], gaps, 0 if hooked else shard_dim, hooked, tied)
         by_kind.setdefault((param.dtype, param.requires_grad, hooked, _ranks(data.mesh)), []).append(source)
     name = type(modules[0]).__name__
     groups = [
@@ -190,7 +189,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):
-        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+        raise ValueError(f"{type(module).__name__} does not have a method {method_name!r}")
     original = getattr(module, method_name)
 
     @functools.wraps(original)
@@ -219,7 +218,7 @@ def share_comm_ctx(modules: list[Any]) -> None:
     for module in modules:
         unit = unit_of(module) if isinstance(module, nn.Module) else None
         if unit is None:
-            raise ValueError(f"share_comm_ctx needs modules that fully_shard was applied to, not {type(module).__name__}")
+            raise ValueError(f"Expects list of FSDPModules but got {type(module).__name__}: apply fully_shard to it before share_comm_ctx")
         if unit.phase is not Phase.RESTING or (unit.schedule is not None and unit.schedule.running):
             raise PhaseError(f"unit {unit.name!r} is in the middle of a step: call share_comm_ctx before or after it")
         units.append(unit)
@@ -263,14 +262,6 @@ def _managed_modules(roots: list[nn.Module]) -> set[nn.Module]:
         found.add(one)
         stack.extend(child for child in one.children() if unit_of(child) is None and not is_replicated(child))
     return found
-
-
-def _check_parameter(fqn: str, param: nn.Parameter) -> None:
-    if param.__dict__.get("_vescale_replaced"):
-        raise ValueError(
-            f"parameter {fqn!r} is tied to one that an earlier fully_shard call took: put both modules into one unit, "
-            f"as fully_shard([module_a, module_b]), or leave both to the root"
-        )
 
 
 def _has_hooks(fqn: str, param: nn.Parameter, block: Block | None, shard_dim: int | None) -> bool:
@@ -318,7 +309,8 @@ def _placed(
         data, placement = _data_of(fqn, placement.mesh_info, default), placement.placement
     if placement is not None and type(placement) is not Shard:
         raise ValueError(
-            f"shard_placement_fn gave {placement!r} for {fqn!r}: it must return Shard(dim), a ShardPlacementResult with a Shard, or None"
+            f"Invalid shard_placement_fn result: {placement!r} for {fqn!r}; it must return Shard(dim), a ShardPlacementResult with a "
+            f"Shard, or None"
         )
     return None if placement is None else placement.dim, data
 
@@ -352,10 +344,10 @@ def _shard_position(mesh: DeviceMesh) -> tuple[int, int]:
 def _data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> DeviceMesh:
     """The data-parallel part of a whole mesh: (shard,) or (replicate, shard)."""
     if mesh is None or mesh.mesh_dim_names is None:
-        raise ValueError("dp_mesh_dims needs the whole mesh, with named dimensions, as mesh")
+        raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided: it is the whole mesh, with named dimensions")
     for name in (*dims.shard_names, *dims.replicate_names):
         if name not in mesh.mesh_dim_names:
-            raise ValueError(f"dp_mesh_dims names {name!r}, but the mesh has only {', '.join(mesh.mesh_dim_names)}")
+            raise ValueError(f"Mesh dim name {name!r} (of dp_mesh_dims) not found in mesh.mesh_dim_names {mesh.mesh_dim_names}")
     if not dims.shard_names:
         replicas = flattened(mesh, dims.replicate_names)
         return replicas._unflatten(0, (replicas.size(), 1), ("replicate", "shard"))
@@ -372,14 +364,14 @@ def _parallel(fqn: str, param: nn.Parameter, data: Data) -> Parallel | None:
     data_mesh, whole, dims = data.mesh, data.whole, data.dims
     if not isinstance(param, DTensor):
         if dims is not None:
-            raise ValueError(f"with dp_mesh_dims every parameter must be a DTensor on the whole mesh, but {fqn!r} is a plain tensor")
+            raise ValueError(f"with dp_mesh_dims all parameters must be DTensors on the whole mesh, but {fqn!r} is a plain tensor")
         return None
     mesh, placements = param.device_mesh, param.placements
     data_dims: frozenset[int] = frozenset()
     model_mesh: DeviceMesh | None = mesh
     if dims is not None:
         if mesh != whole:
-            raise ValueError(f"parameter {fqn!r} is on another mesh than the one given with dp_mesh_dims: {mesh}")
+            raise ValueError(f"with dp_mesh_dims parameters must be on the same mesh that fully_shard gets, but {fqn!r} is on {mesh}")
         names = mesh.mesh_dim_names or ()
         data_dims = frozenset(names.index(name) for name in (*dims.shard_names, *dims.replicate_names))
         left = tuple(name for i, name in enumerate(names) if i not in data_dims)
@@ -395,7 +387,10 @@ def _parallel(fqn: str, param: nn.Parameter, data: Data) -> Parallel | None:
     shape, even = list(param.shape), True
     for i, placement in enumerate(placements):
         if i in data_dims and not placement.is_replicate():
-            raise ValueError(f"parameter {fqn!r} has {placement} on a data-parallel dimension of its mesh: Replicate is needed there")
+            raise ValueError(
+                f"Expected Replicate() on data-parallel dimension {i} of the mesh of parameter {fqn!r}, but got {placement}: distribute it "
+                f"with Replicate there"
+            )
         if type(placement) is Shard:
             dim = placement.dim % len(shape)
             even = even and not shape[dim] % mesh.size(i)
@@ -410,9 +405,14 @@ def _reshard_after_forward(value: bool | int | None, shard_size: int) -> tuple[b
     if value is None or isinstance(value, bool):
         return value, None
     if not isinstance(value, int):
-        raise ValueError(f"reshard_after_forward must be a bool, an int or None, not {value!r}")
+        raise ValueError(
+            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value!r}; None: yes, but "
+            f"not the root"
+        )
     if value < 1 or value > shard_size or shard_size % value:
-        raise ValueError(f"reshard_after_forward is {value}: as an int it must divide the shard size {shard_size}")
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {shard_size}, not {value}: it must divide the shard size"
+        )
     return value != 1, value if 1 < value < shard_size else None
 
 

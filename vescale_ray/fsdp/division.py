@@ -140,6 +140,7 @@ class Chunks:
                 raise BadArgument(
                     f"Shard dim {dim} is invalid for {len(spec.shape)}D tensor {spec.name!r} of shape {spec.shape}, for which "
                     f"shard_placement_fn gave it"
+                    + ("" if spec.shape else f". Change {spec.name} to a 1D tensor with numel equal to 1, or let it be placed")
                 )
             dim %= len(spec.shape)
             if dim and spec.shape[dim] % world:

@@ -117,6 +117,7 @@ class Gradients:
         """Take in the gradient of unsharded parameter ``index`` whenever it is complete."""
         mine = weakref.ref(self)  # autograd keeps the hook as long as the leaf, and the leaf is ours
 
+        @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
         def hook(_: torch.Tensor) -> None:
             owner = mine()
             if owner is not None:

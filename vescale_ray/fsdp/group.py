@@ -23,6 +23,7 @@ from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.debug import agree
 from vescale_ray.fsdp.division import Chunks, Cuts, Division
 from vescale_ray.fsdp.gradients import Gradients
+from vescale_ray.fsdp.labels import span
 from vescale_ray.fsdp.memory import NOWHERE, Buffer, Pool, may_stay
 from vescale_ray.fsdp.parameters import GroupParam, Place, Source, Subgroup, as_dtensor, local_of
 from vescale_ray.fsdp.phases import Residency
@@ -101,6 +102,8 @@ class Group:
         neighbours: int | None = None,
     ) -> None:
         self.name, self.policy, self.place = name, policy, Place(mesh, device)
+        self.fqn = ""
+        """Of the unit, for profilers."""
         self.offload = isinstance(offload, CPUOffloadPolicy) and device.type != "cpu"
         self.pin_memory = self.offload and bool(getattr(offload, "pin_memory", False))
         self.orig_dtype = sources[0].param.dtype
@@ -175,7 +178,7 @@ class Group:
             sharded = nn.Parameter(as_dtensor(local, spec), requires_grad=source.param.requires_grad)
             sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter detached it, and with it the version counter
             for key, value in source.param.__dict__.items():  # marks that users and optimizers put on parameters
-                if key not in ("_local_tensor", "_spec"):  # of a DTensor
+                if key not in ("_local_tensor", "_spec", "_vescale_replaced"):  # the first two of a DTensor
                     sharded.__dict__.setdefault(key, value)
             param = GroupParam(source, sharded, placement, spec)
             param.install(sharded)
@@ -296,7 +299,7 @@ class Group:
                 self._parts = self._new_parts()
                 out = self._parts.flat(self.compute_dtype)
                 lane.after_current()  # the last copy from there
-            with torch.no_grad():
+            with torch.no_grad(), span("all_gather", self.fqn):
                 self._gather = comm.all_gather(
                     out, shard, group, lane, together=together, pairwise=pairwise, custom=self.custom_gather
                 )

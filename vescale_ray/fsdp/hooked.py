@@ -19,6 +19,7 @@ from vescale_ray.dtensor_spec import contiguous_stride
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.debug import agree
 from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.labels import span
 from vescale_ray.fsdp.memory import Pool
 from vescale_ray.fsdp.parameters import GroupParam, as_dtensor, local_of
 from vescale_ray.fsdp.phases import Residency
@@ -92,7 +93,7 @@ class HookedGroup(Group):
             sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter detached it
             self._locals.append(local)
             for key, value in source.param.__dict__.items():
-                if key not in ("_local_tensor", "_spec"):
+                if key not in ("_local_tensor", "_spec", "_vescale_replaced"):
                     sharded.__dict__.setdefault(key, value)
             param = GroupParam(source, sharded, placement, spec)
             param.install(sharded)
@@ -127,7 +128,7 @@ class HookedGroup(Group):
         agree(f"all-gather of {self.name!r}", self.place.shard_group, self.place.device)
         lane.after(self._pool.released_event)
         works = []
-        with torch.no_grad(), lane.context():
+        with torch.no_grad(), lane.context(), span("all_gather", self.fqn):
             for param, padded, gathered in zip(self.params, self._padded, self._gathered, strict=True):
                 inputs = self._before(param, padded, gathered)
                 gathered.receive(inputs, self.place.world)

@@ -9,6 +9,7 @@ in this backward, adds the other gradients to it in new memory, which is then co
 from __future__ import annotations
 
 import weakref
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,26 +34,32 @@ def offer_sink(leaf: nn.Parameter, gradients: weakref.ref[Gradients], index: int
 def adopt_linear(module: nn.Module) -> None:
     """Run ``module`` through :class:`_Linear` where that pays, if it is an ``nn.Linear`` whose forward is torch's."""
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
-        module.forward = _Forward(module)  # type: ignore[method-assign,assignment]
+        # A bound method: of these torch.compile compares the function only, so that layers alike share one compilation. Of an object to
+        # be called it compares the identity, and compiles every layer anew until it gives up.
+        module.forward = MethodType(_forward, _Layer(module))  # type: ignore[method-assign,assignment]
 
 
-class _Forward:
-    """``nn.Linear.forward`` of one module, without keeping it alive."""
+class _Layer:
+    """The module that a forward is of, without keeping it alive."""
+
+    __slots__ = ("module",)
 
     def __init__(self, module: nn.Linear) -> None:
-        self._module = weakref.ref(module)
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        module = self._module()
-        assert module is not None
-        weight, bias = module.weight, module.bias
-        if torch.compiler.is_compiling() or not _pays(input, weight):
-            return F.linear(input, weight, bias)
-        out: torch.Tensor = _Linear.apply(input, weight, bias, weight.__dict__[_SINK])
-        return out
+        self.module = weakref.ref(module)
 
     def __reduce__(self) -> Any:
         raise TypeError("a sharded nn.Linear can't be pickled or copied: save its state_dict")
+
+
+def _forward(layer: _Layer, input: torch.Tensor) -> torch.Tensor:
+    """``nn.Linear.forward``."""
+    module = layer.module()
+    assert module is not None
+    weight, bias = module.weight, module.bias
+    if torch.compiler.is_compiling() or not _pays(input, weight):
+        return F.linear(input, weight, bias)
+    out: torch.Tensor = _Linear.apply(input, weight, bias, weight.__dict__[_SINK])
+    return out
 
 
 def _pays(input: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -85,6 +92,7 @@ class _Linear(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
+    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         (grad,) = grads

@@ -80,7 +80,7 @@ class FSDPModule(TorchFSDPModule):
         if unit.schedule is None:
             return
         if not unit.is_root:
-            raise RuntimeError(f"reset_iter_state() is for the root module, and unit {unit.name!r} is not it")
+            raise RuntimeError(f"reset_iter_state must be called on the root FSDP module, and unit {unit.name!r} is not it")
         unit.schedule.reset()
 
     # -- gradients ---------------------------------------------------------------------------------------------------
@@ -162,9 +162,9 @@ class FSDPModule(TorchFSDPModule):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reduce-scatters may be under way while backward goes on; each holds a gradient buffer. The largest value counts."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers must be an int, not {type(max_input_buffers).__name__}")
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers is {max_input_buffers}: at least 1 is needed")
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for unit in _units(self, recurse):
             unit.max_reductions = max_input_buffers
             if unit.schedule is not None:
@@ -205,7 +205,7 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are freed after forward and gathered again in backward."""
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward must be a bool here, not {reshard_after_forward!r}")
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}: {reshard_after_forward!r}")
         for unit in _units(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
             for group in unit.groups:
@@ -322,7 +322,10 @@ class _Handle(UnshardHandle):
 
 
 def _no_deepcopy(self: Any, memo: Any) -> NoReturn:
-    raise AssertionError("FSDP does not support deepcopy: build a second module, shard it and load the first one's state_dict into it")
+    raise AssertionError(
+        "FSDP does not support deepcopy. Please use state dict for serialization: build a second module, shard it and load the first "
+        "one's state_dict into it"
+    )
 
 
 @cache
@@ -353,7 +356,7 @@ def _weak(module: Any) -> Any:
 
     unit = unit_of(module) if isinstance(module, nn.Module) else None
     if unit is None:
-        raise ValueError(f"a module to prefetch must have been given to fully_shard, but {type(module).__name__} was not")
+        raise ValueError(f"Expects FSDPModule but got {type(module).__name__}: only what fully_shard was applied to can be prefetched")
     return weakref.ref(unit)
 
 

@@ -40,6 +40,8 @@ class Source:
     """The dimension of a plain ``Shard`` placement, if it is to have one."""
     hooked: bool = False
     """Its tensor class says what is gathered."""
+    tied: bool = False
+    """An earlier unit took it, too. What is sharded here is a copy, to be replaced before the first forward."""
 
     @property
     def value(self) -> torch.Tensor:
@@ -150,11 +152,12 @@ _SUBGROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] 
 class GroupParam:
     """One parameter: sharded (an ``nn.Parameter`` of type RaggedDTensor, or DTensor) and unsharded (a plain leaf, once it was gathered)."""
 
-    __slots__ = ("fqn", "name", "owners", "parallel", "placement", "shape", "sharded", "spec", "unsharded")
+    __slots__ = ("fqn", "name", "owners", "parallel", "placement", "shape", "sharded", "spec", "tied", "unsharded")
 
     def __init__(self, source: Source, sharded: nn.Parameter, placement: Placement, spec: DTensorSpec) -> None:
         self.name, self.fqn, self.owners, self.parallel = source.name, source.name, source.owners, source.parallel
         self.sharded, self.placement, self.spec = sharded, placement, spec
+        self.tied = sharded if source.tied else None
         self.shape = source.shape
         """Of what is shared out: the parameter's own, or that of the part which tensor or expert parallelism left here."""
         self.unsharded: nn.Parameter | None = None

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from vescale_ray.fsdp.comm import Lane
 from vescale_ray.fsdp.debug import agree
 from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.labels import log, span
 from vescale_ray.fsdp.memory import Pool
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.same_plan import check_same_plan
@@ -81,6 +82,7 @@ class Schedule:
         """The first forward: all units are known. Make ``root`` the root of the units below it; check what can be checked only now.
 
         Raises:
+            ValueError: a parameter is tied to one of another unit.
             RuntimeError: a unit below belongs to another root already; parameters are still on the meta device; the ranks
                 have planned different layouts.
         """
@@ -103,12 +105,14 @@ class Schedule:
         schedule = cls(root.lanes or Lanes(root.device))
         for unit, names in found.values():
             unit.name = ", ".join(name or "(root)" for name in names)
+            unit.fqn = ", ".join(name for name in names if name)
             for group in unit.groups:
                 kind = str(group.orig_dtype).removeprefix("torch.") + ("" if group.grads.trainable_count else ", frozen")
-                group.name = f"{unit.name} [{kind}]"
+                group.name, group.fqn = f"{unit.name} [{kind}]", unit.fqn
                 group.adopt()
                 _name_parameters(group, fqns)
         units = [unit for unit, _ in found.values()]
+        _check_tied(units)
         _check_materialized(units)
         _check_hooks(units)
         with _disable_current_modes():  # not a part of the step that a mode may be counting or recording
@@ -138,13 +142,15 @@ class Schedule:
                 f"a forward of {unit.name!r} starts, but the last backward did not end (an exception?): call reset_iter_state() on the root"
             )
         self.forward_root = unit
-        if self.lanes.gather.stream is not None:
-            if unit.post_optim_event is not None:
-                self.lanes.gather.after(unit.post_optim_event)
-                unit.post_optim_event = None
-            else:
-                self.lanes.gather.after_current()
-            args, kwargs = _to_device(args, kwargs, unit.device)
+        with span("root_pre_forward", logged=True):
+            if self.lanes.gather.stream is not None:
+                if unit.post_optim_event is not None:
+                    self.lanes.gather.after(unit.post_optim_event)
+                    unit.post_optim_event = None
+                else:
+                    self.lanes.gather.after_current()
+                with span("inputs_to_device"):
+                    args, kwargs = _to_device(args, kwargs, unit.device)
         self._running = []
         self._repeats = True
         self.last_call = None
@@ -193,7 +199,8 @@ class Schedule:
             return
         for target in targets:
             self._check_mine(target)
-            target.start_unshard()
+            with span("forward_prefetch for {}", target.fqn):
+                target.start_unshard()
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -211,13 +218,15 @@ class Schedule:
                 if target is not None:
                     self._check_mine(target)
                     if target.last_call is not None and not target.last_call.consumed:
-                        target.start_unshard(backward=True)
+                        with span("backward_prefetch for {}", target.fqn):
+                            target.start_unshard(backward=True)
             return
         earlier = call.previous
         if earlier is not None and not earlier.consumed:
             target = earlier.unit()
             if target is not None and target.schedule is self:
-                target.start_unshard(backward=True)
+                with span("backward_prefetch for {}", target.fqn):
+                    target.start_unshard(backward=True)
         elif call.previous is None:
             self.trim()
 
@@ -244,6 +253,11 @@ class Schedule:
     @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
     def end_backward(self) -> None:
         """Autograd calls this when the backward is over."""
+        log("root_post_backward")
+        with span("root_post_backward_callback"):
+            self._end_backward()
+
+    def _end_backward(self) -> None:
         units = self.units
         for unit in reversed(units):
             unit.end_backward(creates_graph=self._creates_graph)
@@ -313,6 +327,16 @@ def _name_parameters(group: Group, fqns: dict[int, str]) -> None:
         module, attribute = param.owners[0][0](), param.owners[0][1]
         prefix = fqns.get(id(module), "")
         param.fqn = f"{prefix}.{attribute}" if prefix else attribute
+
+
+def _check_tied(units: list[Unit]) -> None:
+    for unit in units:
+        for param in (param for group in unit.groups for param in group.params):
+            if param.tied is not None and param.sharded is param.tied:
+                raise ValueError(
+                    f"Parameter {param.fqn!r} is shared with a parameter already managed by another FSDP group: the modules are tied. Put "
+                    f"them into one unit, as fully_shard([module_a, module_b]), or leave both to the root"
+                )
 
 
 def _check_materialized(units: list[Unit]) -> None:

@@ -2,7 +2,8 @@
 
 Torch's does: a pipeline stage runs backward in micro-batches without reduction and then, once, calls ``post_backward()`` of every group and
 ``_root_post_backward_final_callback()`` (``stage.py``, ``perform_reduce_grad``, torch 2.13); ``replicate`` leaves modules alone that are
-registered as sharded. Trainers and tests of other people ask who is the root, what a parameter is called, whether a unit is gathered.
+registered as sharded; ``FSDPMemTracker`` puts itself around forward hooks and around the backward of groups. Trainers and tests of other
+people ask who is the root, what a parameter is called, whether a unit is gathered.
 Only what a unit really has is here; ``fully_shard.state(module)`` and ``module._get_fsdp_state()`` give it.
 """
 
@@ -11,13 +12,18 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.utils.hooks import RemovableHandle
 
-from vescale_ray.fsdp.phases import Residency
+from vescale_ray.fsdp.phases import Phase, Residency
 from vescale_ray.fsdp.schedule import Schedule, unit_of
 
 if TYPE_CHECKING:
@@ -31,6 +37,9 @@ class State:
 
     def __init__(self, unit: Unit) -> None:
         self._unit_ref = weakref.ref(unit)  # the modules hold both
+        self._fsdp_param_groups = [ParamGroup(unit, group) for group in unit.groups]
+        self._pre_forward_hook_handle: Any = Handles(unit.pre_hooks)
+        self._post_forward_hook_handle: Any = Handles(unit.post_hooks)
 
     @property
     def _unit(self) -> Unit:
@@ -53,6 +62,18 @@ class State:
         return tuple(module for ref in self._unit.modules if (module := ref()) is not None)
 
     @property
+    def _device(self) -> torch.device:
+        return self._unit.device
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        return self._unit.policy
+
+    @property
+    def _training_state(self) -> TrainingState:
+        return _TRAINING_STATES[self._unit.phase]
+
+    @property
     def _state_ctx(self) -> State:
         return self
 
@@ -63,21 +84,41 @@ class State:
         return [self] if schedule is None else [state_of_unit(one) for one in schedule.units]
 
     @property
-    def _fsdp_param_groups(self) -> list[ParamGroup]:
-        return [ParamGroup(self._unit, group) for group in self._unit.groups]
+    def _states_to_forward_prefetch(self) -> list[State]:
+        return [state_of_unit(unit) for ref in self._unit.forward_prefetch if (unit := ref()) is not None]
+
+    @property
+    def _states_to_backward_prefetch(self) -> list[State]:
+        return [state_of_unit(unit) for ref in self._unit.backward_prefetch if (unit := ref()) is not None]
 
     @property
     def _fsdp_param_group(self) -> ParamGroup | None:
-        groups = self._fsdp_param_groups
-        return groups[0] if groups else None
+        return self._fsdp_param_groups[0] if self._fsdp_param_groups else None
+
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._unit.pre_forward(module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self._unit.post_forward(module, args, output)
 
     def _root_post_backward_final_callback(self) -> None:
         if self._unit.schedule is not None:
             self._unit.schedule.end_backward()
 
+    def replaced(self, method: str) -> Callable[[], None] | None:
+        """What other code (torch's ``FSDPMemTracker``) put in place of a method of the groups, to be called instead; None: nothing."""
+        if not any(method in group.__dict__ for group in self._fsdp_param_groups):
+            return None
+
+        def call() -> None:
+            for group in self._fsdp_param_groups:
+                getattr(group, method)()
+
+        return call
+
 
 class ParamGroup:
-    """Torch's ``FSDPParamGroup``, as far as a group has the same."""
+    """Torch's ``FSDPParamGroup``, as far as a group has the same. Of the groups of a unit, the first one acts for all."""
 
     def __init__(self, unit: Unit, group: Group) -> None:
         self._unit_ref, self._group_ref = weakref.ref(unit), weakref.ref(group)
@@ -89,14 +130,32 @@ class ParamGroup:
         return group
 
     @property
+    def _acting(self) -> Unit | None:
+        unit = self._unit_ref()
+        return unit if unit is not None and unit.schedule is not None and unit.groups[0] is self._group_ref() else None
+
+    @property
     def _module_fqn(self) -> str | None:
         """Names of the unit's modules below the root; None before it is known."""
         unit = self._unit_ref()
-        return None if unit is None or unit.schedule is None else unit.name.replace("(root)", "")
+        return None if unit is None or unit.schedule is None else unit.fqn
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        unit = self._unit_ref()
+        return () if unit is None else tuple(module for ref in unit.modules if (module := ref()) is not None)
 
     @property
     def fsdp_params(self) -> list[Param]:
         return [Param(param) for param in self._group.params]
+
+    @property
+    def device(self) -> torch.device:
+        return self._group.place.device
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        return self._group.policy
 
     @property
     def is_unsharded(self) -> bool:
@@ -106,19 +165,45 @@ class ParamGroup:
     def is_sharded(self) -> bool:
         return self._group.residency is Residency.SHARDED
 
-    def post_backward(self) -> None:
+    def pre_backward(self, *_: Any) -> None:
+        """A gradient of an output has come: gather the parameters of this unit."""
+        unit = self._acting
+        if unit is not None:
+            unit.enter_backward()
+
+    def post_backward(self, *_: Any) -> None:
         """All micro-batches are through: reduce the gradients of this unit."""
-        unit = self._unit_ref()
-        if unit is not None and unit.schedule is not None:
+        unit = self._acting
+        if unit is not None:
             unit.take_in_gradients()
-            unit.close()
+            unit.leave_backward()
 
 
 class Param:
     """Torch's ``FSDPParam``, as far as a parameter has the same."""
 
     def __init__(self, param: GroupParam) -> None:
-        self._param_fqn, self.sharded_param, self.unsharded_param = param.fqn, param.sharded, param.unsharded
+        self._param_fqn, self.sharded_param = param.fqn, param.sharded
+        self.unsharded_param = self._unsharded_param = param.unsharded
+
+
+class Handles:
+    """The hooks of all modules of a unit, to be removed together."""
+
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+_TRAINING_STATES = {
+    Phase.RESTING: TrainingState.IDLE,
+    Phase.FORWARD: TrainingState.FORWARD,
+    Phase.BACKWARD: TrainingState.PRE_BACKWARD,
+    Phase.RECOMPUTE: TrainingState.PRE_BACKWARD,
+}
 
 
 def leave_state(module: nn.Module, unit: Unit) -> None:

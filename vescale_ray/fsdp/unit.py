@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.labels import log, span
 from vescale_ray.fsdp.phases import Phase, PhaseError, check_transition
 from vescale_ray.fsdp.tree import cast_floating, grad_tensors, map_tensors
 
@@ -61,10 +62,16 @@ class Call:
         self.consumed = False
         self.loads = unit.loads
 
-    def pre_backward(self, _grad: torch.Tensor) -> None:
+    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    def pre_backward(self, _grad: Any) -> None:
         unit = self.unit()
         if unit is not None:
             unit.pre_backward(self)
+
+    def before_base(self, grads: Any) -> None:
+        """The gradient of what an output is a view of has come."""
+        if not self.consumed:
+            self.pre_backward(grads)
 
 
 class Unit:
@@ -84,6 +91,8 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         """None: yes, unless the unit turns out to be the root."""
         self.name = type(modules[0]).__name__ if len(modules) == 1 else "[" + ", ".join(type(m).__name__ for m in modules) + "]"
+        self.fqn = ""
+        """Names of the modules below the root, once that is known; the root's is empty."""
         self.phase = Phase.RESTING
         self.schedule: Schedule | None = None
         self.lanes: Lanes | None = None
@@ -108,6 +117,7 @@ class Unit:
         self._outer = Phase.RESTING
         self._open_call: Call | None = None
         self._prefetch_after: Call | None = None
+        self._entering: Call | None = None
         self._marked = False
         """Whether the inputs of the forward that is running were marked."""
         self._awaited_marks = 0
@@ -118,9 +128,8 @@ class Unit:
         """A backward with ``create_graph`` went through: its graph reads the parameters, in a backward that is still to come."""
         self.loads = 0
         """How often a state dict was loaded."""
-        for module in modules:
-            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward, prepend=False, always_call=True)
+        self.pre_hooks = [module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True) for module in modules]
+        self.post_hooks = [module.register_forward_hook(self.post_forward, prepend=False, always_call=True) for module in modules]
         mine = weakref.ref(self)
         for group in groups:
             group.grads.on_first = lambda: _prefetch_at_first_gradient(mine)
@@ -150,8 +159,9 @@ class Unit:
                 self.set_phase(Phase.FORWARD)
                 self.keeps_graph = False
                 self._waiting = {id(m()) for m in self.modules}
-                self.unshard(fresh=True)
-                schedule.prefetch_forward(self)
+                with span("pre_forward", self.fqn, logged=True):
+                    self.unshard(fresh=True)
+                    schedule.prefetch_forward(self)
             mark = True
         else:
             mark = False
@@ -182,12 +192,13 @@ class Unit:
         self._waiting.discard(id(module))
         self._mark_outputs(output)
         if not self._waiting:
-            try:
-                self.end_forward(reshard=True)
-            except RuntimeError:
-                if schedule.forward_root is self:
-                    schedule.abandon_forward()
-                raise
+            with span("post_forward", self.fqn, logged=True):
+                try:
+                    self.end_forward(reshard=True)
+                except RuntimeError:
+                    if schedule.forward_root is self:
+                        schedule.abandon_forward()
+                    raise
         if schedule.forward_root is self:
             if self._waiting:  # a module of a list called on its own, as in a chunked loss: the next chunk needs the parameters again
                 self.end_forward(reshard=False)
@@ -245,13 +256,34 @@ class Unit:
         call = self.last_call = self.schedule.last_call = Call(self, self._marked, self.schedule.last_call)
         for tensor in tensors:
             tensor.register_hook(call.pre_backward)
+            if tensor._is_view():
+                # Changed in place by whoever gets it, a view has a new history, without the hook; its base's goes on from here.
+                base = tensor._base
+                if base is not None and base.grad_fn is not None:
+                    base.grad_fn.register_prehook(call.before_base)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
     def pre_backward(self, call: Call) -> None:
+        """A gradient of an output of ``call`` has come."""
         if self._open_call is call and self.phase is Phase.BACKWARD:
             return
+        replaced = self.torch_state.replaced("pre_backward") if self.torch_state is not None else None
+        if replaced is None:
+            self.enter_backward(call)
+        else:
+            self._entering = call
+            replaced()
+
+    def enter_backward(self, call: Call | None = None) -> None:
+        """Gather, prefetch the unit before. ``call``: None, that of the gradient that has just come."""
+        call, self._entering = call or self._entering, None
+        if call is None:
+            return
+        with span("pre_backward", self.fqn, logged=True):
+            self._enter_backward(call)
+
+    def _enter_backward(self, call: Call) -> None:
         if call.loads != self.loads:
             raise PhaseError(
                 f"a backward reached unit {self.name!r}, but a state dict was loaded into it since the forward: load between steps, then "
@@ -280,13 +312,20 @@ class Unit:
         if call is not None and self.schedule is not None:
             self.schedule.prefetch_backward(self, call)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
     def inputs_done(self) -> None:
         self._awaited_marks = max(0, self._awaited_marks - 1)
         self.close()
 
     def close(self) -> None:
         """This unit's part of a backward is through: reshard, and reduce the gradients that have come."""
+        replaced = self.torch_state.replaced("post_backward") if self.torch_state is not None else None
+        if replaced is None:
+            self.leave_backward()
+        else:
+            replaced()
+
+    def leave_backward(self) -> None:
+        log("post_backward", self.fqn)
         self.prefetch_backward()
         if self.phase is Phase.BACKWARD:
             self.set_phase(Phase.RESTING)
@@ -294,7 +333,8 @@ class Unit:
         for group in self.groups:
             group.grads.end_window()
         if self.reshard_after_backward:
-            self._each(lambda group: group.rest(after_forward=False, keep=self.keeps_graph))
+            with span("post_backward_reshard", self.fqn):
+                self._each(lambda group: group.rest(after_forward=False, keep=self.keeps_graph))
         if call is not None and self.schedule is not None and _is_nearly_first(call):
             self.schedule.trim()  # no unit is to come that could gather into what this one has given back
         if self.reduce_unused and (self.gradient_sync or not self.hold_gradients):
@@ -322,7 +362,8 @@ class Unit:
         assert self.schedule is not None
         for group in reversed(self.groups):
             if group.grads.arrived_count and not group.grads.awaits_claimed:
-                self.schedule.reduce(group)
+                with span("post_backward_reduce", self.fqn):
+                    self.schedule.reduce(group)
                 self.reduced = True
 
     def end_backward(self, *, creates_graph: bool) -> None:
@@ -388,7 +429,7 @@ class Unit:
         """Back to rest after an exception; what the step had done is lost."""
         self.phase, self._depth = Phase.RESTING, 0
         self._waiting.clear()
-        self._open_call = self._prefetch_after = self.last_call = None
+        self._open_call = self._prefetch_after = self._entering = self.last_call = None
         self._awaited_marks, self.reduced = 0, False
         for group in self.groups:
             group.discard()
@@ -450,6 +491,7 @@ class _InputMark(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         unit = ctx.unit()
         if unit is not None:

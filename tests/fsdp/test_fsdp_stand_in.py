@@ -1,0 +1,147 @@
+"""A trainer that imports FSDP2 itself runs with ours in its place: it shards, loads whole state dicts, trains and saves as with torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+import torch.distributed.tensor as torch_tensor
+from torch import nn
+from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from tests.ranks import run_gloo
+from vescale_ray.dtensor import RaggedDTensor
+from vescale_ray.fsdp import FSDPModule, stand_in_for_torch
+
+WHOLE = StateDictOptions(full_state_dict=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+class Language(nn.Module):
+    """Tied embeddings, a buffer, sizes that do not divide evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.embed, self.head = nn.Embedding(13, 6), nn.Linear(6, 13, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.register_buffer("scale", torch.full((1,), 2.0))
+        self.tie()
+        if not self.embed.weight.is_meta:
+            with torch.no_grad():
+                for p in self.parameters():
+                    p.copy_(torch.randn(p.shape, generator=generator))
+
+    def tie(self) -> None:
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = h + torch.tanh(layer(h))
+        return self.head(h) * self.scale
+
+
+def on_meta_and_sharded(**options: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta"):
+        model: Any = Language()
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def load_by_distribute_tensor(whole: dict[str, torch.Tensor]) -> Any:
+    """As FSDP2's tutorial and accelerate do it: from rank 0, tensor by tensor, into a model on the meta device, tied again afterwards."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    model = on_meta_and_sharded()
+    parts: dict[str, Any] = {}
+    for name, sharded in model.state_dict().items():
+        full = whole[name].clone() if dist.get_rank() == 0 else torch.full_like(whole[name], torch.nan)
+        if isinstance(sharded, DTensor):
+            parts[name] = nn.Parameter(distribute_tensor(full, sharded.device_mesh, sharded.placements))
+        else:
+            dist.broadcast(full, src=0)
+            parts[name] = full
+    model.load_state_dict(parts, assign=True)
+    model.tie()
+    return model
+
+
+def load_by_set_model_state_dict(whole: dict[str, torch.Tensor], options: StateDictOptions, **how: Any) -> Any:
+    model = on_meta_and_sharded(**how).to_empty(device="cpu")
+    set_model_state_dict(model, dict(whole) if dist.get_rank() == 0 or not options.broadcast_from_rank0 else {}, options=options)
+    return model
+
+
+def straight_onto_meta(whole: dict[str, torch.Tensor]) -> Any:
+    model = on_meta_and_sharded()
+    set_model_state_dict(model, dict(whole), options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False))
+    model.tie()
+    return model
+
+
+def train(model: Any) -> tuple[dict[str, Any], dict[str, Any], float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x = torch.arange(6).view(2, 3) + dist.get_rank()
+    for _ in range(2):
+        model(x).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    # A new optimizer takes the whole state of the old one, from rank 0.
+    states = get_optimizer_state_dict(model, optimizer, options=WHOLE)
+    again = torch.optim.AdamW(model.parameters(), lr=0.1)
+    set_optimizer_state_dict(model, again, states if dist.get_rank() == 0 else {}, options=FROM_RANK_0)
+    model(x).square().mean().backward()
+    again.step()
+    again.zero_grad()
+    return get_model_state_dict(model, options=WHOLE), get_optimizer_state_dict(model, again, options=WHOLE), model(x).sum().item()
+
+
+def trainer(_rank: int, _world: int) -> dict[str, Any]:
+    whole = {name: tensor.clone() for name, tensor in Language().state_dict().items()}
+    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    return {
+        "distribute_tensor": train(load_by_distribute_tensor(whole)),
+        "all ranks": train(load_by_set_model_state_dict(whole, WHOLE)),
+        "from rank 0": train(load_by_set_model_state_dict(whole, FROM_RANK_0)),
+        "replicas": train(load_by_set_model_state_dict(whole, FROM_RANK_0, mesh=replicas)),
+        "meta": train(straight_onto_meta(whole)),
+    }
+
+
+def both(rank: int, world: int) -> bool:
+    names = [(torch_fsdp, "fully_shard"), (torch_fsdp, "share_comm_ctx"), (torch_tensor, "distribute_tensor")]
+    own = [getattr(module, name) for module, name in names] + [_state_dict_utils._distribute_tensors]
+    theirs = trainer(rank, world)
+    with stand_in_for_torch():
+        ours = trainer(rank, world)
+        model = on_meta_and_sharded()
+        assert isinstance(model, FSDPModule) and all(isinstance(p, RaggedDTensor) for p in model.parameters())
+        linear: Any = parallelize_module(nn.Linear(4, 4), init_device_mesh("cpu", (2,)), ColwiseParallel())  # torch's other uses of it
+        assert linear.weight.to_local().shape == (2, 4)
+    assert [getattr(module, name) for module, name in names] + [_state_dict_utils._distribute_tensors] == own
+    for way, (parameters, states, loss) in theirs.items():
+        our_parameters, our_states, our_loss = ours[way]
+        assert our_states["param_groups"] == states["param_groups"]
+        found, expected = (our_parameters, our_states["state"], our_loss), (parameters, states["state"], loss)
+        torch.testing.assert_close(found, expected, msg=lambda message, way=way: f"{way}: {message}")  # type: ignore[misc]
+    return True
+
+
+def test_a_trainer_that_imports_fsdp2_loads_trains_and_saves_the_same() -> None:
+    assert all(run_gloo(2, both))

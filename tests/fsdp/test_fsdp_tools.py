@@ -1,0 +1,146 @@
+"""Tools around a sharded model: torch.compile, logs, profilers, memory trackers. They see the same as of torch's ``fully_shard``."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from tests.ranks import run_gloo
+from vescale_ray.fsdp import fully_shard
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def sharded(how: Any, blocks: int = 4, backend: Any = None) -> Any:
+    model = nn.Sequential(*(Block() for _ in range(blocks)))
+    for block in model:
+        if backend is not None:
+            block.compile(backend=backend, fullgraph=True)
+        how(block)
+    return how(model)
+
+
+def compiled_frames(how: Any) -> tuple[int, int]:
+    """Compilations of equal blocks, in two steps; then of frames of ours while a compiled function runs forward and backward."""
+    import torch._dynamo.testing
+    from torch._dynamo.convert_frame import register_bytecode_hook
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    model = sharded(how, backend=counter)
+    for _ in range(2):
+        model(torch.ones(2, WIDTH)).sum().backward()
+    torch._dynamo.reset()
+    files: list[str] = []
+    handle = register_bytecode_hook(lambda code, _: files.append(code.co_filename))
+    model = sharded(how, blocks=2)
+
+    def step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+
+    torch.compile(step, backend="eager")(torch.ones(2, WIDTH))
+    handle.remove()
+    assert any(file == __file__ for file in files)
+    return counter.frame_count, sum("/vescale_ray/" in file for file in files)
+
+
+def labels(how: Any) -> tuple[set[str], Counter[str]]:
+    """Ranges that a profiler sees in a step, and how often the log has each line."""
+    seen: Counter[str] = Counter()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen[record.getMessage()] += 1
+
+    model = sharded(how, blocks=2)
+    x = torch.ones(2, WIDTH)
+    model(x).sum().backward()
+    logger, handler = logging.getLogger("torch.distributed.fsdp"), Handler()  # the one that TORCH_LOGS=fsdp turns on
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model(x).sum().backward()
+    finally:
+        logger.setLevel(logging.NOTSET)
+        logger.removeHandler(handler)
+    return {event.key for event in profile.key_averages() if event.key.startswith("FSDP::")}, seen
+
+
+def tracked(how: Any) -> dict[str, int]:
+    """What torch's tracker of FSDP2's memory says of the second step, by kind of tensor, in bytes."""
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    model = sharded(how, blocks=2)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    x = torch.ones(2, WIDTH)
+    tracker = FSDPMemTracker(model, optimizer)
+    tracker.track_inputs((x,))
+    with tracker:
+        for step in range(2):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                tracker.reset_mod_stats()
+    assert {str(state) for stats in tracker.memory_tracking.values() for state in stats.snapshots} >= {
+        f"_FSDPModState.{name}" for name in ("BEF_PRE_FW", "AFT_POST_FW", "BEF_PRE_BW", "AFT_PRE_BW", "BEF_POST_BW", "AFT_POST_BW")
+    }
+    model(x).sum().backward()  # and the model still trains
+    assert all(p.grad is not None for p in model.parameters())
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    return {getattr(kind, "name", kind): peak[kind] for kind in peak}
+
+
+def looks(rank: int, world: int) -> dict[str, Any]:
+    return {
+        name: (compiled_frames(how), labels(how), tracked(how)) for name, how in (("ours", fully_shard), ("torch's", torch_fully_shard))
+    }
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    return dict(run_gloo(2, looks)[0])
+
+
+def test_blocks_alike_share_their_compilations(seen: dict[str, Any]) -> None:
+    assert seen["ours"][0][0] == seen["torch's"][0][0] < 4
+
+
+def test_hooks_are_not_compiled_when_a_compiled_function_runs_a_backward(seen: dict[str, Any]) -> None:
+    assert seen["ours"][0][1] == 0
+
+
+def test_profilers_and_logs_show_a_step_under_the_names_of_torch(seen: dict[str, Any]) -> None:
+    (ours, our_log), (theirs, their_log) = seen["ours"][1], seen["torch's"][1]
+    of_copies = {"FSDP::all_gather_copy_out (0)", "FSDP::all_gather_copy_out (1)"}
+    of_casts = {"FSDP::cast_forward_inputs", "FSDP::cast_forward_outputs"}
+    waits = {name for name in theirs if "rs_wait" in name or "accumulate" in name}
+    root = {name for name in theirs if name.startswith("FSDP::") and " (" not in name and " for " not in name}
+    assert theirs - of_copies - of_casts - waits - root <= ours
+    assert {"FSDP::root_pre_forward", "FSDP::root_post_backward_callback", "FSDP::backward_prefetch for 0"} <= ours
+    assert {line: count for line, count in our_log.items() if "(" in line} == {line: n for line, n in their_log.items() if "(" in line}
+    assert our_log["FSDP::root_pre_forward"] == our_log["FSDP::root_post_backward"] == 1
+
+
+def test_torchs_memory_tracker_of_sharded_models_works(seen: dict[str, Any]) -> None:
+    ours, theirs = seen["ours"][2], seen["torch's"][2]
+    for kind in ("INP", "BUFFER"):
+        assert ours[kind] == theirs[kind]
+    assert 0.9 * theirs["OPT"] <= ours["OPT"] <= 1.1 * theirs["OPT"]
+    assert 0.5 * theirs["Total"] <= ours["Total"] <= 1.1 * theirs["Total"]
