@@ -111,7 +111,7 @@ class Saboteur:
         began = time.time()
         os.kill(pid, how)
         event = self.rescaled(began)
-        first = self.until(lambda: [x for x in self.lines() if x["generation"] > event["generation"] - 1 and x["time"] > began], "a step")[0]
+        first = self.until(lambda: [x for x in self.lines() if x["generation"] >= event["generation"] and x["time"] > began], "a step")[0]
         if name == "hang":
             self.note("hang.ended", self.events("worker_lost", began)[0]["time"] - began)
         self.note(f"{name}.first_step_begins", first["time"] - first["step_seconds"] - began)
@@ -121,7 +121,8 @@ class Saboteur:
         for phase, seconds in event["phases"].items():
             self.note(f"{name}.phase.{phase}", seconds)
         if event["to"] < self.workers:
-            grown = self.until(lambda: [e for e in self.events("rescaled", event["time"] + 1e-6) if e["to"] == self.workers], "the replacement")
+            after = event["time"] + 1e-6
+            grown = self.until(lambda: [e for e in self.events("rescaled", after) if e["to"] == self.workers], "the replacement")
             self.planned("grow", grown[0])
 
     def planned(self, name: str, event: dict[str, Any]) -> None:
