@@ -154,6 +154,9 @@ class FsspecStore:
             with _as_oserror(f"listing {self.describe(prefix)}"):
                 self._fs.invalidate_cache()
                 found = self._fs.find(top + prefix.rstrip("/"), detail=True)
+                if not found:
+                    # Walking passes over what can't be listed: nothing there, or nothing that answers?
+                    self._fs.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
         entries = []

@@ -38,6 +38,7 @@ from vescale_ray.controller.protocol import (
 )
 from vescale_ray.controller.saves import Saves
 from vescale_ray.workers.messages import (
+    Damaged,
     Evaluated,
     Fault,
     FaultKind,
@@ -586,6 +587,9 @@ class Conductor:
                     ledger.evaluation(item)
                 case Saved():
                     self._saves.heed(item)
+                case Damaged():
+                    self._keeper.damaged(item.attempt)
+                    ledger.event("checkpoint_damaged", attempt=item.attempt, step=item.step, worker=report.worker, problem=item.problem)
                 case Skipped():
                     ledger.event("checkpoint_skipped", step=item.step, reason="some rank still writes the ones before")
         world = ledger.world

@@ -54,10 +54,18 @@ class Keeper:
         self._take_number, self._wait = take_number, wait
         self._bad: frozenset[str] = frozenset()
         self._results: dict[str, SaveResult] = {}
+        self._damaged: set[str] = set()
 
     def distrust(self, commit: str) -> None:
         """A checkpoint turned out to be damaged: use an older one."""
         self._bad |= {commit}
+
+    def damaged(self, attempt: str) -> None:
+        """What a worker wrote of an attempt can't be read back: use an older one, if it was committed."""
+        self._damaged.add(attempt)
+        result = self._results.get(attempt)
+        if result is not None and result.kept is not None:
+            self.distrust(result.kept.name)
 
     def newest(self) -> policy.Kept | None:
         """The newest checkpoint that is not known to be damaged."""
@@ -125,5 +133,7 @@ class Keeper:
 
     def _note(self, result: SaveResult) -> None:
         self._results[result.attempt] = result
+        if result.attempt in self._damaged and result.kept is not None:
+            self.distrust(result.kept.name)
         self._cadence.saved(result)
         self._ledger.saved(result)

@@ -213,6 +213,16 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class Damaged:
+    """What this worker had written and voted for, of checkpoint ``attempt``, is not what can be read back."""
+
+    ticket: Ticket
+    attempt: str
+    step: int
+    problem: str
+
+
+@dataclass(frozen=True)
 class Skipped:
     """The checkpoint of ``step`` was due and not begun: some rank still writes the ones before."""
 
@@ -220,7 +230,7 @@ class Skipped:
     step: int
 
 
-Item = Stepped | Evaluated | Filled | Saved | Skipped
+Item = Stepped | Evaluated | Filled | Saved | Damaged | Skipped
 
 
 @dataclass(frozen=True)

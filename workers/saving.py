@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vescale_ray.workers.groups import describe
-from vescale_ray.workers.messages import Saved, Ticket
+from vescale_ray.workers.messages import Damaged, Saved, Ticket
 
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Vote
@@ -28,6 +28,10 @@ _log = logging.getLogger(__name__)
 
 MOST = 2
 """Checkpoints of this process under way: one written, one staged."""
+
+
+_Voted = tuple["Vote", Ticket, int]
+"""With the generation and step that it is of."""
 
 
 @dataclass
@@ -45,15 +49,15 @@ class Writer:
 
     Args:
         root: folder of the checkpoints, or a store.
-        publish: takes the vote, or the reason why there is none; called from this object's thread.
+        publish: takes the vote, or the reason why there is none, and later the news that it is damaged; called from this object's thread.
         read_back: read each object back after its vote, when nothing is to be written.
     """
 
-    def __init__(self, root: Any, publish: Callable[[Saved], None], *, read_back: bool) -> None:
+    def __init__(self, root: Any, publish: Callable[[Saved | Damaged], None], *, read_back: bool) -> None:
         self._root, self._publish, self._read_back = root, publish, read_back
         self._lock = threading.Lock()
         self._jobs: list[_Job] = []
-        self._queue: queue.SimpleQueue[_Job | Vote] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Job | _Voted] = queue.SimpleQueue()
         # Daemon: storage that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._live, name="vescale-checkpoint", daemon=True)
         self._thread.start()
@@ -77,16 +81,16 @@ class Writer:
             for job in self._jobs:
                 job.cancelled = True
 
-    def wrote(self, vote: Vote) -> None:
+    def wrote(self, vote: Vote, ticket: Ticket, step: int) -> None:
         """Read back, in time, what another thread has written and voted for."""
         if self._read_back:
-            self._queue.put(vote)
+            self._queue.put((vote, ticket, step))
 
     def _live(self) -> None:
-        voted: deque[Vote] = deque()
+        voted: deque[_Voted] = deque()
         while True:
             if voted and self._queue.empty():
-                self._prove(voted.popleft())
+                self._prove(*voted.popleft())
                 continue
             item = self._queue.get()
             if isinstance(item, _Job):
@@ -94,7 +98,7 @@ class Writer:
             else:
                 voted.append(item)
 
-    def _prove(self, vote: Vote) -> None:
+    def _prove(self, vote: Vote, ticket: Ticket, step: int) -> None:
         from vescale_ray.checkpoint.proof import prove
         from vescale_ray.checkpoint.store import store_of
 
@@ -104,7 +108,7 @@ class Writer:
             _log.warning("%s could not be read back: %s", vote.object.key, describe(error))
         else:
             if problem is not None:
-                _log.error("a checkpoint is damaged, and nothing older is deleted for it: %s", problem)
+                self._publish(Damaged(ticket, vote.object.key.split("/")[1], step, problem))
 
     def _write(self, job: _Job) -> None:
         from vescale_ray.checkpoint.shard import encode_aux, write_staged
@@ -147,4 +151,4 @@ class Writer:
                     )
                 )
         if vote is not None and not job.cancelled:
-            self.wrote(vote)
+            self.wrote(vote, job.ticket, staged.step)

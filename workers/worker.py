@@ -447,7 +447,7 @@ class Worker:
         seconds = time.monotonic() - began
         self._publish(Saved(ticket, attempt, shards.step, epoch, shards.rank, shards.world, text, problem, seconds), None, None)
         if vote is not None:
-            self._writer.wrote(vote)
+            self._writer.wrote(vote, ticket, shards.step)
 
     def _flags(self, ticket: Ticket) -> int:
         from vescale_ray.workers.groups import GroupFailed

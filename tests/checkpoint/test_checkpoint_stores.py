@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import threading
 
@@ -261,3 +262,23 @@ def test_no_thread_is_left_behind(kind):
         save_in_process(found.store, A, random_layout(A, 2, seed=1), step=1)
         assert_equals(found.store, A)
         assert not [t.name for t in set(threading.enumerate()) - before if t.name.startswith("checkpoint")]
+
+
+def test_a_service_that_does_not_answer_is_not_taken_for_an_empty_folder():
+    """fsspec's walks pass over what can't be listed."""
+
+    fsspec = pytest.importorskip("fsspec")
+
+    class Silent(fsspec.get_filesystem_class("memory")):
+        protocol, cachable = "silent-for-a-test", False
+
+        def ls(self, path, detail=True, **options):
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    fsspec.register_implementation("silent-for-a-test", Silent, clobber=True)
+    store = ckpt.FsspecStore("silent-for-a-test://runs")
+    with pytest.raises(ConnectionRefusedError):
+        store.list("commits/")
+    with pytest.raises(OSError, match="refused"):
+        ckpt.ls(store)
+    assert ckpt.FsspecStore("memory://nothing-was-ever-written-here").list("commits/") == []

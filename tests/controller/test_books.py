@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from vescale_ray import checkpoint
 from vescale_ray.config import CheckpointSection
 from vescale_ray.controller import metrics, watchdog
 from vescale_ray.controller.cadence import Cadence
+from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo, read_memo, write_memo
 from vescale_ray.controller.policy import Kept
@@ -194,6 +196,20 @@ def test_a_checkpoint_is_committed_when_the_last_vote_is_in_and_not_before(tmp_p
     (result,) = ended(saves)
     assert result.error is None and result.kept == newest_kept(str(tmp_path)) and result.step == 5
     assert checkpoint.open(tmp_path).meta["at"] == 5 and not saves.busy
+
+
+def test_a_checkpoint_that_can_not_be_read_back_is_not_resumed_from_whenever_that_is_told(tmp_path: Path) -> None:
+    for order in ("told after the commit", "told before"):
+        noted: list[SaveResult] = []
+        books = SimpleNamespace(saved=noted.append)
+        saves = SimpleNamespace(results=lambda: [SaveResult("bad", 7, 1, 0.1, Kept("c7", "/c7", 7))])
+        keeper = Keeper(str(tmp_path), "run", None, books, saves, None, None, 1.0, SimpleNamespace(saved=lambda _: None))  # type: ignore[arg-type]
+        if order == "told before":
+            keeper.damaged("bad")
+        keeper.collect()
+        if order == "told after the commit":
+            keeper.damaged("bad")
+        assert keeper._bad == {"c7"} and len(noted) == 1, order
 
 
 def test_votes_that_come_again_after_a_restart_change_nothing(tmp_path: Path) -> None:

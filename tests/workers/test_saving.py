@@ -14,7 +14,8 @@ import pytest
 from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import Run, same_bits, tiny, write_text
 from vescale_ray import checkpoint
-from vescale_ray.workers.messages import Saved, Ticket
+from vescale_ray.checkpoint.faulty import Fault, FaultyStore
+from vescale_ray.workers.messages import Damaged, Saved, Ticket
 from vescale_ray.workers.saving import Writer
 
 
@@ -58,6 +59,18 @@ def finish(state: State, count: int) -> list[Saved]:
     return list(state["votes"])
 
 
+def save_with_a_flipped_bit(state: State, root: str) -> list[Saved | Damaged]:
+    """Everything that is published of a checkpoint of which the storage has changed a bit."""
+    told: list[Saved | Damaged] = []
+    store = FaultyStore(checkpoint.PosixStore(root), [Fault("put_stream", "flip")])
+    writer = Writer(store, told.append, read_back=True)
+    writer.submit(state["snapshots"].stage(state["trainer"]), Ticket(1, 1), "flipped", 0.5)
+    deadline = time.monotonic() + 20
+    while len(told) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return told
+
+
 def give_up(state: State) -> list[Saved]:
     """Give up, then let the storage go on."""
     state["writer"].abandon()
@@ -99,6 +112,17 @@ def test_a_checkpoint_has_the_bits_of_its_step_though_training_goes_on_over_it(t
         run.end()
         run.resume([0, 1], [1, 0])
         assert same_bits(before, run.full_state())
+
+
+def test_damage_that_reading_back_finds_is_told_of(text: str, tmp_path: Path) -> None:
+    with Fleet(1) as fleet:
+        run = Run(fleet, tiny(text))
+        run.fresh([0])
+        run.train(1)
+        voted, damaged = fleet.run([0], save_with_a_flipped_bit, str(tmp_path))[0]
+        assert isinstance(voted, Saved) and voted.vote is not None
+        assert isinstance(damaged, Damaged) and (damaged.ticket, damaged.attempt, damaged.step) == (Ticket(1, 1), "flipped", 1)
+        assert "block" in damaged.problem and ".safetensors" in damaged.problem
 
 
 def test_what_is_given_up_is_never_voted_for_and_leaves_no_object(text: str, tmp_path: Path) -> None:
