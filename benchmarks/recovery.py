@@ -59,6 +59,26 @@ def config_of(folder: Path, workers: int) -> Any:
     )
 
 
+class Tail:
+    """The lines of a file that grows, each parsed once: the run shares this machine's cores."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+        self._lines: list[dict[str, Any]] = []
+
+    def lines(self) -> list[dict[str, Any]]:
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return self._lines
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        self._lines += [json.loads(line) for line in whole.splitlines()]
+        return self._lines
+
+
 class Saboteur:
     """Does things to a run, one after another, and notes when."""
 
@@ -67,6 +87,7 @@ class Saboteur:
 
         self.folder, self.workers, self.rounds, self.kills = RunFolder(config.run_folder), workers, rounds, kills
         self.random = random.Random(seed)
+        self._events, self._metrics = Tail(self.folder.path / "events.jsonl"), Tail(self.folder.path / "metrics.jsonl")
         self.found: dict[str, list[float]] = {}
         self.error: BaseException | None = None
 
@@ -74,10 +95,10 @@ class Saboteur:
         self.found.setdefault(name, []).append(value)
 
     def events(self, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
-        return [e for e in self.folder.read_events() if e["event"] == kind and e["time"] >= since]
+        return [e for e in self._events.lines() if e["event"] == kind and e["time"] >= since]
 
     def lines(self) -> list[dict[str, Any]]:
-        return list(self.folder.read_all_metrics())
+        return self._metrics.lines()
 
     def until(self, condition: Callable[[], Any], what: str) -> Any:
         deadline = time.monotonic() + WAIT_S

@@ -116,8 +116,10 @@ class Conductor:
             match decision:
                 case policy.Go(members, leavers):
                     waited = False
-                    world = self._launch(members, leavers, self._keeper.source(members, (*members, *leavers, *self._leavers)))
-                    ended = self._watch(world)
+                    holders = (*members, *leavers, *self._leavers)
+                    source = self._keeper.source(members, holders)
+                    members = self._keeper.seated(members, source, holders)
+                    ended = self._watch(self._launch(members, leavers, source))
                 case policy.Await(workers, hire):
                     waited = not self._await(ended, workers, hire)
                     ended = self._still_living(ended)

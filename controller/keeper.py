@@ -75,6 +75,20 @@ class Keeper:
         """Where ``members`` start from, with what ``holders`` (parked workers, leavers too) hold."""
         return policy.choose_source(self._held(holders), members, self.newest(), self._ledger.world)
 
+    def seated(self, members: Sequence[str], source: Source, holders: Iterable[str]) -> tuple[str, ...]:
+        """``members`` in the order of their ranks: the one in which the fewest bytes move."""
+        from vescale_ray.workers.seating import seated
+
+        resume = source.resume
+        if resume is None:
+            return tuple(members)
+        state = (resume.generation, resume.step, resume.world)
+        held = {
+            worker: [rank for one in holdings if (one.generation, one.step, one.world) == state for rank in one.ranks]
+            for worker, holdings in self._held(holders).items()
+        }
+        return seated(members, held, resume.world)
+
     def collect(self) -> None:
         """Take note of checkpoints that were committed or have failed."""
         for result in self._saves.results():

@@ -67,7 +67,7 @@ class Halt:
 
 @dataclass(frozen=True)
 class Go:
-    """Form the next generation of ``members``, in rank order; ``leavers`` are alive and not in it."""
+    """Form the next generation of ``members``; ``leavers`` are alive and not in it."""
 
     members: tuple[str, ...]
     leavers: tuple[str, ...] = ()
@@ -147,11 +147,8 @@ def after_generation(ending: Ending, now: Situation) -> Decision:
 def next_members(
     living: Sequence[str], ready: Sequence[str], target: int, leaving: Collection[str] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Members in rank order, and leavers.
-
-    Those who stay keep their order, so that most of what they hold stays theirs; whoever is ``leaving`` leaves, then the last; joiners
-    come last.
-    """
+    """Members, those who stay in their old order and joiners last (:mod:`vescale_ray.workers.seating` makes ranks of them), and leavers:
+    whoever is ``leaving``, then the last."""
     staying = tuple(w for w in living if w not in leaving)[:target]
     joiners = tuple(w for w in ready if w not in leaving)[: target - len(staying)]
     return (*staying, *joiners), tuple(w for w in living if w not in staying)
