@@ -269,7 +269,7 @@ def test_a_service_that_does_not_answer_is_not_taken_for_an_empty_folder():
 
     fsspec = pytest.importorskip("fsspec")
 
-    class Silent(fsspec.get_filesystem_class("memory")):
+    class Silent(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
         protocol, cachable = "silent-for-a-test", False
 
         def ls(self, path, detail=True, **options):
