@@ -143,7 +143,8 @@ def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, d
     for ending, driver in by_ending.items():
         driver.wait_for_step(2)
         left[ending] = driver.sockets() & listening(), ray_folders(driver)
-        assert len(driver.processes()) > 6 and all(left[ending]), ending
+        # Ray's servers, the nursery, the controller, a worker; Ray's own agents come and go.
+        assert len(driver.processes()) > 4 and all(left[ending]), ending
     if "stop" in by_ending:
         client.request(by_ending["stop"].folder, "stop", {})
     os.kill(by_ending["SIGKILL"].process.pid, signal.SIGKILL)
