@@ -61,7 +61,8 @@ class Pulse:
 def where(frame: FrameType, depth: int = 4) -> Where:
     """Where a thread with this innermost ``frame`` stands: the innermost frame, then the next few of other files."""
     code = frame.f_code
-    line = linecache.getline(code.co_filename, frame.f_lineno)
+    # Between two instructions of a running thread a frame may have no line.
+    line = linecache.getline(code.co_filename, frame.f_lineno or 0)
     waiting = _COLLECTIVES in code.co_filename or bool(_WAITS.search(line))
     parts: list[str] = []
     at: FrameType | None = frame
@@ -69,7 +70,7 @@ def where(frame: FrameType, depth: int = 4) -> Where:
         name = at.f_code.co_filename
         if not parts or _COLLECTIVES not in name:
             own = _OWN.search(name.replace(os.sep, "/"))
-            parts.append(f"{at.f_code.co_name} ({own[1] if own else os.path.basename(name)}:{at.f_lineno})")
+            parts.append(f"{at.f_code.co_name} ({own[1] if own else os.path.basename(name)}:{at.f_lineno or '?'})")
         at = at.f_back
     return Where(" < ".join(parts), waiting)
 

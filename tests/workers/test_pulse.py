@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -96,6 +97,12 @@ def test_beats_are_counted_and_stacks_name_the_threads():
     assert "Thread MainThread" in text and "test_beats_are_counted" in text
     frame = sys._getframe()
     assert where(frame).text.startswith("test_beats_are_counted_and_stacks_name_the_threads (test_pulse.py:")
+
+
+def test_a_frame_between_two_lines_has_a_place_all_the_same():
+    code = SimpleNamespace(co_filename="/x/model.py", co_name="forward")
+    at = where(SimpleNamespace(f_code=code, f_lineno=None, f_back=None))
+    assert at == Where("forward (model.py:?)", False)
 
 
 def holds_the_lock(pipe):
