@@ -3,7 +3,8 @@
 A rank that stops (a deadlock, a stopped process, code that never gives the interpreter back) stops all others within a step: they
 wait for it in a collective. So a generation hangs when none of its workers has made a beat for some time; and the one to end is the
 one that does not wait: it is silent, or answers from somewhere that is no collective, while another waits. Where everyone waits, or
-everyone computes, nobody is accused: then the bound of the collectives ends it.
+everyone computes, nobody is accused: then the bound of the collectives ends it. Who is at what may take longer than any step (copies of
+shards, compilation) is not accused either, unless it is silent.
 
 How long is some time? The longest step of the last few, times a factor; beats come many times a step. A controller that
 was itself not running for a while can't tell, and starts to measure anew.
@@ -106,6 +107,6 @@ class HangWatch:
             return {}
         hung = {w: f"it has answered nothing for {seconds:.1f} s" for w, seconds in silent.items()}
         for worker, report in reports.items():
-            if worker not in hung and report is not None and not report.waiting:
+            if worker not in hung and report is not None and not report.waiting and not report.unhurried:
                 hung[worker] = f"it stands at {report.where or 'an unknown place'} for {quiet:.1f} s, and the others wait for it"
         return hung

@@ -33,8 +33,8 @@ class Play:
                 act = acts.get(worker, "beats")
                 self.beats[worker] += act == "beats"
                 if act != "silent":
-                    waiting = act == "waits"
-                    self.watch.heard(replace(IDLE, worker=worker, phase=phase, beats=self.beats[worker], waiting=waiting), self.now)
+                    does = {"waiting": act == "waits", "unhurried": act == "copies"}
+                    self.watch.heard(replace(IDLE, worker=worker, phase=phase, beats=self.beats[worker], **does), self.now)
             hung = dict(self.watch.verdict(self.members, self.now))
             if hung:
                 self.since = self.now - begin
@@ -71,8 +71,9 @@ def test_two_at_once():
         {"a": "stuck", "b": "stuck", "c": "stuck"},
         {"a": "silent", "b": "silent", "c": "silent"},
         {"a": "beats", "b": "silent", "c": "waits"},
+        {"a": "waits", "b": "copies", "c": "waits"},
     ],
-    ids=["all wait", "all compute", "all are silent", "one goes on"],
+    ids=["all wait", "all compute", "all are silent", "one goes on", "one copies its shards"],
 )
 def test_nobody_is_accused_where_nobody_is_waited_for_or_somebody_goes_on(acts):
     play = Play()
