@@ -102,10 +102,11 @@ class HangWatch:
         if any(report is None or report.phase is not Phase.TRAINING for report in reports.values()):
             return {}
         silent = {w: now - seen.answered for w, seen in everyone.items() if now - seen.answered >= self.bound_s}
-        waiting = [w for w, report in reports.items() if w not in silent and report is not None and report.waiting]
-        if not waiting:
+        if len(silent) == len(reports):
             return {}
         hung = {w: f"it has answered nothing for {seconds:.1f} s" for w, seconds in silent.items()}
+        if not any(report is not None and report.waiting for w, report in reports.items() if w not in silent):
+            return hung
         for worker, report in reports.items():
             if worker not in hung and report is not None and not report.waiting and not report.unhurried:
                 hung[worker] = f"it stands at {report.where or 'an unknown place'} for {quiet:.1f} s, and the others wait for it"

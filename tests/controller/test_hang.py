@@ -33,8 +33,8 @@ class Play:
                 act = acts.get(worker, "beats")
                 self.beats[worker] += act == "beats"
                 if act != "silent":
-                    does = {"waiting": act == "waits", "unhurried": act == "copies"}
-                    self.watch.heard(replace(IDLE, worker=worker, phase=phase, beats=self.beats[worker], **does), self.now)
+                    report = replace(IDLE, worker=worker, phase=phase, beats=self.beats[worker])
+                    self.watch.heard(replace(report, waiting=act == "waits", unhurried=act == "copies"), self.now)
             hung = dict(self.watch.verdict(self.members, self.now))
             if hung:
                 self.since = self.now - begin
@@ -56,6 +56,13 @@ def test_one_that_answers_nothing_is_hung():
     hung = play.go(5, a="waits", b="waits", c="silent")
     assert set(hung) == {"c"} and "answered nothing for 1." in hung["c"]
     assert play.since < 1.5
+
+
+def test_one_that_answers_nothing_is_hung_also_where_nobody_is_seen_to_wait():
+    """On an accelerator a thread that waits for a collective looks like one that computes."""
+    play = Play()
+    play.go(1)
+    assert set(play.go(5, a="stuck", b="silent", c="stuck")) == {"b"}
 
 
 def test_two_at_once():

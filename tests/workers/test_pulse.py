@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,7 +131,8 @@ def _until(condition):
 
 def test_a_frame_between_two_lines_has_a_place_all_the_same():
     code = SimpleNamespace(co_filename="/x/model.py", co_name="forward")
-    at = where(SimpleNamespace(f_code=code, f_lineno=None, f_back=None))
+    frame: Any = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
+    at = where(frame)
     assert at == Where("forward (model.py:?)", False)
 
 
