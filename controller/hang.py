@@ -50,13 +50,16 @@ class HangWatch:
     fixed: float | None = None
     _ticket: Ticket | None = None
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _earlier: float = 0.0
     _stepped: int = 0
     _settled: bool = False
     _seen: dict[str, _Seen] = field(default_factory=dict)
     _asked: float | None = None
 
     def begin(self, ticket: Ticket) -> None:
-        """Another generation."""
+        """Another generation. Of the steps before it only the longest counts, and only until it has some of its own."""
+        self._earlier = max(self._steps, default=self._earlier)
+        self._steps.clear()
         self._ticket, self._stepped, self._settled, self._seen, self._asked = ticket, 0, False, {}, None
 
     def stepped(self, ticket: Ticket, seconds: float) -> None:
@@ -79,10 +82,10 @@ class HangWatch:
         """Seconds without a beat after which a generation hangs; infinite before any step was ever seen."""
         if self.fixed is not None:
             return self.fixed or math.inf
-        if not self._steps:
-            return math.inf
-        found = max(LEAST_S, FACTOR * max(self._steps))
-        return found if self._settled else max(FIRST_S, FIRST * found)
+        if self._settled:
+            return max(LEAST_S, FACTOR * max(self._steps))
+        known = max(self._steps, default=0.0) or self._earlier
+        return max(FIRST_S, FIRST * FACTOR * known) if known else math.inf
 
     def verdict(self, members: Collection[str], now: float) -> Mapping[str, str]:
         """Who hangs, with the reason; nobody, mostly."""

@@ -132,3 +132,13 @@ def test_reports_of_another_generation_count_for_nothing():
     play.go(1)
     play.watch.begin(Ticket(4, 1))
     assert play.go(30, a="waits", b="stuck", c="waits") == {}
+
+
+def test_a_smaller_worlds_slower_steps_don_t_lengthen_a_larger_ones_bound():
+    play = Play(step=3.0)
+    play.watch.begin(Ticket(4, 1))
+    assert play.watch.bound_s == FIRST * FACTOR * 3.0, "of its own steps nothing is known"
+    for _ in range(STEPS * len(MEMBERS)):
+        play.watch.stepped(Ticket(4, 1), 0.5)
+    play.watch.verdict(MEMBERS, play.now)
+    assert play.watch.bound_s == LEAST_S
