@@ -52,14 +52,20 @@ def note_key(entry: ObjectEntry, aux: AuxEntry | None) -> str:
 
 
 def prove(
-    store: ObjectStore, entry: ObjectEntry, aux: AuxEntry | None, cancelled: Callable[[], bool] = lambda: False, *, note: bool = True
+    store: ObjectStore,
+    entry: ObjectEntry,
+    aux: AuxEntry | None,
+    cancelled: Callable[[], bool] = lambda: False,
+    *,
+    note: bool = True,
+    progress: Callable[[int], None] = lambda count: None,
 ) -> str | None:
-    """Read one rank's object (and its aux object) back; note that it is right, or return what is not.
+    """Read one rank's object (and its aux object) back; note that it is right, or return what is not. ``progress`` gets bytes.
 
     Raises:
         OSError: it can't be read now, which says nothing about it. SaveAborted: cancelled.
     """
-    problem = _damage(store, entry, cancelled) or (_aux_damage(store, aux) if aux else None)
+    problem = _damage(store, entry, cancelled, progress) or (_aux_damage(store, aux) if aux else None)
     if problem is None and note:
         try:
             store.put(note_key(entry, aux), b"{}\n")
@@ -70,7 +76,7 @@ def prove(
     return problem
 
 
-def _damage(store: ObjectStore, entry: ObjectEntry, cancelled: Callable[[], bool]) -> str | None:
+def _damage(store: ObjectStore, entry: ObjectEntry, cancelled: Callable[[], bool], progress: Callable[[int], None]) -> str | None:
     size = store.size(entry.key)
     if size is None:
         return f"{entry.key} is missing"
@@ -99,6 +105,7 @@ def _damage(store: ObjectStore, entry: ObjectEntry, cancelled: Callable[[], bool
                 for number, found in enumerate(block_sums(view_of(buffer), entry.block_bytes), first):
                     if found != int(entry.sums[number]):
                         return f"{entry.key}, block {number} was read back with another checksum"
+                progress(buffer.numel())
     except KeyMissing:
         return f"{entry.key} is missing"
     return None

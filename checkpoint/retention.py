@@ -172,7 +172,15 @@ def pins(root: Root) -> dict[str, tuple[str, ...]]:
     return {commit: tuple(names) for commit, names in found.items()}
 
 
-def gc(root: Root, retention: Retention, *, dry_run: bool = False, grace: Grace | None = None, young: str | None = None) -> GcReport:
+def gc(
+    root: Root,
+    retention: Retention,
+    *,
+    dry_run: bool = False,
+    grace: Grace | None = None,
+    young: str | None = None,
+    progress: Callable[[int], None] = lambda count: None,
+) -> GcReport:
     """Delete the checkpoints that no rule keeps, and what abandoned attempts left. Call it after a commit, from one process.
 
     Several at once do no harm. A damaged or unverified commit never counts, so that it never pushes a good one out. Failed deletions
@@ -182,8 +190,9 @@ def gc(root: Root, retention: Retention, *, dry_run: bool = False, grace: Grace 
     Args:
         dry_run: only say what would be done.
         young: an attempt whose writers are reading it back themselves: it is not read here, and counts once they have noted it.
+        progress: called with bytes as they are read to verify a checkpoint.
     """
-    collection = _Collection(store_of(root), retention, grace or Grace(), dry_run, young)
+    collection = _Collection(store_of(root), retention, grace or Grace(), dry_run, young, progress)
     return collection.run()
 
 
@@ -211,7 +220,10 @@ def tend(root: Root, retention: Retention, made: Commit, patience_s: float, stop
 
 
 class _Collection:
-    def __init__(self, store: ObjectStore, retention: Retention, grace: Grace, dry_run: bool, young: str | None) -> None:
+    def __init__(
+        self, store: ObjectStore, retention: Retention, grace: Grace, dry_run: bool, young: str | None, progress: Callable[[int], None]
+    ) -> None:
+        self.progress = progress
         self.store, self.retention, self.grace, self.dry, self.young = store, retention, grace, dry_run, young
         self.unread: set[str] = set()
         """Commits of which nothing is known now: they don't count, and they don't go."""
@@ -306,7 +318,7 @@ class _Collection:
             if missing and commit.attempt == self.young:
                 return False
             for entry, aux in missing:
-                problem = prove(self.store, entry, aux, note=not self.dry)
+                problem = prove(self.store, entry, aux, note=not self.dry, progress=self.progress)
                 if problem is not None:
                     self.problems.append(f"checkpoint {commit.name} is damaged and does not count: {problem}")
                     return False

@@ -3,7 +3,8 @@
 A rank that stops (a deadlock, a stopped process, code that never gives the interpreter back) stops all others within a step: they
 wait for it in a collective. So a generation hangs when none of its workers has made a beat for some time; and the one to end is the
 one that does not wait: it is silent, or answers from somewhere that is no collective, while another waits. Where everyone waits, or
-everyone computes, nobody is accused: then the bound of the collectives ends it.
+everyone computes, nobody is accused: then the bound of the collectives ends it. Who is at what may take longer than any step (copies of
+shards, compilation) is not accused either, unless it is silent.
 
 How long is some time? The longest step of the last few, times a factor; beats come many times a step. A controller that
 was itself not running for a while can't tell, and starts to measure anew.
@@ -49,13 +50,16 @@ class HangWatch:
     fixed: float | None = None
     _ticket: Ticket | None = None
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _earlier: float = 0.0
     _stepped: int = 0
     _settled: bool = False
     _seen: dict[str, _Seen] = field(default_factory=dict)
     _asked: float | None = None
 
     def begin(self, ticket: Ticket) -> None:
-        """Another generation."""
+        """Another generation. Of the steps before it only the longest counts, and only until it has some of its own."""
+        self._earlier = max(self._steps, default=self._earlier)
+        self._steps.clear()
         self._ticket, self._stepped, self._settled, self._seen, self._asked = ticket, 0, False, {}, None
 
     def stepped(self, ticket: Ticket, seconds: float) -> None:
@@ -78,10 +82,10 @@ class HangWatch:
         """Seconds without a beat after which a generation hangs; infinite before any step was ever seen."""
         if self.fixed is not None:
             return self.fixed or math.inf
-        if not self._steps:
-            return math.inf
-        found = max(LEAST_S, FACTOR * max(self._steps))
-        return found if self._settled else max(FIRST_S, FIRST * found)
+        if self._settled:
+            return max(LEAST_S, FACTOR * max(self._steps))
+        known = max(self._steps, default=0.0) or self._earlier
+        return max(FIRST_S, FIRST * FACTOR * known) if known else math.inf
 
     def verdict(self, members: Collection[str], now: float) -> Mapping[str, str]:
         """Who hangs, with the reason; nobody, mostly."""
@@ -101,11 +105,12 @@ class HangWatch:
         if any(report is None or report.phase is not Phase.TRAINING for report in reports.values()):
             return {}
         silent = {w: now - seen.answered for w, seen in everyone.items() if now - seen.answered >= self.bound_s}
-        waiting = [w for w, report in reports.items() if w not in silent and report is not None and report.waiting]
-        if not waiting:
+        if len(silent) == len(reports):
             return {}
         hung = {w: f"it has answered nothing for {seconds:.1f} s" for w, seconds in silent.items()}
+        if not any(report is not None and report.waiting for w, report in reports.items() if w not in silent):
+            return hung
         for worker, report in reports.items():
-            if worker not in hung and report is not None and not report.waiting:
+            if worker not in hung and report is not None and not report.waiting and not report.unhurried:
                 hung[worker] = f"it stands at {report.where or 'an unknown place'} for {quiet:.1f} s, and the others wait for it"
         return hung

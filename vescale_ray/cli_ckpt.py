@@ -217,7 +217,8 @@ def gc(path: str, keep: int, every: int, best: int, metric: str, mode: Literal["
     root = _root(path)
     with _bad_values():
         rules = Retention(keep_last=keep, keep_every=every, keep_best=best, metric=metric, mode=mode)
-    report = _collect(root, rules, dry_run)
+    with _bar("verifying", None, as_json) as advance:
+        report = _collect(root, rules, dry_run, advance)
     if as_json:
         click.echo(json.dumps(vars(report)))
     else:
@@ -232,10 +233,10 @@ def gc(path: str, keep: int, every: int, best: int, metric: str, mode: Literal["
     return OK
 
 
-def _collect(root: Target, rules: Retention, dry_run: bool) -> GcReport:
+def _collect(root: Target, rules: Retention, dry_run: bool, progress: Callable[[int], None]) -> GcReport:
     from vescale_ray import checkpoint
 
-    return checkpoint.gc(_store(root), rules, dry_run=dry_run)
+    return checkpoint.gc(_store(root), rules, dry_run=dry_run, progress=progress)
 
 
 _pin_name = click.option("--as", "pin_name", default="cli", show_default=True, metavar="NAME", help="Whose pin it is.")

@@ -243,6 +243,7 @@ class Report:
         fault: why it left the generation of ``ticket``; None while it is in it, and when it left as it was told to.
         beats: of the training thread so far; several in every step.
         where: its innermost frames; ``waiting``: for other ranks, in a collective (``pulse.where``).
+        unhurried: it does, or compiles, what may take longer than any step.
     """
 
     worker: str
@@ -256,6 +257,7 @@ class Report:
     beats: int = 0
     where: str = ""
     waiting: bool = False
+    unhurried: bool = False
 
     @property
     def out(self) -> bool:

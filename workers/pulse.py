@@ -18,11 +18,15 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 STACKS_SIGNAL = signal.SIGUSR2
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
+"""On the stack while a frame is compiled, not while compiled code runs."""
 _WAITS = re.compile(r"\.wait\(|\bdist\.\w+\(|\.(allgather|alltoall_base|allreduce|barrier)\(")
 _OWN = re.compile(r"(?:vescale_ray|workers|controller|checkpoint)/(.+)$")
 
@@ -34,10 +38,12 @@ class Where:
     Attributes:
         text: innermost first, such as ``wait (fsdp/comm.py:53) < reduce (fsdp/gradients.py:234)``.
         waiting: it waits for other ranks, in a collective.
+        compiling: torch makes code for what it has not met before, which takes as long as it takes.
     """
 
     text: str
     waiting: bool
+    compiling: bool = False
 
 
 NOWHERE = Where("", False)
@@ -48,10 +54,21 @@ class Pulse:
 
     def __init__(self) -> None:
         self.beats = 0
+        self.unhurried = False
+        """Within :meth:`without_hurry`."""
         self._thread = threading.get_ident()
 
     def beat(self) -> None:
         self.beats += 1
+
+    @contextmanager
+    def without_hurry(self) -> Iterator[None]:
+        """What is done inside may take longer than any step, here or on another rank: a copy of all shards, for example."""
+        self.unhurried = True
+        try:
+            yield
+        finally:
+            self.unhurried = False
 
     def where(self) -> Where:
         frame = sys._current_frames().get(self._thread)
@@ -65,14 +82,16 @@ def where(frame: FrameType, depth: int = 4) -> Where:
     line = linecache.getline(code.co_filename, frame.f_lineno or 0)
     waiting = _COLLECTIVES in code.co_filename or bool(_WAITS.search(line))
     parts: list[str] = []
+    compiling = False
     at: FrameType | None = frame
-    while at is not None and len(parts) < depth:
+    while at is not None:
         name = at.f_code.co_filename
-        if not parts or _COLLECTIVES not in name:
+        compiling |= name.endswith(_COMPILER)
+        if len(parts) < depth and (not parts or _COLLECTIVES not in name):
             own = _OWN.search(name.replace(os.sep, "/"))
             parts.append(f"{at.f_code.co_name} ({own[1] if own else os.path.basename(name)}:{at.f_lineno or '?'})")
         at = at.f_back
-    return Where(" < ".join(parts), waiting)
+    return Where(" < ".join(parts), waiting, compiling)
 
 
 def stacks() -> str:

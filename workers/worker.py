@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,7 +130,8 @@ class Worker:
         if self._pulse is None:
             return report
         at = self._pulse.where()
-        return replace(report, beats=self._pulse.beats, where=at.text, waiting=at.waiting)
+        slow = self._pulse.unhurried or at.compiling
+        return replace(report, beats=self._pulse.beats, where=at.text, waiting=at.waiting, unhurried=slow)
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
@@ -307,8 +309,9 @@ class Worker:
                 while trainer.completed < config.train.steps:
                     record = trainer.step(self._flags(order.ticket), self._snapshots.settle)
                     self._publish(Stepped(order.ticket, record, time.time()), None, record.step)
-                    self._snapshots.after_step(trainer)
-                    self._at_boundary(trainer, record, order)
+                    with self._pulse.without_hurry() if self._pulse else nullcontext():
+                        self._snapshots.after_step(trainer)
+                        self._at_boundary(trainer, record, order)
                     if record.flags & (STOP | RESCALE):
                         break
                 self._snapshots.park(trainer)

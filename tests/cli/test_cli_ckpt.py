@@ -222,6 +222,7 @@ def test_names_with_control_characters_are_shown_without(elsewhere, capsys):
 
 
 LONG = {
+    "gc": (["x", "--keep", "1", "--dry-run"], "verifying"),
     "verify": (["x"], "verifying"),
     "diff": (["x", "x"], "comparing"),
     "export-hf": (["x", "hf"], "writing"),

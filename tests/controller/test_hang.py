@@ -33,8 +33,8 @@ class Play:
                 act = acts.get(worker, "beats")
                 self.beats[worker] += act == "beats"
                 if act != "silent":
-                    waiting = act == "waits"
-                    self.watch.heard(replace(IDLE, worker=worker, phase=phase, beats=self.beats[worker], waiting=waiting), self.now)
+                    report = replace(IDLE, worker=worker, phase=phase, beats=self.beats[worker])
+                    self.watch.heard(replace(report, waiting=act == "waits", unhurried=act == "copies"), self.now)
             hung = dict(self.watch.verdict(self.members, self.now))
             if hung:
                 self.since = self.now - begin
@@ -58,6 +58,13 @@ def test_one_that_answers_nothing_is_hung():
     assert play.since < 1.5
 
 
+def test_one_that_answers_nothing_is_hung_also_where_nobody_is_seen_to_wait():
+    """On an accelerator a thread that waits for a collective looks like one that computes."""
+    play = Play()
+    play.go(1)
+    assert set(play.go(5, a="stuck", b="silent", c="stuck")) == {"b"}
+
+
 def test_two_at_once():
     play = Play()
     play.go(1)
@@ -71,8 +78,9 @@ def test_two_at_once():
         {"a": "stuck", "b": "stuck", "c": "stuck"},
         {"a": "silent", "b": "silent", "c": "silent"},
         {"a": "beats", "b": "silent", "c": "waits"},
+        {"a": "waits", "b": "copies", "c": "waits"},
     ],
-    ids=["all wait", "all compute", "all are silent", "one goes on"],
+    ids=["all wait", "all compute", "all are silent", "one goes on", "one copies its shards"],
 )
 def test_nobody_is_accused_where_nobody_is_waited_for_or_somebody_goes_on(acts):
     play = Play()
@@ -124,3 +132,13 @@ def test_reports_of_another_generation_count_for_nothing():
     play.go(1)
     play.watch.begin(Ticket(4, 1))
     assert play.go(30, a="waits", b="stuck", c="waits") == {}
+
+
+def test_a_smaller_worlds_slower_steps_don_t_lengthen_a_larger_ones_bound():
+    play = Play(step=3.0)
+    play.watch.begin(Ticket(4, 1))
+    assert play.watch.bound_s == FIRST * FACTOR * 3.0, "of its own steps nothing is known"
+    for _ in range(STEPS * len(MEMBERS)):
+        play.watch.stepped(Ticket(4, 1), 0.5)
+    play.watch.verdict(MEMBERS, play.now)
+    assert play.watch.bound_s == LEAST_S

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,9 +100,39 @@ def test_beats_are_counted_and_stacks_name_the_threads():
     assert where(frame).text.startswith("test_beats_are_counted_and_stacks_name_the_threads (test_pulse.py:")
 
 
+def test_a_thread_that_compiles_says_so_and_one_that_runs_what_was_compiled_does_not():
+    """A back end that takes its time, as inductor does."""
+    seen = []
+
+    def slow(module, example):
+        deadline = time.monotonic() + 10
+        while not seen and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return lambda x: (time.sleep(0.5), module(x))[1]
+
+    pulse = Pulse()
+    compiled = torch.compile(lambda x: x * 2, backend=slow)
+    looker = threading.Thread(target=lambda: (time.sleep(0.2), _until(lambda: pulse.where().compiling), seen.append(pulse.where())))
+    looker.start()
+    compiled(torch.ones(3))
+    looker.join()
+    assert seen[0].compiling and not seen[0].waiting
+    assert not while_it_runs(lambda: compiled(torch.ones(3)), 0.2).compiling
+    with pulse.without_hurry():
+        assert pulse.unhurried
+    assert not pulse.unhurried
+
+
+def _until(condition):
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def test_a_frame_between_two_lines_has_a_place_all_the_same():
     code = SimpleNamespace(co_filename="/x/model.py", co_name="forward")
-    at = where(SimpleNamespace(f_code=code, f_lineno=None, f_back=None))
+    frame: Any = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
+    at = where(frame)
     assert at == Where("forward (model.py:?)", False)
 
 
