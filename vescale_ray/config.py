@@ -504,7 +504,7 @@ def describe_type(field: FieldInfo) -> str:
     words: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text"}
     origin = getattr(annotation, "__origin__", None)
     if origin is Union:
-        return "whole number >= 0, or auto"
+        return f"{words[get_args(annotation)[0]]} >= 0, or auto"
     text = words.get(annotation) or (
         " | ".join(map(str, get_args(annotation))) if origin is Literal else "keys and values" if origin is dict else "list"
     )
