@@ -86,7 +86,7 @@ class Conductor:
         self._nodes = Nodes()
         self._drained: frozenset[str] = frozenset()
         patience = config.elastic.hang_timeout_s
-        self._hangs = HangWatch(None if patience == "auto" else patience)
+        self._hangs = HangWatch(None if patience == "auto" else patience, config.elastic.collective_timeout_s)
         self._asked: Ticket | None = None
         self._leavers: list[str] = list(memo.leavers)
         self._inherited: Ticket | None = None

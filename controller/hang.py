@@ -3,7 +3,7 @@
 A rank that stops (a deadlock, a stopped process, code that never gives the interpreter back) stops all others within a step: they
 wait for it in a collective. So a generation hangs when none of its workers has made a beat for some time; and the one to end is the
 one that does not wait: it is silent, or answers from somewhere that is no collective, while another waits. Where everyone waits, or
-everyone computes, nobody is accused: then the bound of the collectives ends it. Who is at what may take longer than any step (copies of
+everyone computes, nobody is accused so soon: the bound of the collectives counts. Who is at what may take longer than any step (copies of
 shards, compilation) is not accused either, unless it is silent.
 
 How long is some time? The longest step of the last few, times a factor; beats come many times a step. A controller that
@@ -45,9 +45,12 @@ class HangWatch:
 
     Attributes:
         fixed: seconds without a beat that count, instead of those found from the steps; 0: nobody is ever accused.
+        patience_s: after so long without a beat (or the bound, if that is longer) whoever computes is hung, though nobody is seen to
+            wait for it: a worker that is alone, or all of them before a file system that does not answer.
     """
 
     fixed: float | None = None
+    patience_s: float = math.inf
     _ticket: Ticket | None = None
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _earlier: float = 0.0
@@ -108,9 +111,12 @@ class HangWatch:
         if len(silent) == len(reports):
             return {}
         hung = {w: f"it has answered nothing for {seconds:.1f} s" for w, seconds in silent.items()}
-        if not any(report is not None and report.waiting for w, report in reports.items() if w not in silent):
+        awaited = ", and the others wait for it"
+        if quiet >= max(self.patience_s, self.bound_s):
+            awaited = ""
+        elif not any(report is not None and report.waiting for w, report in reports.items() if w not in silent):
             return hung
         for worker, report in reports.items():
             if worker not in hung and report is not None and not report.waiting and not report.unhurried:
-                hung[worker] = f"it stands at {report.where or 'an unknown place'} for {quiet:.1f} s, and the others wait for it"
+                hung[worker] = f"it stands at {report.where or 'an unknown place'} for {quiet:.1f} s{awaited}"
         return hung

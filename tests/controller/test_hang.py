@@ -88,6 +88,21 @@ def test_nobody_is_accused_where_nobody_is_waited_for_or_somebody_goes_on(acts):
     assert play.go(60, **acts) == {}
 
 
+def test_a_worker_that_is_alone_or_all_that_stand_still_have_the_collectives_bound():
+    play = Play(members=("a",))
+    play.watch.patience_s = 20.0
+    play.go(1)
+    hung = play.go(60, a="stuck")
+    assert set(hung) == {"a"} and 20.0 <= play.since < 20.3 and "others" not in hung["a"]
+    play = Play()
+    play.watch.patience_s = 20.0
+    play.go(1)
+    assert set(play.go(60, a="stuck", b="stuck", c="copies")) == {"a", "b"} and 20.0 <= play.since < 20.3
+    play = Play(fixed=0.0)
+    play.watch.patience_s = 20.0
+    assert play.go(60, a="stuck", b="stuck", c="stuck") == {}
+
+
 def test_slow_steps_are_given_their_time():
     play = Play(step=3.0)
     play.go(1)
