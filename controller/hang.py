@@ -45,8 +45,9 @@ class HangWatch:
 
     Attributes:
         fixed: seconds without a beat that count, instead of those found from the steps; 0: nobody is ever accused.
-        patience_s: after so long without a beat (or the bound, if that is longer) whoever computes is hung, though nobody is seen to
-            wait for it: a worker that is alone, or all of them before a file system that does not answer.
+        patience_s: after so long without a beat (or the bound, if that is longer) a worker that is alone is hung. After twice as long all
+            are that compute, though nobody is seen to wait for them: before a file system that does not answer, for example. Twice,
+            since it is the bound of the collectives: where some wait after all (on an accelerator that is not seen), they end first.
     """
 
     fixed: float | None = None
@@ -112,7 +113,7 @@ class HangWatch:
             return {}
         hung = {w: f"it has answered nothing for {seconds:.1f} s" for w, seconds in silent.items()}
         awaited = ", and the others wait for it"
-        if quiet >= max(self.patience_s, self.bound_s):
+        if quiet >= max(self.patience_s * min(2, len(members)), self.bound_s):
             awaited = ""
         elif not any(report is not None and report.waiting for w, report in reports.items() if w not in silent):
             return hung

@@ -97,7 +97,7 @@ def test_a_worker_that_is_alone_or_all_that_stand_still_have_the_collectives_bou
     play = Play()
     play.watch.patience_s = 20.0
     play.go(1)
-    assert set(play.go(60, a="stuck", b="stuck", c="copies")) == {"a", "b"} and 20.0 <= play.since < 20.3
+    assert set(play.go(60, a="stuck", b="stuck", c="copies")) == {"a", "b"} and 40.0 <= play.since < 40.3
     play = Play(fixed=0.0)
     play.watch.patience_s = 20.0
     assert play.go(60, a="stuck", b="stuck", c="stuck") == {}
