@@ -220,23 +220,28 @@ def pid_of(config: RunConfig, status: Mapping[str, Any], rank: int) -> int:
     return int(pids[status["workers"][str(rank)]["worker"]])
 
 
-def test_workers_that_hang_in_any_way_are_found_within_two_seconds_named_and_ended(home: Path) -> None:
+@pytest.mark.parametrize(
+    "ways", [("lock", "stop"), pytest.param(("sleep", "lock", "stop"), marks=pytest.mark.slow)], ids=["two ways", "all ways"]
+)
+def test_workers_that_hang_in_any_way_are_found_within_two_seconds_named_and_ended(home: Path, ways: tuple[str, ...]) -> None:
     """Code that never returns, code that never returns and holds the interpreter's lock, a stopped process: one after the other. Their
     sockets stay open, so that the others' collectives would wait for the collectives' bound."""
     factory = "tests.controller.hanging:model"
-    config = tiny(home, "hung", elastic_workers=4, train_steps=2000, model_factory=factory, model_units=["body"], checkpoint_every=0)
-    ways = ("sleep", "lock", "stop")
+    most = len(ways) + 1
+    model = {"model_factory": factory, "model_units": ["body"]}
+    config = tiny(home, f"hung-{most}", elastic_workers=most, train_steps=2000, checkpoint_every=0, **model)
     struck: dict[str, tuple[float, int, str]] = {}
 
     def watch(status: Mapping[str, Any]) -> None:
         done = len(struck)
-        if status["state"] != "RUNNING" or status["world"] != 4 - done or status["step"] < 40 * (done + 1):
+        if status["state"] != "RUNNING" or status["world"] != most - done or status["step"] < 40 * (done + 1):
             return
         if done == len(ways):
             client.request(RunFolder(config.run_folder), "stop", {})
             return
-        pid = pid_of(config, status, done % (4 - done))
-        struck[ways[done]] = time.time(), pid, status["workers"][str(done % (4 - done))]["worker"]
+        rank = done % (most - done)
+        pid = pid_of(config, status, rank)
+        struck[ways[done]] = time.time(), pid, status["workers"][str(rank)]["worker"]
         hang(pid, ways[done])
 
     finished = carry_out(config, watch=watch)
@@ -254,11 +259,13 @@ def test_workers_that_hang_in_any_way_are_found_within_two_seconds_named_and_end
             assert "hanging.py" in text.split(f"---- {worker}")[1], "the stack of the one that hangs is not there"
         else:
             assert "T (stopped)" in text
-    assert [(e["from"], e["to"], e["source"]) for e in finished.of("rescaled")] == [(4, 3, "peer"), (3, 2, "peer"), (2, 1, "peer")]
+    shrinks = [(size, size - 1, "peer") for size in range(most, 1, -1)]
+    assert [(e["from"], e["to"], e["source"]) for e in finished.of("rescaled")] == shrinks
     assert finished.accounting().exact and all(e["steps_replayed"] <= 1 for e in finished.of("rescaled"))
     nothing_left(finished)
 
 
+@pytest.mark.slow  # by hand of the fleet: tests/workers/test_elastic.py
 def test_two_neighbours_lost_at_once_cost_the_steps_since_the_checkpoint_and_no_sample(home: Path, undisturbed: Finished) -> None:
     """Neighbours: a shard and its copy are both gone."""
     config = tiny(home, "neighbours")

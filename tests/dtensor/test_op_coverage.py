@@ -51,7 +51,7 @@ def warned() -> Iterator[Warned]:
         yield Warned()
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in (2, 3))])
 def test_the_page_says_what_happens(part: int, warned: Warned) -> None:
     if f"with torch {torch.__version__.split('+')[0]}:" not in PAGE.read_text(encoding="utf-8"):
         pytest.skip("the page was made with another torch, whose operations and samples differ")

@@ -144,6 +144,7 @@ def _closure(rank: int, world: int) -> None:
             torch.testing.assert_close(whole(p), q.detach())
 
 
+@pytest.mark.slow
 def test_lbfgs_works_gathering() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RaggedFallbackWarning)

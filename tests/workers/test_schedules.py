@@ -12,7 +12,7 @@ from tests.workers.tiny import FullState, Run, forget, same_bits, text_of, tiny,
 from vescale_ray.config import RunConfig
 from vescale_ray.data.stream import SampleStream
 
-STEPS = 10
+STEPS = 9
 MOST = 5
 """As many workers as slots."""
 
