@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .errors import SaveAborted, SaveFailed
+from .polling import pause_after
 
 _SPACE = "vescale-ray/saves"
 
@@ -164,14 +165,14 @@ class Accord:
 
     def _await(self, key: str, seconds: float, cancelled: Callable[[], bool]) -> bytes | None:
         assert self._store is not None
-        deadline, pause = time.monotonic() + seconds, 0.001
+        began = time.monotonic()
+        deadline = began + seconds
         while not self._store.check([key]):
             if time.monotonic() >= deadline:
                 return None
             if cancelled():
                 raise SaveAborted(f"step {_step(key)}: this save was given up before it began; earlier checkpoints are untouched")
-            time.sleep(pause)
-            pause = min(0.25, pause * 1.5)
+            time.sleep(pause_after(time.monotonic() - began))
         return self._store.get(key)
 
 

@@ -23,6 +23,7 @@ from .commits import Commit, commit
 from .errors import CheckpointError, CommitExists, CommitRefused, SaveAborted, SaveFailed
 from .faults import fault_point
 from .manifest import check_attempt
+from .polling import pause_after
 from .shard import Vote
 from .store import KeyMissing, ObjectStore
 
@@ -141,7 +142,7 @@ def _tell(store: ObjectStore, attempt: str, name: str, value: Mapping[str, Any])
 
 def _await(store: ObjectStore, attempt: str, name: str, deadline: float, cancelled: Callable[[], bool]) -> Mapping[str, Any] | None:
     """Another rank's message; ``None`` if it has not come by ``deadline`` (of ``time.monotonic``)."""
-    pause = 0.002
+    began = time.monotonic()
     late: OSError | None
     while True:
         try:
@@ -157,8 +158,7 @@ def _await(store: ObjectStore, attempt: str, name: str, deadline: float, cancell
             return None
         if cancelled():
             raise SaveAborted(f"this save was given up while it waited for {name}; earlier checkpoints are untouched")
-        time.sleep(pause)
-        pause = min(0.25, pause * 1.5)
+        time.sleep(pause_after(time.monotonic() - began))
 
 
 def _given_up(step: int) -> SaveAborted:
