@@ -1,0 +1,64 @@
+"""How ranks agree on a save: no verdict goes before everyone has read it, and the store does not fill up with them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import torch.distributed as dist
+
+from vescale_ray.checkpoint.accord import Accord, Word
+from vescale_ray.checkpoint.polling import pause_after
+
+
+def pair():
+    """Rank 0's and rank 1's accord of one store, as the process group would give them."""
+    store, made = dist.HashStore(), []
+    for rank in (0, 1):
+        accord = Accord(None, rank, 1)
+        accord.world, accord._store = 2, store
+        made.append(accord)
+    return store, *made
+
+
+def say(store, key, word):
+    store.set(f"{key}/r1", json.dumps(asdict(word)))
+
+
+def named():
+    return "attempt", 1
+
+
+def test_a_verdict_stays_until_the_one_that_was_busy_with_it_is_ready_again():
+    store, leader, other = pair()
+    first, second, third = (leader.key(step) for step in (5, 6, 7))
+    say(store, first, Word())  # rank 1's writer waits for the verdict ..
+    other.tell(second, Word(busy=True))  # .. while its training comes to the next save
+    assert leader.agree(first, Word(), named, 5.0).fate == "go"
+    assert leader.agree(second, Word(), named, 5.0).fate == "busy"
+    assert store.check([f"{first}/verdict", f"{second}/verdict"]), "rank 1 would wait for its bound"
+    assert other.agree(first, Word(), named, 5.0).fate == "go"
+    say(store, third, Word())  # the writer is through with all before
+    assert leader.agree(third, Word(), named, 5.0).fate == "go"
+    assert not store.check([f"{first}/verdict"]) and not store.check([f"{second}/verdict"]) and store.check([f"{third}/verdict"])
+    assert not any(store.check([f"{key}/r1"]) for key in (second, third))
+
+
+def test_an_unfit_rank_or_one_that_is_missing_stops_the_save_of_all():
+    store, leader, other = pair()
+    key = leader.key(5)
+    say(store, key, Word(problem="weights on two devices"))
+    verdict = leader.agree(key, Word(), named, 5.0)
+    assert (verdict.fate, verdict.text) == ("unfit", "rank 1: weights on two devices")
+    assert other.agree(key, Word(), named, 5.0) == verdict
+    missing = leader.agree(leader.key(6), Word(), named, 0.05)
+    assert missing.fate == "failed" and "ranks [1] of 2 did not come to this save within 0.05 s" in missing.text
+
+
+def test_an_answer_is_heard_at_most_a_twentieth_late():
+    now = asked = 0.0
+    while now < 100.0:
+        now += pause_after(now)
+        asked += 1
+        assert pause_after(now) <= max(0.001, 0.05 * now) and pause_after(now) <= 0.25
+    assert asked < 700, "the store has others to answer"
