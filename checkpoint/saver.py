@@ -172,10 +172,11 @@ class Saver:
             self._writer.put(job)
         else:
             self._begin(job, layout, began, wait_staged)
-        trouble = self._writer.trouble(bound_s)
+        # Of earlier saves: this one's failure, which may have come by now, is its handle's to tell.
+        trouble = self._writer.trouble(bound_s, but=handle)
         if trouble is not None:
             handle.wait_staged()  # who gets the error has no handle to wait with
-            self._writer.surface()
+            self._writer.surface(but=handle)
             raise SaveFailed(trouble)
         return handle
 
@@ -334,8 +335,8 @@ class _Writer:
         for job in jobs:
             job.handle.end(SaveAborted(f"step {job.step}: given up, {reason}; earlier checkpoints are untouched"))
 
-    def trouble(self, bound_s: float = math.inf) -> str | None:
-        """The first failure that nobody was told of. A save that is not through after ``bound_s`` is one: it is given up."""
+    def trouble(self, bound_s: float = math.inf, but: SaveHandle | None = None) -> str | None:
+        """The first failure that nobody was told of, ``but`` that one's. A save that is not through after ``bound_s`` is given up."""
         with self._change:
             now = time.perf_counter()
             for job in self._current:
@@ -343,13 +344,13 @@ class _Writer:
                     self._aborted.add(id(job.handle))
                     text = f"step {job.step}: not written after {now - job.began:.0f} s, given up: {self._store.describe()} does not answer"
                     job.handle.end(SaveAborted(f"{text}; earlier checkpoints are untouched"))
-            return next((said for handle in self._handles if (said := handle.trouble()) is not None), None)
+            return next((said for handle in self._handles if handle is not but and (said := handle.trouble()) is not None), None)
 
-    def surface(self) -> None:
-        """Whatever has failed until now has been told."""
+    def surface(self, but: SaveHandle | None = None) -> None:
+        """Whatever has failed until now has been told, ``but`` that one."""
         with self._change:
             for handle in self._handles:
-                if handle.trouble() is not None:
+                if handle is not but and handle.trouble() is not None:
                     handle.surfaced = True
 
     def retire(self) -> None:

@@ -179,6 +179,30 @@ def test_a_failed_save_is_told_once_by_wait_or_by_the_next_save_or_at_the_end_an
         saver.async_save(state, 7)
 
 
+def test_a_save_that_fails_before_its_own_call_returns_is_told_by_its_handle(root, monkeypatch):
+    put = saver_module._Writer.put
+
+    def put_and_see_it_end(writer, job):
+        put(writer, job)
+        while not job.handle.done():
+            time.sleep(0.001)
+
+    monkeypatch.setattr(saver_module._Writer, "put", put_and_see_it_end)
+    with ckpt.Saver(root) as saver:
+        monkeypatch.setenv(ckpt.FAULT_ENV, "data.chunk=ENOSPC")
+        first = saver.async_save({"model": {"w": torch.ones(3)}}, 1)
+        with pytest.raises(ckpt.SaveFailed, match="step 1|No space left"):
+            first.wait()
+        second = saver.async_save({"model": {"w": torch.ones(3)}}, 2)
+        with pytest.raises(ckpt.SaveFailed, match="No space left"):
+            saver.async_save({"model": {"w": torch.ones(3)}}, 3)  # tells of the second, which nobody waited for
+        assert second.done()
+        monkeypatch.delenv(ckpt.FAULT_ENV)
+        with pytest.raises(ckpt.SaveFailed, match="No space left"):
+            saver.async_save({"model": {"w": torch.ones(3)}}, 4)  # and this of the third
+        assert saver.async_save({"model": {"w": torch.ones(3)}}, 5).wait(10).step == 5
+
+
 def test_what_can_not_be_stored_is_refused_before_anything_is_written(root):
     with ckpt.Saver(root) as saver:
         with pytest.raises(ValueError, match="JSON can't hold"):

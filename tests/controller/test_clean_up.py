@@ -148,7 +148,8 @@ def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, d
     if "stop" in by_ending:
         client.request(by_ending["stop"].folder, "stop", {})
     os.kill(by_ending["SIGKILL"].process.pid, signal.SIGKILL)
-    os.killpg(by_ending["SIGINT to the group"].process.pid, signal.SIGINT)  # as a terminal does: Ray's servers get it too
+    if "SIGINT to the group" in by_ending:
+        os.killpg(by_ending["SIGINT to the group"].process.pid, signal.SIGINT)  # as a terminal does: Ray's servers get it too
     for ending in filter(by_ending.get, ("SIGKILL", "SIGINT to the group", "stop", "failure", "success")):
         driver = by_ending[ending]
         code = driver.process.wait(90)
