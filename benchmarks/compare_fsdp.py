@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import resource
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.ranks import run_ranks
 from benchmarks.reporting import figure, write
 
 MODELS = {
@@ -329,32 +328,6 @@ def _peak_of_live_tensors(model: Any, step: Callable[[], Any]) -> int:
     return 3 * sum(p.to_local().nbytes for p in model.parameters()) + max(live)
 
 
-def run_ranks(target: Callable[..., None], world: int, malloc: dict[str, str], *args: Any, timeout: float = 1200.0) -> list[Any]:
-    """Call ``target(rank, world, store, *args, queue)`` in ``world`` fresh processes with these malloc settings; results by rank."""
-    import multiprocessing
-
-    context = multiprocessing.get_context("spawn")
-    queue: Any = context.Queue()
-    before = {key: os.environ.get(key) for key in malloc}
-    os.environ.update(malloc, OMP_NUM_THREADS="1")
-    ranks = []
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            ranks = [context.Process(target=target, args=(r, world, f"{folder}/store", *args, queue), daemon=True) for r in range(world)]
-            for process in ranks:
-                process.start()
-            results = dict(queue.get(timeout=timeout) for _ in ranks)
-            for process in ranks:
-                process.join(timeout=60)
-            return [results[r] for r in range(world)]
-    finally:
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
-        for key, value in before.items():
-            os.environ.pop(key, None) if value is None else os.environ.__setitem__(key, value)
-
-
 def _cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
@@ -376,7 +349,7 @@ def main() -> int:
     rounds = options.rounds or (6 if options.quick else 30)
     figures: dict[str, Any] = {}
     for name in options.models.split(","):
-        results = run_ranks(time_rank, options.world, TIME_MALLOC, name, rounds, 2)
+        results = run_ranks(time_rank, options.world, name, rounds, 2, environment=TIME_MALLOC)
         gate = max(r["gate"] for r in results)
         print(f"\n{name}, {options.world} ranks: losses of all systems agree to {gate:.1e}" + ("" if gate <= 1e-5 else "  FAILED"))
         if gate > 1e-5:
@@ -413,7 +386,7 @@ def main() -> int:
         print(f"ours copies: {share['value']:.3f} +- {share['spread']:.3f} of the step (goal < 0.03)")
         if options.quick:
             continue
-        memory = {system: run_ranks(memory_rank, options.world, MEMORY_MALLOC, name, system) for system in ("fsdp2", "ours")}
+        memory = {system: run_ranks(memory_rank, options.world, name, system, environment=MEMORY_MALLOC) for system in ("fsdp2", "ours")}
         for key, what, scale in (("peak", "peak_kib", 1 / 1024), ("live", "live_bytes", 1 / 2**20)):
             peaks = {}
             for system in memory:

@@ -17,19 +17,16 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import multiprocessing
-import os
 import statistics
 import sys
-import tempfile
 import time
 from importlib.resources import as_file, files
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.ranks import run_ranks
 from benchmarks.reporting import figure, write
 
 OPTIMIZERS = ("adamw", "muon")
@@ -82,7 +79,7 @@ def rank_main(rank: int, world: int, store: str, optimizer: str, slots: int, rou
             dist.barrier()
             row[name] = time.perf_counter() - began
         rows.append(row)
-    out.put((rank, rows[WARM:], digest(trainers["deterministic"])))
+    out.put((rank, {"rows": rows[WARM:], "bits": digest(trainers["deterministic"])}))
     dist.barrier()
     for made in trainers.values():
         made.close()
@@ -91,30 +88,9 @@ def rank_main(rank: int, world: int, store: str, optimizer: str, slots: int, rou
 
 def run_case(world: int, optimizer: str, slots: int, rounds: int) -> tuple[list[dict[str, float]], str]:
     """Per round the slowest rank's seconds of each system; the digest."""
-    context = multiprocessing.get_context("spawn")
-    queue: Any = context.Queue()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        ranks = [context.Process(target=rank_main, args=(r, world, store, optimizer, slots, rounds, queue)) for r in range(world)]
-        for process in ranks:
-            process.start()
-        try:
-            found: dict[int, tuple[list[dict[str, float]], str]] = {}
-            while len(found) < world:
-                try:
-                    rank, rows, name = queue.get(timeout=0.5)
-                    found[rank] = rows, name
-                except Empty:
-                    if any(process.exitcode for process in ranks):
-                        raise RuntimeError(f"{optimizer}, {slots} slots: a rank died; its traceback is above") from None
-        finally:
-            for process in ranks:
-                process.join(timeout=10)
-                if process.is_alive():
-                    process.kill()
-    rows = [{key: max(found[r][0][i][key] for r in range(world)) for key in found[0][0][i]} for i in range(rounds)]
-    return rows, found[0][1]
+    found = run_ranks(rank_main, world, optimizer, slots, rounds)
+    rows = [{key: max(rank["rows"][i][key] for rank in found) for key in found[0]["rows"][i]} for i in range(rounds)]
+    return rows, found[0]["bits"]
 
 
 def main() -> int:

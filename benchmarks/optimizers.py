@@ -13,20 +13,17 @@ Newton-Schulz brings here. Exit code 0 whatever the figures, 1 if a gate fails.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.ranks import run_ranks
 from benchmarks.reporting import figure, write
 
 WIDTH, FFN, LAYERS = 256, 768, 4
@@ -221,32 +218,6 @@ def rank_main(rank: int, world: int, store: str, name: str, rounds: int, out: An
     dist.destroy_process_group()
 
 
-def run_case(name: str, world: int, rounds: int) -> list[dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")
-    queue: Any = context.Queue()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=rank_main, args=(r, world, os.path.join(folder, "store"), name, rounds, queue)) for r in range(world)
-        ]
-        for process in ranks:
-            process.start()
-        try:
-            found: dict[int, dict[str, Any]] = {}
-            while len(found) < world:
-                try:
-                    found.update([queue.get(timeout=0.5)])
-                except Empty:
-                    if any(process.exitcode for process in ranks):
-                        raise RuntimeError(f"{name}: a rank died; its traceback is above") from None
-        finally:
-            for process in ranks:
-                process.join(timeout=5)
-                if process.is_alive():
-                    process.kill()
-    return [found[r] for r in range(world)]
-
-
 def exact(value: float, unit: str, goal: str | None = None) -> dict[str, Any]:
     return {"value": value, "spread": 0.0, "unit": unit, "goal": goal, "peer": None}
 
@@ -343,7 +314,7 @@ def main() -> int:
         if missing is not None:
             print(f"{name:<20}left out: {missing} is not installed")
             continue
-        ranks = run_case(name, options.world, rounds)
+        ranks = run_ranks(rank_main, options.world, name, rounds)
         gate = max(rank["gate"] for rank in ranks)
         if case.gate is not None and gate > case.gate:
             failed = True

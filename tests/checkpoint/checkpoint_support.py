@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import random
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.ranks import _context
 from vescale_ray import checkpoint as ckpt
@@ -211,3 +214,13 @@ def _measure_memory(root: str, report: str, size: int) -> None:
     after = peak()
     assert bool((data == 1).all())
     Path(report).write_text(f"{middle - before} {after - middle}")
+
+
+def dcp_index(place: Path) -> Metadata:
+    """The index of a checkpoint that torch's own DCP wrote here, as torch reads it: the oracle of our reader, and what tests falsify."""
+    found: Metadata = pickle.loads((place / ".metadata").read_bytes())
+    return found
+
+
+def rewrite_dcp_index(place: Path, described: Any) -> None:
+    (place / ".metadata").write_bytes(pickle.dumps(described))

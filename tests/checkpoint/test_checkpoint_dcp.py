@@ -41,7 +41,16 @@ from tests.checkpoint.checkpoint_bridge_ranks import (
     disagreeing_rank,
 )
 from tests.checkpoint.checkpoint_ranks import Mlp, one_step, save_rank
-from tests.checkpoint.checkpoint_support import bits, in_subprocess, memory_folder, random_bits, random_layout, save_in_process
+from tests.checkpoint.checkpoint_support import (
+    bits,
+    dcp_index,
+    in_subprocess,
+    memory_folder,
+    random_bits,
+    random_layout,
+    rewrite_dcp_index,
+    save_in_process,
+)
 from tests.checkpoint.test_checkpoint_state import Net, adam, same_module, train
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
@@ -382,17 +391,13 @@ class Evil:
 
 def stock(place: Path, **more: Any) -> Metadata:
     dcp.save({"model": {"w": torch.arange(12.0).view(4, 3)}, **more}, checkpoint_id=place, no_dist=True)
-    return pickle.loads((place / ".metadata").read_bytes())
-
-
-def rewrite(place: Path, described: Any) -> None:
-    (place / ".metadata").write_bytes(pickle.dumps(described))
+    return dcp_index(place)
 
 
 def test_nothing_but_dcps_own_classes_is_unpickled(folder):
     described = stock(folder)
     described.planner_data = Evil()
-    rewrite(folder, described)
+    rewrite_dcp_index(folder, described)
     with pytest.raises(ckpt.ForeignFileError, match=r"refers to posix.mkdir, which is none of DCP's own classes"):
         ckpt.import_dcp(folder, {"w": torch.zeros(4, 3)})
     assert not os.path.exists("/tmp/vescale-evil-was-here")
@@ -457,7 +462,7 @@ def change_to_bytes(described: Metadata) -> None:
 def test_metadata_that_contradicts_itself_or_the_files_is_refused(folder, change, words):
     described = stock(folder)
     change(described)
-    rewrite(folder, described)
+    rewrite_dcp_index(folder, described)
     target = {"w": torch.zeros(4, 3)}
     if words is None:
         ckpt.import_dcp(folder, target)
@@ -495,7 +500,7 @@ def test_every_range_of_a_tensor_cut_in_columns_is_read_as_it_lies(folder):
             infos[MetadataIndex("t", torch.Size(offsets))] = info
     chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in boxes]
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), full.shape, chunks)
-    rewrite(folder, Metadata({"t": entry}, {"t": ("t",)}, infos))
+    rewrite_dcp_index(folder, Metadata({"t": entry}, {"t": ("t",)}, infos))
     theirs = {"t": torch.zeros(4, 3, 5)}
     dcp.load(theirs, checkpoint_id=folder, no_dist=True)
     assert torch.equal(theirs["t"], full)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
-from tests.checkpoint.checkpoint_support import bits, memory_folder
+from tests.checkpoint.checkpoint_support import bits, dcp_index, memory_folder, rewrite_dcp_index
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.dcp import ENTRIES
 from vescale_ray.checkpoint.dcp_pickle import read_pickle
@@ -200,7 +200,7 @@ def test_no_change_of_a_dcp_checkpoint_does_more_than_be_refused_or_read(folder,
 def test_what_dcp_writes_is_read_by_us_as_pickle_reads_it(folder):
     """All protocols since DCP exists, and both of Python's picklers."""
     stock(folder)
-    theirs = pickle.loads((folder / ".metadata").read_bytes())
+    theirs = dcp_index(folder)
     truth = everything(folder)
     pure: Callable[..., Any] = pickle._Pickler  # type: ignore[attr-defined]
     for protocol in (2, 3, 4, 5):
@@ -236,7 +236,7 @@ def test_chunks_are_taken_if_and_only_if_they_cover_the_tensor_once(folder, seed
         covered = torch.zeros(shape, dtype=torch.int64)
         for offsets, sizes in chunks:
             covered[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
-        (folder / ".metadata").write_bytes(pickle.dumps(index_of(shape, chunks)))
+        rewrite_dcp_index(folder, index_of(shape, chunks))
         if bool((covered == 1).all()):
             DcpSource(folder, ENTRIES)
         else:
@@ -253,10 +253,10 @@ def put_object(place: Path, value: Any, change: Callable[[bytes], bytes] = lambd
     out = io.BytesIO()
     torch.save(value, out)
     raw = change(out.getvalue())
-    described = pickle.loads((place / ".metadata").read_bytes())
+    described = dcp_index(place)
     described.state_dict_metadata["thing"] = metadata.BytesStorageMetadata()
     described.storage_data[MetadataIndex("thing")] = _StorageInfo("thing.distcp", 0, len(raw))
-    (place / ".metadata").write_bytes(pickle.dumps(described))
+    rewrite_dcp_index(place, described)
     (place / "thing.distcp").write_bytes(raw)
 
 
@@ -302,9 +302,9 @@ def test_an_object_that_was_made_to_hurt_is_refused_cheaply(folder, value, chang
 
 def test_a_length_that_no_file_has_is_refused_before_memory_is_taken(folder):
     put_object(folder, {"a": 1})
-    described = pickle.loads((folder / ".metadata").read_bytes())
+    described = dcp_index(folder)
     described.storage_data[MetadataIndex("thing")] = _StorageInfo("thing.distcp", 0, 1 << 45)
-    (folder / ".metadata").write_bytes(pickle.dumps(described))
+    rewrite_dcp_index(folder, described)
     with cheap(), pytest.raises(ckpt.ForeignFileError, match="truncated"):
         everything(folder)
 

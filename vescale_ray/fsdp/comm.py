@@ -425,18 +425,15 @@ class InOrder:
 
     def add_to(self, total: torch.Tensor) -> None:
         """Add the ranks' parts to ``total``, rank 0's first."""
-        parts, self._parts = self._parts, []
         self._pending.wait()
-        for part in parts:
+        for part in self._parts:
             total.add_(part)
-        scratch, self._scratch = self._scratch, None
-        if scratch is not None:
-            self._pool.give_back(scratch)
+        self.wait()
 
     def wait(self) -> None:
         """Wait, and drop what came."""
-        self._parts = []
         self._pending.wait()
+        self._parts = []
         scratch, self._scratch = self._scratch, None
         if scratch is not None:
             self._pool.give_back(scratch)

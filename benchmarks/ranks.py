@@ -1,0 +1,58 @@
+"""Fresh processes for the ranks of a benchmark: nothing of another system, or of this process, is in them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from queue import Empty
+from typing import Any
+
+
+def run_ranks(
+    target: Callable[..., None], world: int, *args: Any, environment: Mapping[str, str] | None = None, timeout: float = 1200.0
+) -> list[Any]:
+    """Call ``target(rank, world, store, *args, queue)`` in ``world`` fresh processes; each puts ``(rank, result)`` into the queue.
+
+    Args:
+        store: path of a file for ``torch.distributed.FileStore``.
+        environment: set in the processes, besides one thread for OpenMP.
+
+    Returns:
+        The results by rank.
+
+    Raises:
+        RuntimeError: a rank died, or has no result after ``timeout`` seconds. None is left.
+    """
+    context = multiprocessing.get_context("spawn")
+    queue: Any = context.Queue()
+    changed = {"OMP_NUM_THREADS": "1", **(environment or {})}
+    before = {key: os.environ.get(key) for key in changed}
+    os.environ.update(changed)
+    ranks: list[Any] = []
+    found: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = [context.Process(target=target, args=(r, world, f"{folder}/store", *args, queue), daemon=True) for r in range(world)]
+            for process in ranks:
+                process.start()
+            while len(found) < world:
+                try:
+                    found.update([queue.get(timeout=0.5)])
+                except Empty:
+                    if any(process.exitcode for process in ranks):
+                        raise RuntimeError(f"{target.__name__}{args}: a rank died; its traceback is above") from None
+                    if time.monotonic() > deadline:
+                        raise RuntimeError(f"{target.__name__}{args}: ranks without a result after {timeout:g} s") from None
+            for process in ranks:
+                process.join(timeout=60)
+            return [found[r] for r in range(world)]
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+        for key, value in before.items():
+            os.environ.pop(key, None) if value is None else os.environ.__setitem__(key, value)
