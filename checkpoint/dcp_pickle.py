@@ -60,6 +60,8 @@ class _Global:
 
 
 _SIZE, _ORDERED = _Global("torch", "Size"), _Global("collections", "OrderedDict")
+_MEMORY_FORMAT, _GETATTR = _Global(_METADATA, "_MEM_FORMAT_ENCODING"), _Global("builtins", "getattr")
+"""Python 3.11.0 to 3.11.3 (Debian 12's) pickle a member of an enumeration as a call of getattr; others call the enumeration."""
 _MARK = object()
 
 
@@ -212,7 +214,7 @@ class _Machine:
 
     def _find(self, module: str, name: str) -> None:
         found = _Global(module, name)
-        if found in (_SIZE, _ORDERED) or (module, name) in _RECORDS or (module, name) in _IGNORED:
+        if found in (_SIZE, _ORDERED, _GETATTR) or (module, name) in _RECORDS or (module, name) in _IGNORED:
             self._push(found)
             return
         dtype = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
@@ -237,7 +239,7 @@ class _Machine:
             self._push(shape)
         elif called == _ORDERED and arguments == ():
             self._push({})
-        elif (called.module, called.name) in _IGNORED:
+        elif (called.module, called.name) in _IGNORED or (called == _GETATTR and arguments[:1] == (_MEMORY_FORMAT,)):
             self._push(None)
         else:
             raise self._odd("a call that DCP does not make")

@@ -247,6 +247,26 @@ def test_chunks_are_taken_if_and_only_if_they_cover_the_tensor_once(folder, seed
 # -------------------------------------------------------------------------------------------------------- archives and files
 
 
+class _Call:
+    """Pickled as a call."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.called = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.called
+
+
+def test_members_of_enumerations_are_read_as_every_python_pickles_them():
+    formats = metadata._MEM_FORMAT_ENCODING
+    for called in ((getattr, formats, "TORCH_CONTIGUOUS_FORMAT"), (formats, 0)):
+        for protocol in (2, 3, 4, 5):
+            assert read_pickle(pickle.dumps([_Call(*called)], protocol)) == [None]
+    for called in ((getattr, metadata.Metadata, "__init__"), (getattr, "text", "join"), (getattr,)):
+        with pytest.raises(ckpt.ForeignFileError, match="a call that DCP does not make"):
+            read_pickle(pickle.dumps(_Call(*called)))
+
+
 def put_object(place: Path, value: Any, change: Callable[[bytes], bytes] = lambda raw: raw) -> None:
     """A DCP checkpoint with one plain object, stored as ``value``."""
     stock(place)
