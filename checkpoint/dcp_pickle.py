@@ -60,8 +60,10 @@ class _Global:
 
 
 _SIZE, _ORDERED = _Global("torch", "Size"), _Global("collections", "OrderedDict")
-_MEMORY_FORMAT, _GETATTR = _Global(_METADATA, "_MEM_FORMAT_ENCODING"), _Global("builtins", "getattr")
-"""Python 3.11.0 to 3.11.3 (Debian 12's) pickle a member of an enumeration as a call of getattr; others call the enumeration."""
+_MEMORY_FORMAT = _Global(_METADATA, "_MEM_FORMAT_ENCODING")
+_GETATTR = (_Global("builtins", "getattr"), _Global("__builtin__", "getattr"))
+"""Python 3.11.0 to 3.11.3 (Debian 12's) pickle a member of an enumeration as a call of getattr (in protocol 2 by its old name); others
+call the enumeration."""
 _MARK = object()
 
 
@@ -214,7 +216,7 @@ class _Machine:
 
     def _find(self, module: str, name: str) -> None:
         found = _Global(module, name)
-        if found in (_SIZE, _ORDERED, _GETATTR) or (module, name) in _RECORDS or (module, name) in _IGNORED:
+        if found in (_SIZE, _ORDERED, *_GETATTR) or (module, name) in _RECORDS or (module, name) in _IGNORED:
             self._push(found)
             return
         dtype = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
@@ -239,7 +241,7 @@ class _Machine:
             self._push(shape)
         elif called == _ORDERED and arguments == ():
             self._push({})
-        elif (called.module, called.name) in _IGNORED or (called == _GETATTR and arguments[:1] == (_MEMORY_FORMAT,)):
+        elif (called.module, called.name) in _IGNORED or (called in _GETATTR and arguments[:1] == (_MEMORY_FORMAT,)):
             self._push(None)
         else:
             raise self._odd("a call that DCP does not make")
