@@ -262,9 +262,9 @@ def test_members_of_enumerations_are_read_as_every_python_pickles_them():
     for called in ((getattr, formats, "TORCH_CONTIGUOUS_FORMAT"), (formats, 0)):
         for protocol in (2, 3, 4, 5):
             assert read_pickle(pickle.dumps([_Call(*called)], protocol)) == [None]
-    for called in ((getattr, metadata.Metadata, "__init__"), (getattr, "text", "join"), (getattr,)):
+    for arguments in ((metadata.Metadata, "__init__"), ("text", "join"), ()):
         with pytest.raises(ckpt.ForeignFileError, match="a call that DCP does not make"):
-            read_pickle(pickle.dumps(_Call(*called)))
+            read_pickle(pickle.dumps(_Call(getattr, *arguments)))
 
 
 def put_object(place: Path, value: Any, change: Callable[[bytes], bytes] = lambda raw: raw) -> None:
