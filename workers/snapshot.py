@@ -153,8 +153,8 @@ class Snapshots:
         pin: keep the buffers in page-locked memory, for shards that live on a GPU.
         node: where this process runs; the same text on every process of the node.
 
-    Memory: two steps, each the rank's own shards and another's; host memory, allocated once a generation. While a checkpoint is
-    written from a copy for longer than the copy would be kept, one buffer more.
+    Memory: two steps, each the rank's own shards and another's; host memory, that of the generation before where it is large enough.
+    While a checkpoint is written from a copy for longer than the copy would be kept, one buffer more.
     """
 
     def __init__(self, every: int, *, pin: bool = False, node: str = "") -> None:
@@ -215,12 +215,20 @@ class Snapshots:
         if self._current is not None:
             self._current.settle()
 
-    def after_step(self, trainer: Trainer) -> bool:
-        """After each whole step: drop what is safely superseded, and copy if it is time. Returns whether it copied."""
+    def after_step(self, trainer: Trainer, *, rescale: bool = False) -> bool:
+        """After each whole step: drop what is safely superseded, and copy if it is time. Returns whether it copied.
+
+        ``rescale``: all ranks stop here, to move what they hold to other ranks. That would have to wait until a copy has reached the
+        buddies, as long as the move itself takes, or longer: so none is begun. A rank that is lost on the way is replaced from the copies
+        of the step before, which cost that step.
+        """
         if self._current is not None and self._current.pending:
             raise AssertionError("Trainer.step was not given Snapshots.settle: nobody knows whether the last copy is complete")
         # A collective has passed since everyone's exchange was over.
         self._drop_older()
+        if rescale and self._current is not None:
+            self._current.keep_newest()  # the live shards take the older one's place
+            return False
         if self._current is None or trainer.completed % self._every:
             return False
         self._current.take(trainer)
@@ -299,20 +307,25 @@ class _Generation:
         self._ward = to.index(self.rank)
         theirs = [Span.from_json(row) for row in everyone[self._ward]["spans"]] if everyone else []
         self._spans = (own, theirs)
-        mine, others = lay_out([_described(s) for s in own]), lay_out([_described(s) for s in theirs])
-        self._slots = [_Slot(_Copy(pool.take(mine.bytes), mine), _Copy(pool.take(others.bytes), others)) for _ in range(2)]
+        self._layouts = lay_out([_described(s) for s in own]), lay_out([_described(s) for s in theirs])
+        self._slots: list[_Slot] = []
+        """Two at most. The second is made at the second copy: in the pause of a rescale its memory would have to be fresh, and touched;
+        later there is that of the generation before."""
         self.pending: list[_Exchange] = []
         """The exchange that is under way; it holds the process group."""
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-sums")
 
     def take(self, trainer: Trainer) -> None:
         """Copy the live shards into the older slot, and begin to exchange it: one message out, one in."""
-        slot = min(self._slots, key=lambda s: -1 if s.own.step is None else s.own.step)
+        if len(self._slots) < 2:
+            own, theirs = (_Copy(self._pool.take(layout.bytes), layout) for layout in self._layouts)
+            self._slots.append(_Slot(own, theirs))
+        slot = min(self._slots, key=_step_of)
         slot.own.forget()
         slot.theirs.forget()
         live = export_shards(trainer)
         pieces = stored_pieces(live)
-        own = slot.own
+        own, theirs = slot.own, slot.theirs
         if own.slab.shared:  # a checkpoint is still being written from it
             own.slab.release()
             own.slab = self._pool.take(own.layout.bytes)
@@ -322,7 +335,6 @@ class _Generation:
         if self.world == 1:
             own.sums = self._hashing.submit(own.count)
             return
-        theirs = slot.theirs
         exchange = _Exchange(slot, live.step, torch.empty(theirs.blocks, dtype=torch.int64))
         self.pending = [exchange]
         if theirs.data.numel():
@@ -371,6 +383,13 @@ class _Generation:
         """The buffer of this rank's own copy of ``step``, with a holder more."""
         return next((slot.own.slab.retain() for slot in self._slots if slot.own.step == step), None)
 
+    def keep_newest(self) -> None:
+        """Give back the buffers of the older copy. Only when every rank is known to have the newer one."""
+        by_age = sorted(self._slots, key=_step_of)
+        self._slots = by_age[-1:]
+        for slot in by_age[:-1]:
+            slot.release()
+
     def complete(self) -> list[Shards]:
         found = []
         for slot in self._slots:
@@ -401,9 +420,7 @@ class _Generation:
         self.pending = []
         self._hashing.shutdown(wait=False)
         for slot in self._slots:
-            for copy in (slot.own, slot.theirs):
-                copy.forget()
-                copy.slab.release()
+            slot.release()
         self._slots = []
 
 
@@ -475,6 +492,15 @@ class _Slot:
     own: _Copy
     theirs: _Copy
     scalars: Mapping[str, Any] = field(default_factory=dict)
+
+    def release(self) -> None:
+        for copy in (self.own, self.theirs):
+            copy.forget()
+            copy.slab.release()
+
+
+def _step_of(slot: _Slot) -> int:
+    return -1 if slot.own.step is None else slot.own.step
 
 
 class _Described(NamedTuple):

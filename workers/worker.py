@@ -309,8 +309,10 @@ class Worker:
                 while trainer.completed < config.train.steps:
                     record = trainer.step(self._flags(order.ticket), self._snapshots.settle)
                     self._publish(Stepped(order.ticket, record, time.time()), None, record.step)
+                    # After the last step, and when the run stops, the copies are kept: the last checkpoint is made of what is held then.
+                    rescale = bool(record.flags & RESCALE) and not record.flags & STOP and record.step < config.train.steps
                     with self._pulse.without_hurry() if self._pulse else nullcontext():
-                        self._snapshots.after_step(trainer)
+                        self._snapshots.after_step(trainer, rescale=rescale)
                         self._at_boundary(trainer, record, order)
                     if record.flags & (STOP | RESCALE):
                         break

@@ -21,6 +21,7 @@ from vescale_ray.fsdp import fully_shard
 from vescale_ray.geometry import Block
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.optim import AdamW, AdamW8bit, CombinedOptimizer, Muon, OptimizerConfig, build_optimizer, route_parameters
+from vescale_ray.optim.build import create_states
 from vescale_ray.state_dict import get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 
 SIZES = LlamaConfig(dim=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab=32, max_seq=8)
@@ -200,6 +201,26 @@ def test_one_optimizer_for_all_is_that_optimizer_with_its_states() -> None:
         assert not any(bool(v.any()) for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
         assert all(torch.equal(before[n], p) and p.grad is None for n, p in model.named_parameters())
         assert all(group["lr"] == 1e-3 for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"foreach": True}, {"fused": True}], ids=str)
+def test_with_its_states_made_beforehand_adamw_steps_as_torch_s_does(options: dict[str, Any]) -> None:
+    ours, theirs = llama(), llama()
+    built = build_optimizer(ours, {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "options": options}, log=None)
+    peer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=built.defaults["eps"], **options)
+    for p in ours.parameters():
+        p.grad = torch.ones_like(p)
+    create_states(built)  # there is nothing left to make: gradients stay, too
+    assert all(bool((p.grad == 1).all()) for p in ours.parameters() if p.grad is not None)
+    for step in range(3):
+        for model, optimizer in ((ours, built), (theirs, peer)):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p, q)
+        mine, its = built.state[p], peer.state[q]
+        assert mine.keys() == its.keys() and all(torch.equal(mine[k], its[k]) for k in mine)
 
 
 def test_a_run_s_configuration_says_which_optimizer() -> None:
