@@ -188,7 +188,7 @@ def test_a_death_between_the_own_copy_and_the_exchange_resumes_one_copy_earlier(
 
 def _train_and_die_before_sending(state: State, until: int, _: None) -> None:
     setattr(dist, "isend", lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
-    train(state, until)
+    train(state, until, False)
 
 
 def test_two_steps_are_held_by_each_rank_its_own_shards_and_its_predecessors(text: str) -> None:
@@ -208,6 +208,13 @@ def test_two_steps_are_held_by_each_rank_its_own_shards_and_its_predecessors(tex
         assert Holding(1, 3, 7, (0,)) in fleet.run([0], held)[0], "kept until the new generation is known to be safe"
         run.train(8)
         assert fleet.run([0], held)[0] == [Holding(2, 2, 7, (0, 1)), Holding(2, 2, 8, (1,))]
+        # Where all stop to rescale, nobody waits for another copy, and the older one makes room for the live shards.
+        run.train(10, rescale=True)
+        run.end()
+        assert fleet.run([0], held)[0] == [Holding(2, 2, 8, (0, 1)), Holding(2, 2, 10, (1,))]
+        # Where one is lost on the way, the others have the copies.
+        assert run.resume([0], [0]).step == 8
+        run.train(9)
 
 
 @pytest.mark.parametrize("whose", ["own", "theirs"])

@@ -186,11 +186,11 @@ def start_from_checkpoint(state: State, root: str, *where: Any) -> int:
     return step
 
 
-def train(state: State, until: int) -> list[StepRecord]:
+def train(state: State, until: int, rescale: bool) -> list[StepRecord]:
     records = []
-    while state["trainer"].completed < until:
+    while (done := state["trainer"].completed) < until:
         records.append(state["trainer"].step(settle=state["snapshots"].settle))
-        state["snapshots"].after_step(state["trainer"])
+        state["snapshots"].after_step(state["trainer"], rescale=rescale and done + 1 == until)
     return records
 
 
@@ -301,8 +301,8 @@ class Run:
         assert len({(r.step, r.moved_bytes, r.lower_bound, r.total_bytes) for r in reports.values()}) == 1
         return reports[members[0]]
 
-    def train(self, until: int) -> list[StepRecord]:
-        by_worker = self.fleet.run(self.members, train, until)
+    def train(self, until: int, rescale: bool = False) -> list[StepRecord]:
+        by_worker = self.fleet.run(self.members, train, until, rescale)
         records = by_worker[self.members[0]]
         for others in by_worker.values():
             assert [r.loss for r in others] == [r.loss for r in records]
