@@ -2,8 +2,9 @@
 
 Large objects are written with O_DIRECT from aligned buffers (no copy through the page cache, 5 to 8 times less CPU, and
 the trainer's cache is left alone), buffered where the file system refuses it. Every creation is exclusive; every call
-syncs the file and the folders above it before it returns. An fsync that fails is final for that file: after a failure
-the kernel may have dropped the dirty pages, so a second fsync would report a success that is none.
+syncs the file and the folders above it before it returns, but for messages (``attempts/``), which need not last. An fsync
+that fails is final for that file: after a failure the kernel may have dropped the dirty pages, so a second fsync would
+report a success that is none.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ class PosixStore:
         path = self._path(key)
         self._make_folder(path)
         point = key.startswith("commits/")
+        # What the ranks of a save tell each other counts while they live; and all of them wait meanwhile.
+        lasting = not key.startswith("attempts/")
         tmp = path.parent / f"{_TMP}{uuid.uuid4().hex}"
         fd = os.open(tmp, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
         try:
@@ -85,7 +88,8 @@ class PosixStore:
                 _write_all(fd, memoryview(data), 0, direct=False)
                 if point:
                     fault_point("commit.tmp_written")
-                os.fsync(fd)
+                if lasting:
+                    os.fsync(fd)
                 if point:
                     fault_point("commit.tmp_synced")
             finally:
@@ -106,7 +110,8 @@ class PosixStore:
                 raise OSError(error.errno, text, str(path)) from error
             if point:
                 fault_point("commit.linked")
-            self._sync_folders(path.parent)
+            if lasting:
+                self._sync_folders(path.parent)
             if point:
                 fault_point("commit.published")
         finally:

@@ -137,6 +137,9 @@ def test_every_file_and_every_folder_above_it_is_synced_before_a_call_returns(tm
     synced.clear()
     store.put("commits/a.json", b"1")
     assert synced[0].startswith(str(root / "commits/.tmp-")) and str(root / "commits") in synced[1:]
+    synced.clear()
+    store.put("attempts/x/r00001.json", b"1")
+    assert synced == [] and store.get("attempts/x/r00001.json") == b"1", "what the ranks tell each other is as old as they are"
 
 
 def test_missing_objects_and_listing(tmp_path):
