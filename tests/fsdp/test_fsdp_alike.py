@@ -475,6 +475,50 @@ def test_parameters_tied_across_units_are_refused_by_the_first_forward(how: Any)
     assert all(run_threads(2, tied_across_units, how))
 
 
+class Again(nn.Module):
+    """Its first unit is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Net(300).layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, between, last = self.layers
+        return torch.tanh(last(torch.tanh(first(torch.tanh(between(torch.tanh(first(x))))))))
+
+
+def steps_in_backward(rank: int, world: int, how: Any, reshard: bool) -> tuple[list[float], int]:
+    model, calls = sharded(Again(), how, reshard_after_forward=reshard), 0
+
+    @torch.no_grad()
+    def step(p: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        assert p.grad is not None
+        p.add_(p.grad, alpha=-0.1)
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    losses = []
+    for k in range(4):
+        loss = model(batch(rank + 10 * k, 300)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+    return losses, calls
+
+
+def steps_in_backward_beside_torch(rank: int, world: int) -> None:
+    for reshard in (True, False):
+        theirs = steps_in_backward(rank, world, torch_fully_shard, reshard)
+        assert theirs[1] == 4 * 6 and len(set(theirs[0])) == 4
+        assert steps_in_backward(rank, world, fully_shard, reshard) == theirs
+
+
+def test_an_optimizer_in_backward_steps_once_where_a_unit_is_called_twice_as_torch_s() -> None:
+    run_gloo(2, steps_in_backward_beside_torch)
+
+
 def refusals(rank: int, world: int, how: Any) -> list[tuple[type[BaseException], str]]:
     """What is raised, and the words that scripts look for."""
     flat, named = init_device_mesh("cpu", (2, 1)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
