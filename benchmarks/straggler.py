@@ -2,12 +2,12 @@
 
     python benchmarks/straggler.py [--quick] [--steps 60] [--world 3] [--slots 12] [--cases none,sleep,stop] [--json OUT]
 
-The demo's model on gloo ranks, one sequence a slot. Two trainers live in the same processes and process group and take turns step by
-step: one only reports (`elastic.straggler: report`), one relieves. In the case `none` nothing is done to anyone; in the others rank 1 is
-slowed from a step on:
+Two trainers live in the same gloo ranks and take turns step by step: one only reports (`elastic.straggler: report`), one relieves.
 
-    sleep     it sleeps in each slot for twice as long as a slot took before: three times as slow
-    stop      its process is stopped and continued (SIGSTOP, SIGCONT), 60 ms of each 100 ms, whatever it does
+    none      the demo's model, one sequence a slot; nothing is done to anyone
+    stop      the same; from a step on rank 1 is stopped and continued (SIGSTOP, SIGCONT), 60 ms of each 100 ms, whatever it does
+    sleep     a tiny model, and every slot sleeps for 60 ms, as if it waited for a device: the ratio of the times is not one of the ranks'
+              fight for the processors then; from a step on each slot of rank 1 sleeps for 180 ms
 
     accused         ranks that were ever called slow and are not; must be 0
     found.steps     steps from the first slow one until it is called slow; found.s: seconds
@@ -38,7 +38,8 @@ from benchmarks.ranks import run_ranks
 from benchmarks.reporting import figure, write
 
 SLOW_RANK = 1
-FACTOR = 3.0
+SLOT_S, SLOW_SLOT_S = 0.06, 0.18
+TINY = ("model.dim=32", "model.layers=2", "model.ffn=64", "data.seq_len=32")
 STOPPED_S, GOES_S = 0.06, 0.04
 CASES = ("none", "sleep", "stop")
 _STOPPER = """
@@ -49,12 +50,12 @@ while os.getppid() == pid:
 """
 
 
-def trainer(rank: int, world: int, slots: int, mode: str, corpus: Any) -> Any:
+def trainer(rank: int, world: int, slots: int, mode: str, corpus: Any, more: tuple[str, ...]) -> Any:
     from vescale_ray.config import load_config
     from vescale_ray.workers.trainer import Trainer
 
     keys = [f"train.slots={slots}", f"elastic.workers={world}", "train.steps=100000", "train.threads=1", "train.slot_batch=1"]
-    keys.append(f"elastic.straggler={mode}")
+    keys += [f"elastic.straggler={mode}", *more]
     with as_file(files("vescale_ray.configs") / "demo.yaml") as path:
         made = Trainer(load_config(path, keys), rank, world, 0, "cpu", corpus)
     made.initialize()
@@ -62,18 +63,19 @@ def trainer(rank: int, world: int, slots: int, mode: str, corpus: Any) -> Any:
 
 
 class Brake:
-    """Slows this process' slots."""
+    """What is done to the slots of this process in the case ``way``."""
 
-    def __init__(self, trainers: dict[str, Any]) -> None:
-        self._sleep = 0.0
+    def __init__(self, way: str, trainers: dict[str, Any]) -> None:
+        self._way, self._sleep = way, SLOT_S
         self._stopper: subprocess.Popen[bytes] | None = None
-        for made in trainers.values():
-            made._nll = self._slowed(made._nll)
-
-    def on(self, way: str, slot_s: float) -> None:
         if way == "sleep":
-            self._sleep = (FACTOR - 1) * slot_s
-        else:
+            for made in trainers.values():
+                made._nll = self._sleeping(made._nll)
+
+    def on(self) -> None:
+        """Slow them."""
+        self._sleep = SLOW_SLOT_S
+        if self._way == "stop":
             arguments = [str(os.getpid()), str(STOPPED_S), str(GOES_S)]
             self._stopper = subprocess.Popen([sys.executable, "-c", _STOPPER, *arguments])
 
@@ -81,13 +83,13 @@ class Brake:
         if self._stopper is not None:
             self._stopper.kill()
 
-    def _slowed(self, nll: Any) -> Any:
-        def slow(inputs: Any, targets: Any) -> Any:
+    def _sleeping(self, nll: Any) -> Any:
+        def slept(inputs: Any, targets: Any) -> Any:
             if inputs.numel() > 1:  # a filler is no slot
                 time.sleep(self._sleep)
             return nll(inputs, targets)
 
-        return slow
+        return slept
 
 
 def watched(made: Any) -> list[float]:
@@ -113,13 +115,14 @@ def rank_main(rank: int, world: int, store: str, slots: int, way: str, steps: in
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    corpus = load_corpus("stdlib", 128, 0.05)
-    trainers = {mode: trainer(rank, world, slots, mode, corpus) for mode in ("report", "relieve")}
-    brake, watch = Brake(trainers), watched(trainers["relieve"])
-    names, rows, own = list(trainers), [], []
+    more = TINY if way == "sleep" else ()
+    corpus = load_corpus("stdlib", 32 if more else 128, 0.05)
+    trainers = {mode: trainer(rank, world, slots, mode, corpus, more) for mode in ("report", "relieve")}
+    brake, watch = Brake(way, trainers), watched(trainers["relieve"])
+    names, rows = list(trainers), []
     for index in range(steps):
         if index == onset and way != "none" and rank == SLOW_RANK:
-            brake.on(way, statistics.median(own[2:]))
+            brake.on()
         row: dict[str, Any] = {}
         for name in names[index % 2 :] + names[: index % 2]:
             dist.barrier()
@@ -127,7 +130,6 @@ def rank_main(rank: int, world: int, store: str, slots: int, way: str, steps: in
             record = trainers[name].step()
             dist.barrier()
             row[name] = (time.perf_counter() - began, record.loss, record.pace)
-            own.append(record.slot_seconds[rank])
         rows.append(row)
     brake.off()
     out.put((rank, {"rows": rows, "watch": watch[0]}))

@@ -21,10 +21,10 @@ import numpy as np
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 SLOW = 1.4
-"""A rank is slow that takes so many times as long as the usual one: in the median, and in :data:`OFTEN` of the window's steps."""
+"""A rank is slow that takes so many times as long as the usual one in :data:`OFTEN` of the window's steps."""
 OFTEN = 0.75
 WELL = 1.2
-"""It no longer is when it takes less than this."""
+"""It no longer is when it takes less than this in the median."""
 LEAST_STEPS, LEAST_S, MOST_STEPS = 12, 2.0, 128
 """The window: so many steps, and more of them until they have taken so many seconds, at most so many. A neighbour that takes a processor
 for a second makes no straggler."""
@@ -129,7 +129,7 @@ class Pace:
         self.view = View((), (-1,) * world, even(slots, world))
 
     def stepped(self, index: int, per_slot: Sequence[float], loop: float, whole: float) -> View:
-        """A step was done. About 1 us; some 50 us more whenever a quarter of a window is new.
+        """A step was done. A few microseconds; some 50 more whenever a quarter of a window is new.
 
         Args:
             per_slot: each rank's own seconds for a slot; what is not above 0 was not measured.
@@ -163,21 +163,21 @@ class Pace:
         rows = self._rows[self._filled - window : self._filled]
         # The usual rank is the middle one; of an even number the faster of the two, so that of two ranks the slower can be told.
         usual = np.partition(rows, (self._world - 1) // 2, axis=1)[:, (self._world - 1) // 2]
-        relative = rows / usual[:, None]
-        factors = np.median(relative, axis=0)
-        often = np.mean(relative >= SLOW, axis=0)
+        ordered = np.sort(rows / usual[:, None], axis=0)
+        factors = ordered[window // 2]
+        often = ordered[window - math.ceil(OFTEN * window)] >= SLOW
         since = list(self.view.since)
-        for rank in range(self._world):
-            if since[rank] < 0 and factors[rank] >= SLOW and often[rank] >= OFTEN:
-                since[rank] = index - window + 1 + int(np.argmax(relative[:, rank] >= SLOW))
-            elif since[rank] >= 0 and factors[rank] < WELL:
+        for rank in np.flatnonzero(often | (np.array(since) >= 0)).tolist():
+            if since[rank] < 0:
+                since[rank] = index - window + 1 + int(np.argmax(rows[:, rank] >= SLOW * usual))
+            elif factors[rank] < WELL:
                 since[rank] = -1
         shares = self._shares(window, tuple(since)) if self._relieve else self.view.shares
         if shares != self.view.shares:
             self._changes += 1
             self._changed = self._steps
             self._filled, self._look = 0, LEAST_STEPS  # what follows is another kind of step
-        self.view = View(tuple(map(float, factors)), tuple(since), shares)
+        self.view = View(tuple(factors.tolist()), tuple(since), shares)
 
     def _shares(self, window: int, since: tuple[int, ...]) -> tuple[int, ...]:
         now = self.view.shares

@@ -102,6 +102,8 @@ def test_a_straggler_is_found_by_its_own_time_and_relieved_and_leaves_no_trace_i
         # The others wait for it as long as it takes itself: if they counted that, all would look alike.
         assert views[-1].factors[0] > 1.4 and [since >= 0 for since in views[-1].since] == [True, False, False]
         check(got, expected)
+        stood = fleet.run([1, 2], waited)
+        assert min(stood.values()) > 18 * 0.1 * 0.8, f"{stood}: one slot of it in each step at least, but for what computing overlapped"
 
 
 def test_any_spread_of_the_slots_that_changes_in_the_midst_leaves_samples_and_losses_as_they_were(text: str) -> None:
@@ -127,6 +129,10 @@ def test_any_spread_of_the_slots_that_changes_in_the_midst_leaves_samples_and_lo
 def watch_for(_: State, seconds: float) -> None:
     """Make the window as short as that."""
     pace.LEAST_S = seconds
+
+
+def waited(state: State) -> float:
+    return float(state["trainer"].model.waited_s)
 
 
 def slow_down(state: State, seconds: float) -> None:
