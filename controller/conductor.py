@@ -373,7 +373,7 @@ class Conductor:
         ready = [w for w in outside if w in self._crew.ready()]
         if self.desk.target > world.size and self._cannot_grow(world, outside):
             return
-        unwanted = self._stragglers.unwanted(staying, world.size + len(outside), len(self._hire_failures))
+        unwanted = self._stragglers.unwanted(staying, self.desk.target, world.size + len(outside), len(self._hire_failures))
         todo = policy.staffing(len(staying) - len(unwanted), len(ready), len(outside) - len(ready), self.desk.target)
         for _ in range(todo.hire):
             self._crew.hire()

@@ -79,15 +79,16 @@ class Stragglers:
                 if self._swap is not None and worker == self._swap.worker:
                     self._swap = None
 
-    def unwanted(self, members: Collection[str], there: int, failures: int) -> frozenset[str]:
+    def unwanted(self, members: Collection[str], target: int, there: int, failures: int) -> frozenset[str]:
         """Those of ``members`` in whose place another worker is to come: one, or none.
 
         Args:
+            target: workers wanted. Fewer than there are need nobody in their place.
             there: workers that the run has, in the generation and beside it.
             failures: hired workers that have never become warm so far.
         """
         slow = {w: s for w, s in self._ledger.stragglers.items() if w in members}
-        if not self._replaces or not slow:
+        if not self._replaces or not slow or target < len(members):
             return frozenset()
         now = self._clock()
         if self._swap is None:

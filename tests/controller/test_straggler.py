@@ -120,21 +120,32 @@ def test_a_replacement_is_hired_first_and_the_slowest_leaves_when_it_is_warm(tmp
     table.step((1.5, 1.0, 3.0), (0, -1, 0))
     members = table.world.members
     assert table.slow.leaving(members, (), 3) == frozenset()
-    unwanted = table.slow.unwanted(members, 3, 0)
+    unwanted = table.slow.unwanted(members, 3, 3, 0)
     assert unwanted == {"c"}
     assert staffing(3 - len(unwanted), 0, 0, 3).hire == 1 and not staffing(3 - len(unwanted), 0, 1, 3).regroup
-    assert table.slow.unwanted(members, 4, 0) == {"c"} and staffing(3 - len(unwanted), 1, 0, 3).regroup
+    assert table.slow.unwanted(members, 3, 4, 0) == {"c"} and staffing(3 - len(unwanted), 1, 0, 3).regroup
     # Should the new one be lost now, the slow one stays.
     assert table.slow.leaving(members, (), 3) == frozenset()
     leaving = table.slow.leaving(members, ("d",), 3)
     assert next_members(members, ("d",), 3, leaving) == (("a", "b", "d"), ("c",))
     table.open("a", "b", "d")
     table.step()
-    assert table.told()[-1][-1] == "it was replaced" and table.slow.unwanted(table.world.members, 3, 0) == frozenset()
+    assert table.told()[-1][-1] == "it was replaced" and table.slow.unwanted(table.world.members, 3, 3, 0) == frozenset()
     # The other one has its turn, but not at once.
     assert set(table.ledger.stragglers) == {"a"}
     table.now += PAUSE_S + 1
-    assert table.slow.unwanted(table.world.members, 3, 0) == {"a"}
+    assert table.slow.unwanted(table.world.members, 3, 3, 0) == {"a"}
+
+
+def test_when_fewer_workers_are_wanted_the_slow_one_leaves_and_nobody_comes(tmp_path: Path) -> None:
+    table = Table(tmp_path, "replace")
+    table.open("a", "b", "c")
+    table.step((3.0, 1.0, 1.0), (0, -1, -1))
+    members = table.world.members
+    assert table.slow.unwanted(members, 3, 3, 0) == {"a"}
+    unwanted = table.slow.unwanted(members, 2, 4, 0)
+    assert unwanted == frozenset() and staffing(3 - len(unwanted), 0, 1, 2).regroup
+    assert next_members(members, (), 2, table.slow.leaving(members, (), 2)) == (("b", "c"), ("a",))
 
 
 @pytest.mark.parametrize("mode", ["report", "relieve"])
@@ -142,7 +153,7 @@ def test_nobody_is_replaced_unless_that_is_wanted(tmp_path: Path, mode: str) -> 
     table = Table(tmp_path, mode)
     table.open("a", "b")
     table.step((1.0, 5.0), (-1, 0))
-    assert table.slow.unwanted(("a", "b"), 2, 0) == frozenset()
+    assert table.slow.unwanted(("a", "b"), 2, 2, 0) == frozenset()
     assert table.slow.leaving(("a", "b"), ("c",), 2) == frozenset()
 
 
@@ -158,10 +169,10 @@ def test_why_a_straggler_is_kept_is_told_once_and_tried_again_less_and_less_ofte
     table.step((1.0, 5.0), (-1, 0))
     tries = []
     for _ in range(4000):
-        if table.slow.unwanted(("a", "b"), 2, len(tries) * failures):
+        if table.slow.unwanted(("a", "b"), 2, 2, len(tries) * failures):
             tries.append(table.now)
             table.now += later_s
-            assert table.slow.unwanted(("a", "b"), 2, len(tries) * failures) == frozenset()
+            assert table.slow.unwanted(("a", "b"), 2, 2, len(tries) * failures) == frozenset()
         table.now += 1.0
     kept = [one for one in table.told() if one[0] == "straggler_kept"]
     assert len(kept) == 1 and kept[0][1] == "b" and why in str(kept[0][2])
@@ -174,7 +185,7 @@ def test_where_there_is_no_place_for_another_worker_none_is_hired_and_that_is_to
     table.open("a", "b")
     table.step((1.0, 5.0), (-1, 0))
     for _ in range(200):
-        assert table.slow.unwanted(("a", "b"), 2, 0) == frozenset()
+        assert table.slow.unwanted(("a", "b"), 2, 2, 0) == frozenset()
         table.now += 1.0
     reason = "the cluster has room for 2 workers, and none more (ray.num_cpus, ray.cpus_per_worker)"
     assert [one for one in table.told() if one[0] == "straggler_kept"] == [("straggler_kept", "b", reason)]
@@ -184,7 +195,7 @@ def test_who_has_recovered_before_its_replacement_came_stays(tmp_path: Path) -> 
     table = Table(tmp_path, "replace")
     table.open("a", "b", "c")
     table.step((1.0, 1.0, 3.0), (-1, -1, 0))
-    assert table.slow.unwanted(table.world.members, 3, 0) == {"c"}
+    assert table.slow.unwanted(table.world.members, 3, 3, 0) == {"c"}
     table.step((1.0, 1.0, 1.0))
-    assert table.slow.unwanted(table.world.members, 4, 0) == frozenset()
+    assert table.slow.unwanted(table.world.members, 3, 4, 0) == frozenset()
     assert table.slow.leaving(table.world.members, ("d",), 3) == frozenset()
