@@ -37,6 +37,7 @@ from vescale_ray.controller.protocol import (
     check_transition,
 )
 from vescale_ray.controller.saves import Saves
+from vescale_ray.controller.straggler import Stragglers
 from vescale_ray.workers.messages import (
     Damaged,
     Evaluated,
@@ -83,6 +84,7 @@ class Conductor:
         root = config.checkpoint_root
         self._cadence = Cadence(config.checkpoint, time.monotonic())
         self._keeper = Keeper(root, spec.run_id, crew, ledger, saves, self._take_number, self._wait, spec.bounds.save, self._cadence)
+        self._stragglers = Stragglers(config, ledger, spec.capacity, spec.bounds.start)
         self._nodes = Nodes()
         self._drained: frozenset[str] = frozenset()
         patience = config.elastic.hang_timeout_s
@@ -146,7 +148,7 @@ class Conductor:
             replace_lost=self._config.elastic.replace_lost,
             budget=self._budget,
             waited=waited,
-            leaving=self._leaving((*ended.living, *ready)),
+            leaving=self._leaving((*ended.living, *ready)) | self._stragglers.leaving(ended.living, ready, self.desk.target),
         )
         return policy.after_generation(ended, situation)
 
@@ -371,13 +373,14 @@ class Conductor:
         ready = [w for w in outside if w in self._crew.ready()]
         if self.desk.target > world.size and self._cannot_grow(world, outside):
             return
-        todo = policy.staffing(len(staying), len(ready), len(outside) - len(ready), self.desk.target)
+        unwanted = self._stragglers.unwanted(staying, self.desk.target, world.size + len(outside), len(self._hire_failures))
+        todo = policy.staffing(len(staying) - len(unwanted), len(ready), len(outside) - len(ready), self.desk.target)
         for _ in range(todo.hire):
             self._crew.hire()
         for worker in outside[len(outside) - todo.dismiss :]:
             self._let_go(worker)
         if todo.regroup:
-            self._ask_to_park(world, stop=False)
+            self._ask_to_park(world, stop=False, reason="straggler" if unwanted else None)
 
     def _leaving(self, workers: Iterable[str]) -> frozenset[str]:
         """Those of ``workers`` whose node is about to go."""
@@ -583,6 +586,7 @@ class Conductor:
                     self._hangs.stepped(item.ticket, item.record.seconds)
                     if ledger.stepped(item):
                         self._budget = self._budget.progressed(ledger.step)
+                        self._stragglers.stepped(item.record)
                 case Filled():
                     ledger.filled(report.worker, item)
                 case Evaluated():

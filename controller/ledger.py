@@ -24,6 +24,7 @@ from vescale_ray.workers.messages import Evaluated, Filled, Stepped, WorkerInfo
 
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Interval
+    from vescale_ray.workers.trainer import StepRecord
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Shift:
     """A change of the world under way: from its first sign to the first step after it. JSON-able.
 
     Attributes:
-        reason: ``failure``, ``manual``, ``replacement``.
+        reason: ``failure``, ``manual``, ``replacement``, ``drain``, ``straggler``.
         before: workers that trained before.
         generation: theirs; the change is over with the first step of a later one.
         step: completed steps before it.
@@ -78,6 +79,8 @@ class Ledger:
         self.evaluated: set[int] = set()
         self.known: dict[str, WorkerInfo] = {}
         """Every worker that was ever warm."""
+        self.stragglers: dict[str, dict[str, Any]] = {}
+        """Workers that are slow now: ``rank``, ``factor``, ``since_step``, ``node``."""
         self.last_save: SaveResult | None = None
         self._config, self._run_id, self._pid, self._epoch = config, run_id, driver_pid, epoch
         self._started = time.time()
@@ -87,6 +90,7 @@ class Ledger:
         self._losses: dict[int, float] = {}
         self._heldout: dict[int, float] = {}
         self._line: Mapping[str, Any] = {}
+        self._record: StepRecord | None = None
         self._state_written = 0.0
         self._executed = 0
         self._replayed = 0
@@ -129,7 +133,7 @@ class Ledger:
         if self.shift is not None:
             self.shift.step = max(self.shift.step, self.step)
         self.world, self.step = world, world.source.step
-        self._filled = {}
+        self._filled, self._record = {}, None
 
     def begin_shift(self, reason: str, before: int) -> Shift:
         """The first sign of a change. One that fails on its way is still the same change, now of the worse reason."""
@@ -164,7 +168,7 @@ class Ledger:
             return False
         if self.shift is not None and self.shift.generation < world.ticket.generation:
             self.end_shift(item.ended - record.seconds)
-        self.step = record.step
+        self.step, self._record = record.step, record
         self._ended[record.step] = item.ended
         self._losses[record.step] = record.loss
         if len(self._losses) > 2 * KEPT_TIMES:
@@ -245,6 +249,18 @@ class Ledger:
         kind = "killed" if "killed:" in reason else "died"
         self._failures[kind] = self._failures.get(kind, 0) + 1
         self.event("worker_lost", worker=worker, pid=info.pid if info else None, node=info.node if info else None, reason=reason, kind=kind)
+
+    def straggler(self, worker: str, rank: int, factor: float, since_step: int) -> None:
+        """A worker takes ``factor`` times as long for a slot as the others; told of once."""
+        info = self.known.get(worker)
+        about = {"rank": rank, "factor": factor, "since_step": since_step, "node": info.node if info else None}
+        if worker not in self.stragglers:
+            self.event("straggler", worker=worker, **about)
+        self.stragglers[worker] = about
+
+    def straggler_over(self, worker: str, reason: str) -> None:
+        """It is not slow any more, or gone."""
+        self.event("straggler_over", worker=worker, reason=reason, since_step=self.stragglers.pop(worker)["since_step"])
 
     def saved(self, result: SaveResult) -> None:
         """A checkpoint has ended, well or not."""
@@ -333,6 +349,7 @@ class Ledger:
             replayed_steps=self._replayed,
             worker_failures=dict(self._failures),
             memory={rank: memory for rank, (_, memory) in workers.items()},
+            **self._paces(),
             workers={rank: {"worker": info.worker, "node": info.node} for rank, (info, _) in workers.items() if info},
             checkpoint_step=self._checkpoint.get("step"),
             checkpoint_time=self._checkpoint.get("time"),
@@ -346,6 +363,19 @@ class Ledger:
             error=self.error,
             info={"run_id": self._run_id, "controller_epoch": str(self._epoch)},
         )
+
+    def _paces(self) -> dict[str, Any]:
+        """How fast the ranks of this generation are, in the words of the snapshot."""
+        record = self._record
+        view = record.pace if record is not None else None
+        if record is None or view is None:
+            return {"stragglers": dict(self.stragglers)}
+        return {
+            "slot_seconds": {rank: seconds for rank, seconds in enumerate(record.slot_seconds) if seconds > 0},
+            "slowness": dict(enumerate(view.factors)),
+            "slots": dict(enumerate(view.shares)),
+            "stragglers": dict(self.stragglers),
+        }
 
     def write_state(self, *, now: bool = False) -> None:
         """Write run.json, if it is time or ``now``. Final states are the driver's to write, when nothing is left of the run."""
@@ -401,6 +431,10 @@ class Ledger:
                     self._checkpoint_seconds = self._checkpoint_seconds.observe(float(event.get("seconds") or 0.0))
                 case "checkpoint_failed":
                     self._checkpoint_failures += 1
+                case "straggler":
+                    self.stragglers[str(event["worker"])] = {key: event[key] for key in ("rank", "factor", "since_step", "node")}
+                case "straggler_over":
+                    self.stragglers.pop(str(event["worker"]), None)
                 case "checkpoint_interval":
                     self._interval = event
                 case "evaluation":

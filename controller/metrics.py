@@ -87,6 +87,9 @@ class RunSnapshot:
         worker_failures: count by reason.
         memory: resident bytes of each rank's process.
         workers: of each rank, what identifies its worker: ``worker``, ``node``.
+        slot_seconds: of each rank, its own time for a slot in the last step; ``slowness``: how many times as long as the usual rank it
+            takes, of late; ``slots``: how many it does in the next step.
+        stragglers: workers that are slow: ``rank``, ``factor``, ``since_step``, ``node``.
         checkpoint_bytes: bytes ever written in committed checkpoints.
         checkpoint_stall: seconds that training waited for the copy of the newest checkpoint.
         checkpoint_interval: seconds between checkpoints, with ``checkpoint.every: auto``; ``_text``: what it came from.
@@ -118,6 +121,10 @@ class RunSnapshot:
     worker_failures: Mapping[str, int] = field(default_factory=dict)
     memory: Mapping[int, int] = field(default_factory=dict)
     workers: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    slot_seconds: Mapping[int, float] = field(default_factory=dict)
+    slowness: Mapping[int, float] = field(default_factory=dict)
+    slots: Mapping[int, int] = field(default_factory=dict)
+    stragglers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     checkpoint_step: int | None = None
     checkpoint_time: float | None = None
     checkpoint_path: str | None = None
@@ -300,6 +307,12 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
             family.add_metric([*labels, *key], float(value))
         yield family
 
+    def by_rank(name: str, text: str, values: Mapping[int, float]) -> Iterator[Metric]:
+        family = GaugeMetricFamily(name, text, labels=[*run, "rank"])
+        for rank, value in sorted(values.items()):
+            family.add_metric([*labels, str(rank)], float(value))
+        yield family
+
     def histogram(name: str, text: str, value: Histogram, **extra: str) -> Iterator[Metric]:
         family = HistogramMetricFamily(name, text, labels=[*run, *extra])
         family.add_metric([*labels, *extra.values()], buckets=value.buckets(), sum_value=value.sum)
@@ -339,10 +352,11 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
     failures = {(reason,): count for reason, count in s.worker_failures.items()}
     yield from counters("vescale_worker_failures", "Workers that were lost.", ("reason",), failures)
 
-    rss = GaugeMetricFamily("vescale_worker_host_rss_bytes", "Resident memory of the worker's process.", labels=[*run, "rank"])
-    for rank, size in sorted(s.memory.items()):
-        rss.add_metric([*labels, str(rank)], float(size))
-    yield rss
+    yield from by_rank("vescale_worker_host_rss_bytes", "Resident memory of the worker's process.", s.memory)
+    yield from by_rank("vescale_worker_slot_seconds", "The rank's own time for a slot in the last step, without waiting.", s.slot_seconds)
+    yield from by_rank("vescale_worker_slowness_ratio", "The rank's own time for a slot, relative to the usual rank's.", s.slowness)
+    yield from by_rank("vescale_worker_slots", "Slots of the global batch that the rank does.", s.slots)
+    yield from gauge("vescale_stragglers", "Workers that have been slower than the others for long.", len(s.stragglers))
     worker = InfoMetricFamily("vescale_worker", "Which worker holds the rank, and on which node.", labels=[*run, "rank"])
     for rank, about in sorted(s.workers.items()):
         worker.add_metric([*labels, str(rank)], {key: str(value) for key, value in about.items()})

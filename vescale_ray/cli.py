@@ -228,6 +228,12 @@ def status(run_folder: str | None, as_json: bool) -> int:
     click.echo(
         f"workers {merged.get('world')}, generation {merged.get('generation')}, {merged.get('tokens_per_second') or 0:,.0f} tokens/s"
     )
+    for worker, slow in sorted((merged.get("stragglers") or {}).items()):
+        slots = (merged.get("slots") or {}).get(str(slow["rank"]))
+        click.echo(
+            f"slow: worker {worker} (rank {slow['rank']}) takes {slow['factor']:.1f} times as long for a slot as the others since step "
+            f"{slow['since_step']}" + (f", and does {slots} of {sum(merged['slots'].values())} slots" if slots else "")
+        )
     if merged.get("checkpoint_step") is not None:
         click.echo(f"newest checkpoint: step {merged['checkpoint_step']}")
     if merged.get("checkpoint_interval_text"):

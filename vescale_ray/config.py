@@ -140,6 +140,11 @@ class ElasticSection(_Section):
     )
     max_recoveries_without_progress: Count = Field(default=3, description="recoveries in a row without one more step before the run fails")
     replace_lost: bool = Field(default=False, description="start a new worker as soon as one is lost")
+    straggler: Literal["report", "relieve", "replace"] = Field(
+        default="report",
+        description="what to do about a worker that is slower than the others for long: only tell; give it fewer slots, where that is "
+        "expected to shorten the step by a tenth; start another worker and then let it go (not on an accelerator: not measured there)",
+    )
     deterministic: bool = Field(
         default=False, description="the same bits at every number of workers and through every rescale: gradients are reduced slot by slot"
     )

@@ -8,6 +8,12 @@ of the step alone, never of the world size::
                              rank 1 | slot 1   slot 4   filler        backwards, since their collectives must match; a
                              rank 2 | slot 2   slot 5   filler        filler is one token with weight 0
 
+With ``elastic.straggler: relieve`` a slow rank has fewer of them (:mod:`vescale_ray.workers.pace`); rounds are filled in the same way::
+
+    slots 0..6, rank 0 slow: rank 0 | slot 0   filler   filler        so that the slots' order, of which samples and losses and in
+                             rank 1 | slot 1   slot 3   slot 5        deterministic mode sums are functions, is that of the rounds
+                             rank 2 | slot 2   slot 4   slot 6        and in them of the ranks, at every spread
+
 Gradients accumulate without communication until the last round. The loss of a slot is divided by the *global* number of
 tokens, so that the plain sum over rounds and ranks is the mean's gradient, whatever the spread.
 
@@ -44,6 +50,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.schedule import lr_at
+from vescale_ray.workers.pace import Pace, View, deal
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
@@ -54,7 +61,7 @@ STOP, RESCALE, CHECKPOINT = 1, 2, 4
 BUSY = 8
 """The flag bit of a rank that has no room for another checkpoint: then none begins one at the boundary that follows."""
 
-_HEADER = 4  # flags, seconds, memory, slots that follow
+_HEADER = 6  # flags, memory, slots that follow; seconds: in all, in the slots, of its own for a slot
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,8 @@ class StepRecord:
         flags: OR of the ranks' flags.
         rank_seconds: per rank, from the step's start until its gradients were complete.
         memory: resident bytes of each rank's process.
+        slot_seconds: per rank, its own time for a slot, without waiting for others; 0 where that is not measured (on an accelerator).
+        pace: who is slow, and how the slots of the next step are spread.
     """
 
     index: int
@@ -85,6 +94,8 @@ class StepRecord:
     generation: int
     rank_seconds: tuple[float, ...]
     memory: tuple[int, ...]
+    slot_seconds: tuple[float, ...] = ()
+    pace: View | None = None
 
     @property
     def step(self) -> int:
@@ -106,6 +117,7 @@ class Trainer:
     Attributes:
         completed: steps done so far, which is also the next step's index.
         model, optimizer: of this rank; parameters are ``RaggedDTensor``.
+        pace: watches how fast the ranks are, and spreads the slots.
         beat: called several times in a step and in an evaluation: whoever watches sees that it goes on.
 
     Raises:
@@ -122,6 +134,7 @@ class Trainer:
         self._stream = SampleStream(corpus.num_samples, config.run.seed)
         torch.set_num_threads(config.train.threads)
         self.model, self.optimizer = _build(config, self.device, world)
+        self.pace = Pace(config.train.slots, world, relieve=config.elastic.straggler == "relieve")
         self.beat: Callable[[], None] = lambda: None
         self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
 
@@ -148,15 +161,17 @@ class Trainer:
         begin = time.perf_counter()
         train, index = self.config.train, self.completed
         tokens = train.slots * train.slot_batch * self.config.data.seq_len
-        mine = slots_of(self.rank, self.world, train.slots)
-        rounds, ordered = -(-train.slots // self.world), self.config.elastic.deterministic
+        table = deal(self.pace.view.shares)
+        mine, rounds, ordered = table[self.rank], max(map(len, table)), self.config.elastic.deterministic
         nlls: list[Tensor] = []
         fed: list[int] = []
+        own: list[float] = []
         for turn in range(rounds):
             last = turn == rounds - 1
             self.model.set_requires_gradient_sync(last or ordered)
             self.model.set_is_last_backward(last or ordered)
             self.model.set_contributes(turn < len(mine))
+            turned, waited = time.perf_counter(), self.model.waited_s
             ids = self._slot_ids(index, mine[turn]) if turn < len(mine) else None
             inputs, targets = self.corpus.batch(ids) if ids is not None else _filler()
             torch.manual_seed(_seed(self.config.run.seed, index, mine[turn] if ids is not None else -1))
@@ -167,10 +182,15 @@ class Trainer:
             if ids is not None:
                 nlls.append(nll.detach())
                 fed.extend(int(i) for i in ids)
+                own.append(time.perf_counter() - turned - (self.model.waited_s - waited))
+        loop = time.perf_counter() - begin
         norm = self._clip()
         if settle is not None:
             settle()
-        slot_nlls, all_ids, all_flags, seconds, memory = self._exchange(flags, nlls, fed, time.perf_counter() - begin, rounds)
+        # The last round has the sums to do, whoever has a slot in it: not comparable with others, if there are any.
+        timed = own[: rounds - 1] or own
+        per_slot = sum(timed) / len(timed) if self.device.type == "cpu" else 0.0
+        told = self._exchange(flags, nlls, fed, (time.perf_counter() - begin, loop, per_slot), table)
         self.beat()
         lr = lr_at(index, train)
         for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
@@ -180,17 +200,19 @@ class Trainer:
         self.completed = index + 1
         return StepRecord(
             index=index,
-            loss=sum(slot_nlls) / tokens,
+            loss=sum(told.nlls) / tokens,
             tokens=tokens,
-            ids=all_ids,
+            ids=told.ids,
             grad_norm=norm,
             lr=lr,
             seconds=time.perf_counter() - begin,
-            flags=all_flags,
+            flags=told.flags,
             world=self.world,
             generation=self.generation,
-            rank_seconds=seconds,
-            memory=memory,
+            rank_seconds=told.seconds,
+            memory=told.memory,
+            slot_seconds=told.per_slot,
+            pace=self.pace.stepped(index, told.per_slot, max(told.loops), max(told.seconds)),
         )
 
     @torch.no_grad()
@@ -206,7 +228,7 @@ class Trainer:
         windows = np.arange(count, dtype=np.int64) * available // count
         batch = self.config.train.slot_batch
         mine = [windows[i : i + batch] for i in range(0, count, batch)]
-        share = slots_of(self.rank, self.world, len(mine))
+        share = range(self.rank, len(mine), self.world)
         total = torch.zeros(1, dtype=torch.float64)
         self.model.eval()
         for turn in range(-(-len(mine) // self.world)):
@@ -259,43 +281,54 @@ class Trainer:
         return math.hypot(norm, float(total_norm(grads, exact=exact))) if grads else norm
 
     def _exchange(
-        self, flags: int, nlls: list[Tensor], fed: list[int], seconds: float, rounds: int
-    ) -> tuple[list[float], tuple[int, ...], int, tuple[float, ...], tuple[int, ...]]:
+        self, flags: int, nlls: list[Tensor], fed: list[int], seconds: tuple[float, float, float], table: tuple[tuple[int, ...], ...]
+    ) -> _Told:
         """One all-gather of a few int64 words per rank (floats as their bits): losses and ids by slot, flags, seconds, memory.
 
         It is also the step's commit point: nobody passes it before every rank has all of its gradients.
+
+        Args:
+            seconds: in all, in the slots, of this rank's own for a slot.
+            table: each rank's slots.
         """
-        batch = self.config.train.slot_batch
+        batch, rounds = self.config.train.slot_batch, max(map(len, table))
         words = torch.zeros(_HEADER + rounds * (1 + batch), dtype=torch.int64)
-        words[0], words[2], words[3] = flags, resident_bytes(), len(nlls)
+        words[0], words[1], words[2] = flags, resident_bytes(), len(nlls)
         floats = words.view(torch.float64)
-        floats[1] = seconds
+        floats[3:_HEADER] = torch.tensor(seconds, dtype=torch.float64)
         if nlls:
             floats[_HEADER : _HEADER + len(nlls)] = torch.stack(nlls).double().cpu()
         words[_HEADER + rounds : _HEADER + rounds + len(fed)] = torch.tensor(fed, dtype=torch.int64)
         everyone = [torch.empty_like(words) for _ in range(self.world)]
         dist.all_gather(everyone, words)
-        losses, samples = [], []
+        losses = [0.0] * self.config.train.slots
+        samples: list[list[int]] = [[] for _ in losses]
+        clocks: list[list[float]] = []
         merged = 0
-        for row in everyone:
-            count = int(row[3])
+        for row, slots in zip(everyone, table, strict=True):
+            count = int(row[2])
             merged |= int(row[0])
-            losses.append(row.view(torch.float64)[_HEADER : _HEADER + count].tolist())
-            samples.append(row[_HEADER + rounds : _HEADER + rounds + count * batch].view(count, batch).tolist())
-        places = [divmod(slot, self.world) for slot in range(self.config.train.slots)]
-        return (
-            [losses[rank][turn] for turn, rank in places],
-            tuple(sample for turn, rank in places for sample in samples[rank][turn]),
-            merged,
-            tuple(float(row.view(torch.float64)[1]) for row in everyone),
-            tuple(int(row[2]) for row in everyone),
-        )
+            real = row.view(torch.float64)
+            clocks.append(real[3:_HEADER].tolist())
+            ids = row[_HEADER + rounds : _HEADER + rounds + count * batch].view(count, batch).tolist()
+            for slot, loss, batch_ids in zip(slots, real[_HEADER : _HEADER + count].tolist(), ids, strict=True):
+                losses[slot], samples[slot] = loss, batch_ids
+        whole, loops, per_slot = zip(*clocks, strict=True)
+        memory = tuple(int(row[1]) for row in everyone)
+        return _Told(losses, tuple(sample for one in samples for sample in one), merged, whole, loops, per_slot, memory)
 
 
-def slots_of(rank: int, world: int, slots: int) -> range:
-    """The slots of ``rank``: dealt out one by one, so that round t has the slots from ``t * world`` on, in rank order; as many on
-    each rank, or one fewer."""
-    return range(rank, slots, world)
+@dataclass(frozen=True)
+class _Told:
+    """What all ranks told each other at the end of a step: by slot, merged, and by rank."""
+
+    nlls: list[float]
+    ids: tuple[int, ...]
+    flags: int
+    seconds: tuple[float, ...]
+    loops: tuple[float, ...]
+    per_slot: tuple[float, ...]
+    memory: tuple[int, ...]
 
 
 def resident_bytes() -> int:

@@ -205,6 +205,15 @@ def test_status_shows_the_newest_checkpoint_and_the_interval_that_was_chosen(
     assert "newest checkpoint: step 10" in out and "checkpoint interval: 61 s (why)" in out
 
 
+def test_status_names_slow_workers_and_the_slots_that_they_do(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "slow" not in said(capsys, "status")[1]
+    slow = {"w4": {"rank": 1, "factor": 2.96, "since_step": 7, "node": "n"}}
+    alive.snapshot = replace(alive.snapshot, stragglers=slow)
+    assert "slow: worker w4 (rank 1) takes 3.0 times as long for a slot as the others since step 7\n" in said(capsys, "status")[1]
+    alive.snapshot = replace(alive.snapshot, slots={0: 3, 1: 1, 2: 2})
+    assert "since step 7, and does 1 of 6 slots\n" in said(capsys, "status")[1]
+
+
 def test_status_as_json_is_one_object(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
     status = json.loads(said(capsys, "status", "--json", "runs/live")[1])
     assert (status["alive"], status["state"], status["step"], status["world"], status["folder"]) == (True, "RUNNING", 12, 3, "runs/live")

@@ -1,4 +1,4 @@
-"""A model that hangs when it is told to, in the worker that it is told, and how to tell it."""
+"""A model that hangs, or becomes slow, when it is told to, in the worker that it is told, and how to tell it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ class HangingModel(DropoutModel):
         word = _word(os.getpid())
         if word.exists():
             way = word.read_text()
+            if way.startswith("slow "):
+                time.sleep(float(way.removeprefix("slow ")) if tokens.numel() > 1 else 0.0)
+                return super().forward(tokens)
             word.unlink()
             if way == "lock":
                 ctypes.PyDLL(None).sleep(FOR_S)  # unlike CDLL it keeps the interpreter's lock
@@ -45,3 +48,13 @@ def hang(pid: int, way: str) -> None:
     part = _word(pid).with_suffix(".part")
     part.write_text(way)
     part.rename(_word(pid))
+
+
+def slow_down(pid: int, seconds: float) -> None:
+    """Each slot of the worker of this process takes so much longer from now on."""
+    hang(pid, f"slow {seconds}")
+
+
+def at_full_speed(pid: int) -> None:
+    """It is as fast as the others again."""
+    _word(pid).unlink(missing_ok=True)

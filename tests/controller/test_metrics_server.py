@@ -45,6 +45,10 @@ FULL = RunSnapshot(
     worker_failures={"died": 1},
     memory={0: 100, 1: 200, 2: 300},
     workers={0: {"worker": "w0", "node": "n0"}, 2: {"worker": "w3", "node": "n1"}},
+    slot_seconds={0: 0.1, 1: 0.3, 2: 0.1},
+    slowness={0: 1.0, 1: 3.0, 2: 1.0},
+    slots={0: 3, 1: 1, 2: 2},
+    stragglers={"w1": {"rank": 1, "factor": 3.0, "since_step": 20, "node": "n0"}},
     checkpoint_step=30,
     checkpoint_time=1.4e9,
     checkpoint_path="/c/30",
@@ -138,6 +142,10 @@ def test_every_figure_of_the_snapshot_is_in_the_scrape(server: MetricsServer) ->
         ("vescale_worker_failures_total", {"reason": "died"}, 1),
         ("vescale_worker_host_rss_bytes", {"rank": "1"}, 200),
         ("vescale_worker_info", {"rank": "2", "worker": "w3", "node": "n1"}, 1),
+        ("vescale_worker_slot_seconds", {"rank": "1"}, 0.3),
+        ("vescale_worker_slowness_ratio", {"rank": "1"}, 3),
+        ("vescale_worker_slots", {"rank": "2"}, 2),
+        ("vescale_stragglers", {}, 1),
         ("vescale_checkpoint_last_step", {}, 30),
         ("vescale_checkpoint_last_success_timestamp_seconds", {}, 1.4e9),
         ("vescale_checkpoint_bytes_total", {"op": "save"}, 1000),
@@ -176,12 +184,13 @@ def test_names_and_labels_follow_the_rules(server: MetricsServer) -> None:
                 "model",
                 "torch",
             }
-            assert ("rank" in sample.labels) == family.name.startswith(("vescale_worker_host", "vescale_worker_info"))
+            assert ("rank" in sample.labels) == (family.name.startswith("vescale_worker_") and family.name != "vescale_worker_failures")
 
 
 def test_a_rank_that_left_is_gone_from_the_next_scrape(server: MetricsServer, box: Box) -> None:
     assert {s.labels["rank"] for f in parse_text(get(server, "/metrics")) for s in f.samples if "rank" in s.labels} == {"0", "1", "2"}
-    box.snapshot = replace(FULL, world=2, memory={0: 100, 1: 250}, workers={0: {"worker": "w0", "node": "n0"}})
+    pace: dict[str, Any] = {"slot_seconds": {0: 0.1, 1: 0.2}, "slowness": {}, "slots": {0: 3, 1: 3}}
+    box.snapshot = replace(FULL, world=2, memory={0: 100, 1: 250}, workers={0: {"worker": "w0", "node": "n0"}}, **pace)
     text = get(server, "/metrics")
     assert {s.labels["rank"] for f in parse_text(text) for s in f.samples if "rank" in s.labels} == {"0", "1"}
     assert value(text, "vescale_worker_host_rss_bytes", rank="1") == 250

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.workers.fleet import Fleet
+from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import FullState, Run, evaluate, same_bits, tiny, write_text
+from vescale_ray.workers import pace
 from vescale_ray.workers.trainer import StepRecord
 
 Facts = tuple[list[tuple[float, float]], FullState, tuple[float, int]]
@@ -81,6 +86,75 @@ def test_rescales_and_a_death_leave_no_trace_in_the_bits(text: str) -> None:
         records = numbers([run.records[index] for index in sorted(run.records)])
         assert {run.records[index].world for index in run.records} == {2, 3, 4}
         check((records, *got[1:]), expected)
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Fleet]:
+    with Fleet(3) as fleet:
+        yield fleet
+
+
+def test_a_straggler_is_found_by_its_own_time_and_relieved_and_leaves_no_trace_in_the_bits(text: str, three: Fleet) -> None:
+    run, steps = Run(three, tiny(text, elastic_deterministic=True, elastic_straggler="relieve")), 16
+    run.fresh([0])
+    expected = facts(run, steps)
+    run.end()
+    run.fresh([0, 1, 2])
+    three.run([0, 1, 2], watch_for, 0.5)
+    three.run([0], slow_down, 0.1)
+    got = facts(run, steps)
+    views = [record.pace for record in run.records.values() if record.pace is not None]
+    assert views[0].shares == (2, 2, 1) and views[-1].shares == (1, 2, 2), views
+    # The others wait for it as long as it takes itself: if they counted that, all would look alike.
+    assert views[-1].factors[0] > 1.4 and [since >= 0 for since in views[-1].since] == [True, False, False]
+    check(got, expected)
+    stood = three.run([1, 2], waited)
+    assert min(stood.values()) > steps * 0.1 * 0.8, f"{stood}: one slot of it in each step at least, but for what computing overlapped"
+    run.end()
+
+
+def test_any_spread_of_the_slots_that_changes_in_the_midst_leaves_samples_and_losses_as_they_were(text: str, three: Fleet) -> None:
+    for deterministic in (True, False):
+        run = Run(three, tiny(text, elastic_deterministic=deterministic, elastic_snapshot_every=0))
+        run.fresh([0, 1, 2])
+        expected = facts(run, 8)
+        ids = [run.records[index].ids for index in range(8)]
+        run.end()
+        run.fresh([0, 1, 2])
+        for until, shares in ((2, (1, 3, 1)), (4, (1, 1, 3)), (6, (3, 1, 1)), (8, (1, 2, 2))):
+            three.run([0, 1, 2], spread_slots, shares)
+            run.train(until)
+        assert [run.records[index].ids for index in range(8)] == ids
+        if deterministic:
+            check((numbers([run.records[index] for index in range(8)]), *facts(run, 8)[1:]), expected)
+        else:
+            np.testing.assert_allclose(run.losses(), [loss for loss, _ in expected[0]], rtol=1e-5)
+        run.end()
+
+
+def watch_for(_: State, seconds: float) -> None:
+    """Make the window as short as that."""
+    pace.LEAST_S = seconds
+
+
+def waited(state: State) -> float:
+    return float(state["trainer"].model.waited_s)
+
+
+def slow_down(state: State, seconds: float) -> None:
+    """Each of this rank's slots takes so much longer."""
+    trainer = state["trainer"]
+    nll = trainer._nll
+
+    def slow(*batch: Any) -> Any:
+        time.sleep(seconds if batch[0].numel() > 1 else 0.0)
+        return nll(*batch)
+
+    trainer._nll = slow
+
+
+def spread_slots(state: State, shares: tuple[int, ...]) -> None:
+    state["trainer"].pace.view = replace(state["trainer"].pace.view, shares=shares)
 
 
 @pytest.mark.slow

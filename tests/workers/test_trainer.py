@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import FullState, Run, evaluate, plain_run, text_of, tiny, write_text
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.workers import groups
-from vescale_ray.workers.trainer import StepRecord, Trainer, build_model, select_units, slots_of
+from vescale_ray.workers.trainer import StepRecord, Trainer, build_model, select_units
 
 
 @pytest.fixture(scope="module")
@@ -118,16 +117,6 @@ def test_nothing_of_a_generation_is_alive_after_it_was_left(text: str) -> None:
         run.fresh([0, 1])
         run.train(2)
         assert list(run.end().values()) == [{"model": False, "group": False}] * 2
-
-
-def test_slots_are_spread_evenly_and_completely() -> None:
-    for slots in range(1, 9):
-        for world in range(1, slots + 1):
-            spread = [slots_of(rank, world, slots) for rank in range(world)]
-            rounds = zip_longest(*spread)
-            assert [slot for turn in rounds for slot in turn if slot is not None] == list(range(slots))
-            assert max(map(len, spread)) - min(map(len, spread)) <= 1
-            assert max(map(len, spread)) == -(-slots // world)
 
 
 def test_units_are_matched_part_by_part_and_a_pattern_without_a_match_is_named(text: str) -> None:

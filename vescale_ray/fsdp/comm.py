@@ -11,6 +11,7 @@ or better, so the result is a function of the values alone.
 
 from __future__ import annotations
 
+import time
 import weakref
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -40,18 +41,20 @@ class Done:
 
 
 class Works:
-    """Operations in the hands of a CPU process group; each wait is bounded by the group's timeout."""
+    """Operations of ``lane`` in the hands of a CPU process group; each wait is bounded by the group's timeout."""
 
-    __slots__ = ("_works",)
+    __slots__ = ("_lane", "_works")
 
-    def __init__(self, *works: Any) -> None:
-        self._works = works
+    def __init__(self, lane: Lane, *works: Any) -> None:
+        self._lane, self._works = lane, works
 
     def wait(self) -> None:
         # Dropped first: a failed Work keeps its exception, and with it frames, alive.
         works, self._works = self._works, ()
+        began = time.perf_counter()
         for work in works:
             work.wait()
+        self._lane.waited_s += time.perf_counter() - began
 
 
 class Messages:
@@ -62,14 +65,14 @@ class Messages:
     is kept, with its memory, until messages that the group sent later have arrived, or the group is gone.
     """
 
-    __slots__ = ("_group", "_tag", "_under_way")
+    __slots__ = ("_group", "_lane", "_tag", "_under_way")
 
     _dropped: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[Any, torch.Tensor]]] = weakref.WeakKeyDictionary()
     _failed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
     """Of no use any more: nothing is kept for them, so that their sockets can close."""
 
-    def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
-        self._group, self._tag = weakref.ref(group), tag
+    def __init__(self, group: dist.ProcessGroup, tag: int, lane: Lane) -> None:
+        self._group, self._tag, self._lane = weakref.ref(group), tag, lane
         self._under_way: list[tuple[Any, torch.Tensor]] = []
 
     def exchange(self, received: torch.Tensor, source: int, sent: torch.Tensor, target: int) -> None:
@@ -85,6 +88,7 @@ class Messages:
         under_way, self._under_way = self._under_way, []
         group = self._group()
         earlier = self._dropped.pop(group, []) if group is not None and self._dropped else []
+        began = time.perf_counter()
         try:
             for works in (under_way, earlier):
                 while works:
@@ -95,6 +99,7 @@ class Messages:
             if group is not None:
                 self._failed.add(group)
             raise
+        self._lane.waited_s += time.perf_counter() - began
 
     def __del__(self) -> None:
         group = self._group() if self._under_way else None
@@ -150,6 +155,8 @@ class Lane:
         self.stream: Any = None
         self.issued = 0
         """Collectives started so far."""
+        self.waited_s = 0.0
+        """Seconds for which a thread has stood still for them; always 0 on an accelerator, where a stream does."""
         self._device = device
         if device.type != "cpu":
             self.stream = torch.get_device_module(device).Stream(device=device, priority=priority)
@@ -221,10 +228,10 @@ def all_gather(
     if custom is not None:
         with lane.context():
             work = custom(out, shard, group, async_op=lane.stream is None)
-            return Works(work) if work is not None else lane.mark()
+            return Works(lane, work) if work is not None else lane.mark()
     if pairwise:
         rank, world, size = group.rank(), group.size(), shard.numel()
-        messages = Messages(group, _GATHER_TAG)
+        messages = Messages(group, _GATHER_TAG, lane)
         for distance in range(1, world):
             source, target = (rank - distance) % world, (rank + distance) % world
             messages.exchange(out[source * size : (source + 1) * size], source, shard, target)
@@ -233,7 +240,7 @@ def all_gather(
             own.copy_(shard)
         return messages
     if lane.stream is None:
-        return Works(compat.all_gather_single(out, shard, group=group, async_op=True))
+        return Works(lane, compat.all_gather_single(out, shard, group=group, async_op=True))
     return together.add(out, shard, group, out.device)
 
 
@@ -268,19 +275,19 @@ def reduce_scatter(
             average = not sum_only and full.dtype != torch.float16 and abs(factor * world - 1.0) < 1e-12
             target = allocate(custom, out.numel(), full.dtype, out.device).view(full.dtype)
             work = custom(target, full, group, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, async_op=lane.stream is None)
-            rest = _CastAndScale(work, out, target, 1.0 if average else factor)
+            rest = _CastAndScale(None if work is None else Works(lane, work), out, target, 1.0 if average else factor)
             if lane.stream is None:
                 return rest
             rest.wait()
             return lane.mark()
     if pairwise:
-        return _ExchangeAndSum(out, full, group, pool, factor, leaves_out)
+        return _ExchangeAndSum(out, full, group, lane, pool, factor, leaves_out)
     if lane.stream is None:
         target = out if out.dtype == full.dtype else torch.empty_like(out, dtype=full.dtype)
         work = compat.reduce_scatter_single(target, full, group=group, async_op=True) if world > 1 else None
         if work is None:
             target.copy_(full)
-        return _CastAndScale(work, out, target, factor)
+        return _CastAndScale(None if work is None else Works(lane, work), out, target, factor)
     lane.after_current()
     with lane.context():
         op: Any = dist.ReduceOp.SUM
@@ -303,10 +310,10 @@ def reduce_scatter(
         return lane.mark()
 
 
-def _exchange(mine: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup) -> Messages:
+def _exchange(mine: torch.Tensor, parts: list[torch.Tensor], group: dist.ProcessGroup, lane: Lane) -> Messages:
     """Send rank i row i of ``mine``, and receive each other rank's in ``parts``."""
     rank, world = group.rank(), group.size()
-    messages = Messages(group, _REDUCE_TAG)
+    messages = Messages(group, _REDUCE_TAG, lane)
     for distance in range(1, world):
         source, target = (rank - distance) % world, (rank + distance) % world
         messages.exchange(parts[source], source, mine[target], target)
@@ -353,7 +360,7 @@ class _ExchangeAndSum:
     __slots__ = ("_factor", "_messages", "_out", "_parts", "_pool", "_scratch")
 
     def __init__(
-        self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, pool: Pool, factor: float, leaves_out: bool
+        self, out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, lane: Lane, pool: Pool, factor: float, leaves_out: bool
     ) -> None:
         self._out, self._pool, self._factor = out, pool, factor
         rank, world, size = group.rank(), group.size(), out.numel()
@@ -368,7 +375,7 @@ class _ExchangeAndSum:
             received = self._scratch.flat(full.dtype).view(world, size)
             for r in others:
                 self._parts[r] = received[r]
-        self._messages = _exchange(mine, self._parts, group)
+        self._messages = _exchange(mine, self._parts, group, lane)
 
     def wait(self) -> None:
         parts, self._parts = self._parts, []
@@ -414,14 +421,14 @@ class InOrder:
             self._scratch = _scratch(full, group, pool, leaves_out)
             received = self._scratch.flat(full.dtype).view(world, -1)
             self._parts = [mine[r] if r == rank else received[r] for r in range(world)]
-            self._pending = _exchange(mine, self._parts, group)
+            self._pending = _exchange(mine, self._parts, group, lane)
         elif world > 1:
             received = torch.empty_like(mine)
             self._parts = list(received.unbind())
             lane.after_current()
             with lane.context():
                 work = dist.all_to_all_single(received.view(-1), full, group=group, async_op=lane.stream is None)
-                self._pending = Works(work) if work is not None else lane.mark()
+                self._pending = Works(lane, work) if work is not None else lane.mark()
 
     def add_to(self, total: torch.Tensor) -> None:
         """Add the ranks' parts to ``total``, rank 0's first."""

@@ -137,7 +137,7 @@ class HookedGroup(Group):
                     self._inputs.append(flat)
                     works.append(compat.all_gather_single(output, flat, group=self.place.shard_group, async_op=lane.stream is None))
                     lane.issued += 1
-        self._gather = comm.Works(*works) if lane.stream is None else lane.mark()
+        self._gather = comm.Works(lane, *works) if lane.stream is None else lane.mark()
         self._gathered_of = self._spmd_version()
         self.residency = Residency.GATHERING
 

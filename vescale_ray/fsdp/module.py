@@ -83,6 +83,13 @@ class FSDPModule(TorchFSDPModule):
             raise RuntimeError(f"reset_iter_state must be called on the root FSDP module, and unit {unit.name!r} is not it")
         unit.schedule.reset()
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which this rank's thread has stood still for collectives of this module's root so far: they were not overlapped, or
+        another rank was late. 0 before the first forward, and on an accelerator, where it is a stream that waits."""
+        schedule = _unit(self).schedule
+        return 0.0 if schedule is None else schedule.lanes.gather.waited_s + schedule.lanes.reduce.waited_s
+
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:

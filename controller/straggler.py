@@ -1,0 +1,124 @@
+"""Workers that are slower than the others: told of when they become so and when they no longer are, and replaced if that is wanted.
+
+Who is slow is told by the workers themselves, each of which comes to the same from the times that all exchange in every step
+(:mod:`vescale_ray.workers.pace`); there, too, slots move away from them with ``elastic.straggler: relieve``. Here the controller keeps the
+books of it. With ``replace`` it has another worker become warm first, so that the change costs no more than any planned one. It does so
+once at a time, and waits longer after each: on a node that is slow the next worker may be as slow.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vescale_ray.controller.ledger import Ledger
+from vescale_ray.workers.pace import even
+
+if TYPE_CHECKING:
+    from vescale_ray.config import RunConfig
+    from vescale_ray.workers.trainer import StepRecord
+
+PAUSE_S = 60.0
+"""After a replacement, or one that could not be, before the next; twice as long each time."""
+
+
+@dataclass(frozen=True)
+class _Swap:
+    """A worker for which another one is awaited, since when, and how many hired workers had failed by then."""
+
+    worker: str
+    began: float
+    failures: int
+
+
+class Stragglers:
+    """Of one run. Used from the conductor's thread alone.
+
+    Args:
+        capacity: most workers that the cluster can place; None: unknown.
+        start_s: a hired worker is warm within that, or does not come.
+        clock: seconds that never go back.
+    """
+
+    def __init__(
+        self, config: RunConfig, ledger: Ledger, capacity: int | None, start_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._replaces = config.elastic.straggler == "replace"
+        self._slots = config.train.slots
+        self._ledger, self._capacity, self._start_s, self._clock = ledger, capacity, start_s, clock
+        self._swap: _Swap | None = None
+        self._tries = 0
+        self._not_before = 0.0
+        self._kept: dict[str, str] = {}
+        self._shares: tuple[int, tuple[int, ...]] = (0, ())  # generation, and its slots by rank
+
+    def stepped(self, record: StepRecord) -> None:
+        """A step was completed: write down who has become slow in it and who no longer is, and who does other slots."""
+        ledger, view, world = self._ledger, record.pace, self._ledger.world
+        if world is None or view is None:
+            return
+        for worker in [w for w in ledger.stragglers if w not in world.members]:
+            replaced = self._swap is not None and worker == self._swap.worker
+            ledger.straggler_over(worker, "it was replaced" if replaced else "it has left")
+            if replaced:
+                self._rest()
+        before = self._shares[1] if self._shares[0] == record.generation else even(self._slots, world.size)
+        self._shares = (record.generation, view.shares)
+        if view.shares != before:
+            ledger.event("slots_spread", slots=dict(zip(world.members, view.shares, strict=True)))
+        if not view.factors:
+            return  # nothing is known yet in this generation: what was known before stays
+        for rank, (worker, factor, since) in enumerate(zip(world.members, view.factors, view.since, strict=True)):
+            if since >= 0:
+                ledger.straggler(worker, rank, factor, since + 1)
+            elif worker in ledger.stragglers:
+                ledger.straggler_over(worker, f"it takes {factor:.2f} times as long as the others")
+                self._kept.pop(worker, None)
+                if self._swap is not None and worker == self._swap.worker:
+                    self._swap = None
+
+    def unwanted(self, members: Collection[str], target: int, there: int, failures: int) -> frozenset[str]:
+        """Those of ``members`` in whose place another worker is to come: one, or none.
+
+        Args:
+            target: workers wanted. Fewer than there are need nobody in their place.
+            there: workers that the run has, in the generation and beside it.
+            failures: hired workers that have never become warm so far.
+        """
+        slow = {w: s for w, s in self._ledger.stragglers.items() if w in members}
+        if not self._replaces or not slow or target < len(members):
+            return frozenset()
+        now = self._clock()
+        if self._swap is None:
+            if now < self._not_before:
+                return frozenset()
+            worker = max(slow, key=lambda w: (slow[w]["factor"], w))
+            if self._capacity is not None and len(members) == there >= self._capacity:
+                self._keep(worker, f"the cluster has room for {self._capacity} workers, and none more (ray.num_cpus, ray.cpus_per_worker)")
+                return frozenset()
+            self._swap = _Swap(worker, now, failures)
+        swap = self._swap
+        if failures > swap.failures:
+            self._keep(swap.worker, "the worker that was to come in its place did not start")
+        elif now - swap.began > self._start_s:
+            self._keep(swap.worker, f"no worker was warm in its place after {self._start_s:g} s")
+        return frozenset() if self._swap is None else frozenset({swap.worker}) & frozenset(members)
+
+    def leaving(self, living: Sequence[str], ready: Sequence[str], target: int) -> frozenset[str]:
+        """Who is to leave now that a generation has ended: whoever is unwanted, if there are enough without it."""
+        swap = self._swap
+        enough = len(living) - 1 + len(ready) >= target
+        return frozenset({swap.worker}) if swap is not None and swap.worker in living and enough else frozenset()
+
+    def _keep(self, worker: str, reason: str) -> None:
+        if self._kept.get(worker) != reason:
+            self._kept[worker] = reason
+            self._ledger.event("straggler_kept", worker=worker, reason=reason)
+        self._rest()
+
+    def _rest(self) -> None:
+        self._swap = None
+        self._not_before = self._clock() + PAUSE_S * 2**self._tries
+        self._tries = min(self._tries + 1, 10)

@@ -1,0 +1,201 @@
+"""What the controller makes of slow workers: events, the snapshot, and whom it replaces. No Ray."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.controller.runs import tiny
+from vescale_ray.controller.ledger import Ledger
+from vescale_ray.controller.metrics import families
+from vescale_ray.controller.policy import next_members, staffing
+from vescale_ray.controller.protocol import Source, World
+from vescale_ray.controller.straggler import PAUSE_S, Stragglers
+from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.messages import Origin, Stepped, Ticket, WorkerInfo
+from vescale_ray.workers.pace import View, even
+from vescale_ray.workers.trainer import StepRecord
+
+START_S = 30.0
+
+
+class Table:
+    """A ledger, the stragglers of a run, and a clock of its own."""
+
+    def __init__(self, folder: Path, mode: str = "report", capacity: int | None = None, life: int = 1) -> None:
+        config = tiny(folder, "slow", elastic_straggler=mode)
+        self.now = 1000.0
+        self.ledger = Ledger(RunFolder(config.run_folder).create(), config, "r1", 1, life)
+        self.ledger.started()
+        self.slow = Stragglers(config, self.ledger, capacity, START_S, clock=lambda: self.now)
+        self.world = World(Ticket(0, 1), (), Source(Origin.FRESH, 0))
+
+    def open(self, *members: str) -> None:
+        self.world = World(Ticket(self.world.ticket.generation + 1, 1), members, Source(Origin.FRESH, self.ledger.step))
+        self.ledger.opened(self.world)
+
+    def step(self, factors: Sequence[float] = (), since: Sequence[int] = (), shares: Sequence[int] = ()) -> None:
+        size, generation = self.world.size, self.world.ticket.generation
+        view = View(tuple(factors), tuple(since) or (-1,) * size, tuple(shares) or even(6, size))
+        index = self.ledger.step
+        seconds = tuple(0.1 * factor for factor in factors) or (0.1,) * size
+        record = StepRecord(index, 2.0, 192, (1,), 1.0, 1e-3, 0.5, 0, size, generation, (0.5,) * size, (1,) * size, seconds, view)
+        assert self.ledger.stepped(Stepped(self.world.ticket, record, 10.0 + index))
+        self.slow.stepped(record)
+
+    def told(self) -> list[tuple[object, ...]]:
+        kept = ("worker", "rank", "factor", "since_step", "reason", "slots")
+        events = [e for e in self.ledger.folder.read_events() if e["event"].startswith(("straggler", "slots"))]
+        return [(e["event"], *(e[key] for key in kept if key in e)) for e in events]
+
+
+def test_a_straggler_is_told_of_once_when_it_begins_and_once_when_it_is_over(tmp_path: Path) -> None:
+    table = Table(tmp_path)
+    table.ledger.known["b"] = WorkerInfo("b", 7, 8, "node-1", "h", "cpu", 1.0)
+    table.open("a", "b", "c")
+    table.step()
+    assert table.told() == [] and table.ledger.stragglers == {}
+    for factor in (2.0, 2.2, 2.1):
+        table.step((1.0, factor, 1.0), (-1, 0, -1))
+    assert table.told() == [("straggler", "b", 1, 2.0, 1)]
+    assert table.ledger.stragglers["b"] == {"rank": 1, "factor": 2.1, "since_step": 1, "node": "node-1"}
+    table.open("c", "b")  # before the next generation knows anything, it is still the one that is slow
+    table.step()
+    assert set(table.ledger.stragglers) == {"b"} and len(table.told()) == 1
+    table.step((1.0, 1.1), (-1, -1))
+    assert table.told()[1:] == [("straggler_over", "b", 1, "it takes 1.10 times as long as the others")]
+    assert table.ledger.stragglers == {}
+
+
+def test_a_straggler_that_leaves_is_over_and_a_restarted_controller_tells_nothing_twice(tmp_path: Path) -> None:
+    table = Table(tmp_path)
+    table.open("a", "b")
+    table.step((1.0, 3.0), (-1, 0))
+    again = Table(tmp_path, life=2)
+    again.ledger.restore(table.world)
+    again.world = table.world
+    assert set(again.ledger.stragglers) == {"b"}
+    again.step((1.0, 3.0), (-1, 0))
+    again.open("a", "c")
+    again.step()
+    assert [one[:2] for one in again.told()] == [("straggler", "b"), ("straggler_over", "b")]
+    assert again.told()[-1][-1] == "it has left"
+
+
+def test_each_new_spread_of_the_slots_is_an_event_and_the_even_one_at_the_start_is_not(tmp_path: Path) -> None:
+    table = Table(tmp_path, "relieve")
+    table.open("a", "b", "c")
+    for shares in ((2, 2, 2), (1, 3, 2), (1, 3, 2), (2, 2, 2)):
+        table.step((3.0, 1.0, 1.0), (0, -1, -1), shares)
+    table.open("a", "b", "c", "d")
+    table.step((), (), (2, 2, 1, 1))
+    told = [one for one in table.told() if one[0] == "slots_spread"]
+    assert told == [("slots_spread", {"a": 1, "b": 3, "c": 2}), ("slots_spread", {"a": 2, "b": 2, "c": 2})]
+
+
+def test_the_figures_are_those_of_the_generation_and_nothing_of_an_older_one_stays(tmp_path: Path) -> None:
+    def of(name: str) -> dict[str, float]:
+        table.ledger.publish({})
+        family = next(one for one in families(table.ledger.snapshot) if one.name == name)
+        return {sample.labels.get("rank", ""): sample.value for sample in family.samples}
+
+    table = Table(tmp_path)
+    table.open("a", "b", "c")
+    table.step((1.0, 2.0, 1.0), (-1, 0, -1))
+    assert of("vescale_worker_slowness_ratio") == {"0": 1.0, "1": 2.0, "2": 1.0} and of("vescale_stragglers") == {"": 1.0}
+    assert of("vescale_worker_slot_seconds") == pytest.approx({"0": 0.1, "1": 0.2, "2": 0.1})
+    assert of("vescale_worker_slots") == {"0": 2.0, "1": 2.0, "2": 2.0}
+    table.open("a", "c")
+    assert of("vescale_worker_slowness_ratio") == of("vescale_worker_slot_seconds") == of("vescale_worker_slots") == {}
+    table.step()
+    assert set(of("vescale_worker_slots")) == {"0", "1"} and of("vescale_stragglers") == {"": 0.0}
+
+
+def test_a_replacement_is_hired_first_and_the_slowest_leaves_when_it_is_warm(tmp_path: Path) -> None:
+    table = Table(tmp_path, "replace")
+    table.open("a", "b", "c")
+    table.step((1.5, 1.0, 3.0), (0, -1, 0))
+    members = table.world.members
+    assert table.slow.leaving(members, (), 3) == frozenset()
+    unwanted = table.slow.unwanted(members, 3, 3, 0)
+    assert unwanted == {"c"}
+    assert staffing(3 - len(unwanted), 0, 0, 3).hire == 1 and not staffing(3 - len(unwanted), 0, 1, 3).regroup
+    assert table.slow.unwanted(members, 3, 4, 0) == {"c"} and staffing(3 - len(unwanted), 1, 0, 3).regroup
+    # Should the new one be lost now, the slow one stays.
+    assert table.slow.leaving(members, (), 3) == frozenset()
+    leaving = table.slow.leaving(members, ("d",), 3)
+    assert next_members(members, ("d",), 3, leaving) == (("a", "b", "d"), ("c",))
+    table.open("a", "b", "d")
+    table.step()
+    assert table.told()[-1][-1] == "it was replaced" and table.slow.unwanted(table.world.members, 3, 3, 0) == frozenset()
+    # The other one has its turn, but not at once.
+    assert set(table.ledger.stragglers) == {"a"}
+    table.now += PAUSE_S + 1
+    assert table.slow.unwanted(table.world.members, 3, 3, 0) == {"a"}
+
+
+def test_when_fewer_workers_are_wanted_the_slow_one_leaves_and_nobody_comes(tmp_path: Path) -> None:
+    table = Table(tmp_path, "replace")
+    table.open("a", "b", "c")
+    table.step((3.0, 1.0, 1.0), (0, -1, -1))
+    members = table.world.members
+    assert table.slow.unwanted(members, 3, 3, 0) == {"a"}
+    unwanted = table.slow.unwanted(members, 2, 4, 0)
+    assert unwanted == frozenset() and staffing(3 - len(unwanted), 0, 1, 2).regroup
+    assert next_members(members, (), 2, table.slow.leaving(members, (), 2)) == (("b", "c"), ("a",))
+
+
+@pytest.mark.parametrize("mode", ["report", "relieve"])
+def test_nobody_is_replaced_unless_that_is_wanted(tmp_path: Path, mode: str) -> None:
+    table = Table(tmp_path, mode)
+    table.open("a", "b")
+    table.step((1.0, 5.0), (-1, 0))
+    assert table.slow.unwanted(("a", "b"), 2, 2, 0) == frozenset()
+    assert table.slow.leaving(("a", "b"), ("c",), 2) == frozenset()
+
+
+LATE, FAILED = ("was warm in its place after 30 s", START_S + 1, 0), ("did not start", 1.0, 1)
+
+
+@pytest.mark.parametrize(("why", "later_s", "failures"), [LATE, FAILED], ids=["late", "failed"])
+def test_why_a_straggler_is_kept_is_told_once_and_tried_again_less_and_less_often(
+    tmp_path: Path, why: str, later_s: float, failures: int
+) -> None:
+    table = Table(tmp_path, "replace")
+    table.open("a", "b")
+    table.step((1.0, 5.0), (-1, 0))
+    tries = []
+    for _ in range(4000):
+        if table.slow.unwanted(("a", "b"), 2, 2, len(tries) * failures):
+            tries.append(table.now)
+            table.now += later_s
+            assert table.slow.unwanted(("a", "b"), 2, 2, len(tries) * failures) == frozenset()
+        table.now += 1.0
+    kept = [one for one in table.told() if one[0] == "straggler_kept"]
+    assert len(kept) == 1 and kept[0][1] == "b" and why in str(kept[0][2])
+    pauses = [later - earlier - later_s for earlier, later in itertools.pairwise(tries)]
+    assert pauses[:5] == pytest.approx([PAUSE_S * 2**n for n in range(5)], abs=2)
+
+
+def test_where_there_is_no_place_for_another_worker_none_is_hired_and_that_is_told(tmp_path: Path) -> None:
+    table = Table(tmp_path, "replace", capacity=2)
+    table.open("a", "b")
+    table.step((1.0, 5.0), (-1, 0))
+    for _ in range(200):
+        assert table.slow.unwanted(("a", "b"), 2, 2, 0) == frozenset()
+        table.now += 1.0
+    reason = "the cluster has room for 2 workers, and none more (ray.num_cpus, ray.cpus_per_worker)"
+    assert [one for one in table.told() if one[0] == "straggler_kept"] == [("straggler_kept", "b", reason)]
+
+
+def test_who_has_recovered_before_its_replacement_came_stays(tmp_path: Path) -> None:
+    table = Table(tmp_path, "replace")
+    table.open("a", "b", "c")
+    table.step((1.0, 1.0, 3.0), (-1, -1, 0))
+    assert table.slow.unwanted(table.world.members, 3, 3, 0) == {"c"}
+    table.step((1.0, 1.0, 1.0))
+    assert table.slow.unwanted(table.world.members, 3, 4, 0) == frozenset()
+    assert table.slow.leaving(table.world.members, ("d",), 3) == frozenset()

@@ -1,0 +1,178 @@
+"""Who is slow, and the spread of the slots: pure, against brute force and simulated clusters."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from vescale_ray.workers import pace
+from vescale_ray.workers.pace import Pace, View, deal, even, seconds, spread
+
+
+def cluster(
+    watch: Pace, steps: int, of: Callable[[int, int], float], *, per_round: float = 0.01, rest: float = 0.02
+) -> tuple[list[View], list[float]]:
+    """Steps of a pretended cluster in which rank r takes ``of(step, r)`` seconds for a slot, in lockstep: what is known after each
+    step, and how long each took."""
+    views, walls = [], []
+    for step in range(steps):
+        world = len(watch.view.shares)
+        per_slot = [of(step, rank) for rank in range(world)]
+        rounds = max(watch.view.shares)
+        loop = sum(max(p for p, n in zip(per_slot, watch.view.shares, strict=True) if n > turn) + per_round for turn in range(rounds))
+        walls.append(loop + rest)
+        views.append(watch.stepped(step, per_slot, loop, loop + rest))
+    return views, walls
+
+
+def noisy(seed: int, slow: dict[int, float] | None = None, *, sigma: float = 0.2, usual: float = 0.1) -> Callable[[int, int], float]:
+    """A loaded machine: each time differs, now and then one is 20 times as long, and for stretches all take three times as long."""
+    rng = random.Random(seed)
+    stretches = [rng.random() < 0.2 for _ in range(1000)]
+
+    def of(step: int, rank: int) -> float:
+        odd = 20.0 if rng.random() < 0.03 else 1.0
+        return usual * (slow or {}).get(rank, 1.0) * rng.lognormvariate(0.0, sigma) * odd * (3.0 if stretches[step // 30] else 1.0)
+
+    return of
+
+
+def later(of: Callable[[int, int], float], began: int, slow: dict[int, float]) -> Callable[[int, int], float]:
+    return lambda step, rank: of(step, rank) * (slow.get(rank, 1.0) if step >= began else 1.0)
+
+
+def slow_ranks(view: View) -> list[int]:
+    return [rank for rank, since in enumerate(view.since) if since >= 0]
+
+
+def test_slots_are_dealt_round_by_round_and_rank_by_rank_and_completely() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        shares = [rng.randint(1, 5) for _ in range(rng.randint(1, 6))]
+        table = deal(shares)
+        assert [len(slots) for slots in table] == shares
+        rounds = itertools.zip_longest(*table)
+        assert [slot for turn in rounds for slot in turn if slot is not None] == list(range(sum(shares)))
+    for slots in range(1, 9):
+        for world in range(1, slots + 1):
+            assert deal(even(slots, world)) == tuple(tuple(range(rank, slots, world)) for rank in range(world))
+
+
+def test_the_spread_is_the_best_of_all_that_leave_every_rank_a_slot() -> None:
+    rng = random.Random(2)
+    for _ in range(200):
+        world = rng.randint(1, 4)
+        slots = rng.randint(world, 9)
+        per_slot = [rng.choice([0.5, 1.0, 1.0, 1.1, 2.0, 3.0]) for _ in range(world)]
+        per_round = rng.choice([0.0, 0.1, 0.5])
+        every = (s for s in itertools.product(range(1, slots + 1), repeat=world) if sum(s) == slots)
+        got = spread(slots, per_slot, per_round)
+        assert sum(got) == slots and min(got) >= 1
+        assert seconds(got, per_slot, per_round) == pytest.approx(min(seconds(s, per_slot, per_round) for s in every))
+    assert spread(6, [1.0, 1.0, 1.0], 0.1) == (2, 2, 2)
+
+
+@pytest.mark.parametrize("factor", [1.6, 2.0, 5.0])
+@pytest.mark.parametrize("world", [2, 3, 4, 16])
+def test_a_straggler_is_found_with_its_factor_and_the_step_in_which_it_began(world: int, factor: float) -> None:
+    began = 50
+    for seed in range(3):
+        late = later(noisy(seed, sigma=0.05), began, {1: factor})
+        views, _ = cluster(Pace(2 * world, world, relieve=False), 100, late)
+        assert all(slow_ranks(view) == [] for view in views[:began])
+        found = next(step for step, view in enumerate(views) if slow_ranks(view))
+        # A window is 12 steps, or those of 2 s; three quarters of it must be slow. One looks whenever a quarter is new.
+        assert found - began <= 20, f"{found - began} steps"
+        assert slow_ranks(views[-1]) == [1] and views[-1].factors[1] == pytest.approx(factor, rel=0.15)
+        assert abs(views[-1].since[1] - began) <= 3
+
+
+def test_no_rank_is_accused_for_noise_single_long_steps_or_what_slows_all_of_them() -> None:
+    for seed in range(25):
+        world = 2 + seed % 5
+        views, _ = cluster(Pace(2 * world, world, relieve=True), 400, noisy(seed))
+        assert {(slow_ranks(view) == [], view.shares) for view in views} == {(True, even(2 * world, world))}, seed
+
+
+def test_a_straggler_is_found_in_that_noise_too() -> None:
+    for seed in range(15):
+        world = 2 + seed % 5
+        views, _ = cluster(Pace(2 * world, world, relieve=False), 200, noisy(seed, {1: 2.0}))
+        assert slow_ranks(views[-1]) == [1], seed
+
+
+def test_it_takes_seconds_not_only_steps_to_be_slow() -> None:
+    """Steps of 25 ms, and a neighbour that takes the processor for a second: 40 steps."""
+    views, _ = cluster(Pace(4, 2, relieve=True), 400, lambda s, r: 0.015 if r == 1 and 200 <= s < 230 else 0.005, per_round=0.0, rest=0.005)
+    assert all(slow_ranks(view) == [] for view in views)
+    views, _ = cluster(Pace(4, 2, relieve=False), 400, lambda s, r: 0.015 if r == 1 and s >= 200 else 0.005, per_round=0.0, rest=0.005)
+    assert slow_ranks(views[-1]) == [1]
+
+
+def test_who_is_a_little_slow_is_neither_accused_nor_acquitted() -> None:
+    def of(step: int, rank: int) -> float:
+        return 0.1 * (1.0 if rank != 2 else 1.3 if step < 100 else 1.6 if step < 200 else 1.3 if step < 300 else 1.1)
+
+    views, _ = cluster(Pace(6, 3, relieve=False), 400, of)
+    assert [slow_ranks(views[step]) for step in (99, 199, 299, 399)] == [[], [2], [2], []]
+
+
+def test_where_most_are_slow_nobody_is_and_of_an_even_number_half_may_be() -> None:
+    views, _ = cluster(Pace(6, 3, relieve=False), 60, lambda s, r: 0.1 if r == 0 else 0.2)
+    assert slow_ranks(views[-1]) == []
+    views, _ = cluster(Pace(8, 4, relieve=False), 60, lambda s, r: 0.1 if r < 2 else 0.2)
+    assert slow_ranks(views[-1]) == [2, 3]
+
+
+def test_ranks_that_are_not_measured_are_never_judged() -> None:
+    for missing in (0.0, float("nan"), float("inf")):
+        views, _ = cluster(Pace(6, 3, relieve=True), 60, lambda s, r: (missing, 0.1, 0.3)[r])  # noqa: B023 - called at once
+        assert set(views) == {View((), (-1, -1, -1), (2, 2, 2))}
+
+
+@pytest.mark.parametrize(
+    ("slots", "slow", "best"), [(12, {1: 3.0}, (6, 1, 5)), (6, {1: 3.0}, (3, 1, 2)), (12, {0: 4.0, 3: 4.0}, (1, 5, 5, 1))]
+)
+def test_relief_comes_soon_shortens_the_step_to_the_best_and_is_taken_back_afterwards(
+    slots: int, slow: dict[int, float], best: tuple[int, ...]
+) -> None:
+    world = len(best)
+    views, walls = cluster(Pace(slots, world, relieve=True), 600, lambda s, r: 0.1 * (slow.get(r, 1.0) if s < 300 else 1.0))
+    fair = even(slots, world)
+    assert views[0].shares == fair and views[15].shares == best and views[299].shares == best
+    assert [r for r in range(world) if views[299].since[r] >= 0] == sorted(slow)
+    per_slot = [0.1 * slow.get(r, 1.0) for r in range(world)]
+    assert walls[299] / walls[5] == pytest.approx((seconds(best, per_slot, 0.01) + 0.02) / (seconds(fair, per_slot, 0.01) + 0.02))
+    assert views[-1].shares == fair and walls[-1] < walls[5] and slow_ranks(views[-1]) == []
+
+
+def test_there_is_no_relief_for_little_gain_nor_where_each_has_one_slot() -> None:
+    for slots, factor in ((6, 1.5), (3, 4.0)):
+        views, _ = cluster(Pace(slots, 3, relieve=True), 100, later(lambda s, r: 0.1, 0, {0: factor}))
+        assert slow_ranks(views[-1]) == [0] and {view.shares for view in views} == {even(slots, 3)}
+
+
+@pytest.mark.parametrize("period", [15, 60, 400])
+def test_who_is_slow_in_turns_moves_slots_less_and_less_often(period: int) -> None:
+    views, _ = cluster(Pace(12, 3, relieve=True), 3000, lambda s, r: 0.1 * (3.0 if r == 0 and s // period % 2 else 1.0))
+    changes = [step for step, (a, b) in enumerate(itertools.pairwise(views)) if a.shares != b.shares]
+    # Two windows before the second, then twice as long each time, up to 64.
+    assert len(changes) <= 2 + 5 + 3000 // (pace.LONGEST * pace.LEAST_STEPS), changes
+    assert all(after - before >= pace.PATIENCE * pace.LEAST_STEPS for before, after in itertools.pairwise(changes))
+
+
+def test_all_ranks_come_to_the_same_from_the_same_numbers() -> None:
+    one, other = (cluster(Pace(12, 3, relieve=True), 500, noisy(3, {1: 2.5}))[0] for _ in range(2))
+    assert one == other and len({view.shares for view in one}) > 1
+
+
+def test_a_thousand_ranks_are_judged_too() -> None:
+    rng = random.Random(0)
+    watch = Pace(2048, 1024, relieve=True)
+    rows: list[Sequence[float]] = [[rng.uniform(0.95, 1.05) * (3.0 if rank == 700 else 1.0) for rank in range(1024)] for _ in range(14)]
+    for step, row in enumerate(rows):
+        watch.stepped(step, row, 6.0, 6.5)
+    assert slow_ranks(watch.view) == [700] and watch.view.shares[700] == 1 and sum(watch.view.shares) == 2048
