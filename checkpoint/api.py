@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .accord import Accord, Word
+from .arguments import of_type, order, seconds, state_of
 from .bounded import Quiet, Watch, bounded
 from .commits import Commit
 from .errors import SaveAborted, SaveFailed
@@ -79,10 +80,13 @@ def save(
             untouched.
     """
     rank, world = ranks_of(group)
-    check_timeout(timeout_s)
+    seconds("timeout_s", timeout_s)
     accord = Accord(group, rank, world, root)
     key = accord.key(step)
     try:
+        step, epoch = order(step, epoch)
+        if retention is not None:
+            of_type("retention", retention, Retention, "give Retention(keep_last=2), for example, or none")
         store = store_of(root)
         prepared = prepare(state, step, world, rank, meta, metrics, aux)
         device = next((piece.data.device for piece in prepared.pieces if piece.data.is_cuda), None)
@@ -169,14 +173,18 @@ def prepare(
     aux: Mapping[str, Any] | None,
 ) -> Prepared:
     """Raises ValueError for what can't be stored."""
-    if step < 0:
-        raise ValueError(f"step is {step}; give the number of completed steps")
+    state_of(state)
+    for what, given in (("meta", meta), ("metrics", metrics), ("aux", aux)):
+        if given is not None:
+            of_type(what, given, Mapping, "give a dict")
     check_meta(meta or {})
     # A loss that has become NaN is no reason to lose the checkpoint; it is only no measure of it.
     finite = {name: value for name, value in (metrics or {}).items() if not isinstance(value, float) or math.isfinite(value)}
     if len(finite) < len(metrics or {}):
         _log.warning("step %d: metrics that are no finite number are not stored: %s", step, sorted((metrics or {}).keys() - finite.keys()))
     check_meta(finite, "metrics")
+    for name, value in finite.items():
+        of_type(f"metrics.{name}", value, (int, float), "give a number")
     check_meta(aux or {}, "aux")
     flat = flatten(state)
     pieces = _pieces(flat, world, rank)
@@ -237,12 +245,6 @@ def word_of(error: BaseException) -> Word:
     if isinstance(error, Exception):
         return Word(problem=str(error) or type(error).__name__)
     return Word(left=f"interrupted by {type(error).__name__}")
-
-
-def check_timeout(timeout_s: float) -> None:
-    """Raises ValueError."""
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
-        raise ValueError(f"timeout_s is {timeout_s!r}; give seconds above 0")
 
 
 def from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from .accord import Accord, Word
-from .api import Prepared, check_timeout, look_after, newest_order, next_epoch, prepare, ranks_of, word_of
+from .api import Prepared, look_after, newest_order, next_epoch, prepare, ranks_of, word_of
+from .arguments import of_type, order, seconds
 from .bounded import DAEMONS
 from .commits import Commit
 from .errors import SaveAborted, SaveFailed, SaveSkipped
@@ -105,7 +106,9 @@ class Saver:
     ) -> None:
         if when_busy not in ("skip", "wait"):
             raise ValueError(f"when_busy is {when_busy!r}; give 'skip' or 'wait'")
-        check_timeout(timeout_s)
+        seconds("timeout_s", timeout_s)
+        if retention is not None:
+            of_type("retention", retention, Retention, "give Retention(keep_last=2), for example, or none")
         self.store: ObjectStore = store_of(root)
         self.timeout_s = timeout_s
         self._root = root
@@ -167,7 +170,9 @@ class Saver:
         handle = SaveHandle(step, bound_s)
         job = _Job(step, epoch, self._accord, self._accord.key(step), Word(), handle, self.timeout_s)
         try:
-            job.prepared = prepare(state, step, world, rank, meta, metrics, aux)
+            job.step, job.epoch = order(step, epoch)
+            handle.step = job.step
+            job.prepared = prepare(state, job.step, world, rank, meta, metrics, aux)
             layout = self._layouts.of(job.prepared.pieces)
         except BaseException as error:
             job.prepared, job.word = None, word_of(error)

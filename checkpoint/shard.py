@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .arguments import whole
 from .digest import BLOCK_BYTES, CHUNK_BYTES, aligned_buffer, block_sums, digest_of, one_ahead, root_of, view_of
 from .errors import SaveAborted, SaveFailed
 from .faults import fault_point
@@ -156,8 +157,7 @@ def encode_aux(aux: Mapping[str, Any]) -> bytes:
 def _check(attempt: str, rank: int, step: int, epoch: int, block_bytes: int) -> None:
     check_attempt(attempt)
     for what, value in (("rank", rank), ("step", step), ("epoch", epoch)):
-        if value < 0:
-            raise ValueError(f"{what} is {value}; give a number from 0 on")
+        whole(what, value, remedy="give a number from 0 on")
     if block_bytes <= 0 or block_bytes % ALIGNMENT:
         raise ValueError(f"block_bytes is {block_bytes}; give a multiple of {ALIGNMENT}")
 

@@ -338,6 +338,7 @@ def async_failing_rank(rank: int, world: int, root: str) -> Any:
     again = dist.PrefixStore("again", dist.FileStore(f"{root}/../store", world))
     dist.init_process_group("gloo", store=again, rank=rank, world_size=world, timeout=timedelta(seconds=20))
     told["anew"] = [saver.async_save(state, 42).wait(20).step, ckpt.save(state, store, 43, timeout_s=20).step]
+    assert saver._accord is not None and saver._accord._group is dist.group.WORLD, "the store of the group before may be gone"
     saver.close()
     return told
 
