@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -184,10 +185,14 @@ def test_a_block_that_was_read_wrongly_is_read_once_more_before_its_checkpoint_i
     made = make(root, 1)
     zeros = ckpt.Fault("read", action, at=4096 + 5 if action == "flip" else 4096, times=times)
     store = ckpt.FaultyStore(ckpt.PosixStore(root), [zeros])
-    found = proof.prove(store, ckpt.open(root).manifest.objects[0], None)
+    entry = ckpt.open(root).manifest.objects[0]
+    found = proof.prove(store, entry, None)
     assert (found is None) is counts and store.fired
     if action == "short":
         assert found == f"data/{made.attempt}/r00000.safetensors ends at byte 4096 of {made.bytes}"
+        path = root / "data" / made.attempt / "r00000.safetensors"
+        path.write_bytes(path.read_bytes() + b"more")
+        assert f"has {made.bytes + 4} bytes instead of {made.bytes}" in str(proof.prove(ckpt.PosixStore(root), entry, None))
 
 
 def test_a_note_does_not_vouch_for_other_bytes(root):
@@ -197,6 +202,21 @@ def test_a_note_does_not_vouch_for_other_bytes(root):
     note.rename(note.with_name(f"r00000-{'0' * 32}-none.json"))
     damage(root, second)
     assert steps(ckpt.gc(root, ckpt.Retention(keep_last=1), grace=ckpt.NO_GRACE).kept) == [1, 2] and first.step == 1
+
+
+def test_the_rank_s_own_json_is_read_back_too_and_a_note_names_all_that_it_vouches_for(root):
+    made = ckpt.save({"model": {"w": W}}, root, 1).commit
+    manifest = ckpt.open(root).manifest
+    entry, aux = manifest.objects[0], manifest.aux[0]
+    assert proof.prove(ckpt.PosixStore(root), entry, aux) is None
+    others = [(entry, replace(aux, xxh3_128="0" * 32)), (entry, None), (replace(entry, root="0" * 32), aux), (replace(entry, rank=1), aux)]
+    assert len({proof.note_key(*pair) for pair in [(entry, aux), *others]}) == 5
+    path = root / aux.key
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    assert "aux.json was read back with another checksum" in str(proof.prove(ckpt.PosixStore(root), entry, aux))
+    path.unlink()
+    assert "aux.json is missing" in str(proof.prove(ckpt.PosixStore(root), entry, aux)) and made.step == 1
 
 
 def test_every_rank_reads_back_its_own_object_after_the_commit(root):
@@ -252,6 +272,14 @@ def test_a_metric_that_is_no_number_is_never_the_best(mode, value):
     commits = [ckpt.Commit(f"c{n}", "", 0, n) for n in range(3)]
     rule = ckpt.Retention(keep_last=1, keep_best=1, metric="loss", mode=mode)
     assert rule.kept(commits, {"c0": value, "c1": 1.0, "c2": value}) == {"c1": ("best",), "c2": ("last",)}
+
+
+def test_a_pin_that_came_after_a_collection_has_looked_for_pins_keeps_its_checkpoint(root):
+    made = [make(root, step) for step in (1, 2, 3)]
+    ckpt.pin(root, made[0], "reader")
+    before = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("list", "stale", key="pins/*", times=1)])
+    assert steps(ckpt.gc(before, ckpt.Retention(keep_last=1), grace=ckpt.NO_GRACE).kept) == [1, 3] and len(before.fired) == 1
+    assert ckpt.verify(root, made[0]).ok
 
 
 def test_a_store_that_refuses_to_delete_never_stops_a_collection(root, monkeypatch):
