@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 
 from tests.checkpoint.checkpoint_support import memory_folder, random_bits
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import proof
+from vescale_ray.checkpoint import proof, retention
 
 W = random_bits((30, 4), torch.float32, 1)
 
@@ -280,6 +281,22 @@ def test_a_pin_that_came_after_a_collection_has_looked_for_pins_keeps_its_checkp
     before = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("list", "stale", key="pins/*", times=1)])
     assert steps(ckpt.gc(before, ckpt.Retention(keep_last=1), grace=ckpt.NO_GRACE).kept) == [1, 3] and len(before.fired) == 1
     assert ckpt.verify(root, made[0]).ok
+
+
+def test_a_checkpoint_that_goes_while_it_is_pinned_is_told_of_and_leaves_no_pin(root):
+    made = make(root, 1)
+    going = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("size", "missing", key=made.key, after=1)])
+    with pytest.raises(ckpt.NoCheckpoint, match="was deleted by a collection while it was being pinned"):
+        ckpt.pin(going, made, "reader")
+    assert not ckpt.pins(root)
+
+
+def test_a_collection_after_a_commit_waits_until_its_ranks_have_read_it_back(root):
+    make(root, 1)
+    made = make(root, 2)
+    entry = ckpt.open(root).manifest.objects[0]
+    threading.Timer(0.3, lambda: proof.prove(ckpt.PosixStore(root), entry, None)).start()
+    assert retention.tend(root, ckpt.Retention(keep_last=1), made, 10.0) == () and steps(c.name for c in ckpt.ls(root)) == [2]
 
 
 def test_a_store_that_refuses_to_delete_never_stops_a_collection(root, monkeypatch):
