@@ -8,11 +8,15 @@
 The words are some bytes each and are asked for by polling, from the writers' threads: so nothing here can meet a collective of the
 training, no watchdog can strike, and a rank that never comes costs a save, not the job. Nothing is written before the verdict, so that a
 save that one rank must skip leaves nothing behind on the others.
+
+A save is known by its root, its step, and how often this rank has come to that step there, which the store counts. So a rank that has
+missed a save finds the others at the next step, and what a group before this one has left in the same store is nobody's.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,18 +26,22 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from .digest import digest_of
 from .errors import SaveAborted, SaveFailed
 from .polling import pause_after
+from .store import Root
 
 _SPACE = "vescale-ray/saves"
 
 
 @dataclass(frozen=True)
 class Word:
-    """What one rank has to say of a save: it is ready (neither of the two), still busy with earlier ones, or can't take part."""
+    """What one rank has to say of a save: it is ready (none of these), still busy with earlier ones, can't take part for a ``problem`` of
+    its state, or has ``left`` it before it was begun."""
 
     problem: str | None = None
     busy: bool = False
+    left: str | None = None
 
 
 @dataclass(frozen=True)
@@ -48,30 +56,51 @@ class Verdict:
 
 
 class Accord:
-    """The channel of one saver (or one ``save()``) with its counterparts on the other ranks.
+    """The channel of one saver (or one ``save()``) with its counterparts on the other ranks. Making one says nothing to them.
 
-    Making one is no collective; but every rank makes its first, its second, .. for the same saves, in the thread that trains.
+    Args:
+        root: where is saved to, as it was given: the ranks that save together give the same.
+
+    Raises:
+        ValueError: the group is no more.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int, root: Root) -> None:
         self.rank, self.world = rank, world
         self._store: dist.Store | None = None
-        self._read: list[str] = []
-        self._times: dict[int, int] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._over: list[tuple[str, bool]] = []
+        """Saves whose verdict stands in the store; whether every word on them was taken from it."""
         if world > 1:
             # The store that the group itself was made with; torch has no public name for it that all releases since 2.11 share.
-            here = group or dist.group.WORLD
+            self._group = here = group or dist.group.WORLD
             assert here is not None
-            shared: Any = distributed_c10d._get_process_group_store(here)
-            self._shared = shared  # on rank 0 it may be the server: a save under way must not lose it with the group
-            number = shared.add(f"{_SPACE}/r{rank}", 1)
+            try:
+                shared: Any = distributed_c10d._get_process_group_store(here)
+            except KeyError:
+                raise ValueError("the process group of this save was destroyed; make a new one, and a new saver with it") from None
+            text = os.fspath(root) if isinstance(root, (str, os.PathLike)) else root.describe()
+            # On rank 0 it may be the server: a save under way must not lose it with the group.
+            self._shared = dist.PrefixStore(f"{_SPACE}/{digest_of(str(text).encode())}", shared)
             # A connection of its own: this one's polls and the training's requests never wait for each other.
-            self._store = dist.PrefixStore(f"{_SPACE}/{number}", shared.clone())
+            with _answering(""):
+                self._store = dist.PrefixStore(f"{_SPACE}/{digest_of(str(text).encode())}", shared.clone())
+
+    def serves(self, group: dist.ProcessGroup | None, rank: int, world: int) -> bool:
+        """Whether it is one between these ranks: a program may make its process group anew."""
+        return (self.rank, self.world) == (rank, world) and (world == 1 or self._group is (group or dist.group.WORLD))
 
     def key(self, step: int) -> str:
-        """Of the next save of ``step``: a step may be saved again, and a rank that missed a save finds the others at the next."""
-        self._times[step] = self._times.get(step, 0) + 1
-        return f"{step}.{self._times[step]}"
+        """Of the next save of ``step``. Called by the thread that trains, so that several savers' saves of one step are counted in the same
+        order on all ranks.
+
+        Raises:
+            SaveFailed: the store does not answer.
+        """
+        if self._store is None:
+            return str(step)
+        with _answering(str(step)):
+            return f"{step}.{self._shared.add(_counter(step, self.rank), 1)}"
 
     def tell(self, key: str, word: Word) -> None:
         """Say why this rank takes no part, without waiting for the others. Rank 0, which they listen to, says it as the verdict."""
@@ -86,7 +115,7 @@ class Accord:
     def agree(
         self, key: str, word: Word, name: Callable[[], tuple[str, int]], timeout_s: float, cancelled: Callable[[], bool] = lambda: False
     ) -> Verdict:
-        """Come to one verdict with the other ranks.
+        """Come to one verdict with the other ranks. Whoever leaves before, for whatever reason, tells the others.
 
         Args:
             name: attempt and epoch of a save that goes ahead; called on rank 0.
@@ -98,34 +127,55 @@ class Accord:
         if self._store is None:
             return self._named([word], name)
         with _answering(key):
-            if self.rank:
-                self._store.set(f"{key}/r{self.rank}", json.dumps(asdict(word)))
-                raw = self._await(f"{key}/verdict", 2 * timeout_s, cancelled)
-                if raw is None:
-                    raise SaveFailed(f"step {_step(key)}: rank 0 did not begin this save within {2 * timeout_s:g} s; nothing was written")
-                return Verdict(**json.loads(raw))
-            if word.problem is not None or word.busy:
-                verdict = self._judge([word])
-            else:
-                try:
-                    verdict = self._collect(key, word, name, timeout_s, cancelled)
-                except SaveAborted as error:
-                    self._publish(key, Verdict("failed", text=str(error)))
-                    raise
-            self._publish(key, verdict)
-            return verdict
+            try:
+                return self._heard(key, word, timeout_s, cancelled) if self.rank else self._ruled(key, word, name, timeout_s, cancelled)
+            except RuntimeError:  # the store itself
+                raise
+            except BaseException as error:
+                with suppress(SaveFailed):
+                    self.tell(key, Word(left=_why_left(error)))
+                raise
 
-    def forget(self) -> None:
-        """On rank 0, when every rank is known to have read the verdicts so far: they need not stay in the store."""
-        for key in self._read:
-            with suppress(RuntimeError):
+    def forget(self, now: str = "") -> None:
+        """On rank 0, when every rank is known to have read the verdicts so far: what was said on those saves need not stay in the store.
+
+        Args:
+            now: the key of the save that is under way. A step that is saved more than once is counted on.
+        """
+        over, self._over = self._over, []
+        with suppress(RuntimeError):
+            for key, taken in over:
                 assert self._store is not None
-                self._store.delete_key(key)
-        self._read = []
+                self._store.delete_key(f"{key}/verdict")
+                once = key.endswith(".1") and _step(key) != _step(now)
+                for rank in range(self.world):
+                    if once:
+                        self._store.delete_key(_counter(_step(key), rank))
+                    if rank and not taken:
+                        self._store.delete_key(f"{key}/r{rank}")
+
+    def _heard(self, key: str, word: Word, timeout_s: float, cancelled: Callable[[], bool]) -> Verdict:
+        """Rank 1 and up."""
+        assert self._store is not None
+        self._store.set(f"{key}/r{self.rank}", json.dumps(asdict(word)))
+        raw = self._await(f"{key}/verdict", 2 * timeout_s, cancelled)
+        if raw is None:
+            raise SaveFailed(f"step {_step(key)}: rank 0 did not begin this save within {2 * timeout_s:g} s; nothing was written")
+        return Verdict(**json.loads(raw))
+
+    def _ruled(self, key: str, word: Word, name: Callable[[], tuple[str, int]], timeout_s: float, cancelled: Callable[[], bool]) -> Verdict:
+        """Rank 0."""
+        if word.problem is not None or word.busy:
+            verdict, taken = self._judge([word]), False
+        else:
+            verdict, taken = self._collect(key, word, name, timeout_s, cancelled)
+        self._publish(key, verdict, taken=taken)
+        return verdict
 
     def _collect(
         self, key: str, own: Word, name: Callable[[], tuple[str, int]], timeout_s: float, cancelled: Callable[[], bool]
-    ) -> Verdict:
+    ) -> tuple[Verdict, bool]:
+        """The verdict, and whether every rank's word was there."""
         assert self._store is not None
         deadline = time.monotonic() + timeout_s
         words, absent = [own], []
@@ -137,9 +187,10 @@ class Accord:
             words.append(Word(**json.loads(raw)))
             self._store.delete_key(f"{key}/r{rank}")
         if absent:
-            return Verdict("failed", text=f"ranks {absent} of {self.world} did not come to this save within {timeout_s:g} s")
-        self.forget()  # whoever is here has read what came before: every word of a rank comes from one thread, in order
-        return self._named(words, name)
+            text = f"ranks {absent} of {self.world} did not come to this save within {timeout_s:g} s"
+            return Verdict("failed", text=f"{text} (every rank saves the same step into the same root)"), False
+        self.forget(key)  # whoever is here has read what came before: every word of a rank comes from one thread, in order
+        return self._named(words, name), True
 
     def _named(self, words: Sequence[Word], name: Callable[[], tuple[str, int]]) -> Verdict:
         verdict = self._judge(words)
@@ -147,21 +198,23 @@ class Accord:
             return verdict
         try:
             attempt, epoch = name()
-        except OSError as error:
-            return Verdict("failed", text=f"the newest checkpoint could not be looked for: {error.strerror or error}")
+        except Exception as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            return Verdict("failed", text=f"the newest checkpoint could not be looked for: {reason}")
         return Verdict("go", attempt, epoch)
 
     def _judge(self, words: Sequence[Word]) -> Verdict:
         for rank, word in enumerate(words):
-            if word.problem is not None:
-                return Verdict("unfit", text=f"rank {rank}: {word.problem}" if self.world > 1 else word.problem)
+            said = word.problem if word.left is None else word.left
+            if said is not None:
+                return Verdict("unfit" if word.left is None else "failed", text=f"rank {rank}: {said}" if self.world > 1 else said)
         late = [rank for rank, word in enumerate(words) if word.busy]
         return Verdict("busy", text=f"ranks {late} are still writing the ones before") if late else Verdict("go")
 
-    def _publish(self, key: str, verdict: Verdict) -> None:
+    def _publish(self, key: str, verdict: Verdict, *, taken: bool = False) -> None:
         assert self._store is not None
         self._store.set(f"{key}/verdict", json.dumps(asdict(verdict)))
-        self._read.append(f"{key}/verdict")
+        self._over.append((key, taken))
 
     def _await(self, key: str, seconds: float, cancelled: Callable[[], bool]) -> bytes | None:
         assert self._store is not None
@@ -176,6 +229,10 @@ class Accord:
         return self._store.get(key)
 
 
+def _counter(step: int | str, rank: int) -> str:
+    return f"{step}/times/r{rank}"
+
+
 @contextmanager
 def _answering(key: str) -> Iterator[None]:
     """The group's store raises a RuntimeError when the process that holds it is gone."""
@@ -183,10 +240,17 @@ def _answering(key: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = " ".join(str(error).split())[:200]
+        which = f"step {_step(key)}: " if key else ""
         raise SaveFailed(
-            f"step {_step(key)}: the process group's store, through which the ranks agree on a save, does not answer ({text}); "
-            "earlier checkpoints are untouched"
+            f"{which}the process group's store, through which the ranks agree on a save, does not answer ({text}); earlier checkpoints are "
+            "untouched"
         ) from error
+
+
+def _why_left(error: BaseException) -> str:
+    if isinstance(error, SaveAborted):
+        return "given up before it began"
+    return "waited in vain for this save" if isinstance(error, SaveFailed) else f"interrupted by {type(error).__name__}"
 
 
 def _step(key: str) -> str:

@@ -13,6 +13,7 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 from .accord import Accord, Word
+from .arguments import of_type, order, seconds, state_of
+from .bounded import Quiet, Watch, bounded
 from .commits import Commit
 from .errors import SaveAborted, SaveFailed
 from .handle import SaveHandle
@@ -36,6 +39,9 @@ from .voting import Attempt, conclude
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+HANG_S = 60.0
+"""Seconds that storage may stand still, beside the time limits of a save."""
 
 
 def save(
@@ -64,42 +70,65 @@ def save(
         metrics: of this step, by name; what :class:`Retention` calls the best is told by them. Rank 0's are stored; NaN and infinities
             are left out, with a warning.
         retention: delete what it does not keep, after this one is committed.
-        timeout_s: how long to wait for the other ranks to come, for their votes, and for the commit.
+        timeout_s: how long to wait for the other ranks to come, for their votes, and for the commit. Storage that stands still for three
+            times as long and a minute (no chunk taken, no answer) is given up, with an error.
         group: the ranks that save together; default: all. Without a process group this process saves alone.
 
     Raises:
         ValueError: a state that can't be stored; on every rank, before anything is written.
-        SaveFailed: no commit was made (a rank failed, died, did not come, or storage refused); earlier checkpoints are untouched.
+        SaveFailed: no commit was made (a rank failed, died, did not come, storage refused or stands still); earlier checkpoints are
+            untouched.
     """
     rank, world = ranks_of(group)
-    store = store_of(root)
-    accord = Accord(group, rank, world)
+    seconds("timeout_s", timeout_s)
+    accord = Accord(group, rank, world, root)
     key = accord.key(step)
     try:
+        step, epoch = order(step, epoch)
+        if retention is not None:
+            of_type("retention", retention, Retention, "give Retention(keep_last=2), for example, or none")
+        store = store_of(root)
         prepared = prepare(state, step, world, rank, meta, metrics, aux)
-    except Exception as error:
-        accord.tell(key, Word(problem=str(error) or type(error).__name__))
+        device = next((piece.data.device for piece in prepared.pieces if piece.data.is_cuda), None)
+        if device is not None:
+            torch.cuda.current_stream(device).synchronize()  # the copies are made from another thread, whose stream is another
+    except BaseException as error:
+        with suppress(SaveFailed):
+            accord.tell(key, word_of(error))
         raise
-    verdict = accord.agree(key, Word(), lambda: (new_attempt(), next_epoch(newest_order(store), epoch, step)), timeout_s)
-    if verdict.fate == "unfit":
-        raise ValueError(verdict.text)
-    if verdict.fate != "go":
-        raise SaveFailed(f"step {step}: {verdict.text}; earlier checkpoints are untouched")
     began = time.perf_counter()
-    this = Attempt(verdict.attempt, step, verdict.epoch, world, rank, prepared.document, prepared.aliases, timeout_s)
-    written: Vote | Exception
+    made: list[Commit] = []
+
+    def work(watch: Watch) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        verdict = accord.agree(key, Word(), lambda: (new_attempt(), next_epoch(newest_order(store), epoch, step)), timeout_s, watch)
+        if verdict.fate == "unfit":
+            raise ValueError(verdict.text)
+        if verdict.fate != "go":
+            raise SaveFailed(f"step {step}: {verdict.text}; earlier checkpoints are untouched")
+        this = Attempt(verdict.attempt, step, verdict.epoch, world, rank, prepared.document, prepared.aliases, timeout_s)
+        written: Vote | Exception
+        try:
+            written = write_shard(store, this.name, rank, prepared.pieces, aux=prepared.aux, step=step, epoch=this.epoch, cancelled=watch)
+        except Exception as error:
+            # Whatever it is, the other ranks must hear of it rather than wait.
+            written = error
+        if watch() and isinstance(written, Vote):
+            written = SaveAborted(f"step {step}: this save was given up; earlier checkpoints are untouched")
+        made.append(conclude(store, this, written, watch))
+        accord.forget()
+        if retention is not None and isinstance(written, Vote):
+            look_after(store, retention, made[0], written, watch)
+
     try:
-        written = write_shard(store, this.name, rank, prepared.pieces, aux=prepared.aux, step=step, epoch=this.epoch)
-    except Exception as error:
-        # Whatever it is, the other ranks must hear of it rather than wait.
-        written = error
-    made = conclude(store, this, written)
-    accord.forget()
-    seconds = time.perf_counter() - began
-    if retention is not None:
-        assert isinstance(written, Vote)
-        look_after(store, retention, made, written)
-    return SaveHandle.finished(step, made, seconds)
+        bounded(work, 3 * timeout_s + HANG_S)
+    except Quiet as quiet:
+        text = f"{store.describe()} has not answered for {quiet.seconds:.0f} s"
+        if not made:
+            raise SaveFailed(f"step {step}: given up, {text}; earlier checkpoints are untouched") from None
+        _log.warning("checkpoint %s is committed; what comes after it, reading back and deleting, is left alone: %s", made[0].path, text)
+    return SaveHandle.finished(step, made[0], time.perf_counter() - began)
 
 
 def look_after(store: ObjectStore, retention: Retention, made: Commit, vote: Vote, cancelled: Callable[[], bool] = lambda: False) -> None:
@@ -144,14 +173,18 @@ def prepare(
     aux: Mapping[str, Any] | None,
 ) -> Prepared:
     """Raises ValueError for what can't be stored."""
-    if step < 0:
-        raise ValueError(f"step is {step}; give the number of completed steps")
+    state_of(state)
+    for what, given in (("meta", meta), ("metrics", metrics), ("aux", aux)):
+        if given is not None:
+            of_type(what, given, Mapping, "give a dict")
     check_meta(meta or {})
     # A loss that has become NaN is no reason to lose the checkpoint; it is only no measure of it.
     finite = {name: value for name, value in (metrics or {}).items() if not isinstance(value, float) or math.isfinite(value)}
     if len(finite) < len(metrics or {}):
         _log.warning("step %d: metrics that are no finite number are not stored: %s", step, sorted((metrics or {}).keys() - finite.keys()))
     check_meta(finite, "metrics")
+    for name, value in finite.items():
+        of_type(f"metrics.{name}", value, (int, float), "give a number")
     check_meta(aux or {}, "aux")
     flat = flatten(state)
     pieces = _pieces(flat, world, rank)
@@ -191,9 +224,27 @@ def next_epoch(newest: tuple[int, int] | None, epoch: int | None, step: int) -> 
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(group), dist.get_world_size(group)
-    return 0, 1
+    """Rank in the group, and its size; without a process group 0 and 1.
+
+    Raises:
+        ValueError: this process is not in the group, or the group was destroyed.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise ValueError("the process group that was given was destroyed; give none, and this process works alone, or a new one")
+        return 0, 1
+    # The group of a rank that is not in it, as new_group() returns it there, is a number.
+    rank = dist.get_rank(group) if group is None or isinstance(group, dist.ProcessGroup) else -1
+    if rank < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in the process group that was given; only its members save or load with it")
+    return rank, dist.get_world_size(group)
+
+
+def word_of(error: BaseException) -> Word:
+    """What a rank says that could not take its state apart: what is wrong with it, or that it was interrupted."""
+    if isinstance(error, Exception):
+        return Word(problem=str(error) or type(error).__name__)
+    return Word(left=f"interrupted by {type(error).__name__}")
 
 
 def from_first(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:

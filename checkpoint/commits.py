@@ -168,7 +168,7 @@ def find(root: Root, name: str | Commit | None) -> Commit:
             raise NoCheckpoint(f"no checkpoint in {store.describe()}: {detail}")
         return found
     text = name.name if isinstance(name, Commit) else name
-    if parse_commit_name(text) is None or store.size(f"commits/{text}.json") is None:
+    if not isinstance(text, str) or parse_commit_name(text) is None or store.size(f"commits/{text}.json") is None:
         names = ", ".join(c for _, c in sorted(_listed(store))[-3:]) or "none"
         raise NoCheckpoint(f"no checkpoint {text!r} in {store.describe()}; newest there: {names}")
     found = _read(store, text, strict=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .arguments import of_type
 from .digest import as_bytes
 from .layout import dtype_name
 from .manifest import Extents, Group, Manifest, TensorEntry
@@ -70,6 +71,8 @@ def diff(
     Raises:
         CheckpointCorrupt: a block that had to be read is damaged.
     """
+    for what, one in (("a", a), ("b", b)):
+        of_type(what, one, Checkpoint, "give what checkpoint.open(root) returns")
     left, right = _pairs(a, include, exclude), _pairs(b, include, exclude)
     reshaped: list[tuple[Pair, str, str]] = []
     changed: list[Difference] = []

@@ -319,7 +319,8 @@ def import_dcp(
     """
     called, aliases = {**ENTRIES, **(entries or {})}, dict(tied or {})
     if not is_root(target):
-        assert isinstance(target, (nn.Module, Mapping))
+        if not isinstance(target, (nn.Module, Mapping)):
+            raise ValueError(f"the target is a {type(target).__name__}; give a module, a state, a checkpoint folder or a store")
         state = state_of(target)
         source = together(lambda: DcpSource(folder, called, only=set(state)), group)
         from_first(lambda: _check_tied(source, aliases), group)

@@ -23,7 +23,7 @@ PRIOR_FAILURES = 1.0
 
 def daly_interval(cost_s: float, mtbf_s: float) -> float:
     """The best seconds of training between checkpoints that cost ``cost_s`` each, with a failure every ``mtbf_s`` on average."""
-    if cost_s < 0 or mtbf_s <= 0:
+    if not (0 <= cost_s < math.inf and mtbf_s > 0):
         raise ValueError(f"cost_s is {cost_s}, mtbf_s is {mtbf_s}; give a cost of at least 0 and a positive time between failures")
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
@@ -37,6 +37,8 @@ def expected_mtbf(failures: int, observed_s: float, prior_mtbf_s: float) -> floa
     The failures come as a Poisson process; its rate has a gamma distribution, at first with mean ``1 / prior_mtbf_s``. Then the mean
     rate after ``failures`` in ``observed_s`` is ``(1 + failures) / (prior_mtbf_s + observed_s)``.
     """
+    if not (failures >= 0 and 0 <= observed_s < math.inf and 0 < prior_mtbf_s < math.inf):
+        raise ValueError(f"{failures} failures in {observed_s} s, prior {prior_mtbf_s} s; give numbers from 0 on, and a positive prior")
     return (prior_mtbf_s * PRIOR_FAILURES + observed_s) / (PRIOR_FAILURES + failures)
 
 
@@ -66,6 +68,8 @@ class Interval:
 def choose_interval(stall_s: float, persist_s: float, mtbf_s: float, *, least_s: float, most_s: float) -> Interval:
     """:func:`daly_interval` within its bounds: at least ``least_s``, and as long as a checkpoint takes to be written; at most
     ``most_s``, unless writing takes longer."""
+    if not (0 <= least_s <= most_s and 0 <= persist_s < math.inf):
+        raise ValueError(f"least_s is {least_s}, most_s {most_s}, persist_s {persist_s}; give seconds from 0 on, least_s up to most_s")
     seconds = daly_interval(stall_s, mtbf_s) + stall_s
     by: Literal["formula", "least", "most", "persist"] = "formula"
     if seconds < least_s:

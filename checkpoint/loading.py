@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from .api import from_first, ranks_of, together
+from .arguments import device_of, state_of
 from .commits import Commit, newest_first
 from .errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
-from .matching import Pair, match
+from .matching import Pair, match, some
 from .materialize import materialize, on_meta
 from .names import Globs, NameTable, globs, matches, table_of
 from .reader import BUDGET_BYTES, Checkpoint, Range, ReadPlan, open_checkpoint
@@ -117,9 +118,10 @@ def load(
         ValueError: a parameter or buffer on the meta device that would get no value.
     """
     rank, world = ranks_of(group)
+    state_of(state)
     store = store_of(root)
     choice = Choice(globs(include), globs(exclude), globs(allow_missing), globs(allow_unexpected), table_of(rename))
-    request = _Request(choice, cast, None if device is None else torch.device(device), rng, budget_bytes)
+    request = _Request(choice, cast, device_of(device), rng, budget_bytes)
     candidates = from_first(lambda: _candidates(store, commit), group)
     skipped: list[str] = []
     for index, chosen in enumerate(candidates):
@@ -219,6 +221,9 @@ def _agreed(where: str, holder: Holder, among: Set[Pair], flat: Flat, choice: Ch
         CheckpointMismatch: what doesn't fit.
     """
     wanted = {pair: (tuple(t.shape), t.dtype) for pair, t in flat.tensors.items() if choice.takes_pair(pair, flat)}
+    if flat.tensors and not wanted and choice.include != ("*",):
+        there = some(list(dict.fromkeys(pair[0] for pair in flat.tensors)))
+        raise CheckpointMismatch(f"{where}: no tensor of the state fits include={', '.join(choice.include)!r}; it has {there}")
     source = {pair: choice.source(pair, flat, holder) for pair in flat.tensors}
     # A tensor that was left out on purpose has its counterpart all the same: that is not unexpected.
     left_out = {(holder.aliases.get(n, n), k) for pair, (n, k) in source.items() if pair not in wanted}

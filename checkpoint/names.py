@@ -20,8 +20,12 @@ Globs = str | Iterable[str]
 
 
 def globs(patterns: Globs) -> tuple[str, ...]:
-    """One glob or several, as a tuple."""
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    """One glob or several, as a tuple. Raises ValueError for what is neither."""
+    found = (patterns,) if isinstance(patterns, str) else tuple(patterns) if isinstance(patterns, Iterable) else (patterns,)
+    for one in found:
+        if not isinstance(one, str):
+            raise ValueError(f"{one!r} is no glob of names; give text, as 'layers.*', or several")
+    return found
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -84,6 +88,9 @@ class NameTable:
 
 
 def table_of(rename: Mapping[str, str] | NameTable | None) -> NameTable:
+    """Raises ValueError for what is no table."""
+    if rename is not None and not isinstance(rename, (NameTable, Mapping)):
+        raise ValueError(f"rename is a {type(rename).__name__}; give a table {{name here: name there}}")
     return rename if isinstance(rename, NameTable) else NameTable(rename)
 
 

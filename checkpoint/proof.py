@@ -18,7 +18,7 @@ from contextlib import closing
 
 import torch
 
-from .digest import CHUNK_BYTES, block_sums, digest_of, one_ahead, view_of
+from .digest import CHUNK_BYTES, aligned_buffer, block_sums, digest_of, one_ahead, view_of
 from .errors import SaveAborted
 from .manifest import AuxEntry, Manifest, ObjectEntry
 from .store import ALIGNMENT, KeyExists, KeyMissing, ObjectStore
@@ -89,26 +89,37 @@ def _damage(store: ObjectStore, entry: ObjectEntry, cancelled: Callable[[], bool
     # From the system itself, page-aligned, given back at once: the allocator would keep them for the writer's thread.
     buffers = [torch.frombuffer(mmap.mmap(-1, padded), dtype=torch.uint8) for _ in offsets[:2]]
 
-    def pieces() -> Generator[tuple[int, torch.Tensor]]:
+    def pieces() -> Generator[tuple[int, torch.Tensor, int]]:
         with store.open_read(entry.key) as reader:
             reader.expect([(offset, min(chunk, -(-(entry.bytes - offset) // ALIGNMENT) * ALIGNMENT)) for offset in offsets])
             for k, offset in enumerate(offsets):
                 if cancelled():
                     raise SaveAborted("reading back was given up")
                 count = min(chunk, entry.bytes - offset)
-                reader.read_into(offset, view_of(buffers[k % 2][: -(-count // ALIGNMENT) * ALIGNMENT]))
-                yield k * per_chunk, buffers[k % 2][:count]
+                got = reader.read_into(offset, view_of(buffers[k % 2][: -(-count // ALIGNMENT) * ALIGNMENT]))
+                yield k * per_chunk, buffers[k % 2][:count], got
 
     try:
         with closing(one_ahead(pieces())) as source:
-            for first, buffer in source:
+            for first, buffer, got in source:
+                if got < buffer.numel():
+                    return f"{entry.key} ends at byte {first * entry.block_bytes + got} of {entry.bytes}"
                 for number, found in enumerate(block_sums(view_of(buffer), entry.block_bytes), first):
-                    if found != int(entry.sums[number]):
+                    if found != int(entry.sums[number]) and not _right_now(store, entry, number):
                         return f"{entry.key}, block {number} was read back with another checksum"
                 progress(buffer.numel())
     except KeyMissing:
         return f"{entry.key} is missing"
     return None
+
+
+def _right_now(store: ObjectStore, entry: ObjectEntry, number: int) -> bool:
+    """Whether a block that differed is right when it is read once more: the transfer may have failed, as for a load."""
+    offset = number * entry.block_bytes
+    count = min(entry.block_bytes, entry.bytes - offset)
+    view = view_of(aligned_buffer(-(-count // ALIGNMENT) * ALIGNMENT))
+    with store.open_read(entry.key) as reader:
+        return reader.read_into(offset, view) >= count and block_sums(view[:count], entry.block_bytes) == [int(entry.sums[number])]
 
 
 def _aux_damage(store: ObjectStore, aux: AuxEntry) -> str | None:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
+from .arguments import device_of, of_type
 from .commits import Commit, find, read_manifest, unreachable
 from .digest import CHUNK_BYTES, aligned_buffer, as_bytes, block_sums, copy_bytes, digest_of, view_of
 from .errors import CheckpointCorrupt, CheckpointMismatch
@@ -170,7 +171,9 @@ class Checkpoint:
         Raises:
             CheckpointMismatch: nothing fits the globs. CheckpointCorrupt: see :meth:`read_ranges`.
         """
-        wanted, unwanted = globs(include), globs(exclude)
+        wanted, unwanted, place = globs(include), globs(exclude), device_of(device)
+        if dtype is not None:
+            of_type("dtype", dtype, torch.dtype, "give a dtype of torch, as torch.bfloat16")
         names = {name: stored for name, stored in self.names(key).items() if chosen(name, wanted, unwanted)}
         if not names:
             there = some(list(self.names(key))) or f"nothing under {key!r}"
@@ -181,7 +184,7 @@ class Checkpoint:
             kept = tensor.kinds["param"]
             to = dtype if dtype is not None and kept.is_floating_point else kept
             if stored not in read:
-                read[stored] = torch.empty(tensor.shape, dtype=to, device=device)
+                read[stored] = torch.empty(tensor.shape, dtype=to, device=place)
         self.read_ranges(
             [(name, "param", 0, t.numel(), t.view(-1)) for name, t in read.items()], cast=dtype is not None, budget_bytes=budget_bytes
         )

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
 
+from .arguments import of_type, whole
 from .commits import Commit, ls, read_manifest
 from .errors import NoCheckpoint
 from .faults import fault_point
@@ -56,11 +57,9 @@ class Retention:
     verify: bool = True
 
     def __post_init__(self) -> None:
-        if self.keep_last < 1:
-            raise ValueError(f"keep_last is {self.keep_last}; at least the newest checkpoint must stay: give 1 or more")
+        whole("keep_last", self.keep_last, 1, "at least the newest checkpoint must stay: give 1 or more")
         for name in ("keep_every", "keep_best"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; give 0 (off) or more")
+            whole(name, getattr(self, name), 0, "give 0 (off) or more")
         if self.mode not in ("min", "max"):
             raise ValueError(f"mode is {self.mode!r}; give 'min' or 'max'")
         if self.keep_best and not self.metric:
@@ -103,6 +102,12 @@ class Grace:
     orphans: float = 3600.0
     current: float = 24 * 3600.0
     readers: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("orphans", "current", "readers"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+                raise ValueError(f"{name} of the grace is {value!r}; give seconds")
 
 
 NO_GRACE = Grace(0.0, 0.0, 0.0)
@@ -192,6 +197,9 @@ def gc(
         young: an attempt whose writers are reading it back themselves: it is not read here, and counts once they have noted it.
         progress: called with bytes as they are read to verify a checkpoint.
     """
+    of_type("retention", retention, Retention, "give Retention(keep_last=2), for example")
+    if grace is not None:
+        of_type("grace", grace, Grace, "give Grace(readers=0.0), for example, or none")
     collection = _Collection(store_of(root), retention, grace or Grace(), dry_run, young, progress)
     return collection.run()
 
@@ -467,9 +475,9 @@ class _Collection:
 
 def _pin_key(commit: str | Commit, name: str) -> str:
     text = commit.name if isinstance(commit, Commit) else commit
-    if parse_commit_name(text) is None:
+    if not isinstance(text, str) or parse_commit_name(text) is None:
         raise ValueError(f"{text!r} is no name of a checkpoint; they look like e0007-s000000012000")
-    if not _PIN_NAME.fullmatch(name):
+    if not isinstance(name, str) or not _PIN_NAME.fullmatch(name):
         raise ValueError(f"{name!r} can't be a pin's name: give 1 to 128 letters, digits, '_' and '-', not beginning with '_' or '-'")
     return f"pins/{text}/{name}.json"
 

@@ -14,6 +14,7 @@ import atexit
 import dataclasses
 import logging
 import math
+import os
 import queue
 import threading
 import time
@@ -25,7 +26,9 @@ import torch
 import torch.distributed as dist
 
 from .accord import Accord, Word
-from .api import Prepared, look_after, newest_order, next_epoch, prepare, ranks_of
+from .api import Prepared, look_after, newest_order, next_epoch, prepare, ranks_of, word_of
+from .arguments import of_type, order, seconds
+from .bounded import DAEMONS
 from .commits import Commit
 from .errors import SaveAborted, SaveFailed, SaveSkipped
 from .faults import fault_point
@@ -87,8 +90,8 @@ class Saver:
         double_buffer: ``False``: never take a second buffer; a save that is asked for while the one before is being written counts as
             busy.
         timeout_s: how long a save waits for the other ranks to come, and for their votes, and a request for room.
-        group: the ranks that save together; default: all. Only its key-value store is used, no collective. Ranks that make several
-            savers first use them in the same order.
+        group: the ranks that save together; default: all. Only its key-value store is used, no collective. A program that makes the
+            default group anew, of other ranks perhaps, keeps its saver.
     """
 
     def __init__(
@@ -103,8 +106,13 @@ class Saver:
     ) -> None:
         if when_busy not in ("skip", "wait"):
             raise ValueError(f"when_busy is {when_busy!r}; give 'skip' or 'wait'")
+        seconds("timeout_s", timeout_s)
+        if retention is not None:
+            of_type("retention", retention, Retention, "give Retention(keep_last=2), for example, or none")
         self.store: ObjectStore = store_of(root)
         self.timeout_s = timeout_s
+        self._root = root
+        self._process = os.getpid()
         self._when_busy = when_busy
         self._group = group
         self._most = 2 if double_buffer else 1
@@ -148,20 +156,26 @@ class Saver:
         """
         if self._closed:
             raise ValueError("this saver is closed; make a new one")
+        if self._process != os.getpid():
+            raise ValueError("this saver was made before this process was forked, its thread is in the other one; make a new one here")
         began = time.perf_counter()
         rank, world = ranks_of(self._group)
-        if self._accord is None:
-            self._accord = Accord(self._group, rank, world)
+        if self._accord is None or not self._accord.serves(self._group, rank, world):
+            if self._accord is not None and not dist.is_initialized():
+                raise ValueError(f"the process group of {self._accord.world} ranks that this saver saved with is no more; make it anew")
+            self._accord = Accord(self._group, rank, world, self._root)
         if self._when_busy == "wait":
             self._writer.wait_for_room(self._most, self.timeout_s)
         bound_s = 3 * self.timeout_s + EXIT_S
         handle = SaveHandle(step, bound_s)
         job = _Job(step, epoch, self._accord, self._accord.key(step), Word(), handle, self.timeout_s)
         try:
-            job.prepared = prepare(state, step, world, rank, meta, metrics, aux)
+            job.step, job.epoch = order(step, epoch)
+            handle.step = job.step
+            job.prepared = prepare(state, job.step, world, rank, meta, metrics, aux)
             layout = self._layouts.of(job.prepared.pieces)
-        except Exception as error:
-            job.prepared, job.word = None, Word(problem=str(error) or type(error).__name__)
+        except BaseException as error:
+            job.prepared, job.word = None, word_of(error)
             self._writer.put(job)
             raise
         if self._writer.busy(self._most):
@@ -217,6 +231,8 @@ class Saver:
             return
         self._closed = True
         _OPEN.discard(self)
+        if self._process != os.getpid():
+            return  # a child that was forked (a data loader's worker): the thread, and the save, are its parent's
         if not self._writer.idle(3 * self.timeout_s if timeout_s is None else timeout_s, tended=True):
             self._writer.abort("its saver was closed before it was written")
         trouble = self._writer.trouble()
@@ -257,6 +273,10 @@ class Saver:
                 handle.begin_copy()  # from a GPU it only begins here; beside another save the writer's thread would come to it too late
         except Exception as error:  # out of memory: the other ranks must hear of it rather than wait
             job.word = Word(problem=f"the state could not be copied: {error}")
+        except BaseException as error:
+            job.word = word_of(error)
+            writer.put(job)
+            raise
         job.began = time.perf_counter()
         handle.stall_s = job.began - began
         writer.put(job)
@@ -316,7 +336,7 @@ class _Writer:
             self._handles += [job.handle] if job.prepared is not None else []
             if self._thread is None:
                 # Daemon: a store that hangs must not keep the process from ending; _close_all waits for it within bounds.
-                self._thread = threading.Thread(target=self._live, name="checkpoint-writer", daemon=True)
+                self._thread = threading.Thread(target=self._live, name=f"{DAEMONS}writer", daemon=True)
                 self._thread.start()
         self._queue.put(job)
 
@@ -404,16 +424,17 @@ class _Writer:
             return None
         try:
             if cancelled():
-                job.accord.tell(job.key, Word(problem="given up before it began"))
+                job.accord.tell(job.key, Word(left="given up before it began"))
                 raise SaveAborted(f"step {job.step}: this save was given up before it began; earlier checkpoints are untouched")
-            if job.word.problem is None:
+            if job.word == Word():
                 try:
                     job.handle.wait_staged()
                 except Exception as error:
                     job.word = Word(problem=f"the state could not be copied: {error}")
-            if job.word.problem is not None:
+            trouble = job.word.problem or job.word.left
+            if trouble is not None:
                 job.accord.tell(job.key, job.word)
-                raise SaveFailed(f"step {job.step}: {job.word.problem}; earlier checkpoints are untouched")
+                raise SaveFailed(f"step {job.step}: {trouble}; earlier checkpoints are untouched")
             verdict = job.accord.agree(job.key, job.word, lambda: self._name(job), job.timeout_s, cancelled)
             if verdict.fate == "busy":
                 if job.accord.rank == 0:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .arguments import whole
 from .digest import BLOCK_BYTES, CHUNK_BYTES, aligned_buffer, block_sums, digest_of, one_ahead, root_of, view_of
 from .errors import SaveAborted, SaveFailed
 from .faults import fault_point
@@ -82,6 +83,7 @@ def write_shard(
     aux: Mapping[str, Any] | None = None,
     step: int,
     epoch: int,
+    cancelled: Callable[[], bool] = lambda: False,
     block_bytes: int = BLOCK_BYTES,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Vote:
@@ -95,18 +97,20 @@ def write_shard(
         pieces: in the model's order; also those of zero elements, so that every rank names every tensor.
         aux: JSON-able state of this rank alone: random generators, ...
         step, epoch: completed steps, and the incarnation of the run (its generation): together the order of commits.
+        cancelled: asked before each chunk.
         block_bytes: bytes under one checksum, a multiple of 4096.
 
     Raises:
         ValueError: contradicting pieces, or values that JSON can't hold; before anything is written.
         SaveFailed: the storage refused (full, read-only, failing): nothing is committed, earlier commits are untouched.
+        SaveAborted: cancelled; nothing of the object is left.
     """
     _check(attempt, rank, step, epoch, block_bytes)
     check_meta(aux or {}, "aux")
     plan = plan_object(pieces, _about(attempt, rank, step, epoch))
     pinned = any(p.data.is_cuda for p in pieces)
     sums: list[int] = []
-    chunks = _copied(plan, sums, block_bytes, max(block_bytes, chunk_bytes // block_bytes * block_bytes), pinned)
+    chunks = _copied(plan, sums, block_bytes, max(block_bytes, chunk_bytes // block_bytes * block_bytes), pinned, cancelled)
     raw = None if aux is None else encode_aux(aux)
     return _write(store_of(root), chunks, plan.bytes, plan.pieces, sums, attempt, rank, raw, step, epoch, block_bytes)
 
@@ -153,8 +157,7 @@ def encode_aux(aux: Mapping[str, Any]) -> bytes:
 def _check(attempt: str, rank: int, step: int, epoch: int, block_bytes: int) -> None:
     check_attempt(attempt)
     for what, value in (("rank", rank), ("step", step), ("epoch", epoch)):
-        if value < 0:
-            raise ValueError(f"{what} is {value}; give a number from 0 on")
+        whole(what, value, remedy="give a number from 0 on")
     if block_bytes <= 0 or block_bytes % ALIGNMENT:
         raise ValueError(f"block_bytes is {block_bytes}; give a multiple of {ALIGNMENT}")
 
@@ -198,13 +201,16 @@ def _write(
     return Vote(attempt, rank, step, epoch, ObjectEntry(key, rank, size, block_bytes, words, root_of(words)), aux_entry, pieces)
 
 
-def _copied(plan: ObjectPlan, sums: list[int], block_bytes: int, chunk_bytes: int, pinned: bool) -> Generator[memoryview]:
+def _copied(
+    plan: ObjectPlan, sums: list[int], block_bytes: int, chunk_bytes: int, pinned: bool, cancelled: Callable[[], bool]
+) -> Generator[memoryview]:
     """The object in chunks, each hashed in the buffer that is then written: what the disk gets is what was summed."""
     offsets = range(0, plan.bytes, chunk_bytes)
     buffers = [aligned_buffer(min(chunk_bytes, plan.bytes), pinned=pinned) for _ in offsets[:2]]
 
     def filled() -> Generator[memoryview]:
         for index, offset in enumerate(offsets):
+            _go_on(cancelled)
             buffer = buffers[index % 2][: min(chunk_bytes, plan.bytes - offset)]
             plan.fill(buffer, offset)
             view = view_of(buffer)
@@ -222,10 +228,14 @@ def _in_place(
 
     def hashed() -> Generator[memoryview]:
         for offset in range(0, len(whole), chunk_bytes):
-            if cancelled():
-                raise SaveAborted("this save was given up before all was written; earlier checkpoints are untouched")
+            _go_on(cancelled)
             view = whole[offset : offset + chunk_bytes]
             sums.extend(block_sums(view, block_bytes))
             yield view
 
     return one_ahead(hashed()) if len(whole) > chunk_bytes else hashed()
+
+
+def _go_on(cancelled: Callable[[], bool]) -> None:
+    if cancelled():
+        raise SaveAborted("this save was given up before all was written; earlier checkpoints are untouched")

@@ -139,8 +139,12 @@ def store_of(root: Root) -> ObjectStore:
         ValueError: an empty or ill-formed root, or a URL of a kind that nothing here serves.
     """
     if not isinstance(root, (str, os.PathLike)):
+        if not isinstance(root, ObjectStore):
+            raise ValueError(f"checkpoint root is {root!r}; give a folder's path, a URL or a store")
         return root
     text = os.fspath(root)
+    if not isinstance(text, str) or "\0" in text:
+        raise ValueError(f"checkpoint root is {text!r}; give a path of text, without zero bytes")
     if not text:
         raise ValueError("checkpoint root is empty; give a folder's path or a URL")
     scheme, found, rest = text.partition("://")

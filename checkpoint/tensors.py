@@ -72,10 +72,12 @@ def local_part(name: str, tensor: torch.Tensor, world: int, rank: int) -> LocalP
     """This rank's part of ``tensor``. A plain tensor counts as replicated over all ``world`` ranks.
 
     Raises:
-        ValueError: a pending reduction, a placement other than Shard and Replicate, or no data: with the remedy.
+        ValueError: a pending reduction, a placement other than Shard and Replicate, a quantized type, or no data: with the remedy.
     """
     if tensor.layout != torch.strided:
         raise ValueError(f"tensor {name!r} has layout {tensor.layout}; only dense tensors can be stored: call to_dense() first")
+    if tensor.is_quantized:
+        raise ValueError(f"tensor {name!r} is of the quantized type {tensor.dtype}, whose scales are not stored: call dequantize() first")
     with torch.no_grad():
         if hasattr(tensor, "local_intervals"):
             part = _ragged(name, tensor)

@@ -314,10 +314,32 @@ def async_failing_rank(rank: int, world: int, root: str) -> Any:
                 told[name] = f"ValueError: {error}"
         if rank != 2:
             told["alone"] = str(ckpt.Saver(store, timeout_s=0.5).async_save(state, 31).exception(20))
+        if rank != 2:
+            try:
+                ckpt.save(state, store, 32, timeout_s=0.5)
+            except ckpt.SaveFailed as error:
+                told["missed"] = str(error)
+        told["back"] = [saver.async_save(state, 33).wait(20).step, ckpt.save(state, store, 34, timeout_s=20).step]
         told["files"] = len([p for p in os.scandir(f"{root}/data") if any(os.scandir(p.path))])
     dist.barrier()
-    saver.close()
     told["steps"] = [c.step for c in ckpt.ls(root)]
+    told["outside"] = told["gone"] = "nothing"
+    pair = dist.new_group([0, 1])
+    try:
+        ckpt.save(state, store, 40, timeout_s=20, group=pair)
+    except ValueError as error:
+        told["outside"] = str(error)
+    dist.destroy_process_group()
+    try:
+        saver.async_save(state, 41)
+    except ValueError as error:
+        told["gone"] = str(error)
+    # Made anew over a store in which another group has left its words.
+    again = dist.PrefixStore("again", dist.FileStore(f"{root}/../store", world))
+    dist.init_process_group("gloo", store=again, rank=rank, world_size=world, timeout=timedelta(seconds=20))
+    told["anew"] = [saver.async_save(state, 42).wait(20).step, ckpt.save(state, store, 43, timeout_s=20).step]
+    assert saver._accord is not None and saver._accord._group is dist.group.WORLD, "the store of the group before may be gone"
+    saver.close()
     return told
 
 

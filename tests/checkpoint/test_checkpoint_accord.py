@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+import pytest
 import torch.distributed as dist
 
-from vescale_ray.checkpoint.accord import Accord, Word
+from vescale_ray.checkpoint.accord import Accord, Verdict, Word
+from vescale_ray.checkpoint.errors import SaveFailed
 from vescale_ray.checkpoint.polling import pause_after
 
 
-def pair():
+def pair(store=None):
     """Rank 0's and rank 1's accord of one store, as the process group would give them."""
-    store, made = dist.HashStore(), []
+    store, made = store or dist.HashStore(), []
     for rank in (0, 1):
-        accord = Accord(None, rank, 1)
-        accord.world, accord._store = 2, store
+        accord = Accord(None, rank, 1, "root")
+        accord.world, accord._store, accord._shared = 2, store, store
         made.append(accord)
     return store, *made
 
@@ -42,6 +44,56 @@ def test_verdicts_go_when_every_rank_has_come_to_the_next_save():
     assert leader.agree(third, Word(), named, 5.0).fate == "go"
     assert not store.check([f"{second}/verdict"]) and store.check([f"{third}/verdict"])
     assert not any(store.check([f"{key}/r1"]) for key in (second, third))
+
+
+def test_a_rank_that_missed_a_save_finds_the_others_at_the_next_and_nothing_is_left_of_both():
+    store = dist.HashStore()
+    for _ in range(2):  # the second pair: another saver, or the processes of a group made anew over the same store
+        _, leader, other = pair(store)
+        say(store, other.key(5), Word())
+        assert leader.agree(leader.key(5), Word(), named, 5.0).fate == "go", "words of an older saver's save of this step are not taken"
+        assert leader.agree(leader.key(6), Word(), named, 0.05).fate == "failed", "rank 1 has missed it"
+        leader.tell(leader.key(7), Word(busy=True))
+        say(store, other.key(7), Word())
+        for _ in range(2):  # a step may be saved again
+            key, same = leader.key(8), other.key(8)
+            assert key == same and not store.check([f"{key}/verdict"]), "no verdict of before is heard as that of now"
+            say(store, same, Word())
+            assert leader.agree(key, Word(), named, 5.0).fate == "go"
+    before = store.num_keys()
+    for step in range(100, 150):
+        say(store, other.key(step), Word())
+        leader.agree(leader.key(step), Word(busy=step % 3 == 0), named, 5.0)
+    leader.forget()
+    assert store.num_keys() < before, "what was said on a save goes, of skipped ones too"
+
+
+def test_whoever_leaves_a_save_before_it_began_tells_the_others():
+    store, leader, other = pair()
+
+    def interrupted() -> bool:
+        raise KeyboardInterrupt
+
+    key = leader.key(5)
+    with pytest.raises(KeyboardInterrupt):
+        other.agree(key, Word(), named, 5.0, interrupted)
+    assert leader.agree(key, Word(), named, 5.0) == Verdict("failed", text="rank 1: interrupted by KeyboardInterrupt")
+    key = leader.key(6)
+    with pytest.raises(KeyboardInterrupt):
+        leader.agree(key, Word(), named, 5.0, interrupted)
+    assert other.agree(key, Word(), named, 5.0) == Verdict("failed", text="rank 0: interrupted by KeyboardInterrupt")
+    key = leader.key(7)
+    with pytest.raises(SaveFailed, match="rank 0 did not begin this save within 0.1 s"):
+        other.agree(key, Word(), named, 0.05)
+    assert "rank 1: waited in vain" in leader.agree(key, Word(), named, 5.0).text, "nothing is written for a rank that has gone"
+    key = leader.key(8)
+    say(store, key, Word())
+    assert "could not be looked for: no bucket" in leader.agree(key, Word(), fails, 5.0).text
+    assert other.agree(key, Word(), named, 5.0).fate == "failed"
+
+
+def fails():
+    raise ValueError("no bucket")
 
 
 def test_an_unfit_rank_or_one_that_is_missing_stops_the_save_of_all():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,8 @@ from torch import nn
 
 from tests.checkpoint.checkpoint_support import bits, in_subprocess, memory_folder
 from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint import api as api_module
+from vescale_ray.checkpoint import bounded as bounded_module
 from vescale_ray.checkpoint import saver as saver_module
 
 
@@ -283,6 +286,48 @@ def test_a_store_that_never_answers_holds_up_no_training_and_is_told_of_as_an_er
     assert [c.step for c in ckpt.ls(root)] == [1]
 
 
+def test_a_synchronous_save_to_a_store_that_stands_still_ends_with_an_error_and_is_never_committed(root, monkeypatch):
+    monkeypatch.setattr(api_module, "HANG_S", 0.3)
+    ckpt.save({"model": {"w": torch.zeros(3)}}, root, 1)
+    store, w = Slow(root), torch.ones(3)
+    with pytest.raises(ckpt.SaveFailed, match=rf"step 2: given up, {root} has not answered for \d+ s; earlier checkpoints are untouched"):
+        within(5, lambda: ckpt.save({"model": {"w": w}}, store, 2, timeout_s=0.1))
+    w.fill_(7.0)  # the training has gone on
+    store.gate.set()
+    while any(thread.name == f"{bounded_module.DAEMONS}save" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    assert [c.step for c in ckpt.ls(root)] == [1] and len(list(root.rglob("*.safetensors"))) == 1, "it cleared up when it could"
+    monkeypatch.undo()
+    assert ckpt.save({"model": {"w": w}}, store, 2).commit.step == 2
+
+
+def test_a_slow_store_is_waited_for_as_long_as_it_moves(root, monkeypatch):
+    """Longer than it may stand still; and what hangs after the commit costs the commit nothing."""
+    monkeypatch.setattr(api_module, "HANG_S", 0.9)
+    slow = [ckpt.Fault("put_stream", "delay", seconds=0.7)]
+    late = ckpt.FaultyStore(ckpt.PosixStore(root), [*slow, ckpt.Fault("put", "delay", "commits/*", seconds=0.7)])
+    began = time.monotonic()
+    ckpt.save({"model": {"w": torch.ones(3)}}, late, 1, timeout_s=0.1)
+    assert time.monotonic() - began > 1.4 and len(late.fired) == 2
+    monkeypatch.setattr(api_module, "look_after", lambda *_: threading.Event().wait(5))
+    made = within(3, lambda: ckpt.save({"model": {"w": torch.ones(3)}}, root, 2, retention=ckpt.Retention(), timeout_s=0.1))
+    assert made.commit.step == 2
+
+
+def test_ctrl_c_in_a_synchronous_save_leaves_at_once_and_commits_nothing(root):
+    store = Slow(root)
+
+    def press() -> None:
+        store.began.acquire()
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Timer(0.5, store.gate.set).start()
+
+    threading.Thread(target=press).start()
+    with pytest.raises(KeyboardInterrupt):
+        within(4, lambda: ckpt.save({"model": {"w": torch.ones(3 << 20)}}, store, 1))
+    assert not ckpt.ls(root) and not list(root.rglob("*.safetensors"))
+
+
 def test_what_comes_after_a_commit_holds_up_no_copy(root, monkeypatch):
     """Reading back and deleting may take long, or hang: the state of the next save is copied all the same."""
     gate = threading.Event()
@@ -360,7 +405,7 @@ def test_every_sort_of_tensor_goes_through_the_staged_copy_bit_for_bit(root):
 
 
 EXITING = """
-import sys, threading, torch
+import os, sys, threading, torch
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import saver
 class Store(ckpt.PosixStore):
@@ -372,8 +417,18 @@ class Store(ckpt.PosixStore):
 saver.EXIT_S, saver.ABORT_S = 2.0, 0.3
 if sys.argv[2] == "hang": saver.EXIT_S = 0.5
 s = ckpt.Saver(Store(sys.argv[1]))
-s.async_save({"model": {"w": torch.ones(20 << 20, dtype=torch.uint8)}}, 1)
+state = {"model": {"w": torch.ones(20 << 20, dtype=torch.uint8)}}
+s.async_save(state, 1)
 if sys.argv[2] == "raise": raise KeyError("mine")
+if sys.argv[2] == "hang":  # a data loader's worker, forked meanwhile, neither waits for its parent's save nor saves
+    child = os.fork()
+    if child == 0:
+        try:
+            s.async_save(state, 2)
+        except ValueError as error:
+            os.write(1, str(error).encode())
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, "it waited, or was killed"
 """
 
 
@@ -392,6 +447,7 @@ def test_the_interpreter_ends_in_bounded_time_with_a_save_in_flight(root, how, c
     assert "KeyError" in ended.stderr if how == "raise" else "Traceback" not in ended.stderr
     if how == "hang":
         assert ckpt.latest(root) is None and "given up" in ended.stderr
+        assert "this saver was made before this process was forked" in ended.stdout
     else:
         assert ckpt.latest(root).step == 1 and ckpt.verify(root).ok  # type: ignore[union-attr]
 

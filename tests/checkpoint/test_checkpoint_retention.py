@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import random
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 
 from tests.checkpoint.checkpoint_support import memory_folder, random_bits
 from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint import proof, retention
 
 W = random_bits((30, 4), torch.float32, 1)
 
@@ -165,16 +168,32 @@ def test_only_what_was_read_back_counts_and_nothing_verified_goes_for_what_is_no
     report = ckpt.gc(store, rule, grace=ckpt.NO_GRACE)
     assert steps(report.kept) == [3, 4] and report.why[made[3].name] == ("newer",)
     assert any("is damaged and does not count" in p and made[3].name in p and "block 0" in p for p in report.problems)
-    assert store.opened == ["at-e0-s4", "at-e0-s3"], "newest first, and none that goes in any case"
+    assert store.opened == ["at-e0-s4", "at-e0-s4", "at-e0-s3"], "newest first, a bad block once more, and none that goes in any case"
     # Each is read once: what was found right is noted.
     assert [p.parent.name for p in (root / "verified").rglob("*.json")] == [made[2].attempt], "notes of what is gone go too"
     for _ in range(2):
         ckpt.gc(store, rule, grace=ckpt.NO_GRACE)
-    assert store.opened[2:] == ["at-e0-s4"] * 2, "only the damaged one is looked at again: it may have been the reading that failed"
+    assert store.opened[3:] == ["at-e0-s4"] * 4, "only the damaged one is looked at again"
     # One that its writers are reading back themselves is left to them, and counts when they have said so.
     young = make(root, 9)
     assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE, young=young.attempt).kept) == [3, 4, 9]
-    assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE).kept) == [9] and store.opened[4:] == ["at-e0-s4", "at-e0-s9"]
+    assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE).kept) == [9] and store.opened[7:] == ["at-e0-s4", "at-e0-s4", "at-e0-s9"]
+
+
+@pytest.mark.parametrize(("action", "times", "counts"), [("flip", 1, True), ("flip", None, False), ("short", None, False)])
+def test_a_block_that_was_read_wrongly_is_read_once_more_before_its_checkpoint_is_called_damaged(root, action, times, counts):
+    """A file that is cut short between the look at its size and the reading may hold the very bytes that lie in the buffer already."""
+    made = make(root, 1)
+    zeros = ckpt.Fault("read", action, at=4096 + 5 if action == "flip" else 4096, times=times)
+    store = ckpt.FaultyStore(ckpt.PosixStore(root), [zeros])
+    entry = ckpt.open(root).manifest.objects[0]
+    found = proof.prove(store, entry, None)
+    assert (found is None) is counts and store.fired
+    if action == "short":
+        assert found == f"data/{made.attempt}/r00000.safetensors ends at byte 4096 of {made.bytes}"
+        path = root / "data" / made.attempt / "r00000.safetensors"
+        path.write_bytes(path.read_bytes() + b"more")
+        assert f"has {made.bytes + 4} bytes instead of {made.bytes}" in str(proof.prove(ckpt.PosixStore(root), entry, None))
 
 
 def test_a_note_does_not_vouch_for_other_bytes(root):
@@ -184,6 +203,21 @@ def test_a_note_does_not_vouch_for_other_bytes(root):
     note.rename(note.with_name(f"r00000-{'0' * 32}-none.json"))
     damage(root, second)
     assert steps(ckpt.gc(root, ckpt.Retention(keep_last=1), grace=ckpt.NO_GRACE).kept) == [1, 2] and first.step == 1
+
+
+def test_the_rank_s_own_json_is_read_back_too_and_a_note_names_all_that_it_vouches_for(root):
+    made = ckpt.save({"model": {"w": W}}, root, 1).commit
+    manifest = ckpt.open(root).manifest
+    entry, aux = manifest.objects[0], manifest.aux[0]
+    assert proof.prove(ckpt.PosixStore(root), entry, aux) is None
+    others = [(entry, replace(aux, xxh3_128="0" * 32)), (entry, None), (replace(entry, root="0" * 32), aux), (replace(entry, rank=1), aux)]
+    assert len({proof.note_key(*pair) for pair in [(entry, aux), *others]}) == 5
+    path = root / aux.key
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    assert "aux.json was read back with another checksum" in str(proof.prove(ckpt.PosixStore(root), entry, aux))
+    path.unlink()
+    assert "aux.json is missing" in str(proof.prove(ckpt.PosixStore(root), entry, aux)) and made.step == 1
 
 
 def test_every_rank_reads_back_its_own_object_after_the_commit(root):
@@ -239,6 +273,30 @@ def test_a_metric_that_is_no_number_is_never_the_best(mode, value):
     commits = [ckpt.Commit(f"c{n}", "", 0, n) for n in range(3)]
     rule = ckpt.Retention(keep_last=1, keep_best=1, metric="loss", mode=mode)
     assert rule.kept(commits, {"c0": value, "c1": 1.0, "c2": value}) == {"c1": ("best",), "c2": ("last",)}
+
+
+def test_a_pin_that_came_after_a_collection_has_looked_for_pins_keeps_its_checkpoint(root):
+    made = [make(root, step) for step in (1, 2, 3)]
+    ckpt.pin(root, made[0], "reader")
+    before = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("list", "stale", key="pins/*", times=1)])
+    assert steps(ckpt.gc(before, ckpt.Retention(keep_last=1), grace=ckpt.NO_GRACE).kept) == [1, 3] and len(before.fired) == 1
+    assert ckpt.verify(root, made[0]).ok
+
+
+def test_a_checkpoint_that_goes_while_it_is_pinned_is_told_of_and_leaves_no_pin(root):
+    made = make(root, 1)
+    going = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("size", "missing", key=made.key, after=1)])
+    with pytest.raises(ckpt.NoCheckpoint, match="was deleted by a collection while it was being pinned"):
+        ckpt.pin(going, made, "reader")
+    assert not ckpt.pins(root)
+
+
+def test_a_collection_after_a_commit_waits_until_its_ranks_have_read_it_back(root):
+    make(root, 1)
+    made = make(root, 2)
+    entry = ckpt.open(root).manifest.objects[0]
+    threading.Timer(0.3, lambda: proof.prove(ckpt.PosixStore(root), entry, None)).start()
+    assert retention.tend(root, ckpt.Retention(keep_last=1), made, 10.0) == () and steps(c.name for c in ckpt.ls(root)) == [2]
 
 
 def test_a_store_that_refuses_to_delete_never_stops_a_collection(root, monkeypatch):

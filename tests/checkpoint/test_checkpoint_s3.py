@@ -466,22 +466,27 @@ def test_a_process_ends_though_a_reader_is_open_and_a_child_was_forked(fake):
 
 @pytest.mark.slow
 def test_a_process_that_ends_with_an_upload_in_a_background_thread_ends_soon(fake):
-    """As an asynchronous save is when the script returns: no exit handler waits longer than the requests' own time limits."""
+    """An asynchronous save when the script returns: no exit handler waits longer than the requests' own time limits; and the save's thread,
+    which goes on when they are over, does not take the interpreter down."""
     fake.fail("PART", "hang", seconds=60.0, after=1, times=99)
     process = run_script(
         fake,
         """
-        threading.Thread(target=lambda: store.put_stream("data/x/r", chunks(50 << 20), 50 << 20), daemon=True).start()
+        import torch
+        from vescale_ray.checkpoint import saver
+        saver.EXIT_S, saver.ABORT_S = 0.5, 0.1
+        running = ckpt.Saver(store)
+        running.async_save({"model": {"w": torch.ones(50 << 20, dtype=torch.uint8)}}, 1)
         while not store._uploads:
             time.sleep(0.05)
         time.sleep(1)
         """,
     )
     try:
-        process.communicate(timeout=45)
+        _, errors = process.communicate(timeout=45)
     finally:
         process.kill()
-    assert process.returncode == 0 and fake.requests("PART") and not fake.objects
+    assert process.returncode == 0 and "given up" in errors and fake.requests("PART") and not fake.objects, errors
 
 
 def test_missing_credentials_and_an_unreachable_service_are_one_line_with_the_remedy(fake, monkeypatch):

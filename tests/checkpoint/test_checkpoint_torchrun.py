@@ -140,17 +140,22 @@ def test_saved_beside_the_training_on_two_ranks_loads_on_three_bit_for_bit(tmp_p
 
 
 def test_a_failing_slow_unfit_or_missing_rank_means_the_same_to_all_ranks_without_a_collective(tmp_path):
-    told = run_gloo(3, async_failing_rank, str(tmp_path))
+    told = run_gloo(3, async_failing_rank, str(tmp_path / "ckpt"))
     for rank, heard in enumerate(told):
         assert "rank 1 could not write" in heard["full"] and "No space left" in heard["full"]
         assert (heard["after"], heard["sync"]) == (2, "e0000-s000000000003")
-        assert heard["skipped"] == [False, False, True] and heard["steps"] == [2, 3, 10, 11, 20]
+        assert heard["skipped"] == [False, False, True] and heard["steps"] == [2, 3, 10, 11, 20, 33, 34]
         assert heard["skipped at once"] == (rank == 1)
         assert heard["single"] == [20, "the checkpoint of step 21 is skipped: ranks [1] are still writing the ones before", True]
         assert "rank 1: " * (rank != 1) in heard["unfit"] and "JSON can't hold" in heard["unfit"]
         assert heard["unfit sync"].startswith("ValueError") and "JSON can't hold" in heard["unfit sync"]
-        assert heard["files"] == 5, "what failed, or was skipped, has left no object on any rank"
-    assert "ranks [2] of 3 did not come to this save within 0.5 s" in told[0]["alone"] == told[1]["alone"]
+        assert heard["back"] == [33, 34] and heard["files"] == 7, "what failed, or was skipped, has left no object on any rank"
+        assert heard["outside"] == (
+            "nothing" if rank < 2 else "rank 2 is not in the process group that was given; only its members save or load with it"
+        )
+        assert "process group of 3 ranks that this saver saved with is no more" in heard["gone"] and heard["anew"] == [42, 43]
+    for alone in ("alone", "missed"):
+        assert "ranks [2] of 3 did not come to this save within 0.5 s" in told[0][alone] and told[0][alone][7:] == told[1][alone][7:]
 
 
 @pytest.mark.parametrize(

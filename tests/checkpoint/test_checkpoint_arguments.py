@@ -1,0 +1,119 @@
+"""What can't be meant is refused in one sentence, with the value and the remedy, before anything is written."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from vescale_ray import checkpoint as ckpt
+
+loose: Any = ckpt
+W = {"model": {"w": torch.ones(10)}}
+SAVES: list[tuple[dict[str, Any], str]] = [
+    ({"step": "5"}, "step is '5'; give the number of completed steps"),
+    ({"step": 5.5}, "step is 5.5; give the number of completed steps"),
+    ({"step": None}, "step is None"),
+    ({"step": True}, "step is True"),
+    ({"step": -1}, "step is -1"),
+    ({"step": 10**18}, "step is 1000000000000000000"),
+    ({"epoch": "1"}, "epoch is '1'; give the incarnation of the run"),
+    ({"epoch": 1.5}, "epoch is 1.5"),
+    ({"timeout_s": 0}, "timeout_s is 0; give seconds above 0"),
+    ({"timeout_s": math.nan}, "timeout_s is nan"),
+    ({"timeout_s": "10"}, "timeout_s is '10'"),
+    ({"retention": 3}, "retention is a int; give Retention(keep_last=2)"),
+    ({"metrics": {"loss": "low"}}, "metrics.loss is a str; give a number"),
+    ({"metrics": [1]}, "metrics is a list; give a dict"),
+    ({"meta": "x"}, "meta is a str; give a dict"),
+    ({"state": None}, 'the state is a NoneType; give its parts by name, as {"model": model'),
+    ({"state": nn.Linear(1, 1)}, "the state is a Linear"),
+    ({"state": {1: nn.Linear(1, 1)}}, "the state's key 1 is a int; give text"),
+    ({"root": None}, "checkpoint root is None; give a folder's path, a URL or a store"),
+    ({"root": "a\0b"}, "without zero bytes"),
+    ({"root": b"abc"}, "checkpoint root is b'abc'"),
+    ({"group": "mine"}, "group"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), SAVES)
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_a_save_that_can_not_be_meant_writes_nothing(tmp_path, monkeypatch, how, given, words):
+    monkeypatch.chdir(tmp_path)
+    every = {"state": W, "root": tmp_path / "ckpt", "step": 5, **given}
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        if how == "save":
+            ckpt.save(**every)
+        else:
+            made = {name: every.pop(name) for name in ("root", "retention", "timeout_s", "group") if name in every}
+            with ckpt.Saver(**made) as saver:
+                saver.async_save(**every)
+    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+def test_numpys_whole_numbers_are_steps(tmp_path):
+    assert loose.save(W, tmp_path, np.int64(7), epoch=np.int64(2)).commit.name == "e0002-s000000000007"
+    with loose.Saver(tmp_path) as saver:
+        assert saver.async_save(W, np.int64(8)).wait(10).step == 8
+
+
+def test_a_quantized_tensor_is_refused_not_read_beyond_its_end(tmp_path):
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensor = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    with pytest.raises(ValueError, match="'w' is of the quantized type torch.quint8.*dequantize"):
+        ckpt.save({"model": {"w": tensor}}, tmp_path, 1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("arguments")
+    ckpt.save(W, folder, 1)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda root: loose.load({"model": {"w": torch.ones(10)}}, root, include="zz*"),
+            "no tensor of the state fits include='zz*'",
+        ),
+        (lambda root: loose.load(None, root), "the state is a NoneType"),
+        (lambda root: loose.load(W, root, commit=3), "no checkpoint 3 in"),
+        (lambda root: loose.load(W, root, include=3), "3 is no glob of names"),
+        (lambda root: loose.load(W, root, rename=[1]), "rename is a list; give a table"),
+        (lambda root: loose.load(W, root, device="nosuch"), "device is 'nosuch'; give 'cpu'"),
+        (lambda root: loose.open(root, 3), "no checkpoint 3 in"),
+        (lambda root: loose.verify(root, 3), "no checkpoint 3 in"),
+        (lambda root: loose.open(root).to_state_dict(dtype="bf16"), "dtype is a str; give a dtype of torch"),
+        (lambda root: loose.open(root).to_state_dict(device="zzz"), "device is 'zzz'"),
+        (lambda root: loose.gc(root, 3), "retention is a int"),
+        (lambda root: loose.gc(root, ckpt.Retention(), grace=5), "grace is a int"),
+        (lambda root: loose.Retention(keep_last=1.5), "keep_last is 1.5; at least the newest checkpoint must stay"),
+        (lambda root: loose.Retention(keep_every=0.5), "keep_every is 0.5; give 0 (off) or more"),
+        (lambda root: loose.Grace(orphans="1 h"), "orphans of the grace is '1 h'; give seconds"),
+        (lambda root: loose.Grace(readers=math.nan), "readers of the grace is nan"),
+        (lambda root: loose.pin(root, 3, "me"), "3 is no name of a checkpoint"),
+        (lambda root: loose.pin(root, "e0000-s000000000001", 3), "3 can't be a pin's name"),
+        (lambda root: loose.diff(root, root), "give what checkpoint.open(root) returns"),
+        (lambda root: loose.import_dcp(root, 5), "the target is a int; give a module, a state"),
+        (lambda root: loose.choose_interval(math.nan, 1, 100, least_s=1, most_s=10), "cost_s is nan"),
+        (lambda root: loose.choose_interval(1, 1, 100, least_s=10, most_s=1), "least_s up to most_s"),
+        (lambda root: loose.expected_mtbf(-1, 3, 4), "-1 failures in 3 s"),
+    ],
+)
+def test_what_can_not_be_meant_is_one_sentence_and_changes_nothing(root, call, words):
+    before = {path: path.stat().st_mtime_ns for path in Path(root).rglob("*")}
+    with pytest.raises((ValueError, ckpt.CheckpointError), match=re.escape(words)) as caught:
+        call(root)
+    assert "\n" not in str(caught.value) and {path: path.stat().st_mtime_ns for path in Path(root).rglob("*")} == before
