@@ -334,11 +334,12 @@ class _Writer:
             self._slabs += job.slab is not None
             self._handles = [h for h in self._handles if not h.done() or h.trouble()]
             self._handles += [job.handle] if job.prepared is not None else []
+            # Before the thread is started, which waits: an interrupt there must not leave a job that nobody does.
+            self._queue.put(job)
             if self._thread is None:
                 # Daemon: a store that hangs must not keep the process from ending; _close_all waits for it within bounds.
                 self._thread = threading.Thread(target=self._live, name=f"{DAEMONS}writer", daemon=True)
                 self._thread.start()
-        self._queue.put(job)
 
     def idle(self, timeout_s: float, *, tended: bool = False) -> bool:
         with self._change:
