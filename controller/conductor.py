@@ -156,7 +156,6 @@ class Conductor:
         """Have the first workers warm; an outcome if it can't be, or is not wanted any more."""
         wanted, fewest = self.desk.target, self._config.elastic.min_workers
         if self._memo.epoch > 1:
-            self._ledger.restore(None)
             self._crew.adopt(self._ledger.known)
         self._crew.prepare_store()
         deadline = time.monotonic() + self._spec.bounds.start
@@ -494,12 +493,8 @@ class Conductor:
 
     def _adopted(self) -> World:
         """The generation that an earlier life of the controller had launched. Its workers have not stopped for that."""
-        memo, ledger = self._memo, self._ledger
-        world = World(Ticket(memo.current, memo.attempt), memo.members, Source(Origin(memo.origin), memo.step))
-        ledger.state = RunState.RESCALING
-        ledger.restore(world)
-        # A memo is not written again when a change is over: a step of the generation says that it is.
-        ledger.shift = Shift(**memo.shift) if memo.shift and not ledger.has_stepped else None
+        ledger, world = self._ledger, self._ledger.world
+        assert world is not None
         self._inherited = world.ticket
         self._hangs.begin(world.ticket)
         self._crew.adopt(ledger.known)
@@ -603,6 +598,18 @@ class Conductor:
         if state is not self._ledger.state:
             check_transition(self._ledger.state, state)
             self._ledger.moved(state)
+
+
+def take_up(ledger: Ledger, memo: Memo) -> None:
+    """The books as an earlier life of the controller has left them, with the generation that it had launched, if it had."""
+    if not memo.members:
+        ledger.restore(None)
+        return
+    ledger.state = RunState.RESCALING
+    ledger.restore(World(Ticket(memo.current, memo.attempt), memo.members, Source(Origin(memo.origin), memo.step)))
+    # A memo is not written again when a change is over: a step of the generation says that it is.
+    ledger.shift = Shift(**memo.shift) if memo.shift and not ledger.has_stepped else None
+    ledger.publish({})
 
 
 def import_heavy() -> None:
