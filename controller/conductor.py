@@ -308,6 +308,10 @@ class Conductor:
         waiting = {w: r.phase if r is not None else "unheard of" for w, r in reports.items() if r is None or r.phase is not Phase.SAVING}
         bound = policy.park_bound([str(p) for p in waiting.values()], self._spec.bounds.park, FORM_S, self._ledger.step_seconds)
         late = {w: f"still {phase} {bound:.1f} s after the others had left" for w, phase in waiting.items() if not self._crew.doomed(w)}
+        if late and time.monotonic() - first_sign < bound + self._config.elastic.collective_timeout_s:
+            # Who answers, and waits for a rank that is not there any more, is no culprit: its collective has a bound of its own.
+            silent = self._crew.silent(bound / 2)
+            late = {w: why for w, why in late.items() if w in silent or (report := reports[w]) is None or not report.waiting}
         if late and time.monotonic() - first_sign > bound:
             assert self._ledger.world is not None
             end_hung(self._crew, self._ledger, self._ledger.world, late)
