@@ -272,7 +272,8 @@ def nodes_lost(folder: Path, workers: int, rounds: int) -> dict[str, list[float]
 
     each = math.ceil(workers / 2 * CPUS_EACH)
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": OBJECTS, "_system_config": HEALTH}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    # Nodes are added from the saboteur's thread, where no handlers of signals can be set.
+    cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
     try:
         started = [cluster.add_node(num_cpus=each, object_store_memory=OBJECTS) for _ in range(2)]
         config = config_of(folder, workers, "nodes", cluster.address)
