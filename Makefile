@@ -16,7 +16,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 help:
 	@echo "make demo       train a Llama on 3 workers, kill one, grow back (2-4 minutes)"
 	@echo "make test       lint, types and all tests but the slow ones"
-	@echo "make test-slow  the slow ones: chaos, scale, whole demo"
+	@echo "make test-slow  the slow ones: chaos, scale, whole demo, a soak of VESCALE_SOAK_MINUTES (30)"
 	@echo "make gpu-check  everything that needs a GPU; skipped without one"
 	@echo "make lint       ruff and mypy only"
 	@echo "make clean      remove build outputs and caches (not .venv, not runs/)"

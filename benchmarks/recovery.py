@@ -11,6 +11,8 @@ this machine's:
     shrink    `rescale N-1`, all old workers alive
     hang      SIGSTOP of a random worker -> it is ended
     controller  SIGKILL of the controller -> it answers again; the workers go on meanwhile
+    node      a run of its own on two raylets with half of the workers each, Ray's health checks tuned (HEALTH): SIGKILL of one raylet and
+              all that is on it -> the first step of the smaller world begins; then a new node comes
     raytrain  the same model, same ranks, torch's FSDP2 in `ray.train.torch.TorchTrainer`, elastic, sharded checkpoints every 20 steps:
               SIGKILL of a worker -> the first step of the next worker group begins (needs `pip install "ray[train]"`)
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -41,20 +44,29 @@ SEQ_LEN = 16
 STEADY = 5
 """Steps of a world before the next thing happens to it."""
 WAIT_S = 180.0
+CPUS_EACH = 0.5
+OBJECTS = 200 << 20
+HEALTH = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+"""Ray's own settings take 13 s to declare a node dead. Training does not wait for that; a replacement's place does."""
 
 
-def config_of(folder: Path, workers: int) -> Any:
+def config_of(folder: Path, workers: int, name: str = "recovery", address: str = "local") -> Any:
     from vescale_ray.config import parse_config
 
     return parse_config(
         {
-            "run": {"name": "recovery", "dir": str(folder)},
+            "run": {"name": name, "dir": str(folder)},
             "model": MODEL,
             "data": {"corpus": "stdlib", "seq_len": SEQ_LEN, "eval_samples": 0},
             "train": {"steps": 1_000_000, "slots": workers, "slot_batch": 1, "threads": 1, "device": "cpu"},
             "elastic": {"workers": workers, "min_workers": 1, "snapshot_every": 1, "replace_lost": True},
             "checkpoint": {"every": 0, "keep_last": 1},
-            "ray": {"address": "local", "cpus_per_worker": 0.4},
+            "ray": {"address": address, "cpus_per_worker": CPUS_EACH},
         }
     )
 
@@ -131,6 +143,10 @@ class Saboteur:
         time.sleep(self.random.random() * 0.5)  # anywhere in a step
         began = time.time()
         os.kill(pid, how)
+        self.recovered(name, began)
+
+    def recovered(self, name: str, began: float) -> None:
+        """Note how long the recovery from what happened at ``began`` took; wait until there are as many workers as before."""
         event = self.rescaled(began)
         first = self.until(lambda: [x for x in self.lines() if x["generation"] >= event["generation"] and x["time"] > began], "a step")[0]
         if name == "hang":
@@ -194,22 +210,45 @@ class Saboteur:
                 return int(name)
         return None
 
-    def work(self, skip: set[str]) -> None:
+    def all_of_it(self, skip: set[str]) -> None:
+        """Rounds of what happens to workers, then the controller's kills."""
+        for index in range(self.rounds):
+            for name, act in {
+                "kill": lambda: self.lose(signal.SIGKILL),
+                "rescale": self.rescale,
+                "hang": lambda: self.lose(signal.SIGSTOP),
+            }.items():
+                if name not in skip:
+                    act()
+            print(f"round {index + 1} of {self.rounds}", file=sys.stderr, flush=True)
+        for _ in range(self.kills if "controller" not in skip else 0):
+            self.controller()
+
+    def nodes(self, cluster: Any, started: list[Any], cpus: int) -> None:
+        """Rounds of a node that is lost and a new one that comes."""
+        for index in range(self.rounds):
+            self.steady(self.workers)
+            node = started.pop(self.random.randrange(len(started)))
+            victims = [e["pid"] for e in self.events("worker_started") if e["node"] == node.node_id]
+            raylet = node.all_processes["raylet"][0].process.pid
+            time.sleep(self.random.random() * 0.5)
+            began = time.time()
+            for pid in (raylet, *victims):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass  # a worker of an earlier round
+            cluster.remove_node(node, allow_graceful=False)
+            started.append(cluster.add_node(num_cpus=cpus, object_store_memory=OBJECTS))
+            self.recovered("node", began)
+            print(f"node {index + 1} of {self.rounds}", file=sys.stderr, flush=True)
+
+    def work(self, act: Callable[[], None]) -> None:
         from vescale_ray import client
 
         try:
             self.steady(self.workers)
-            for index in range(self.rounds):
-                for name, act in {
-                    "kill": lambda: self.lose(signal.SIGKILL),
-                    "rescale": self.rescale,
-                    "hang": lambda: self.lose(signal.SIGSTOP),
-                }.items():
-                    if name not in skip:
-                        act()
-                print(f"round {index + 1} of {self.rounds}", file=sys.stderr, flush=True)
-            for _ in range(self.kills if "controller" not in skip else 0):
-                self.controller()
+            act()
         except BaseException as error:
             self.error = error
         finally:
@@ -221,15 +260,43 @@ class Saboteur:
 
 def ours(folder: Path, workers: int, rounds: int, kills: int, skip: set[str]) -> dict[str, list[float]]:
     """The run, and what was done to it."""
+    os.environ["VESCALE_RECOVERY"] = str(os.getpid())  # marks the processes of this run's Ray
+    config = config_of(folder, workers)
+    saboteur = Saboteur(config, workers, rounds, kills, seed=1)
+    return carried_out(config, saboteur, lambda: saboteur.all_of_it(skip))
+
+
+def nodes_lost(folder: Path, workers: int, rounds: int) -> dict[str, list[float]]:
+    """A run on two nodes, one of which is lost again and again."""
+    from ray.cluster_utils import Cluster
+
+    each = math.ceil(workers / 2 * CPUS_EACH)
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": OBJECTS, "_system_config": HEALTH}
+    # Nodes are added from the saboteur's thread, where no handlers of signals can be set.
+    cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
+    try:
+        started = [cluster.add_node(num_cpus=each, object_store_memory=OBJECTS) for _ in range(2)]
+        config = config_of(folder, workers, "nodes", cluster.address)
+        saboteur = Saboteur(config, workers, rounds, 0, seed=2)
+        found = carried_out(config, saboteur, lambda: saboteur.nodes(cluster, started, each))
+    finally:
+        cluster.shutdown()
+    # What follows a loss is told by the other run: here the replacements' places depend on how fast nodes start.
+    return {name: values for name, values in found.items() if name.startswith("node.")}
+
+
+def carried_out(config: Any, saboteur: Saboteur, act: Callable[[], None]) -> dict[str, list[float]]:
+    """Run until the saboteur is done; what it has found.
+
+    Raises:
+        RuntimeError: the run failed, or lost a sample.
+    """
     from vescale_ray import report
     from vescale_ray.controller.driver import run
     from vescale_ray.data.corpus import load_corpus
     from vescale_ray.data.stream import SampleStream
 
-    os.environ["VESCALE_RECOVERY"] = str(os.getpid())  # marks the processes of this run's Ray
-    config = config_of(folder, workers)
-    saboteur = Saboteur(config, workers, rounds, kills, seed=1)
-    thread = threading.Thread(target=saboteur.work, args=(skip,), daemon=True)
+    thread = threading.Thread(target=saboteur.work, args=(act,), daemon=True)
     thread.start()
     result = run(config)
     thread.join(10)
@@ -344,6 +411,7 @@ def raytrain(folder: Path, workers: int, rounds: int) -> list[float]:
 
 GOALS = {
     "kill.first_step_begins": "< 1.5 s",
+    "node.first_step_begins": "< 4 s",
     "hang.ended": "< max(2 s, 3 steps)",
     "shrink.pause": "< 0.5 s + bytes / bandwidth",
     "grow.pause": "< 0.5 s + bytes / bandwidth",
@@ -360,9 +428,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="2 rounds")
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--controller-kills", type=int, default=None, help="default: twice the rounds")
+    parser.add_argument("--controller-kills", type=int, default=20)
+    parser.add_argument("--node-rounds", type=int, default=None, help="default: as many as the rounds")
     parser.add_argument("--raytrain-rounds", type=int, default=3)
-    parser.add_argument("--skip", default="", help="of kill, rescale, hang, controller, raytrain")
+    parser.add_argument("--skip", default="", help="of kill, rescale, hang, controller, node, raytrain")
     parser.add_argument("--keep", type=Path, default=None, help="keep the run's folder here")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
@@ -374,8 +443,12 @@ def main() -> int:
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="vescale-recovery-") as scratch:
         folder = options.keep or Path(scratch)
-        kills = 2 * rounds if options.controller_kills is None else options.controller_kills
-        found = ours(folder, options.workers, rounds, kills, skip)
+        kills = 4 if options.quick else options.controller_kills
+        found: dict[str, list[float]] = {}
+        if {"kill", "rescale", "hang", "controller"} - skip:
+            found |= ours(folder, options.workers, rounds, kills, skip)
+        if "node" not in skip:
+            found |= nodes_lost(folder, options.workers, options.node_rounds or rounds)
         for name, values in sorted(found.items()):
             figures[name] = figure(values, UNITS.get(name.rpartition(".")[2], "s"), GOALS.get(name), None)
             figures[name]["worst"] = max(values)

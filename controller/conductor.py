@@ -158,7 +158,6 @@ class Conductor:
         """Have the first workers warm; an outcome if it can't be, or is not wanted any more."""
         wanted, fewest = self.desk.target, self._config.elastic.min_workers
         if self._memo.epoch > 1:
-            self._ledger.restore(None)
             self._crew.adopt(self._ledger.known)
         self._crew.prepare_store()
         deadline = time.monotonic() + self._spec.bounds.start
@@ -311,6 +310,10 @@ class Conductor:
         waiting = {w: r.phase if r is not None else "unheard of" for w, r in reports.items() if r is None or r.phase is not Phase.SAVING}
         bound = policy.park_bound([str(p) for p in waiting.values()], self._spec.bounds.park, FORM_S, self._ledger.step_seconds)
         late = {w: f"still {phase} {bound:.1f} s after the others had left" for w, phase in waiting.items() if not self._crew.doomed(w)}
+        if late and time.monotonic() - first_sign < bound + self._config.elastic.collective_timeout_s:
+            # Who answers, and waits for a rank that is not there any more, is no culprit: its collective has a bound of its own.
+            silent = self._crew.silent(bound / 2)
+            late = {w: why for w, why in late.items() if w in silent or (report := reports[w]) is None or not report.waiting}
         if late and time.monotonic() - first_sign > bound:
             assert self._ledger.world is not None
             end_hung(self._crew, self._ledger, self._ledger.world, late)
@@ -497,12 +500,8 @@ class Conductor:
 
     def _adopted(self) -> World:
         """The generation that an earlier life of the controller had launched. Its workers have not stopped for that."""
-        memo, ledger = self._memo, self._ledger
-        world = World(Ticket(memo.current, memo.attempt), memo.members, Source(Origin(memo.origin), memo.step))
-        ledger.state = RunState.RESCALING
-        ledger.restore(world)
-        # A memo is not written again when a change is over: a step of the generation says that it is.
-        ledger.shift = Shift(**memo.shift) if memo.shift and not ledger.has_stepped else None
+        ledger, world = self._ledger, self._ledger.world
+        assert world is not None
         self._inherited = world.ticket
         self._hangs.begin(world.ticket)
         self._crew.adopt(ledger.known)
@@ -607,6 +606,18 @@ class Conductor:
         if state is not self._ledger.state:
             check_transition(self._ledger.state, state)
             self._ledger.moved(state)
+
+
+def take_up(ledger: Ledger, memo: Memo) -> None:
+    """The books as an earlier life of the controller has left them, with the generation that it had launched, if it had."""
+    if not memo.members:
+        ledger.restore(None)
+        return
+    ledger.state = RunState.RESCALING
+    ledger.restore(World(Ticket(memo.current, memo.attempt), memo.members, Source(Origin(memo.origin), memo.step)))
+    # A memo is not written again when a change is over: a step of the generation says that it is.
+    ledger.shift = Shift(**memo.shift) if memo.shift and not ledger.has_stepped else None
+    ledger.publish({})
 
 
 def import_heavy() -> None:

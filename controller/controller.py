@@ -16,17 +16,20 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vescale_ray.config import parse_config
-from vescale_ray.controller.conductor import Conductor, outcome_of
+from vescale_ray.config import RunConfig, parse_config
+from vescale_ray.controller.conductor import Conductor, outcome_of, take_up
 from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo, read_memo, write_memo
 from vescale_ray.controller.metrics import MetricsServer, PortInUse
-from vescale_ray.controller.protocol import NAMESPACE, Outcome, RunSpec
+from vescale_ray.controller.protocol import NAMESPACE, Outcome, RequestRefused, RunSpec
 from vescale_ray.controller.saves import Saves, retention_of
 from vescale_ray.runfolder import RunFolder
 
 _log = logging.getLogger(__name__)
+
+BEGIN_S = 5.0
+"""A command waits for so long for a controller that has just been started."""
 
 
 class Controller:
@@ -66,12 +69,10 @@ class Controller:
             folder.write_control(url, spec.token)
         except OSError as error:
             _log.warning("control.json could not be written: %s", error)
-        done = _committed_attempt(spec.run_id, config.checkpoint_root) if again else None
-        saves = self._saves = Saves(config.checkpoint_root, retention_of(config), self._meta, done, spec.bounds.save)
-        crew = Crew(nursery, spec.bounds.call, memo.epoch)
-        self._conductor = Conductor(spec, config, crew, self._ledger, saves, memo)
+        self._conductor: Conductor | None = None
+        self._begun = threading.Event()
         self._ledger.started()
-        self._thread = threading.Thread(target=self._conduct, name="vescale-conductor", daemon=True)
+        self._thread = threading.Thread(target=self._conduct, args=(nursery, config, memo, again), name="vescale-conductor", daemon=True)
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
@@ -93,25 +94,45 @@ class Controller:
         Raises:
             RequestRefused: with one line.
         """
-        return self._conductor.desk.command(action, dict(body))
+        return self._take(action, dict(body))
 
     def close(self) -> None:
         """Stop listening."""
         self._server.close()
 
-    def _conduct(self) -> None:
-        outcome = outcome_of(self._conductor.run, self._ledger)
-        self._saves.close()
+    def _conduct(self, nursery: Any, config: RunConfig, memo: Memo, again: bool) -> None:
+        """The run's thread. Checkpoints bring torch along, which takes seconds to import: only here, so that a restarted controller
+        answers questions meanwhile."""
+        spec = self._spec
+        saves: Saves | None = None
+
+        def conduct() -> Outcome:
+            nonlocal saves
+            if again:
+                take_up(self._ledger, memo)
+            done = _committed_attempt(spec.run_id, config.checkpoint_root) if again else None
+            saves = Saves(config.checkpoint_root, retention_of(config), self._meta, done, spec.bounds.save)
+            crew = Crew(nursery, spec.bounds.call, memo.epoch)
+            self._conductor = Conductor(spec, config, crew, self._ledger, saves, memo)
+            self._begun.set()
+            return self._conductor.run()
+
+        outcome = outcome_of(conduct, self._ledger)
+        if saves is not None:
+            saves.close()
         self._outcome = outcome
+
+    def _take(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
+        if not self._begun.wait(BEGIN_S):
+            raise RequestRefused(f"the controller has just been started and takes no commands yet; try {action} again")
+        assert self._conductor is not None
+        return self._conductor.desk.command(action, body)
 
     def _serve(self, host: str, remembered: int, wanted: int) -> MetricsServer:
         """Listen where the run listened before, if it can be: whoever scrapes it need not notice the restart."""
 
-        def control(action: str, body: dict[str, Any]) -> dict[str, Any]:
-            return self._conductor.desk.command(action, body)
-
         def listen(port: int) -> MetricsServer:
-            return MetricsServer(host, port, lambda: self._ledger.snapshot, control, self._spec.token)
+            return MetricsServer(host, port, lambda: self._ledger.snapshot, self._take, self._spec.token)
 
         if remembered and not wanted:
             try:
@@ -132,10 +153,15 @@ class Controller:
 
 
 def _committed_attempt(run_id: str, root: str) -> str | None:
-    """The newest attempt that this run has committed, for a controller that begins again."""
+    """The newest attempt that this run has committed, for a controller that begins again. None also where the store does not answer: then
+    the votes for it may come again, and make the same commit."""
     from vescale_ray import checkpoint
 
-    newest = checkpoint.latest(root)
+    try:
+        newest = checkpoint.latest(root)
+    except Exception as error:
+        _log.warning("%s can't be listed: %s", root, error)
+        return None
     return newest.attempt if newest is not None and newest.attempt.startswith(run_id) else None
 
 

@@ -145,14 +145,14 @@ class Crew:
         silent = self.silent(wait_s)
         asked = {w: self.members[w].handle.stacks.remote() for w in there if w not in silent}
         done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=wait_s) if asked else ([], [])
+        infos = {w: self.members[w].info for w in there if asked.get(w) not in done}
+        # All at once: each may be on a machine that answers nothing.
+        refs = {w: self._nursery.stacks.remote(info, wait_s) for w, info in infos.items() if info is not None}
+        refs |= {w: ref for w, ref in asked.items() if ref in done}
         found: dict[str, str] = {}
-        for worker in there:
-            info = self.members[worker].info
+        for worker, ref in refs.items():
             try:
-                if asked.get(worker) in done:
-                    found[worker] = str(ray.get(asked[worker]))
-                elif info is not None:
-                    found[worker] = str(self._ask_nursery("stacks", info, wait_s))
+                found[worker] = str(ray.get(ref, timeout=self._call_s))
             except RayError as error:
                 found[worker] = f"({_one_line(error)})"
         return found

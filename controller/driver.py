@@ -275,21 +275,19 @@ class _Attempt:
             return
         import ray
 
-        from vescale_ray.controller import agent
+        from vescale_ray.controller import agent, nursery
         from vescale_ray.workers.worker import born
 
         if not ray.is_initialized():
             return
-        refs = []
-        if self._controller is not None:
-            refs.append(self._controller.close.remote())
-        if self._nursery is not None:
-            refs.append(self._nursery.close.remote())
-        if refs:
-            ray.wait(refs, num_returns=len(refs), timeout=CLEAN_S)
-        for actor in (self._controller, self._nursery):
-            if actor is not None:
-                ray.kill(actor, no_restart=True)
+        actors = [actor for actor in (self._controller, self._nursery) if actor is not None]
+        closing = [actor.close.remote() for actor in actors]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=CLEAN_S)
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        if self._nursery is not None and not _succeeded(closing[-1]):
+            nursery.give_places_back(str(self._ready.config.run.name), self._run_id)
         # Killed is not gone: whoever reads the final state may rely on it. Elsewhere Ray sees to it within 5 s.
         here = [(pid, since) for pid, since, node in self._status.get("processes", ()) if node == self._cluster.node]
         deadline = time.monotonic() + CLEAN_S
@@ -312,6 +310,17 @@ class _Attempt:
             record.update(state="FAILED", error=str(error) if error else "unknown")
         record.update(finished=time.time(), control_url=None, metrics_url=None, run=self._ready.config.run.name)
         self._folder.write_state(record)
+
+
+def _succeeded(ref: Any) -> bool:
+    """Whether a call has been answered without an error."""
+    import ray
+
+    try:
+        ray.get(ref, timeout=0)
+    except ray.exceptions.RayError:
+        return False
+    return True
 
 
 def _nothing_to_do(config: RunConfig, folder: RunFolder, ready: Preflight) -> RunResult:

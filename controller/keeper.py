@@ -16,7 +16,7 @@ from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.protocol import Source
 from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
-from vescale_ray.workers.messages import Save
+from vescale_ray.workers.messages import Phase, Save
 
 if TYPE_CHECKING:
     from vescale_ray.workers.snapshot import Holding
@@ -133,6 +133,8 @@ class Keeper:
                 if attempt in self._results:
                     return self._results[attempt]
             self.abandon()
+            # Who still writes for the attempt that has failed can neither write again nor join: its order would be refused.
+            self._wait(lambda: not any(self._writes(w) for w in workers), self._save_s)
             problem = next(iter(refused.values()), problem)
         return SaveResult("", self._ledger.step, 0, 0.0, error=problem)
 
@@ -140,6 +142,10 @@ class Keeper:
         if attempt in self._results:
             return True
         return not all(self._crew.alive(w) for w in writers) and not self._saves.committing(attempt)
+
+    def _writes(self, worker: str) -> bool:
+        report = self._crew.report(worker)
+        return report is not None and report.phase is Phase.SAVING
 
     def _held(self, workers: Iterable[str]) -> Mapping[str, Sequence[Holding]]:
         reports = {w: self._crew.report(w) for w in workers if self._crew.alive(w)}

@@ -18,7 +18,7 @@ from vescale_ray.config import RunConfig
 from vescale_ray.controller.metrics import Histogram, RunSnapshot
 from vescale_ray.controller.protocol import RunState, World
 from vescale_ray.controller.saves import SaveResult
-from vescale_ray.data.corpus import bits_per_byte
+from vescale_ray.data.units import bits_per_byte
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Evaluated, Filled, Stepped, WorkerInfo
 

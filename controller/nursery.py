@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from vescale_ray.controller.agent import fetch_stacks, send_signal, start_agent
 from vescale_ray.workers.messages import WorkerInfo
 from vescale_ray.workers.worker import actor_class
 
-AGENT_S = 3.0
-"""An agent that has not answered for so long is on a node that is gone."""
+AGENT_S = 1.0
+"""An agent that has not answered for so long is on a node that is gone, or has stopped; a recovery waits for this."""
 LEAST_CPU = 0.001
 """A placement group can't be of nothing."""
 
@@ -93,8 +93,11 @@ class Nursery:
         """End a worker and give its place back. ``info`` lets it be killed by process id: ``ray.kill`` takes 5 s on a stopped process."""
         with self._lock:
             child = self._children.pop(worker, None)
-        if info is not None:
-            self.signal(info, signal.SIGKILL)
+        if info is not None and info.node == self._node:
+            send_signal(info.pid, info.born, signal.SIGKILL)
+        elif info is not None:
+            # Not waited for: where nobody answers, everyone else would wait, too.
+            self._agent(info.node).signal.remote(info.pid, info.born, signal.SIGKILL)
         if child is not None:
             ray.kill(child.handle, no_restart=True)
             remove_placement_group(child.group)
@@ -117,10 +120,13 @@ class Nursery:
             if node != self._node and node not in self._agents:
                 self._agents[node] = start_agent(node)
 
+    def _agent(self, node: str) -> Any:
+        self.station(node)
+        return self._agents[node]
+
     def _on_node(self, node: str, wait_s: float, method: str, *args: Any) -> Any:
         """What the agent of ``node`` answers; None if the node is gone, and the process with it."""
-        self.station(node)
-        ref = getattr(self._agents[node], method).remote(*args)
+        ref = getattr(self._agent(node), method).remote(*args)
         done, _ = ray.wait([ref], timeout=wait_s)
         try:
             return ray.get(done[0]) if done else None
@@ -144,6 +150,18 @@ def nursery_name(run_id: str) -> str:
     return f"nursery:{run_id}"
 
 
+def give_places_back(name: str, run_id: str) -> None:
+    """Remove the placement groups that a run's nursery has left: none, if it could still close. They would go with the job of the driver's
+    process, which may have more to do."""
+    for found in placement_group_table().values():
+        if found["state"] != "REMOVED" and str(found["name"]).startswith(_tag(name, run_id) + ":"):
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(found["placement_group_id"]))))
+
+
+def _tag(name: str, run_id: str) -> str:
+    return f"{name}:{run_id}"
+
+
 def actor_of(config: Mapping[str, Any], run_id: str, node: str, namespace: str) -> Any:
     """Start a run's nursery on ``node``; its handle."""
     return (
@@ -156,5 +174,5 @@ def actor_of(config: Mapping[str, Any], run_id: str, node: str, namespace: str) 
             max_concurrency=4,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        .remote(config, f"{config['run']['name']}:{run_id}")
+        .remote(config, _tag(config["run"]["name"], run_id))
     )

@@ -29,6 +29,8 @@ import torch.distributed as dist
 # happens while a group exists, the function objects keep that group, and its sockets, for ever. So: now, before any group.
 import torch.distributed.nn.functional
 
+from vescale_ray.workers.lines import Lines
+
 FORM_SECONDS = 15.0
 """Default bound of forming a group; the bound of its collectives is another."""
 
@@ -64,8 +66,8 @@ def form(
     timeout_s: float,
     *,
     form_timeout_s: float = FORM_SECONDS,
-) -> None:
-    """Initialise the default process group of one attempt of one generation.
+) -> Lines:
+    """Initialise the default process group of one attempt of one generation; its connections, for whoever may have to break them.
 
     Args:
         store_host: where the run's ``TCPStore`` listens; it lives outside the workers, since workers die.
@@ -86,23 +88,25 @@ def form(
         raise ValueError("this process still has a process group: call groups.dissolve() before forming the next one")
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} of a world of {world}: ranks go from 0 to {world - 1}")
-    failure = None
+    failure, lines = None, Lines()
     try:
         store = _store(store_host, store_port, prefix, form_timeout_s)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
-            store=store,
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=form_timeout_s),
-            device_id=torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None,
-        )
+        with lines.recorded():
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+                store=store,
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=form_timeout_s),
+                device_id=torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None,
+            )
         dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=timeout_s))
     except Exception as error:
         failure = f"forming {prefix} as rank {rank} of {world} failed within {form_timeout_s:g} s: {describe(error)}"
     if failure:
         dissolve()
         raise GroupFailed(failure)
+    return lines
 
 
 def dissolve() -> None:

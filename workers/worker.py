@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from vescale_ray.workers.lines import Lines
 from vescale_ray.workers.messages import (
     NO_TICKET,
     Evaluated,
@@ -91,6 +92,8 @@ class Worker:
         self._info: WorkerInfo | None = None
         self._warm_error: str | None = None
         self._lifeline = 0
+        self._lines = Lines()
+        """Of the group that the training thread is in."""
         self._pulse: Pulse | None = None
         # Daemon: a hung collective must not keep the process from ending.
         self._thread = threading.Thread(target=self._live, name="vescale-train", daemon=True)
@@ -168,9 +171,12 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def fence(self, ticket: Ticket) -> None:
-        """Take no more orders up to ``ticket``; leave its generation before the next step, if it is still in it."""
+        """Take no more orders up to ``ticket``; leave its generation now, if it is still in it: who waits for a rank that can't be reached
+        would wait for long. (A step is not committed by half for it: that is what the copies are for.)"""
         with self._change:
             self._fenced = max(self._fenced, ticket)
+            if self._ticket <= ticket:
+                self._lines.cut()
 
     @ray.method(concurrency_group="lifeline")
     def lifeline(self, call: int) -> None:
@@ -283,7 +289,13 @@ class Worker:
         seat, config = order.seat, self._config
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         begin = clock()
-        groups.form(seat.store_host, seat.store_port, seat.prefix, seat.rank, seat.world, backend, config.elastic.collective_timeout_s)
+        lines = groups.form(
+            seat.store_host, seat.store_port, seat.prefix, seat.rank, seat.world, backend, config.elastic.collective_timeout_s
+        )
+        with self._change:
+            self._lines = lines
+            if order.ticket <= self._fenced:
+                lines.cut()
         formed = clock()
         trainer: Trainer | None = None
         try:

@@ -1,4 +1,4 @@
-"""A model that hangs, or becomes slow, when it is told to, in the worker that it is told, and how to tell it."""
+"""A model that hangs, fails or becomes slow when it is told to, in the worker that it is told, and how to tell it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import os
 import signal
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.workers.tiny import DropoutModel
 
 FOR_S = 60
+SLOWLY = "VESCALE_TEST_SLOWLY"
+"""Environment variable: seconds that each forward takes longer."""
 
 
 def _word(pid: int) -> Path:
@@ -22,6 +26,7 @@ def _word(pid: int) -> Path:
 
 class HangingModel(DropoutModel):
     def forward(self, tokens: Tensor) -> Tensor:
+        time.sleep(float(os.environ.get(SLOWLY, "0")))
         word = _word(os.getpid())
         if word.exists():
             way = word.read_text()
@@ -29,11 +34,26 @@ class HangingModel(DropoutModel):
                 time.sleep(float(way.removeprefix("slow ")) if tokens.numel() > 1 else 0.0)
                 return super().forward(tokens)
             word.unlink()
-            if way == "lock":
-                ctypes.PyDLL(None).sleep(FOR_S)  # unlike CDLL it keeps the interpreter's lock
-            else:
-                time.sleep(FOR_S)
+            act(way)
         return super().forward(tokens)
+
+
+def act(way: str) -> None:
+    """Hang or fail here and now."""
+    match way:
+        case "lock":
+            ctypes.PyDLL(None).sleep(FOR_S)  # unlike CDLL it keeps the interpreter's lock
+        case "sleep":
+            time.sleep(FOR_S)
+        case "exit":
+            os._exit(13)
+        case "raise":
+            raise RuntimeError("told to fail")
+        case "collective":
+            # One that no other rank enters, with a bound of its own: it fails here alone, as a broken network would have it.
+            dist.monitored_barrier(timeout=timedelta(seconds=0.5))
+        case _:
+            raise AssertionError(way)
 
 
 def model() -> nn.Module:
@@ -41,7 +61,8 @@ def model() -> nn.Module:
 
 
 def hang(pid: int, way: str) -> None:
-    """Have the worker of this process hang: in code that ``sleep``s, that sleeps with the interpreter's ``lock``, or ``stop`` it."""
+    """Have the worker of this process hang in its next forward: in code that ``sleep``s, that sleeps with the interpreter's ``lock``, or
+    ``stop`` it. Or have it ``raise``, ``exit``, or fail in a ``collective``."""
     if way == "stop":
         os.kill(pid, signal.SIGSTOP)
         return

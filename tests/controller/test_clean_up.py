@@ -68,6 +68,10 @@ class Driver:
                 continue
         return found
 
+    def controller(self) -> int:
+        """Process id of the run's controller."""
+        return next(p for p in self.processes() if Path(f"/proc/{p}/cmdline").read_bytes().startswith(b"ray::Controller"))
+
     def wait_for_step(self, step: int) -> None:
         def there() -> bool:
             assert self.process.poll() is None, self.text()
@@ -173,6 +177,18 @@ def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, d
     assert newest is not None and newest.step >= 9 and newest.world == 2 and checkpoint.verify(root).ok
     text = by_ending["failure"].text()
     assert "fewer than elastic.min_workers = 2" in text and f"resumed from step {newest.step}" in text
+
+
+@pytest.mark.slow
+def test_nothing_is_left_either_where_the_driver_is_killed_while_the_controller_is_dead(tmp_path: Path, drivers: list[Driver]) -> None:
+    driver = Driver(tmp_path, elastic_workers=1, train_steps=100_000, checkpoint_every=0)
+    drivers.append(driver)
+    driver.wait_for_step(2)
+    left = driver.sockets() & listening(), ray_folders(driver)
+    os.kill(driver.controller(), signal.SIGKILL)
+    os.kill(driver.process.pid, signal.SIGKILL)
+    assert driver.process.wait(10) == -signal.SIGKILL
+    nothing_left(driver, *left)
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, drivers: list[Driver]) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from vescale_ray.data.corpus import Corpus, CorpusError, bits_per_byte, load_corpus
+from vescale_ray.data.corpus import Corpus, CorpusError, load_corpus
+from vescale_ray.data.units import bits_per_byte
 from vescale_ray.errors import BadInput
 
 

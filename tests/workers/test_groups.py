@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import threading
 import time
 import weakref
@@ -15,12 +17,13 @@ import torch.distributed as dist
 from tests.workers.fleet import Fleet, State
 from vescale_ray.workers import groups
 from vescale_ray.workers.groups import GroupFailed
+from vescale_ray.workers.lines import Lines
 
 HOST = "127.0.0.1"
 
 
 def _form(state: State, port: int, prefix: str, rank: int, world: int, timeout_s: float = 30.0) -> None:
-    groups.form(HOST, port, prefix, rank, world, "gloo", timeout_s)
+    state["lines"] = groups.form(HOST, port, prefix, rank, world, "gloo", timeout_s)
 
 
 def _sum_of_ranks(state: State) -> float:
@@ -80,6 +83,53 @@ def test_survivors_of_a_sigkill_are_out_within_two_seconds_and_meet_again_twenty
         assert max(delays) < 2.0, f"slowest survivor out after {max(delays):.2f} s of a 30 s timeout: {sorted(delays)[-5:]}"
         fds, threads = zip(*usage, strict=True)
         assert max(fds[10:]) <= max(fds[:10]) and max(threads[10:]) <= max(threads[:10]), usage
+
+
+def test_survivors_of_a_rank_that_answers_nothing_are_out_when_their_lines_are_cut_and_it_is_when_it_wakes() -> None:
+    """A machine that has stopped: no socket closes, and every collective would wait for its bound, 30 s."""
+    with Fleet(3) as fleet:
+        prefix = fleet.prefix()
+        fleet.run_each({w: (fleet.port, prefix, w, 3) for w in range(3)}, _form)
+        for worker in range(3):
+            fleet.start(worker, _step_until_cut, 1.0 if worker != 1 else None)
+        time.sleep(0.3)
+        os.kill(fleet.pid(1), signal.SIGSTOP)
+        began = time.monotonic()
+        out = fleet.results([0, 2], timeout=20)
+        assert max(left for _, left, *_ in out.values()) - began < 3.0 and all(released for *_, released in out.values())
+        prefix = fleet.prefix()
+        fleet.run_each({w: (fleet.port, prefix, i, 2) for i, w in enumerate((0, 2))}, _form)
+        assert set(fleet.run([0, 2], _sum_of_ranks).values()) == {1.0}
+        os.kill(fleet.pid(1), signal.SIGCONT)
+        assert fleet.results([1], timeout=10)[1][0].startswith("step: "), "its connections were closed by the others"
+        assert set(fleet.run([0, 2], _sum_of_ranks).values()) == {1.0}
+
+
+def _step_until_cut(state: State, after_s: float | None) -> tuple[str, float, int, int, bool]:
+    if after_s is not None:
+        threading.Timer(after_s, state["lines"].cut).start()
+    return _step_until_a_peer_is_lost(state)
+
+
+def test_lines_that_are_gone_or_belong_to_others_by_now_are_left_alone() -> None:
+    ours, lines = socket.socketpair(), Lines()
+    with lines.recorded():
+        gone = socket.socketpair()
+    numbers = [end.fileno() for end in gone]
+    for end in gone:
+        end.close()
+    again = socket.socketpair()
+    assert {end.fileno() for end in again} == set(numbers), "the numbers are given out again at once"
+    assert lines.cut() == 0
+    for one, other in (ours, again):
+        one.send(b"x")
+        assert other.recv(1) == b"x"
+    with lines.recorded():
+        cut = socket.socketpair()
+    assert lines.cut() > 0 and cut[0].recv(1) == b""
+    assert lines.cut() == 0
+    for end in (*ours, *again, *cut):
+        end.close()
 
 
 def test_forming_with_a_missing_rank_fails_in_the_given_time_and_leaves_nothing_behind() -> None:

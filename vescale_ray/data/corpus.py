@@ -9,7 +9,6 @@ runs can say whether they read the same text; losses on different texts are not 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -82,11 +81,6 @@ class Corpus:
     def describe(self) -> dict[str, str | int]:
         """What run.json and a checkpoint record of the text: JSON-able, a few words."""
         return {"name": self.name, "files": self.files, "heldout_files": self.heldout_files, "bytes": self.bytes, "sha256": self.sha256}
-
-
-def bits_per_byte(nats: float) -> float:
-    """A mean loss in nats per byte as bits per byte; 8 is what guessing gives."""
-    return nats / math.log(2.0)
 
 
 def load_corpus(spec: str, seq_len: int, heldout_fraction: float) -> Corpus:

@@ -1,0 +1,143 @@
+"""A model whose workers fail at an appointed moment: in the n-th forward of the k-th generation that they build, while they build it, or
+while they write the last checkpoint. Which process takes which part does not matter, so each takes the next that is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from tests.controller.hanging import act
+from tests.workers.tiny import DropoutModel
+
+CONTROLLER = b"ray::Controller"
+
+
+@dataclass(frozen=True)
+class Cue:
+    """When ``way`` is to happen to whoever takes it: in the forward of this number (from 1; 0: while the model is built) of the first
+    generation from ``build`` (from 1) on that gets so far; or when it has the last checkpoint ``save``d."""
+
+    way: str
+    build: int = 1
+    forward: int = 0
+    save: bool = False
+
+
+def _folder() -> Path:
+    # Ray's workers leave the process group of whoever started Ray, not the session.
+    return Path(tempfile.gettempdir()) / f"vescale-test-cues-{os.getsid(0)}"
+
+
+@contextmanager
+def cues(*parts: Cue) -> Iterator[None]:
+    """Lay out the parts for a run of :func:`model`."""
+    folder = _folder()
+    folder.mkdir()
+    (folder / "director").write_text(str(os.getpid()))
+    for number, part in enumerate(parts):
+        (folder / f"cue-{number}").write_text(json.dumps(asdict(part)))
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder)
+
+
+def played() -> int:
+    """How many parts have been played."""
+    return len(list(_folder().glob("played-*")))
+
+
+class _Player:
+    """The part that this process has taken."""
+
+    def __init__(self) -> None:
+        self.builds = 0
+        self.cue: Cue | None = None
+        self.name = ""
+
+    def built(self) -> None:
+        self.builds += 1
+        if self.builds == 1:
+            self._take()
+            self._watch_saving()
+        self.at(0)
+
+    def at(self, forward: int, save: bool = False) -> None:
+        cue = self.cue
+        if cue is None or cue.save != save or (not save and (self.builds < cue.build or forward != cue.forward)):
+            return
+        self.cue = None
+        (_folder() / f"played-{self.name}").touch()
+        if "controller" in cue.way:
+            _end_controller()
+        if cue.way in ("kill", "controller and worker"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif cue.way == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif cue.way != "controller":
+            act(cue.way)
+
+    def _take(self) -> None:
+        for path in sorted(_folder().glob("cue-*")):
+            mine = path.with_name(f"taken-{path.name}")
+            try:
+                path.rename(mine)
+            except FileNotFoundError:
+                continue  # another process was faster
+            self.name, self.cue = path.name, Cue(**json.loads(mine.read_text()))
+            return
+
+    def _watch_saving(self) -> None:
+        from vescale_ray.workers import reshard
+
+        whole = reshard.write_checkpoint_shard
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.at(-1, save=True)
+            return whole(*args, **kwargs)
+
+        setattr(reshard, "write_checkpoint_shard", watched)  # noqa: B010
+
+
+_PLAYER = _Player()  # of this process: its models come and go with the generations
+
+
+def _end_controller() -> None:
+    """SIGKILL the controller on this node: the worker's raylet is its parent, too."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            title = Path(f"/proc/{name}/cmdline").read_bytes()
+            parent = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if title.startswith(CONTROLLER) and parent == os.getppid():
+            os.kill(int(name), signal.SIGKILL)
+
+
+class CuedModel(DropoutModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+        self.on_stage = _folder().exists() and (_folder() / "director").read_text() != str(os.getpid())
+        if self.on_stage:
+            _PLAYER.built()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.on_stage:
+            _PLAYER.at(self.forwards)
+        return super().forward(tokens)
+
+
+def model() -> nn.Module:
+    return CuedModel()

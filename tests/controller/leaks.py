@@ -1,0 +1,152 @@
+"""What processes hold, over time: open files, threads, memory, children. A leak is growth that goes on; a robust slope tells it from
+noise, warm-up and a peak."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FIELDS = ("files", "threads", "megabytes", "children")
+MOST = {"files": 8.0, "threads": 6.0, "megabytes": 25.0, "children": 1.5}
+"""Growth within the watched time that is no leak: buffers of connections and arenas of the allocator have no fixed size."""
+SHARE = 0.15
+"""Of the memory at the beginning, that may come besides."""
+WARM_SHARE = 0.25
+"""The first part of a life counts for nothing: caches fill, threads are started."""
+POINTS = 20
+"""A life that was seen less often says nothing."""
+
+
+@dataclass
+class Life:
+    """What one process held at the times at which it was looked at."""
+
+    name: str
+    pid: int
+    times: list[float] = field(default_factory=list)
+    held: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in FIELDS})
+    shared: set[str] = field(default_factory=set)
+    """Files in ``/dev/shm`` that it ever had in its memory."""
+
+    @property
+    def seconds(self) -> float:
+        return self.times[-1] - self.times[0] if self.times else 0.0
+
+    @property
+    def tells(self) -> bool:
+        """Whether it was seen often enough to be judged."""
+        return len(self.times) >= POINTS
+
+    def look(self, children: Mapping[int, int]) -> None:
+        """Add a measurement; none if the process is gone."""
+        root = Path(f"/proc/{self.pid}")
+        try:
+            status = dict(line.split(":", 1) for line in (root / "status").read_text().splitlines() if ":" in line)
+            measured = {
+                "files": float(len(os.listdir(root / "fd"))),
+                "threads": float(status["Threads"]),
+                "megabytes": float(status["RssAnon"].split()[0]) / 1024,
+                "children": float(children.get(self.pid, 0)),
+            }
+            maps = (root / "maps").read_text()
+        except (OSError, KeyError):
+            return
+        self.shared |= {line.rpartition("/dev/shm/")[2].split()[0] for line in maps.splitlines() if "/dev/shm/" in line}
+        self.times.append(time.monotonic())
+        for name, value in measured.items():
+            self.held[name].append(value)
+
+    def growth(self, name: str) -> float:
+        """How much more it held at the end than after its warm-up, by the median of the slopes between all pairs of measurements (Theil
+        and Sen): a fifth of the measurements may be anything."""
+        first = int(len(self.times) * WARM_SHARE)
+        slope = theil_sen(self.times[first:], self.held[name][first:])
+        return slope * (self.times[-1] - self.times[first])
+
+    def leaks(self) -> list[str]:
+        """What grew by more than it may, in words."""
+        if not self.tells:
+            return []
+        found = []
+        for name in FIELDS:
+            grown = self.growth(name)
+            most = MOST[name] + (SHARE * statistics.median(self.held[name]) if name == "megabytes" else 0.0)
+            if grown > most:
+                values = self.held[name]
+                ends = f"{values[0]:.0f} .. {values[-1]:.0f}"
+                found.append(f"{self.name} ({self.pid}): {name} grew by {grown:.1f} in {self.seconds:.0f} s ({ends})")
+        return found
+
+
+def theil_sen(times: Sequence[float], values: Sequence[float], most: int = 300) -> float:
+    """The median of the slopes between all pairs of points (of at most ``most`` points, evenly taken)."""
+    every = max(1, len(times) // most)
+    t, v = times[::every], values[::every]
+    slopes = [(v[j] - v[i]) / (t[j] - t[i]) for i in range(len(t)) for j in range(i + 1, len(t)) if t[j] > t[i]]
+    return statistics.median(slopes) if slopes else 0.0
+
+
+class Watch:
+    """Looks at processes every ``gap_s`` seconds, in a thread.
+
+    Args:
+        who: the processes to look at now, by a name that stays the same for the life of a process.
+    """
+
+    def __init__(self, who: Callable[[], Mapping[str, int]], gap_s: float = 2.0) -> None:
+        self._who, self._gap_s = who, gap_s
+        self.lives: dict[tuple[str, int], Life] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(10)
+
+    def leaks(self) -> list[str]:
+        return [text for life in self.lives.values() for text in life.leaks()]
+
+    def shared_memory_left(self) -> set[str]:
+        """Names in ``/dev/shm`` that were used by someone whom we watched and are still there."""
+        return {name for life in self.lives.values() for name in life.shared} & set(os.listdir("/dev/shm"))
+
+    def table(self, least_s: float) -> str:
+        """Of everyone who lived for so long: what it held after its warm-up, in the middle, and at the end."""
+        rows = []
+        for life in self.lives.values():
+            if life.seconds >= least_s and life.tells:
+                parts = []
+                for name in FIELDS:
+                    values = life.held[name]
+                    at = [int(len(values) * WARM_SHARE), len(values) // 2, len(values) - 1]
+                    parts.append(f"{name} {' '.join(f'{values[i]:.0f}' for i in at)} ({life.growth(name):+.1f})")
+                rows.append(f"{life.name} ({life.pid}), {life.seconds:.0f} s: " + ", ".join(parts))
+        return "\n".join(rows)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._gap_s):
+            children = count_children()
+            for name, pid in self._who().items():
+                self.lives.setdefault((name, pid), Life(name, pid)).look(children)
+
+
+def count_children() -> dict[int, int]:
+    """By process, how many it has, zombies too."""
+    found: dict[int, int] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            parent = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        found[parent] = found.get(parent, 0) + 1
+    return found
+

@@ -1,0 +1,253 @@
+"""Every fault at every moment: while the first generation is built, in its first step (there is no copy of anything yet), while the next
+one is built, in the last step, in the last checkpoint. One run meets them all, one after another, and every bit is the calm run's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.controller.cues import CONTROLLER, Cue, cues, played
+from tests.controller.runs import Finished, carry_out, tiny, until
+from tests.controller.test_runs_on_ray import nothing_left
+from vescale_ray import checkpoint, client
+from vescale_ray.config import RunConfig
+from vescale_ray.controller.driver import ScheduledAction as Act
+from vescale_ray.runfolder import RunFolder
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here"), pytest.mark.timeout(300)]
+STEPS, SLOTS = 12, 6
+
+
+def config_of(folder: Path, name: str, **changes: Any) -> RunConfig:
+    fixed = {
+        "model_factory": "tests.controller.cues:model",
+        "model_units": ["body"],
+        "train_steps": STEPS,
+        "train_slots": SLOTS,
+        "data_eval_samples": 0,
+        "checkpoint_every": 0,
+        "elastic_deterministic": True,
+        "elastic_collective_timeout_s": 6,
+        "elastic_max_recoveries_without_progress": 8,
+    }
+    return tiny(folder, name, **{**fixed, **changes})
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("matrix")
+
+
+@pytest.fixture(scope="module")
+def calm(home: Path, ray_here: None) -> Finished:
+    return carry_out(config_of(home, "calm", elastic_workers=1))
+
+
+ENDS = ("kill", "exit", "stop", "lock", "sleep", "controller and worker")
+"""Ways after which the process is gone. After the others it takes part in the next generation."""
+NOT_IN_A_SAVE = ("raise", "collective", "sleep")
+"""A write that fails is a checkpoint that fails (test_checkpoint_faults); one that takes for ever has its own bound, ``Bounds.save``."""
+
+
+@pytest.mark.parametrize("way", ["kill", "exit", "raise", "collective", "stop", "lock", "sleep", "controller and worker", "controller"])
+def test_at_whatever_moment_a_worker_fails_in_whatever_way_the_run_ends_with_the_same_bits(way: str, home: Path, calm: Finished) -> None:
+    moments = ["start", "first", "rebuild", "last", *(["save"] if way not in NOT_IN_A_SAVE else [])]
+    # Of 6 workers one is gone after each of the first three moments: 3 are left for the last step, with two slots each.
+    per_step = SLOTS // 3 if way in ENDS else 1
+    again = 0 if way == "controller" else 1
+    parts = {
+        "start": Cue(way, 1, 0),
+        "first": Cue(way, 1 + again, 1),
+        "rebuild": Cue(way, 1 + 2 * again, 0),
+        "last": Cue(way, 1 + 3 * again, per_step * STEPS),
+        "save": Cue(way, save=True),
+    }
+    began = time.monotonic()
+    with cues(*(parts[moment] for moment in moments)):
+        finished = carry_out(config_of(home, way.replace(" ", "-"), elastic_workers=6))
+        assert played() == len(moments), finished.events
+    print(f"\n{way}: {time.monotonic() - began:.0f} s, worlds {[len(g) for g in finished.generations()]}", end="")
+    assert finished.result.state == "DONE", finished.result
+    assert finished.losses == calm.losses
+    assert finished.accounting().exact
+    failed = finished.of("generation_failed")
+    if way == "controller":
+        assert not failed and not finished.of("worker_lost") and len(finished.generations()) == 1, "nobody stopped for it"
+        assert len(finished.of("controller_restarted")) >= 2
+    else:
+        assert len(failed) >= 4, "each moment is a generation's end"
+        assert bool(finished.of("worker_lost")) == (way in ENDS)
+    if way == "controller and worker":
+        assert finished.of("controller_restarted")
+    roots = [run.config.checkpoint_root for run in (finished, calm)]
+    ours, theirs = (checkpoint.open(root) for root in roots)
+    assert ours.commit.step == STEPS and checkpoint.verify(roots[0]).ok
+    assert checkpoint.diff(ours, theirs).equal, "the weights or the optimizer's state differ in a bit"
+    nothing_left(finished)
+
+
+def processes(title: bytes) -> list[int]:
+    """Processes whose title begins so, of this process' Ray."""
+    parent = parents()
+    found = []
+    for pid in [pid for pid, its in parent.items() if parent.get(its) == os.getpid()]:
+        try:
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title):
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+def controller_process() -> int | None:
+    return next(iter(processes(CONTROLLER)), None)
+
+
+def parents() -> dict[int, int]:
+    found = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            found[int(name)] = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    return found
+
+
+def answers(run: RunFolder, epoch: int) -> int | None:
+    """The number of the controller's life, if one after ``epoch`` answers."""
+    try:
+        now = int(client.request(run, "status", timeout_s=1.0)["info"]["controller_epoch"])
+    except (client.RunNotAlive, client.CommandRefused):
+        return None
+    return now if now > epoch else None
+
+
+class Sideline:
+    """Does something to a run beside it, then stops it; what went wrong there fails the test."""
+
+    def __init__(self, config: RunConfig, what: Callable[[RunFolder], None]) -> None:
+        self.folder, self._what = RunFolder(config.run_folder), what
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Sideline:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(30)
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        try:
+            until(lambda: len(self.folder.read_metrics()) >= 5, 120, "step 5")
+            self._what(self.folder)
+        except BaseException as error:
+            self.error = error
+        finally:
+            try:
+                client.request(self.folder, "stop", {})
+            except (client.RunNotAlive, client.CommandRefused):
+                pass
+
+
+KILLS = 20
+
+
+@pytest.mark.timeout(600)
+def test_a_controller_that_is_killed_twenty_times_stops_no_worker_and_answers_again_within_five_seconds(home: Path) -> None:
+    config = config_of(home, "twenty", elastic_workers=3, train_steps=1_000_000, model_factory="tests.controller.hanging:model")
+    took: list[float] = []
+
+    def torment(run: RunFolder) -> None:
+        epoch = 1
+        for kill in range(KILLS):
+            began = time.monotonic()
+            os.kill(wait_for(lambda: controller_process(), "a controller"), signal.SIGKILL)
+            if kill % 5 == 4:  # and the next one while it starts
+                gone = time.monotonic()
+                while time.monotonic() < gone + 10 and (pid := controller_process()) is None:
+                    time.sleep(0.02)
+                began = time.monotonic()
+                if pid is not None:
+                    os.kill(pid, signal.SIGKILL)
+            epoch = wait_for(lambda least=epoch: answers(run, least), "an answer")  # type: ignore[misc]
+            took.append(time.monotonic() - began)
+            reached = len(run.read_metrics())
+            until(lambda least=reached: len(run.read_metrics()) > least, 30, "a step that the new controller writes down")  # type: ignore[misc]
+
+    with Sideline(config, torment):
+        finished = carry_out(config)
+    took.sort()
+    print(f"\nanswers again after {took[len(took) // 2]:.2f} s (median), {took[-1]:.2f} s at most", end="")
+    assert finished.result.state == "STOPPED", finished.result
+    assert len(finished.of("controller_restarted")) >= KILLS
+    assert len(finished.generations()) == 1 and len(finished.pids) == 3 and not finished.of("worker_lost", "generation_failed")
+    accounting = finished.accounting()
+    assert accounting.exact and accounting.replayed_steps == 0
+    assert took[len(took) // 2] < 5.0
+    nothing_left(finished)
+
+
+def wait_for(value: Callable[[], int | None], what: str, seconds: float = 60.0) -> int:
+    """The first value that is not None."""
+    found: list[int] = []
+
+    def there() -> bool:
+        one = value()
+        if one is not None:
+            found.append(one)
+        return bool(found)
+
+    until(there, seconds, what)
+    return found[0]
+
+
+def test_a_nursery_that_is_killed_ends_the_run_with_a_line_that_says_so_and_it_resumes(home: Path) -> None:
+    """It owns the workers: they go with it. There is nothing in it that could fail, so this is all that is promised."""
+    model = {"model_factory": "tests.controller.hanging:model"}
+    config = config_of(home, "nursery", elastic_workers=2, train_steps=100_000, checkpoint_every=10, **model)
+    ended: list[float] = []
+
+    def strike(run: RunFolder) -> None:
+        until(lambda: any(e["event"] == "checkpoint_saved" for e in run.read_events()), 60, "a checkpoint")
+        ended.append(time.time())
+        os.kill(wait_for(lambda: next(iter(processes(b"ray::Nursery")), None), "the nursery"), signal.SIGKILL)
+        until(lambda: any(e["event"] == "run_failed" for e in run.read_events()), 30, "the end of the run")
+
+    with Sideline(config, strike):
+        finished = carry_out(config)
+    assert finished.result.state == "FAILED" and "nursery" in str(finished.result.error), finished.result
+    assert finished.of("run_failed")[0]["time"] - ended[0] < 15
+    nothing_left(finished)
+    newest = checkpoint.latest(config.checkpoint_root)
+    assert newest is not None and finished.result.checkpoint == newest.path
+    resumed = carry_out(config, Act(newest.step + 15, "stop"))
+    assert resumed.result.state == "STOPPED" and resumed.accounting().exact
+    nothing_left(resumed)
+
+
+def test_workers_that_are_killed_before_they_are_warm_are_replaced_and_the_run_begins(home: Path, calm: Finished) -> None:
+    config = config_of(home, "cold", elastic_workers=2)
+    killed: list[int] = []
+
+    def watch(status: Mapping[str, Any]) -> None:
+        if status["state"] == "STARTING" and len(killed) < 2:
+            fresh = [pid for pid in processes(b"ray::Worker") if pid not in killed]
+            for pid in fresh[: 2 - len(killed)]:
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+
+    finished = carry_out(config, watch=watch)
+    assert len(killed) == 2 and finished.result.state == "DONE", finished.result
+    assert not set(killed) & set(finished.pids.values())
+    assert finished.losses == calm.losses and finished.accounting().exact
+    nothing_left(finished)
