@@ -14,6 +14,7 @@ Processes, and who owns whom (nothing is detached, so Ray takes everything along
 | ``local_ray`` | a cluster of one's own, or a given one; ``watchdog``: ends the former when the driver is killed |
 | ``nursery``, ``controller`` | the two actors |
 | ``conductor`` | the controller's thread: one generation after another |
+| ``steering`` | who is hired and let go while a generation runs, and when it is asked to stop |
 | ``desk`` | what is wanted: commands and scheduled actions |
 | ``crew`` | the workers as the controller sees them: polls, orders, deaths |
 | ``ledger``, ``memo`` | what the run has done, and the files that say so; what a restart needs |

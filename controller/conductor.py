@@ -3,9 +3,10 @@
     gather -> launch -> watch -> decide -> launch -> watch -> ... -> last checkpoint -> Outcome
 
 ``watch`` lasts as long as a generation: from the orders to form it until nobody is in it any more, whether it ended at a
-boundary that all agreed on or because a member was lost. What follows is ``policy.after_generation``'s answer. Every wait
-is a loop over :meth:`Conductor._tick`, which hears the workers, carries commands in and keeps the books; so commands,
-deaths and checkpoints are dealt with the same way wherever the run is. Nothing here blocks without a bound.
+boundary that all agreed on or because a member was lost; while all goes well, ``steering`` staffs it. What follows is
+``policy.after_generation``'s answer. Every wait is a loop over :meth:`Conductor._tick`, which hears the workers, carries commands in
+and keeps the books; so commands, deaths and checkpoints are dealt with the same way wherever the run is. Nothing here blocks without
+a bound.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from vescale_ray.controller.hang_report import end_hung
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.ledger import Ledger, Shift
 from vescale_ray.controller.memo import Memo, write_memo
-from vescale_ray.controller.nodes import Nodes
 from vescale_ray.controller.protocol import (
     Ending,
     Outcome,
@@ -37,6 +37,7 @@ from vescale_ray.controller.protocol import (
     check_transition,
 )
 from vescale_ray.controller.saves import Saves
+from vescale_ray.controller.steering import Steering
 from vescale_ray.workers.messages import (
     Damaged,
     Evaluated,
@@ -83,23 +84,19 @@ class Conductor:
         root = config.checkpoint_root
         self._cadence = Cadence(config.checkpoint, time.monotonic())
         self._keeper = Keeper(root, spec.run_id, crew, ledger, saves, self._take_number, self._wait, spec.bounds.save, self._cadence)
-        self._nodes = Nodes()
-        self._drained: frozenset[str] = frozenset()
+        self._steering = Steering(spec, config, crew, ledger, saves, self.desk, self._cadence, list(memo.leavers), self._enter)
         patience = config.elastic.hang_timeout_s
         self._hangs = HangWatch(None if patience == "auto" else patience, config.elastic.collective_timeout_s)
-        self._asked: Ticket | None = None
-        self._leavers: list[str] = list(memo.leavers)
         self._inherited: Ticket | None = None
         self._gone: dict[str, str] = {}
         self._store: tuple[str, int] | None = None
-        self._hire_failures: list[str] = []
 
     # ----------------------------------------------------------------------------------------------------------- the whole
 
     def run(self) -> Outcome:
         """The run from where it is to its end. Raises only what is a bug, or the loss of the nursery."""
         import_heavy()
-        self._nodes.start()
+        self._steering.nodes.start()
         ledger = self._ledger
         if self._memo.members:
             ended = self._watch(self._adopted())
@@ -116,7 +113,7 @@ class Conductor:
             match decision:
                 case policy.Go(members, leavers):
                     waited = False
-                    holders = (*members, *leavers, *self._leavers)
+                    holders = (*members, *leavers, *self._steering.leavers)
                     source = self._keeper.source(members, holders)
                     members = self._keeper.seated(members, source, holders)
                     ended = self._watch(self._launch(members, leavers, source))
@@ -136,7 +133,7 @@ class Conductor:
                     raise AssertionError(f"no such decision: {decision} at step {ledger.step}")
 
     def _decide(self, ended: Ending, waited: bool) -> policy.Decision:
-        ready = tuple(w for w in self._crew.ready() if w not in ended.living and w not in self._leavers)
+        ready = tuple(w for w in self._crew.ready() if w not in ended.living and w not in self._steering.leavers)
         situation = policy.Situation(
             stopping=self.desk.stop is not None,
             target=self.desk.target,
@@ -146,7 +143,7 @@ class Conductor:
             replace_lost=self._config.elastic.replace_lost,
             budget=self._budget,
             waited=waited,
-            leaving=self._leaving((*ended.living, *ready)),
+            leaving=self._steering.leaving((*ended.living, *ready)),
         )
         return policy.after_generation(ended, situation)
 
@@ -161,8 +158,8 @@ class Conductor:
         self._crew.prepare_store()
         deadline = time.monotonic() + self._spec.bounds.start
         while len(self._crew.ready()) < wanted:
-            if len(self._hire_failures) > self._config.elastic.max_recoveries_without_progress:
-                return self._failed(f"workers do not start: {self._hire_failures[-1]}")
+            if len(self._steering.hire_failures) > self._config.elastic.max_recoveries_without_progress:
+                return self._failed(f"workers do not start: {self._steering.hire_failures[-1]}")
             for _ in range(wanted - len(self._crew.ready()) - len(self._crew.warming())):
                 self._crew.hire()
             self._tick()
@@ -209,10 +206,10 @@ class Conductor:
         if ledger.world is not None and self._ledger.shift is None:
             ledger.begin_shift("failure", ledger.world.size)  # the first generation failed before it began
         givers = [w for w in source.resume.workers if w not in members] if source.resume is not None else []
-        for worker in {*leavers, *self._leavers} - {*givers, *members}:
-            self._let_go(worker)
-        self._leavers = givers
-        self._asked = None
+        for worker in {*leavers, *self._steering.leavers} - {*givers, *members}:
+            self._steering.let_go(worker)
+        self._steering.leavers = givers
+        self._steering.asked = None
         self._memo = replace(
             self._memo,
             current=world.ticket.generation,
@@ -266,7 +263,7 @@ class Conductor:
         broken = False
         while True:
             self._tick()
-            party = [w for w in (*world.members, *self._leavers) if self._crew.alive(w)]
+            party = [w for w in (*world.members, *self._steering.leavers) if self._crew.alive(w)]
             living = [w for w in party if w in world.members]
             lost = {w: self._gone.get(w, "its process died") for w in world.members if w not in living}
             inside = [w for w in party if not self._is_out(w, world)]
@@ -277,7 +274,7 @@ class Conductor:
                 if hung:
                     end_hung(self._crew, self._ledger, world, {worker: f"it is hung: {why}" for worker, why in hung.items()})
                 else:
-                    self._steer(world)
+                    self._steering.steer(world)
                 continue
             first_sign = first_sign or time.monotonic()
             if not broken and (lost or any(self._fault(w, world) for w in living)):
@@ -330,118 +327,11 @@ class Conductor:
                 self._keeper.distrust(world.source.commit)
             if not self._config.elastic.replace_lost and lost:
                 # The run goes on with those that are left; whoever wants more asks for more.
-                self.desk.want(max(1, min(self.desk.target, len(living) + len(self._outside(living)))), "manual")
+                self.desk.want(max(1, min(self.desk.target, len(living) + len(self._steering.outside(living)))), "manual")
             elif lost:
                 self.desk.reason = "replacement"
             ledger.event("generation_failed", lost=lost, faults={w: f.text for w, f in faults.items()}, attempt=world.ticket.attempt)
         return ending
-
-    def _outside(self, living: Iterable[str]) -> list[str]:
-        """Workers that were hired to join, warm or not."""
-        taken = {*living, *self._leavers}
-        return [w for w in (*self._crew.ready(), *self._crew.warming()) if w not in taken]
-
-    def _steer(self, world: World) -> None:
-        """A generation runs as it should: hire, regroup or stop it, if that is wanted."""
-        ledger = self._ledger
-        if not ledger.all_filled:
-            return
-        for worker in self._leavers:
-            self._let_go(worker)
-        self._leavers = []
-        if self._asked == world.ticket:
-            return
-        if ledger.state in (RunState.STARTING, RunState.RESCALING):
-            self._enter(RunState.RUNNING)
-        if self.desk.stop:
-            self._ask_to_park(world, stop=True)
-            return
-        self._save_if_due(world)
-        self._hear_of_drains(world)
-        leaving = self._leaving(self._crew.ready())
-        staying = [w for w in world.members if w not in leaving]
-        if len(staying) < world.size and len(staying) >= self._config.elastic.min_workers:
-            if self._config.elastic.replace_lost:
-                self.desk.reason = "replacement"  # of those that will come in their place
-            else:
-                self.desk.want(min(self.desk.target, len(staying)), "drain")
-            self._ask_to_park(world, stop=False, reason="drain")
-            return
-        outside = [w for w in self._outside(world.members) if w not in leaving]
-        ready = [w for w in outside if w in self._crew.ready()]
-        if self.desk.target > world.size and self._cannot_grow(world, outside):
-            return
-        todo = policy.staffing(len(staying), len(ready), len(outside) - len(ready), self.desk.target)
-        for _ in range(todo.hire):
-            self._crew.hire()
-        for worker in outside[len(outside) - todo.dismiss :]:
-            self._let_go(worker)
-        if todo.regroup:
-            self._ask_to_park(world, stop=False)
-
-    def _leaving(self, workers: Iterable[str]) -> frozenset[str]:
-        """Those of ``workers`` whose node is about to go."""
-        draining = self._nodes.draining
-        infos = {w: self._crew.info(w) for w in workers} if draining else {}
-        return frozenset(w for w, info in infos.items() if info is not None and info.node in draining)
-
-    def _hear_of_drains(self, world: World) -> None:
-        """Tell of nodes that have begun to drain. Where training can't do without their workers, a checkpoint is made at once."""
-        from vescale_ray.workers.trainer import CHECKPOINT
-
-        draining = self._nodes.draining
-        fresh = draining.keys() - self._drained
-        self._drained = frozenset(draining)
-        leaving = self._leaving(world.members)
-        for node in sorted(fresh):
-            left = draining[node] - time.time()
-            workers = [w for w in leaving if (info := self._crew.info(w)) is not None and info.node == node]
-            self._ledger.event("node_draining", node=node, workers=workers, seconds_left=left if left < float("inf") else None)
-        if fresh and leaving and world.size - len(leaving) < self._config.elastic.min_workers:
-            self._crew.ask(world.members[0], world.ticket, CHECKPOINT)
-
-    def _save_if_due(self, world: World) -> None:
-        """With ``checkpoint.every: auto``: keep the interval up to date, and ask for a checkpoint at the next boundary when it is over."""
-        from vescale_ray.workers.trainer import CHECKPOINT
-
-        now = time.monotonic()
-        interval = self._cadence.news(now, self._ledger.failures)
-        if interval is not None:
-            self._ledger.interval_changed(interval)
-        if self._cadence.due(now, self._saves.busy) and self._crew.ask(world.members[0], world.ticket, CHECKPOINT) is None:
-            self._cadence.begun(now)
-
-    def _cannot_grow(self, world: World, outside: list[str]) -> bool:
-        """Whether the workers that were hired don't come: then train on with those that did."""
-        late = [w for w in self._crew.warming() if self._crew.age(w) > self._spec.bounds.start]
-        if not late and len(self._hire_failures) <= self._config.elastic.max_recoveries_without_progress:
-            return False
-        why = self._hire_failures[-1] if self._hire_failures else f"no place or not warm after {self._spec.bounds.start:g} s"
-        for worker in self._crew.warming():
-            self._let_go(worker)
-        ready = len([w for w in outside if w in self._crew.ready()])
-        self._ledger.event("rescale_abandoned", **{"from": world.size, "to": self.desk.target, "error": why})
-        self.desk.want(world.size + ready, self.desk.reason)
-        return True
-
-    def _ask_to_park(self, world: World, *, stop: bool, reason: str | None = None) -> None:
-        """Have one rank carry the wish into the step's exchange, where all see it: all stop at the same boundary."""
-        from vescale_ray.workers.trainer import RESCALE, STOP
-
-        problem = self._crew.ask(world.members[0], world.ticket, STOP if stop else RESCALE)
-        if problem is not None:
-            return  # it is just leaving; what follows from that is seen in a moment
-        self._asked = world.ticket
-        if stop:
-            self._enter(RunState.STOPPING)
-        else:
-            self._ledger.begin_shift(reason or self.desk.reason, world.size)
-            self._enter(RunState.RESCALING)
-
-    def _let_go(self, worker: str) -> None:
-        info = self._crew.info(worker)
-        self._crew.dismiss(worker)
-        self._ledger.worker_left(worker, info)
 
     # ------------------------------------------------------------------------------------------------------ states to go on from
 
@@ -464,7 +354,7 @@ class Conductor:
 
     def _halt(self, ended: Ending) -> Outcome:
         self._enter(RunState.STOPPING)
-        result = self._keeper.save((*ended.living, *self._leavers))
+        result = self._keeper.save((*ended.living, *self._steering.leavers))
         kept = self._keeper.newest()
         if result is not None and result.kept is None:
             return self._failed(f"stopped at step {self._ledger.step}, but its checkpoint failed: {result.error}")
@@ -476,9 +366,9 @@ class Conductor:
     def _give_up(self, ended: Ending, error: str, refused: bool) -> Outcome:
         """The run has failed: keep what the survivors still hold, if it is more than the newest checkpoint."""
         kept = self._keeper.newest()
-        source = self._keeper.source((), (*ended.living, *self._leavers))
+        source = self._keeper.source((), (*ended.living, *self._steering.leavers))
         if not refused and source.origin is Origin.MEMORY and source.step > (kept.step if kept else 0):
-            self._keeper.save((*ended.living, *self._leavers))
+            self._keeper.save((*ended.living, *self._steering.leavers))
             kept = self._keeper.newest()
         hint = f"; it can be resumed from step {kept.step} ({kept.path})" if kept else ""
         return self._failed(error + hint, refused)
@@ -527,7 +417,7 @@ class Conductor:
             actions=self.desk.actions,
             tries=self._budget.tries,
             high=self._budget.high,
-            leavers=tuple(self._leavers),
+            leavers=tuple(self._steering.leavers),
             stop=self.desk.stop,
             shift=asdict(self._ledger.shift) if self._ledger.shift else None,
         )
@@ -555,7 +445,7 @@ class Conductor:
                     self._gone[worker] = reason
                     self._ledger.worker_lost(worker, info, reason)
                     if info is None:
-                        self._hire_failures.append(reason)
+                        self._steering.hire_failures.append(reason)
         silence = self._spec.bounds.silence or self._config.elastic.collective_timeout_s
         for worker in self._crew.silent(silence):
             self._crew.kill(worker, f"killed: answered nothing for {silence:g} s, its process is hung or stopped")
