@@ -19,6 +19,8 @@ Processes, and who owns whom (nothing is detached, so Ray takes everything along
 | ``crew`` | the workers as the controller sees them: polls, orders, deaths |
 | ``ledger``, ``memo`` | what the run has done, and the files that say so; what a restart needs |
 | ``saves``, ``keeper`` | checkpoints under way; which state to go on from, and keeping what parked workers hold |
+| ``room``, ``growth`` | free places over time; what the run does with them: spares, more workers, wishes for Ray's autoscaler |
+| ``nodes`` | which nodes drain, and what is free on the others |
 | ``policy`` | what to do next: pure functions of values |
 | ``protocol`` | states, transitions, values |
 | ``metrics`` | the HTTP server |

@@ -63,6 +63,8 @@ TICK_S = 0.1
 """Longest wait for news in one round of the loop."""
 ADOPT_S = 3.0
 """A restarted controller hears the workers for this long before it goes on with those that have answered."""
+SILENT_S = 1.0
+"""Of those that could join, one that has owed an answer for so long is the last to be taken."""
 FORM_S = 15.0
 """Bound of forming a group, on the workers (``groups.FORM_SECONDS``)."""
 
@@ -110,6 +112,8 @@ class Conductor:
         waited = False
         while True:
             decision = self._decide(ended, waited)
+            if not isinstance(decision, policy.Go | policy.Await):
+                self._crew.unwish()
             match decision:
                 case policy.Go(members, leavers):
                     waited = False
@@ -133,14 +137,16 @@ class Conductor:
                     raise AssertionError(f"no such decision: {decision} at step {ledger.step}")
 
     def _decide(self, ended: Ending, waited: bool) -> policy.Decision:
-        ready = tuple(w for w in self._crew.ready() if w not in ended.living and w not in self._steering.leavers)
+        silent = self._crew.silent(SILENT_S)
+        ready = [w for w in self._crew.ready() if w not in ended.living and w not in self._steering.leavers]
+        ready.sort(key=lambda w: w in silent)  # a joiner that is stopped would hold up everyone
         situation = policy.Situation(
             stopping=self.desk.stop is not None,
             target=self.desk.target,
             fewest=self._config.elastic.min_workers,
-            ready=ready,
+            ready=tuple(ready),
             warming=len(self._crew.warming()),
-            replace_lost=self._config.elastic.replace_lost,
+            replace_lost=self._config.elastic.replace_lost or self._config.elastic.grow,
             budget=self._budget,
             waited=waited,
             leaving=self._steering.leaving((*ended.living, *ready)),
@@ -182,7 +188,7 @@ class Conductor:
     def _await(self, ended: Ending, workers: int, hire: int) -> bool:
         """Wait until ``workers`` are there, survivors included; whether they came in time."""
         for _ in range(hire):
-            self._crew.hire()
+            self._crew.hire(self._steering.nodes.draining.keys())
         deadline = time.monotonic() + self._spec.bounds.replace
         while time.monotonic() < deadline and not self.desk.stop:
             self._tick()
@@ -325,11 +331,14 @@ class Conductor:
             self._budget = self._budget.failed(causes or [f"{w}: {f.text}" for w, f in faults.items()][:1])
             if any(fault.kind is FaultKind.DATA for fault in faults.values()) and world.source.commit:
                 self._keeper.distrust(world.source.commit)
-            if not self._config.elastic.replace_lost and lost:
-                # The run goes on with those that are left; whoever wants more asks for more.
-                self.desk.want(max(1, min(self.desk.target, len(living) + len(self._steering.outside(living)))), "manual")
-            elif lost:
-                self.desk.reason = "replacement"
+            if lost:
+                fully = self.desk.target == world.size
+                if not self._config.elastic.replace_lost:
+                    # The run goes on with those that are left; whoever wants more asks for more.
+                    left = len(living) + len(self._steering.outside(living))
+                    self.desk.want(max(1, min(self.desk.target, left)), self.desk.reason)
+                if fully or self._config.elastic.replace_lost:
+                    self.desk.reason = "replacement"
             ledger.event("generation_failed", lost=lost, faults={w: f.text for w, f in faults.items()}, attempt=world.ticket.attempt)
         return ending
 
@@ -414,6 +423,7 @@ class Conductor:
             self._memo,
             target=self.desk.target,
             reason=self.desk.reason,
+            ceiling=self.desk.ceiling,
             actions=self.desk.actions,
             tries=self._budget.tries,
             high=self._budget.high,
@@ -438,6 +448,7 @@ class Conductor:
             match one:
                 case Ready(info):
                     self._ledger.worker_started(info)
+                    self._steering.hire_failures.clear()
                 case Heard(report):
                     self._hangs.heard(report, time.monotonic())
                     self._hear(report)

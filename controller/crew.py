@@ -11,13 +11,14 @@ Used from the conductor's thread alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from vescale_ray.controller.protocol import Places
 from vescale_ray.workers.messages import Order, Report, Ticket, WorkerInfo
 
 POLL_WAIT_S = 0.5
@@ -25,6 +26,8 @@ POLL_WAIT_S = 0.5
 POLL_GAP_S = 0.05
 """Between two polls of a worker: a fast step must not make the controller busy (20 polls a second at most)."""
 HELLO_WAIT_S = 5.0
+WISH_GAP_S = 0.5
+"""Between two questions of what the placement groups have got."""
 DEATH_S = 5.0
 """A worker that was killed counts as dead after this long, whether Ray has said so or not."""
 
@@ -96,12 +99,16 @@ class Crew:
         self._call_s = call_s
         self._epoch = epoch
         self.members: dict[str, Member] = {}
+        self.places = Places()
+        """What the placement groups had got when :meth:`wish` last heard of it."""
+        self._wishing: Any = None
+        self._wished = 0.0
 
     # ------------------------------------------------------------------------------------------------------ who is there
 
-    def hire(self) -> str:
-        """Start a worker; it is ``Ready`` some time later."""
-        worker, handle = self._ask_nursery("hire")
+    def hire(self, avoid: Collection[str] = ()) -> str:
+        """Start a worker; it is ``Ready`` some time later. Places that wait for one are not taken on the nodes to ``avoid``."""
+        worker, handle = self._ask_nursery("hire", tuple(avoid))
         self._enroll(worker, handle)
         return str(worker)
 
@@ -156,6 +163,26 @@ class Crew:
             except RayError as error:
                 found[worker] = f"({_one_line(error)})"
         return found
+
+    def wish(self, count: int, avoid: Collection[str] = ()) -> None:
+        """Have ``count`` places wait for workers that are not hired yet, and hear what all places have come to: soon, nothing is waited
+        for here. Call it again and again."""
+        if self._wishing is not None:
+            done, _ = ray.wait([self._wishing], timeout=0)
+            if not done:
+                return
+            self._wishing = None
+            try:
+                self.places = ray.get(done[0])
+            except RayError:
+                pass  # the next question to the nursery that counts will tell
+        if time.monotonic() - self._wished >= WISH_GAP_S:
+            self._wished = time.monotonic()
+            self._wishing = self._nursery.wish.remote(count, tuple(avoid))
+
+    def unwish(self) -> None:
+        """Take back all places that wait for workers."""
+        self._nursery.wish.remote(0, ())
 
     def alive(self, worker: str) -> bool:
         return worker in self.members

@@ -72,6 +72,7 @@ class Ledger:
         self.target = config.elastic.workers
         self.shift: Shift | None = None
         self.step = 0
+        self._spares = self._wishes = 0
         self.control_url: str | None = None
         self.error: str | None = None
         self.warning: str | None = None
@@ -238,6 +239,10 @@ class Ledger:
             self.known[info.worker] = info
             self.event("worker_started", **asdict(info))
 
+    def beside(self, *, spares: int, wishes: int) -> None:
+        """Warm workers beside those that train or are to join; places that are asked of Ray's autoscaler."""
+        self._spares, self._wishes = max(0, spares), wishes
+
     def worker_left(self, worker: str, info: WorkerInfo | None) -> None:
         self.event("worker_left", worker=worker, pid=info.pid if info else None)
 
@@ -323,6 +328,9 @@ class Ledger:
             world_target=self.target,
             world_min=elastic.min_workers,
             world_max=self._config.max_workers,
+            spares=self._spares,
+            spares_target=elastic.spares,
+            places_wanted=self._wishes,
             generation=world.ticket.generation if world else 0,
             started=self._started,
             last_step_time=line.get("time"),

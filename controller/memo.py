@@ -35,6 +35,7 @@ class Memo:
         port: of the HTTP server, so that the address stays the same.
         epoch: how often the controller was started.
         shift: the rescale under way (``ledger.Shift`` as a mapping).
+        ceiling: most workers that the run goes for by itself; 0: nobody has asked for another number.
     """
 
     run_id: str
@@ -54,6 +55,7 @@ class Memo:
     port: int = 0
     epoch: int = 0
     shift: Mapping[str, Any] | None = None
+    ceiling: int = 0
 
 
 def read_memo(folder: str | os.PathLike[str]) -> Memo | None:

@@ -82,6 +82,8 @@ class RunSnapshot:
         tokens: tokens ever trained on, replayed ones included: never falls.
         loss: of the last step, in nats per token; ``bpb``: the same in bits per byte.
         world_target, world_min, world_max: workers wanted, and the bounds.
+        spares, spares_target: warm workers beside those that train; how many are wanted.
+        places_wanted: places that Ray's autoscaler is shown as wanted.
         rescales: count by (direction, reason).
         rescale_phase_seconds: seconds spent in each phase of the rescales.
         worker_failures: count by reason.
@@ -107,6 +109,9 @@ class RunSnapshot:
     world_target: int = 0
     world_min: int = 0
     world_max: int = 0
+    spares: int = 0
+    spares_target: int = 0
+    places_wanted: int = 0
     generation: int = 0
     started: float | None = None
     last_step_time: float | None = None
@@ -330,6 +335,9 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
     yield from gauge("vescale_world_size_target", "Workers that are wanted.", s.world_target)
     yield from gauge("vescale_world_size_min", "Fewest workers that still train.", s.world_min)
     yield from gauge("vescale_world_size_max", "Most workers.", s.world_max)
+    yield from gauge("vescale_spares", "Warm workers beside those that train.", s.spares)
+    yield from gauge("vescale_spares_target", "Spares that are wanted.", s.spares_target)
+    yield from gauge("vescale_places_wanted", "Places for workers that Ray's autoscaler is shown as wanted.", s.places_wanted)
     yield from gauge("vescale_generation", "Number of the set of workers; goes up at every rescale.", s.generation)
     yield from counters("vescale_rescales", "Rescales that were completed.", ("direction", "reason"), s.rescales)
     yield from histogram("vescale_rescale_duration_seconds", "Time without training, from the event to the next step.", s.rescale_seconds)

@@ -159,25 +159,47 @@ def next_members(
 
 @dataclass(frozen=True)
 class Staffing:
-    """While a generation runs: ``hire`` so many more workers; ``dismiss`` so many of those beside it, the newest; ``regroup``: ask
-    it to stop at the next boundary, to form anew."""
+    """While a generation runs: ``hire`` so many more workers, and ``spares`` besides where there is room; ``dismiss`` so many of those
+    beside it, the newest; ``regroup``: ask it to stop at the next boundary, to form anew."""
 
     hire: int = 0
+    spares: int = 0
     dismiss: int = 0
     regroup: bool = False
 
 
-def staffing(world: int, ready: int, warming: int, target: int) -> Staffing:
-    """Whether to hire or to regroup, with ``world`` members, ``ready`` warm workers beside them and ``warming`` on their way.
+def staffing(world: int, ready: int, warming: int, target: int, spares: int = 0) -> Staffing:
+    """Whether to hire or to regroup, with ``world`` members, ``ready`` warm workers beside them and ``warming`` on their way, of whom
+    ``spares`` are to stay beside.
 
-    One regrouping brings in all that were hired: training goes on until the last is warm.
+    One regrouping brings in all that were hired: training goes on until the last is warm. A spare joins where one is missing, and
+    another is hired in its place.
     """
     missing = max(0, target - world)
+    beside = ready + warming
     return Staffing(
-        hire=max(0, missing - ready - warming),
-        dismiss=max(0, ready + warming - missing),
+        hire=max(0, missing - beside),
+        spares=max(0, missing + spares - max(missing, beside)),
+        dismiss=max(0, beside - missing - spares),
         regroup=target < world or 0 < missing <= ready,
     )
+
+
+LONGEST_GAP_S = 3600.0
+
+
+def growth_wait(begun: float | None, now: float, gap_s: float, failed: int) -> float:
+    """Seconds until the next growth may begin; the last began at ``begun``. Each of the last ones that came to nothing (``failed``) doubles
+    the gap, which then is a second at least and an hour at most."""
+    if begun is None:
+        return 0.0
+    gap = gap_s if not failed else max(gap_s, min(max(gap_s, 1.0) * 2.0 ** min(failed, 30), LONGEST_GAP_S))
+    return max(0.0, begun + gap - now)
+
+
+def worth_growing(steps_left: int, step_s: float | None, warm_s: float) -> bool:
+    """Whether a worker that is hired now can be of use: it is warm before half of what is left is done."""
+    return step_s is None or steps_left * step_s > 2.0 * warm_s
 
 
 def check_rescale(workers: object, *, fewest: int, most: int, slots: int, capacity: int | None) -> int:

@@ -90,6 +90,19 @@ class Bounds:
 
 
 @dataclass(frozen=True)
+class Places:
+    """What the run's placement groups have got.
+
+    Attributes:
+        wishes: of those without a worker, the node of each; None: it waits.
+        unplaced: workers that wait for a place.
+    """
+
+    wishes: tuple[str | None, ...] = ()
+    unplaced: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Source:
     """Where a new generation's state comes from, and at which step that is.
 

@@ -14,6 +14,7 @@ from vescale_ray.controller import policy
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.desk import Desk
+from vescale_ray.controller.growth import Growth
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.nodes import Nodes
 from vescale_ray.controller.protocol import RunSpec, RunState, World
@@ -48,11 +49,13 @@ class Steering:
         self._spec, self._config = spec, config
         self._crew, self._ledger, self._saves, self._desk, self._cadence = crew, ledger, saves, desk, cadence
         self._enter = enter
-        self.nodes = Nodes()
+        self.growth = Growth(config, crew, ledger, desk, nodes := Nodes(config.resources_per_worker if config.watches_room else None))
+        self.nodes = nodes
         self.leavers = leavers
         self.asked: Ticket | None = None
         self.hire_failures: list[str] = []
         self._drained: frozenset[str] = frozenset()
+        self._aim = 0
 
     def steer(self, world: World) -> None:
         """A generation runs as it should: hire, regroup or stop it, if that is wanted."""
@@ -77,16 +80,27 @@ class Steering:
             if self._config.elastic.replace_lost:
                 self._desk.reason = "replacement"  # of those that will come in their place
             else:
-                self._desk.want(min(self._desk.target, len(staying)), "drain")
+                spares = [w for w in self.outside(world.members) if w in self._crew.ready() and w not in leaving]
+                self._desk.want(min(self._desk.target, len(staying) + len(spares)), "drain")
             self._ask_to_park(world, stop=False, reason="drain")
             return
-        outside = [w for w in self.outside(world.members) if w not in leaving]
+        for worker in leaving & set(self.outside(world.members)):
+            self.let_go(worker)
+        outside = self.outside(world.members)
         ready = [w for w in outside if w in self._crew.ready()]
-        if self._desk.target > world.size and self._cannot_grow(world, outside):
+        self.growth.tend(world.size, len(ready), len(outside) - len(ready), self.nodes.draining.keys())
+        if self._desk.target > self._aim:
+            self.hire_failures.clear()  # of another time
+        self._aim = self._desk.target
+        if self._aim > world.size and self._cannot_grow(world, outside):
             return
-        todo = policy.staffing(len(staying), len(ready), len(outside) - len(ready), self._desk.target)
-        for _ in range(todo.hire):
-            self._crew.hire()
+        if self._aim <= world.size:
+            self._end_late_spares()
+        todo = policy.staffing(len(staying), len(ready), len(outside) - len(ready), self._aim, self._config.elastic.spares)
+        for _ in range(todo.hire + min(todo.spares, self.growth.spare_places(len(self.hire_failures)))):
+            self._crew.hire(self.nodes.draining.keys())
+            self.growth.hired()
+        self._ledger.beside(spares=len(ready) - max(0, self._aim - len(staying)), wishes=len(self._crew.places.wishes))
         for worker in outside[len(outside) - todo.dismiss :]:
             self.let_go(worker)
         if todo.regroup:
@@ -125,17 +139,29 @@ class Steering:
             self._cadence.begun(now)
 
     def _cannot_grow(self, world: World, outside: list[str]) -> bool:
-        """Whether the workers that were hired don't come: then train on with those that did."""
-        late = [w for w in self._crew.warming() if self._crew.age(w) > self._spec.bounds.start]
-        if not late and len(self.hire_failures) <= self._config.elastic.max_recoveries_without_progress:
+        """Whether workers that were hired don't come: then train on with those that do."""
+        late = self._late(growing=self._desk.reason == "growth")
+        if len(self.hire_failures) > self._config.elastic.max_recoveries_without_progress:
+            late = list(self._crew.warming())
+        elif not late:
             return False
-        why = self.hire_failures[-1] if self.hire_failures else f"no place or not warm after {self._spec.bounds.start:g} s"
-        for worker in self._crew.warming():
+        why = self.hire_failures[-1] if self.hire_failures else f"no place or not warm after {self._crew.age(late[0]):.0f} s"
+        for worker in late:
             self.let_go(worker)
-        ready = len([w for w in outside if w in self._crew.ready()])
         self._ledger.event("rescale_abandoned", **{"from": world.size, "to": self._desk.target, "error": why})
-        self._desk.want(world.size + ready, self._desk.reason)
+        self.growth.ended(complete=False)
+        self._desk.want(min(self._desk.target, world.size + len([w for w in outside if w not in late])), self._desk.reason)
         return True
+
+    def _end_late_spares(self) -> None:
+        for worker in self._late(growing=True):
+            self.hire_failures.append(f"no place or not warm after {self._crew.age(worker):.0f} s")
+            self.let_go(worker)
+
+    def _late(self, *, growing: bool) -> list[str]:
+        """Workers that should have been warm by now; ``growing``: they were hired since there was room, and have no place all the same."""
+        late = [w for w in self._crew.warming() if self._crew.age(w) > self._spec.bounds.start]
+        return late + [w for w in self.growth.misplaced() if growing and w not in late]
 
     def _ask_to_park(self, world: World, *, stop: bool, reason: str | None = None) -> None:
         """Have one rank carry the wish into the step's exchange, where all see it: all stop at the same boundary."""

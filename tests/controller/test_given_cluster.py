@@ -7,58 +7,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.controller.clusters import given
 from tests.controller.runs import alive, environment, tiny, until
 from vescale_ray.runfolder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-HOLD = """
-import sys
-from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-nodes = [cluster.add_node(num_cpus=int(cpus)) for cpus in sys.argv[1:]]
-nodes = {node.node_id: node for node in nodes}
-print(cluster.address, flush=True)
-for line in sys.stdin:
-    cluster.remove_node(nodes.pop(line.strip()), allow_graceful=False)
-    print("gone", flush=True)
-cluster.shutdown()
-"""
-"""Adds nodes with so many CPUs each; ends the one whose id it reads."""
-
-
-@contextmanager
-def cluster(*cpus: int) -> Iterator[tuple[str, Callable[[str], None]]]:
-    """Address of a cluster with nodes of so many CPUs each beside a head without any, and what kills a node's raylet."""
-    command = [sys.executable, "-c", HOLD, *map(str, cpus)]
-    holder = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment(), start_new_session=True
-    )
-    assert holder.stdout is not None and holder.stdin is not None
-    out, into = holder.stdout, holder.stdin
-
-    def end(node: str) -> None:
-        into.write(node + "\n")
-        into.flush()
-        assert out.readline().strip() == "gone"
-
-    try:
-        yield out.readline().strip(), end
-    finally:
-        holder.communicate(timeout=60)
-
-
 @pytest.fixture
 def address() -> Iterator[str]:
-    with cluster(2) as (address, _):
-        yield address
+    with given(2) as cluster:
+        yield cluster.address
 
 
 def start(folder: Path, address: str, *actions: str, **changes: Any) -> tuple[RunFolder, subprocess.Popen[str]]:
@@ -92,23 +56,9 @@ def test_a_stopped_worker_on_another_node_is_killed_there_and_the_cluster_outliv
     print(f"\nworkers gone {seconds:.1f} s after the SIGKILL of the driver", end="")
 
 
-DRAIN = """
-import sys, time
-from ray._raylet import GcsClient
-from ray.core.generated import autoscaler_pb2
-reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-client = GcsClient(address=sys.argv[1])
-accepted, why = client.drain_node(sys.argv[2], reason, "a test", int((time.time() + float(sys.argv[3])) * 1000))
-assert accepted, why
-"""
-
-
-def drain(address: str, node: str, seconds: float) -> None:
-    subprocess.run([sys.executable, "-c", DRAIN, address, node, str(seconds)], check=True, env=environment(), timeout=60)
-
-
 def test_a_node_that_is_about_to_go_is_left_in_time_and_no_step_is_lost(tmp_path: Path) -> None:
-    with cluster(2, 2) as (address, end):
+    with given(2, 2) as cluster:
+        address = cluster.address
         changes = {"elastic_workers": 3, "train_steps": 3000, "ray_cpus_per_worker": 1.0, "checkpoint_every": 0}
         folder, driver = start(tmp_path, address, **changes)
 
@@ -124,7 +74,7 @@ def test_a_node_that_is_about_to_go_is_left_in_time_and_no_step_is_lost(tmp_path
         node = min(nodes, key=nodes.count)
         staying = 3 - nodes.count(node)
         began = time.time()
-        drain(address, node, 20.0)
+        cluster.drain(node, 20.0)
         until(lambda: bool(events("rescaled")), 20, "the rescale")
         (event,) = events("rescaled")
         print(f"\nleft {event['time'] - began:.2f} s after the notice, pause {event['pause_seconds']:.2f} s", end="")
@@ -134,7 +84,7 @@ def test_a_node_that_is_about_to_go_is_left_in_time_and_no_step_is_lost(tmp_path
         assert notice["node"] == node and len(notice["workers"]) == 3 - staying and 10 < notice["seconds_left"] <= 20
         gone = [workers[w]["pid"] for w in notice["workers"]]
         until(lambda: not any(alive(pid) for pid in gone), 10, "the end of the leavers")
-        end(node)
+        cluster.end(node)
         before = steps()
         until(lambda: steps() >= before + 50, 60, "50 more steps")
         os.kill(driver.pid, signal.SIGTERM)
@@ -143,7 +93,8 @@ def test_a_node_that_is_about_to_go_is_left_in_time_and_no_step_is_lost(tmp_path
 
 
 def test_where_training_can_not_do_without_the_node_a_checkpoint_is_made_and_a_replacement_awaited(tmp_path: Path) -> None:
-    with cluster(2, 2) as (address, _):
+    with given(2, 2) as cluster:
+        address = cluster.address
         elastic = {"elastic_workers": 2, "elastic_min_workers": 2, "elastic_replace_lost": True}
         folder, driver = start(tmp_path, address, train_steps=100_000, ray_cpus_per_worker=1.0, checkpoint_every=0, **elastic)
 
@@ -152,7 +103,7 @@ def test_where_training_can_not_do_without_the_node_a_checkpoint_is_made_and_a_r
 
         until(lambda: len(folder.read_metrics()) >= 20, 120, "step 20")
         node = events("worker_started")[0]["node"]
-        drain(address, node, 60.0)
+        cluster.drain(node, 60.0)
         until(lambda: bool(events("rescaled")), 60, "the replacement")
         (event,) = events("rescaled")
         assert (event["to"], event["source"], event["steps_replayed"]) == (2, "memory", 0)

@@ -108,11 +108,17 @@ def test_members_are_as_many_as_wanted_or_as_there_are_and_nobody_is_forgotten(l
     assert not leavers or set(members) <= set(living)
 
 
-@given(world=st.integers(1, 6), ready=st.integers(0, 6), warming=st.integers(0, 6), target=st.integers(1, 8))
-def test_staffing_hires_what_is_missing_and_regroups_when_the_last_is_warm(world: int, ready: int, warming: int, target: int) -> None:
-    todo = policy.staffing(world, ready, warming, target)
-    assert not (todo.hire and todo.dismiss)
-    assert world + ready + warming + todo.hire - todo.dismiss == max(world, target)
+COUNTS = {"world": st.integers(1, 6), "ready": st.integers(0, 6), "warming": st.integers(0, 6), "target": st.integers(1, 8)}
+
+
+@given(**COUNTS, spares=st.integers(0, 3))
+def test_staffing_hires_what_is_missing_keeps_its_spares_and_regroups_when_enough_are_warm(
+    world: int, ready: int, warming: int, target: int, spares: int
+) -> None:
+    todo = policy.staffing(world, ready, warming, target, spares)
+    assert not ((todo.hire or todo.spares) and todo.dismiss)
+    assert world + ready + warming + todo.hire + todo.spares - todo.dismiss == max(world, target) + spares
+    assert todo.hire == max(0, max(world, target) - world - ready - warming), "what is not hired for members is hired for spares"
     assert todo.regroup == (target < world or (target > world and world + ready >= target))
 
 
