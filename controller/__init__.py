@@ -21,6 +21,7 @@ Processes, and who owns whom (nothing is detached, so Ray takes everything along
 | ``saves``, ``keeper`` | checkpoints under way; which state to go on from, and keeping what parked workers hold |
 | ``room``, ``growth`` | free places over time; what the run does with them: spares, more workers, wishes for Ray's autoscaler |
 | ``nodes`` | which nodes drain, and what is free on the others |
+| ``budget``, ``evidence`` | what a run may go through, by cause; what one that is given up leaves for whoever has to find out why |
 | ``policy`` | what to do next: pure functions of values |
 | ``protocol`` | states, transitions, values |
 | ``metrics`` | the HTTP server |

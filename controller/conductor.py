@@ -19,9 +19,11 @@ from dataclasses import asdict, replace
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
+from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.crew import Crew, Heard, Lost, News, Ready
 from vescale_ray.controller.desk import Desk
+from vescale_ray.controller.evidence import Evidence
 from vescale_ray.controller.hang import HangWatch
 from vescale_ray.controller.hang_report import end_hung
 from vescale_ray.controller.keeper import Keeper
@@ -81,7 +83,11 @@ class Conductor:
         self._spec, self._config = spec, config
         self._crew, self._ledger, self._saves = crew, ledger, saves
         self._memo = memo
-        self._budget = policy.Budget(config.elastic.max_recoveries_without_progress, memo.tries, memo.high)
+        used = {Cause(cause): count for cause, count in memo.total.items()}
+        self._budget = Budget(Limits.of(config.elastic), memo.crashes, memo.nodes, memo.controllers, used, memo.high)
+        if memo.epoch > 1:
+            self._budget = self._budget.failed([Cause.CONTROLLER], [])
+        self._evidence = Evidence()
         self.desk = Desk(spec, config, crew, ledger, memo, self._remember)
         root = config.checkpoint_root
         self._cadence = Cadence(config.checkpoint, time.monotonic())
@@ -90,7 +96,7 @@ class Conductor:
         patience = config.elastic.hang_timeout_s
         self._hangs = HangWatch(None if patience == "auto" else patience, config.elastic.collective_timeout_s)
         self._inherited: Ticket | None = None
-        self._gone: dict[str, str] = {}
+        self._gone: dict[str, Lost] = {}
         self._store: tuple[str, int] | None = None
 
     # ----------------------------------------------------------------------------------------------------------- the whole
@@ -100,6 +106,8 @@ class Conductor:
         import_heavy()
         self._steering.nodes.start()
         ledger = self._ledger
+        if self._budget.controllers and self._budget.verdict is not None:
+            return self._give_up(Ending(()), self._budget.verdict, refused=False)
         if self._memo.members:
             ended = self._watch(self._adopted())
         else:
@@ -271,14 +279,14 @@ class Conductor:
             self._tick()
             party = [w for w in (*world.members, *self._steering.leavers) if self._crew.alive(w)]
             living = [w for w in party if w in world.members]
-            lost = {w: self._gone.get(w, "its process died") for w in world.members if w not in living}
+            lost = {w: self._gone.get(w, Lost(w, None, "its process died")) for w in world.members if w not in living}
             inside = [w for w in party if not self._is_out(w, world)]
             if not inside:
                 return self._end(world, living, lost, first_sign)
             if len(living) == world.size and all(w in inside for w in living):
                 hung = self._hangs.verdict(world.members, time.monotonic())
                 if hung:
-                    end_hung(self._crew, self._ledger, world, {worker: f"it is hung: {why}" for worker, why in hung.items()})
+                    self._evidence.hung(end_hung(self._crew, self._ledger, world, {w: f"it is hung: {why}" for w, why in hung.items()}))
                 else:
                     self._steering.steer(world)
                 continue
@@ -314,21 +322,25 @@ class Conductor:
         late = {w: f"still {phase} {bound:.1f} s after the others had left" for w, phase in waiting.items() if not self._crew.doomed(w)}
         if late and time.monotonic() - first_sign > bound:
             assert self._ledger.world is not None
-            end_hung(self._crew, self._ledger, self._ledger.world, late)
+            self._evidence.hung(end_hung(self._crew, self._ledger, self._ledger.world, late))
 
-    def _end(self, world: World, living: list[str], lost: dict[str, str], first_sign: float | None) -> Ending:
+    def _end(self, world: World, living: list[str], gone: dict[str, Lost], first_sign: float | None) -> Ending:
         faults = {w: fault for w in living if (fault := self._fault(w, world)) is not None}
         reports = [self._crew.report(w) for w in living]
         finished = not faults and bool(living) and all(r is not None and r.phase is Phase.FINISHED for r in reports)
-        ending = Ending(tuple(living), lost, faults, finished)
+        lost = {w: one.reason for w, one in gone.items()}
+        ending = Ending(tuple(living), lost, faults, finished, {w: str(one.cause) for w, one in gone.items()})
         ledger = self._ledger
         if ledger.shift is not None:
             ledger.shift.spend("fence", time.monotonic() - first_sign if first_sign is not None else 0.0)
         if not ending.clean:
             self._keeper.abandon()
-            causes = [f"{w}: {reason}" for w, reason in lost.items()]
-            causes += [f"{w}: {f.text}" for w, f in faults.items() if f.kind is not FaultKind.PEER]
-            self._budget = self._budget.failed(causes or [f"{w}: {f.text}" for w, f in faults.items()][:1])
+            own = {w: f for w, f in faults.items() if f.kind is not FaultKind.PEER}
+            causes = {one.cause for one in gone.values()} | ({Cause.ERROR} if own else set())
+            errors = [f"{w}: {reason}" for w, reason in lost.items()] + [f"{w}: {f.text}" for w, f in own.items()]
+            # A collective that fails though everybody is there: to the others, that is what a hang is.
+            self._budget = self._budget.failed(causes or {Cause.HANG}, errors or [f"{w}: {f.text}" for w, f in faults.items()][:1])
+            self._evidence.failed(world, ending, ledger)
             if any(fault.kind is FaultKind.DATA for fault in faults.values()) and world.source.commit:
                 self._keeper.distrust(world.source.commit)
             if lost:
@@ -355,7 +367,8 @@ class Conductor:
             self._ledger.event("run_finished", checkpoint=result.kept.path)
             return Outcome("DONE", self._ledger.step, checkpoint=result.kept.path)
         if result is None or not ended.living or not all(self._crew.alive(w) for w in ended.living):
-            self._budget = self._budget.failed(["workers were lost after the last step"])
+            causes = {self._gone[w].cause for w in ended.living if w in self._gone}
+            self._budget = self._budget.failed(causes or {Cause.KILLED}, ["workers were lost after the last step"])
             self._ledger.begin_shift("failure", len(ended.living))
             return None
         kept = self._ledger.checkpoint_path or "none"
@@ -379,6 +392,8 @@ class Conductor:
         if not refused and source.origin is Origin.MEMORY and source.step > (kept.step if kept else 0):
             self._keeper.save((*ended.living, *self._steering.leavers))
             kept = self._keeper.newest()
+        found = None if refused else self._evidence.write(self._crew, self._ledger)
+        error += f"; tracebacks and stacks of all workers: {found}" if found else ""
         hint = f"; it can be resumed from step {kept.step} ({kept.path})" if kept else ""
         return self._failed(error + hint, refused)
 
@@ -425,8 +440,11 @@ class Conductor:
             reason=self.desk.reason,
             ceiling=self.desk.ceiling,
             actions=self.desk.actions,
-            tries=self._budget.tries,
             high=self._budget.high,
+            crashes=self._budget.crashes,
+            nodes=self._budget.nodes,
+            controllers=self._budget.controllers,
+            total={str(cause): count for cause, count in self._budget.total.items()},
             leavers=tuple(self._steering.leavers),
             stop=self.desk.stop,
             shift=asdict(self._ledger.shift) if self._ledger.shift else None,
@@ -453,8 +471,10 @@ class Conductor:
                     self._hangs.heard(report, time.monotonic())
                     self._hear(report)
                 case Lost(worker, info, reason):
-                    self._gone[worker] = reason
-                    self._ledger.worker_lost(worker, info, reason)
+                    if info is not None and info.node in self._steering.nodes.draining:
+                        one = replace(one, cause=Cause.NODE)
+                    self._gone[worker] = one
+                    self._ledger.worker_lost(worker, info, reason, str(one.cause))
                     if info is None:
                         self._steering.hire_failures.append(reason)
         silence = self._spec.bounds.silence or self._config.elastic.collective_timeout_s
@@ -462,6 +482,7 @@ class Conductor:
             self._crew.kill(worker, f"killed: answered nothing for {silence:g} s, its process is hung or stopped")
         self._keeper.collect()
         ledger = self._ledger
+        ledger.budget(self._budget)
         self.desk.heed()
         members = ledger.world.members if ledger.world else ()
         reports = {rank: self._crew.report(worker) for rank, worker in enumerate(members)}

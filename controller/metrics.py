@@ -87,6 +87,7 @@ class RunSnapshot:
         rescales: count by (direction, reason).
         rescale_phase_seconds: seconds spent in each phase of the rescales.
         worker_failures: count by reason.
+        failures: times that something went wrong, by cause (``budget.Cause``); ``failures_in_a_row``: since the last new step.
         memory: resident bytes of each rank's process.
         workers: of each rank, what identifies its worker: ``worker``, ``node``.
         checkpoint_bytes: bytes ever written in committed checkpoints.
@@ -121,6 +122,8 @@ class RunSnapshot:
     rescale_phase_seconds: Mapping[str, float] = field(default_factory=dict)
     replayed_steps: int = 0
     worker_failures: Mapping[str, int] = field(default_factory=dict)
+    failures: Mapping[str, int] = field(default_factory=dict)
+    failures_in_a_row: Mapping[str, int] = field(default_factory=dict)
     memory: Mapping[int, int] = field(default_factory=dict)
     workers: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     checkpoint_step: int | None = None
@@ -346,6 +349,13 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
     yield from counter("vescale_replayed_steps", "Steps that were executed again after a rollback.", s.replayed_steps)
     failures = {(reason,): count for reason, count in s.worker_failures.items()}
     yield from counters("vescale_worker_failures", "Workers that were lost.", ("reason",), failures)
+
+    causes = {(cause,): count for cause, count in s.failures.items()}
+    yield from counters("vescale_failures", "Recoveries, and restarts of the controller, by cause.", ("cause",), causes)
+    row = GaugeMetricFamily("vescale_failures_in_a_row", "Recoveries since the last new step.", labels=[*run, "kind"])
+    for kind, count in sorted(s.failures_in_a_row.items()):
+        row.add_metric([*labels, kind], float(count))
+    yield row
 
     rss = GaugeMetricFamily("vescale_worker_host_rss_bytes", "Resident memory of the worker's process.", labels=[*run, "rank"])
     for rank, size in sorted(s.memory.items()):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ from vescale_ray.workers.worker import actor_class
 
 AGENT_S = 3.0
 """An agent that has not answered for so long is on a node that is gone."""
+GONE_S = 10.0
+"""It is not asked again for so long: each question would hold up a recovery."""
 LEAST_CPU = 0.001
 """A placement group can't be of nothing."""
 
@@ -56,6 +59,7 @@ class Nursery:
         self._count = 0
         self._lock = threading.Lock()
         self._agents: dict[str, Any] = {}
+        self._gone: dict[str, float] = {}
         self._store: Any = None
         self._node = ray.get_runtime_context().get_node_id()
 
@@ -123,21 +127,27 @@ class Nursery:
         with self._lock:
             return {worker: child.handle for worker, child in self._children.items()}
 
-    def dismiss(self, worker: str, info: WorkerInfo | None) -> None:
-        """End a worker and give its place back. ``info`` lets it be killed by process id: ``ray.kill`` takes 5 s on a stopped process."""
+    def dismiss(self, worker: str, info: WorkerInfo | None) -> bool:
+        """End a worker and give its place back; False if its node does not answer. ``info`` lets it be killed by process id: ``ray.kill``
+        takes 5 s on a stopped process."""
         with self._lock:
             child = self._children.pop(worker, None)
-        if info is not None:
-            self.signal(info, signal.SIGKILL)
+        sent = None if info is None else self._signal(info, signal.SIGKILL)
         if child is not None:
             ray.kill(child.handle, no_restart=True)
             remove_placement_group(child.group)
+        return info is None or sent is not None
 
     def signal(self, info: WorkerInfo, number: int) -> bool:
         """Send a signal to a worker's process; False if that process is gone."""
+        return bool(self._signal(info, number))
+
+    def _signal(self, info: WorkerInfo, number: int) -> bool | None:
+        """As :meth:`signal`; None if its node does not answer."""
         if info.node == self._node:
             return send_signal(info.pid, info.born, number)
-        return bool(self._on_node(info.node, AGENT_S, "signal", info.pid, info.born, number))
+        sent = self._on_node(info.node, AGENT_S, "signal", info.pid, info.born, number)
+        return None if sent is None else bool(sent)
 
     def stacks(self, info: WorkerInfo, wait_s: float) -> str:
         """The stacks of a worker's process, which need not answer itself; or why there are none."""
@@ -153,15 +163,19 @@ class Nursery:
 
     def _on_node(self, node: str, wait_s: float, method: str, *args: Any) -> Any:
         """What the agent of ``node`` answers; None if the node is gone, and the process with it."""
+        if time.monotonic() - self._gone.get(node, -GONE_S) < GONE_S:
+            return None
         self.station(node)
         ref = getattr(self._agents[node], method).remote(*args)
         done, _ = ray.wait([ref], timeout=wait_s)
         try:
-            return ray.get(done[0]) if done else None
+            if done:
+                return ray.get(done[0])
         except ray.exceptions.RayError:
             with self._lock:
                 self._agents.pop(node, None)
-            return None
+        self._gone[node] = time.monotonic()
+        return None
 
     def close(self) -> None:
         """End all workers and agents, and give all places back."""

@@ -7,49 +7,15 @@ hired or a new generation is due. :func:`choose_source` says from which state a 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vescale_ray.controller.budget import Budget
 from vescale_ray.controller.protocol import Ending, RequestRefused, Source, World
 from vescale_ray.workers.messages import FaultKind, Origin
 
 if TYPE_CHECKING:
     from vescale_ray.workers.snapshot import Holding
-
-
-# ------------------------------------------------------------------------------------------------------------------- budget
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Recoveries in a row that brought the run no further: what ends a crash loop.
-
-    Only a step beyond every step before counts as progress: a run that goes back to a checkpoint and dies at the same step each
-    time makes none.
-
-    Attributes:
-        limit: as many are forgiven.
-        tries: used up.
-        high: most steps that were ever completed.
-        errors: why, newest last.
-    """
-
-    limit: int
-    tries: int = 0
-    high: int = 0
-    errors: tuple[str, ...] = ()
-
-    def progressed(self, step: int) -> Budget:
-        """After ``step`` steps are complete."""
-        return replace(self, tries=0, high=step, errors=()) if step > self.high else self
-
-    def failed(self, errors: Sequence[str]) -> Budget:
-        """After a generation that did not end cleanly."""
-        return replace(self, tries=self.tries + 1, errors=(*self.errors, *errors)[-8:])
-
-    @property
-    def spent(self) -> bool:
-        return self.tries > self.limit
 
 
 # ---------------------------------------------------------------------------------------------------------------- decisions
@@ -127,9 +93,8 @@ def after_generation(ending: Ending, now: Situation) -> Decision:
         return Complete()
     if now.stopping:
         return Halt()
-    if now.budget.spent:
-        causes = "; ".join(dict.fromkeys(now.budget.errors)) or "unknown"
-        return GiveUp(f"{now.budget.tries} recoveries in a row without one more step: {causes}")
+    if now.budget.verdict is not None:
+        return GiveUp(now.budget.verdict)
     members, leavers = next_members(ending.living, now.ready, now.target, now.leaving)
     if len(members) < now.fewest:
         # Better with those that have to leave soon than not at all.

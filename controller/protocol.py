@@ -140,7 +140,7 @@ class Ending:
 
     Attributes:
         living: members that are alive and out of their group, in the old rank order.
-        lost: members that died or had to be killed, each with the reason.
+        lost: members that died or had to be killed, each with the reason; ``causes``: the same in a word (``budget.Cause``).
         faults: of the living, by worker.
         finished: every member that lives has completed the last step of the run.
     """
@@ -149,6 +149,7 @@ class Ending:
     lost: Mapping[str, str] = field(default_factory=dict)
     faults: Mapping[str, Fault] = field(default_factory=dict)
     finished: bool = False
+    causes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def clean(self) -> bool:

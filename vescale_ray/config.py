@@ -138,7 +138,16 @@ class ElasticSection(_Section):
         description="seconds without progress after which the worker that all others wait for counts as hung and is ended; "
         "auto: 1.8 times the longest of the last steps, at least 1.2; 0: never, only collective_timeout_s counts",
     )
-    max_recoveries_without_progress: Count = Field(default=3, description="recoveries in a row without one more step before the run fails")
+    max_recoveries_without_progress: Count = Field(
+        default=3, description="recoveries from errors, killed processes and hangs in a row without one more step before the run fails"
+    )
+    max_node_losses_without_progress: Count = Field(
+        default=20, description="the same for losses of nodes, pre-emptions included, which are not counted as recoveries above"
+    )
+    max_controller_restarts_without_progress: Count = Field(default=20, description="the same for restarts of the controller")
+    max_errors: int | None = Field(default=None, ge=0, description="errors of workers before the run fails, with or without progress")
+    max_kills: int | None = Field(default=None, ge=0, description="the same for workers whose process ended or was killed")
+    max_hangs: int | None = Field(default=None, ge=0, description="the same for hangs")
     replace_lost: bool = Field(default=False, description="start a new worker as soon as one is lost")
     grow: bool = Field(
         default=False,

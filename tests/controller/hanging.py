@@ -25,6 +25,8 @@ class HangingModel(DropoutModel):
         word = _word(os.getpid())
         if word.exists():
             way = word.read_text()
+            if way == "raise":
+                raise ZeroDivisionError(f"no luck in process {os.getpid()}")
             word.unlink()
             if way == "lock":
                 ctypes.PyDLL(None).sleep(FOR_S)  # unlike CDLL it keeps the interpreter's lock
@@ -38,7 +40,8 @@ def model() -> nn.Module:
 
 
 def hang(pid: int, way: str) -> None:
-    """Have the worker of this process hang: in code that ``sleep``s, that sleeps with the interpreter's ``lock``, or ``stop`` it."""
+    """Have the worker of this process hang: in code that ``sleep``s, that sleeps with the interpreter's ``lock``, or ``stop`` it;
+    or have it ``raise`` in every forward from now on."""
     if way == "stop":
         os.kill(pid, signal.SIGSTOP)
         return
