@@ -269,7 +269,6 @@ def test_workers_that_hang_in_any_way_are_found_within_two_seconds_named_and_end
     nothing_left(finished)
 
 
-@pytest.mark.slow  # by hand of the fleet: tests/workers/test_elastic.py
 def test_a_run_that_fails_again_and_again_says_why_with_the_tracebacks_of_all_workers(home: Path) -> None:
     model = {"model_factory": "tests.controller.hanging:model", "model_units": ["body"]}
     limits = {"elastic_workers": 2, "elastic_max_recoveries_without_progress": 1}
@@ -307,6 +306,7 @@ def test_a_run_that_fails_again_and_again_says_why_with_the_tracebacks_of_all_wo
     nothing_left(finished)
 
 
+@pytest.mark.slow  # by hand of the fleet: tests/workers/test_elastic.py
 def test_two_neighbours_lost_at_once_cost_the_steps_since_the_checkpoint_and_no_sample(home: Path, undisturbed: Finished) -> None:
     """Neighbours: a shard and its copy are both gone."""
     config = tiny(home, "neighbours")
