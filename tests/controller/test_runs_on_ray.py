@@ -300,7 +300,8 @@ def test_a_run_that_fails_again_and_again_says_why_with_the_tracebacks_of_all_wo
         assert "GroupFailed: " in of["survived"] and "in _generation" in of["survived"]
     now = text.split("==== now")[1:]
     assert len(now) == 2 and all("vescale-train" in one for one in now), "both still live, and stand somewhere"
-    assert seen[-1]["failures"] == {"error": 2} and seen[-1]["failures_in_a_row"]["crash"] == 2
+    assert len(finished.of("generation_failed")) == 2 and not finished.of("worker_lost", "hang")
+    assert seen[-1]["failures"].keys() <= {"error"}, "the driver may not have asked after the last one"
     newest = checkpoint.latest(config.checkpoint_root)
     assert newest is not None and newest.step == finished.result.step
     nothing_left(finished)
