@@ -14,10 +14,14 @@ Processes, and who owns whom (nothing is detached, so Ray takes everything along
 | ``local_ray`` | a cluster of one's own, or a given one; ``watchdog``: ends the former when the driver is killed |
 | ``nursery``, ``controller`` | the two actors |
 | ``conductor`` | the controller's thread: one generation after another |
+| ``steering`` | who is hired and let go while a generation runs, and when it is asked to stop |
 | ``desk`` | what is wanted: commands and scheduled actions |
 | ``crew`` | the workers as the controller sees them: polls, orders, deaths |
 | ``ledger``, ``memo`` | what the run has done, and the files that say so; what a restart needs |
 | ``saves``, ``keeper`` | checkpoints under way; which state to go on from, and keeping what parked workers hold |
+| ``room``, ``growth`` | free places over time; what the run does with them: spares, more workers, wishes for Ray's autoscaler |
+| ``nodes`` | which nodes drain, and what is free on the others |
+| ``budget``, ``evidence`` | what a run may go through, by cause; what one that is given up leaves for whoever has to find out why |
 | ``policy`` | what to do next: pure functions of values |
 | ``protocol`` | states, transitions, values |
 | ``metrics`` | the HTTP server |

@@ -3,9 +3,10 @@
     gather -> launch -> watch -> decide -> launch -> watch -> ... -> last checkpoint -> Outcome
 
 ``watch`` lasts as long as a generation: from the orders to form it until nobody is in it any more, whether it ended at a
-boundary that all agreed on or because a member was lost. What follows is ``policy.after_generation``'s answer. Every wait
-is a loop over :meth:`Conductor._tick`, which hears the workers, carries commands in and keeps the books; so commands,
-deaths and checkpoints are dealt with the same way wherever the run is. Nothing here blocks without a bound.
+boundary that all agreed on or because a member was lost; while all goes well, ``steering`` staffs it. What follows is
+``policy.after_generation``'s answer. Every wait is a loop over :meth:`Conductor._tick`, which hears the workers, carries commands in
+and keeps the books; so commands, deaths and checkpoints are dealt with the same way wherever the run is. Nothing here blocks without
+a bound.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from dataclasses import asdict, replace
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
+from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.crew import Crew, Heard, Lost, News, Ready
 from vescale_ray.controller.desk import Desk
+from vescale_ray.controller.evidence import Evidence
 from vescale_ray.controller.hang import HangWatch
 from vescale_ray.controller.hang_report import end_hung
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.ledger import Ledger, Shift
 from vescale_ray.controller.memo import Memo, write_memo
-from vescale_ray.controller.nodes import Nodes
 from vescale_ray.controller.protocol import (
     Ending,
     Outcome,
@@ -37,7 +39,7 @@ from vescale_ray.controller.protocol import (
     check_transition,
 )
 from vescale_ray.controller.saves import Saves
-from vescale_ray.controller.straggler import Stragglers
+from vescale_ray.controller.steering import Steering
 from vescale_ray.workers.messages import (
     Damaged,
     Evaluated,
@@ -63,6 +65,8 @@ TICK_S = 0.1
 """Longest wait for news in one round of the loop."""
 ADOPT_S = 3.0
 """A restarted controller hears the workers for this long before it goes on with those that have answered."""
+SILENT_S = 1.0
+"""Of those that could join, one that has owed an answer for so long is the last to be taken."""
 FORM_S = 15.0
 """Bound of forming a group, on the workers (``groups.FORM_SECONDS``)."""
 
@@ -79,30 +83,31 @@ class Conductor:
         self._spec, self._config = spec, config
         self._crew, self._ledger, self._saves = crew, ledger, saves
         self._memo = memo
-        self._budget = policy.Budget(config.elastic.max_recoveries_without_progress, memo.tries, memo.high)
+        used = {Cause(cause): count for cause, count in memo.total.items()}
+        self._budget = Budget(Limits.of(config.elastic), memo.crashes, memo.nodes, memo.controllers, used, memo.high)
+        if memo.epoch > 1:
+            self._budget = self._budget.failed([Cause.CONTROLLER], [])
+        self._evidence = Evidence()
         self.desk = Desk(spec, config, crew, ledger, memo, self._remember)
         root = config.checkpoint_root
         self._cadence = Cadence(config.checkpoint, time.monotonic())
         self._keeper = Keeper(root, spec.run_id, crew, ledger, saves, self._take_number, self._wait, spec.bounds.save, self._cadence)
-        self._stragglers = Stragglers(config, ledger, spec.capacity, spec.bounds.start)
-        self._nodes = Nodes()
-        self._drained: frozenset[str] = frozenset()
+        self._steering = Steering(spec, config, crew, ledger, saves, self.desk, self._cadence, list(memo.leavers), self._enter)
         patience = config.elastic.hang_timeout_s
         self._hangs = HangWatch(None if patience == "auto" else patience, config.elastic.collective_timeout_s)
-        self._asked: Ticket | None = None
-        self._leavers: list[str] = list(memo.leavers)
         self._inherited: Ticket | None = None
-        self._gone: dict[str, str] = {}
+        self._gone: dict[str, Lost] = {}
         self._store: tuple[str, int] | None = None
-        self._hire_failures: list[str] = []
 
     # ----------------------------------------------------------------------------------------------------------- the whole
 
     def run(self) -> Outcome:
         """The run from where it is to its end. Raises only what is a bug, or the loss of the nursery."""
         import_heavy()
-        self._nodes.start()
+        self._steering.nodes.start()
         ledger = self._ledger
+        if self._budget.controllers and self._budget.verdict is not None:
+            return self._give_up(Ending(()), self._budget.verdict, refused=False)
         if self._memo.members:
             ended = self._watch(self._adopted())
         else:
@@ -115,10 +120,12 @@ class Conductor:
         waited = False
         while True:
             decision = self._decide(ended, waited)
+            if not isinstance(decision, policy.Go | policy.Await):
+                self._crew.unwish()
             match decision:
                 case policy.Go(members, leavers):
                     waited = False
-                    holders = (*members, *leavers, *self._leavers)
+                    holders = (*members, *leavers, *self._steering.leavers)
                     source = self._keeper.source(members, holders)
                     members = self._keeper.seated(members, source, holders)
                     ended = self._watch(self._launch(members, leavers, source))
@@ -138,17 +145,20 @@ class Conductor:
                     raise AssertionError(f"no such decision: {decision} at step {ledger.step}")
 
     def _decide(self, ended: Ending, waited: bool) -> policy.Decision:
-        ready = tuple(w for w in self._crew.ready() if w not in ended.living and w not in self._leavers)
+        silent = self._crew.silent(SILENT_S)
+        stragglers = self._steering.stragglers
+        ready = [w for w in self._crew.ready() if w not in ended.living and w not in self._steering.leavers]
+        ready.sort(key=lambda w: w in silent)  # a joiner that is stopped would hold up everyone
         situation = policy.Situation(
             stopping=self.desk.stop is not None,
             target=self.desk.target,
             fewest=self._config.elastic.min_workers,
-            ready=ready,
+            ready=tuple(ready),
             warming=len(self._crew.warming()),
-            replace_lost=self._config.elastic.replace_lost,
+            replace_lost=self._config.elastic.replace_lost or self._config.elastic.grow,
             budget=self._budget,
             waited=waited,
-            leaving=self._leaving((*ended.living, *ready)) | self._stragglers.leaving(ended.living, ready, self.desk.target),
+            leaving=self._steering.leaving((*ended.living, *ready)) | stragglers.leaving(ended.living, ready, self.desk.target),
         )
         return policy.after_generation(ended, situation)
 
@@ -162,8 +172,8 @@ class Conductor:
         self._crew.prepare_store()
         deadline = time.monotonic() + self._spec.bounds.start
         while len(self._crew.ready()) < wanted:
-            if len(self._hire_failures) > self._config.elastic.max_recoveries_without_progress:
-                return self._failed(f"workers do not start: {self._hire_failures[-1]}")
+            if len(self._steering.hire_failures) > self._config.elastic.max_recoveries_without_progress:
+                return self._failed(f"workers do not start: {self._steering.hire_failures[-1]}")
             for _ in range(wanted - len(self._crew.ready()) - len(self._crew.warming())):
                 self._crew.hire()
             self._tick()
@@ -186,7 +196,7 @@ class Conductor:
     def _await(self, ended: Ending, workers: int, hire: int) -> bool:
         """Wait until ``workers`` are there, survivors included; whether they came in time."""
         for _ in range(hire):
-            self._crew.hire()
+            self._crew.hire(self._steering.nodes.draining.keys())
         deadline = time.monotonic() + self._spec.bounds.replace
         while time.monotonic() < deadline and not self.desk.stop:
             self._tick()
@@ -210,10 +220,10 @@ class Conductor:
         if ledger.world is not None and self._ledger.shift is None:
             ledger.begin_shift("failure", ledger.world.size)  # the first generation failed before it began
         givers = [w for w in source.resume.workers if w not in members] if source.resume is not None else []
-        for worker in {*leavers, *self._leavers} - {*givers, *members}:
-            self._let_go(worker)
-        self._leavers = givers
-        self._asked = None
+        for worker in {*leavers, *self._steering.leavers} - {*givers, *members}:
+            self._steering.let_go(worker)
+        self._steering.leavers = givers
+        self._steering.asked = None
         self._memo = replace(
             self._memo,
             current=world.ticket.generation,
@@ -267,18 +277,18 @@ class Conductor:
         broken = False
         while True:
             self._tick()
-            party = [w for w in (*world.members, *self._leavers) if self._crew.alive(w)]
+            party = [w for w in (*world.members, *self._steering.leavers) if self._crew.alive(w)]
             living = [w for w in party if w in world.members]
-            lost = {w: self._gone.get(w, "its process died") for w in world.members if w not in living}
+            lost = {w: self._gone.get(w, Lost(w, None, "its process died")) for w in world.members if w not in living}
             inside = [w for w in party if not self._is_out(w, world)]
             if not inside:
                 return self._end(world, living, lost, first_sign)
             if len(living) == world.size and all(w in inside for w in living):
                 hung = self._hangs.verdict(world.members, time.monotonic())
                 if hung:
-                    end_hung(self._crew, self._ledger, world, {worker: f"it is hung: {why}" for worker, why in hung.items()})
+                    self._evidence.hung(end_hung(self._crew, self._ledger, world, {w: f"it is hung: {why}" for w, why in hung.items()}))
                 else:
-                    self._steer(world)
+                    self._steering.steer(world)
                 continue
             first_sign = first_sign or time.monotonic()
             if not broken and (lost or any(self._fault(w, world) for w in living)):
@@ -316,138 +326,37 @@ class Conductor:
             late = {w: why for w, why in late.items() if w in silent or (report := reports[w]) is None or not report.waiting}
         if late and time.monotonic() - first_sign > bound:
             assert self._ledger.world is not None
-            end_hung(self._crew, self._ledger, self._ledger.world, late)
+            self._evidence.hung(end_hung(self._crew, self._ledger, self._ledger.world, late))
 
-    def _end(self, world: World, living: list[str], lost: dict[str, str], first_sign: float | None) -> Ending:
+    def _end(self, world: World, living: list[str], gone: dict[str, Lost], first_sign: float | None) -> Ending:
         faults = {w: fault for w in living if (fault := self._fault(w, world)) is not None}
         reports = [self._crew.report(w) for w in living]
         finished = not faults and bool(living) and all(r is not None and r.phase is Phase.FINISHED for r in reports)
-        ending = Ending(tuple(living), lost, faults, finished)
+        lost = {w: one.reason for w, one in gone.items()}
+        ending = Ending(tuple(living), lost, faults, finished, {w: str(one.cause) for w, one in gone.items()})
         ledger = self._ledger
         if ledger.shift is not None:
             ledger.shift.spend("fence", time.monotonic() - first_sign if first_sign is not None else 0.0)
         if not ending.clean:
             self._keeper.abandon()
-            causes = [f"{w}: {reason}" for w, reason in lost.items()]
-            causes += [f"{w}: {f.text}" for w, f in faults.items() if f.kind is not FaultKind.PEER]
-            self._budget = self._budget.failed(causes or [f"{w}: {f.text}" for w, f in faults.items()][:1])
+            own = {w: f for w, f in faults.items() if f.kind is not FaultKind.PEER}
+            causes = {one.cause for one in gone.values()} | ({Cause.ERROR} if own else set())
+            errors = [f"{w}: {reason}" for w, reason in lost.items()] + [f"{w}: {f.text}" for w, f in own.items()]
+            # A collective that fails though everybody is there: to the others, that is what a hang is.
+            self._budget = self._budget.failed(causes or {Cause.HANG}, errors or [f"{w}: {f.text}" for w, f in faults.items()][:1])
+            self._evidence.failed(world, ending, ledger)
             if any(fault.kind is FaultKind.DATA for fault in faults.values()) and world.source.commit:
                 self._keeper.distrust(world.source.commit)
-            if not self._config.elastic.replace_lost and lost:
-                # The run goes on with those that are left; whoever wants more asks for more.
-                self.desk.want(max(1, min(self.desk.target, len(living) + len(self._outside(living)))), "manual")
-            elif lost:
-                self.desk.reason = "replacement"
+            if lost:
+                fully = self.desk.target == world.size
+                if not self._config.elastic.replace_lost:
+                    # The run goes on with those that are left; whoever wants more asks for more.
+                    left = len(living) + len(self._steering.outside(living))
+                    self.desk.want(max(1, min(self.desk.target, left)), self.desk.reason)
+                if fully or self._config.elastic.replace_lost:
+                    self.desk.reason = "replacement"
             ledger.event("generation_failed", lost=lost, faults={w: f.text for w, f in faults.items()}, attempt=world.ticket.attempt)
         return ending
-
-    def _outside(self, living: Iterable[str]) -> list[str]:
-        """Workers that were hired to join, warm or not."""
-        taken = {*living, *self._leavers}
-        return [w for w in (*self._crew.ready(), *self._crew.warming()) if w not in taken]
-
-    def _steer(self, world: World) -> None:
-        """A generation runs as it should: hire, regroup or stop it, if that is wanted."""
-        ledger = self._ledger
-        if not ledger.all_filled:
-            return
-        for worker in self._leavers:
-            self._let_go(worker)
-        self._leavers = []
-        if self._asked == world.ticket:
-            return
-        if ledger.state in (RunState.STARTING, RunState.RESCALING):
-            self._enter(RunState.RUNNING)
-        if self.desk.stop:
-            self._ask_to_park(world, stop=True)
-            return
-        self._save_if_due(world)
-        self._hear_of_drains(world)
-        leaving = self._leaving(self._crew.ready())
-        staying = [w for w in world.members if w not in leaving]
-        if len(staying) < world.size and len(staying) >= self._config.elastic.min_workers:
-            if self._config.elastic.replace_lost:
-                self.desk.reason = "replacement"  # of those that will come in their place
-            else:
-                self.desk.want(min(self.desk.target, len(staying)), "drain")
-            self._ask_to_park(world, stop=False, reason="drain")
-            return
-        outside = [w for w in self._outside(world.members) if w not in leaving]
-        ready = [w for w in outside if w in self._crew.ready()]
-        if self.desk.target > world.size and self._cannot_grow(world, outside):
-            return
-        unwanted = self._stragglers.unwanted(staying, self.desk.target, world.size + len(outside), len(self._hire_failures))
-        todo = policy.staffing(len(staying) - len(unwanted), len(ready), len(outside) - len(ready), self.desk.target)
-        for _ in range(todo.hire):
-            self._crew.hire()
-        for worker in outside[len(outside) - todo.dismiss :]:
-            self._let_go(worker)
-        if todo.regroup:
-            self._ask_to_park(world, stop=False, reason="straggler" if unwanted else None)
-
-    def _leaving(self, workers: Iterable[str]) -> frozenset[str]:
-        """Those of ``workers`` whose node is about to go."""
-        draining = self._nodes.draining
-        infos = {w: self._crew.info(w) for w in workers} if draining else {}
-        return frozenset(w for w, info in infos.items() if info is not None and info.node in draining)
-
-    def _hear_of_drains(self, world: World) -> None:
-        """Tell of nodes that have begun to drain. Where training can't do without their workers, a checkpoint is made at once."""
-        from vescale_ray.workers.trainer import CHECKPOINT
-
-        draining = self._nodes.draining
-        fresh = draining.keys() - self._drained
-        self._drained = frozenset(draining)
-        leaving = self._leaving(world.members)
-        for node in sorted(fresh):
-            left = draining[node] - time.time()
-            workers = [w for w in leaving if (info := self._crew.info(w)) is not None and info.node == node]
-            self._ledger.event("node_draining", node=node, workers=workers, seconds_left=left if left < float("inf") else None)
-        if fresh and leaving and world.size - len(leaving) < self._config.elastic.min_workers:
-            self._crew.ask(world.members[0], world.ticket, CHECKPOINT)
-
-    def _save_if_due(self, world: World) -> None:
-        """With ``checkpoint.every: auto``: keep the interval up to date, and ask for a checkpoint at the next boundary when it is over."""
-        from vescale_ray.workers.trainer import CHECKPOINT
-
-        now = time.monotonic()
-        interval = self._cadence.news(now, self._ledger.failures)
-        if interval is not None:
-            self._ledger.interval_changed(interval)
-        if self._cadence.due(now, self._saves.busy) and self._crew.ask(world.members[0], world.ticket, CHECKPOINT) is None:
-            self._cadence.begun(now)
-
-    def _cannot_grow(self, world: World, outside: list[str]) -> bool:
-        """Whether the workers that were hired don't come: then train on with those that did."""
-        late = [w for w in self._crew.warming() if self._crew.age(w) > self._spec.bounds.start]
-        if not late and len(self._hire_failures) <= self._config.elastic.max_recoveries_without_progress:
-            return False
-        why = self._hire_failures[-1] if self._hire_failures else f"no place or not warm after {self._spec.bounds.start:g} s"
-        for worker in self._crew.warming():
-            self._let_go(worker)
-        ready = len([w for w in outside if w in self._crew.ready()])
-        self._ledger.event("rescale_abandoned", **{"from": world.size, "to": self.desk.target, "error": why})
-        self.desk.want(world.size + ready, self.desk.reason)
-        return True
-
-    def _ask_to_park(self, world: World, *, stop: bool, reason: str | None = None) -> None:
-        """Have one rank carry the wish into the step's exchange, where all see it: all stop at the same boundary."""
-        from vescale_ray.workers.trainer import RESCALE, STOP
-
-        problem = self._crew.ask(world.members[0], world.ticket, STOP if stop else RESCALE)
-        if problem is not None:
-            return  # it is just leaving; what follows from that is seen in a moment
-        self._asked = world.ticket
-        if stop:
-            self._enter(RunState.STOPPING)
-        else:
-            self._ledger.begin_shift(reason or self.desk.reason, world.size)
-            self._enter(RunState.RESCALING)
-
-    def _let_go(self, worker: str) -> None:
-        info = self._crew.info(worker)
-        self._crew.dismiss(worker)
-        self._ledger.worker_left(worker, info)
 
     # ------------------------------------------------------------------------------------------------------ states to go on from
 
@@ -462,7 +371,8 @@ class Conductor:
             self._ledger.event("run_finished", checkpoint=result.kept.path)
             return Outcome("DONE", self._ledger.step, checkpoint=result.kept.path)
         if result is None or not ended.living or not all(self._crew.alive(w) for w in ended.living):
-            self._budget = self._budget.failed(["workers were lost after the last step"])
+            causes = {self._gone[w].cause for w in ended.living if w in self._gone}
+            self._budget = self._budget.failed(causes or {Cause.KILLED}, ["workers were lost after the last step"])
             self._ledger.begin_shift("failure", len(ended.living))
             return None
         kept = self._ledger.checkpoint_path or "none"
@@ -470,7 +380,7 @@ class Conductor:
 
     def _halt(self, ended: Ending) -> Outcome:
         self._enter(RunState.STOPPING)
-        result = self._keeper.save((*ended.living, *self._leavers))
+        result = self._keeper.save((*ended.living, *self._steering.leavers))
         kept = self._keeper.newest()
         if result is not None and result.kept is None:
             return self._failed(f"stopped at step {self._ledger.step}, but its checkpoint failed: {result.error}")
@@ -482,10 +392,12 @@ class Conductor:
     def _give_up(self, ended: Ending, error: str, refused: bool) -> Outcome:
         """The run has failed: keep what the survivors still hold, if it is more than the newest checkpoint."""
         kept = self._keeper.newest()
-        source = self._keeper.source((), (*ended.living, *self._leavers))
+        source = self._keeper.source((), (*ended.living, *self._steering.leavers))
         if not refused and source.origin is Origin.MEMORY and source.step > (kept.step if kept else 0):
-            self._keeper.save((*ended.living, *self._leavers))
+            self._keeper.save((*ended.living, *self._steering.leavers))
             kept = self._keeper.newest()
+        found = None if refused else self._evidence.write(self._crew, self._ledger)
+        error += f"; tracebacks and stacks of all workers: {found}" if found else ""
         hint = f"; it can be resumed from step {kept.step} ({kept.path})" if kept else ""
         return self._failed(error + hint, refused)
 
@@ -526,10 +438,14 @@ class Conductor:
             self._memo,
             target=self.desk.target,
             reason=self.desk.reason,
+            ceiling=self.desk.ceiling,
             actions=self.desk.actions,
-            tries=self._budget.tries,
             high=self._budget.high,
-            leavers=tuple(self._leavers),
+            crashes=self._budget.crashes,
+            nodes=self._budget.nodes,
+            controllers=self._budget.controllers,
+            total={str(cause): count for cause, count in self._budget.total.items()},
+            leavers=tuple(self._steering.leavers),
             stop=self.desk.stop,
             shift=asdict(self._ledger.shift) if self._ledger.shift else None,
         )
@@ -550,19 +466,23 @@ class Conductor:
             match one:
                 case Ready(info):
                     self._ledger.worker_started(info)
+                    self._steering.hire_failures.clear()
                 case Heard(report):
                     self._hangs.heard(report, time.monotonic())
                     self._hear(report)
                 case Lost(worker, info, reason):
-                    self._gone[worker] = reason
-                    self._ledger.worker_lost(worker, info, reason)
+                    if info is not None and info.node in self._steering.nodes.draining:
+                        one = replace(one, cause=Cause.NODE)
+                    self._gone[worker] = one
+                    self._ledger.worker_lost(worker, info, reason, str(one.cause))
                     if info is None:
-                        self._hire_failures.append(reason)
+                        self._steering.hire_failed(reason)
         silence = self._spec.bounds.silence or self._config.elastic.collective_timeout_s
         for worker in self._crew.silent(silence):
             self._crew.kill(worker, f"killed: answered nothing for {silence:g} s, its process is hung or stopped")
         self._keeper.collect()
         ledger = self._ledger
+        ledger.budget(self._budget)
         self.desk.heed()
         members = ledger.world.members if ledger.world else ()
         reports = {rank: self._crew.report(worker) for rank, worker in enumerate(members)}
@@ -585,7 +505,7 @@ class Conductor:
                     self._hangs.stepped(item.ticket, item.record.seconds)
                     if ledger.stepped(item):
                         self._budget = self._budget.progressed(ledger.step)
-                        self._stragglers.stepped(item.record)
+                        self._steering.stragglers.stepped(item.record)
                 case Filled():
                     ledger.filled(report.worker, item)
                 case Evaluated():

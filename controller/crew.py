@@ -11,13 +11,15 @@ Used from the conductor's thread alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from vescale_ray.controller.budget import Cause
+from vescale_ray.controller.protocol import Places
 from vescale_ray.workers.messages import Order, Report, Ticket, WorkerInfo
 
 POLL_WAIT_S = 0.5
@@ -25,8 +27,15 @@ POLL_WAIT_S = 0.5
 POLL_GAP_S = 0.05
 """Between two polls of a worker: a fast step must not make the controller busy (20 polls a second at most)."""
 HELLO_WAIT_S = 5.0
+WISH_GAP_S = 0.5
+"""Between two questions of what the placement groups have got."""
+SILENT_S = 1.0
+"""On a node that does not answer, a worker that has owed an answer for so long is taken to be lost with it."""
 DEATH_S = 5.0
 """A worker that was killed counts as dead after this long, whether Ray has said so or not."""
+
+
+NODE_LOST = "its node was lost"
 
 
 class NurseryLost(RuntimeError):
@@ -49,11 +58,12 @@ class Heard:
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker's process has ended, or it could not become warm. ``warm``: it had been ready."""
+    """A worker's process has ended, or it could not become warm (then there is no ``info``)."""
 
     worker: str
     info: WorkerInfo | None
     reason: str
+    cause: Cause = Cause.KILLED
 
 
 News = Ready | Heard | Lost
@@ -76,6 +86,7 @@ class Member:
     next_poll: float = 0.0
     verdict: str | None = None
     """Why we are killing it, since ``sentenced``."""
+    cause: Cause = Cause.KILLED
     sentenced: float = 0.0
 
     def pending(self) -> list[Any]:
@@ -96,12 +107,16 @@ class Crew:
         self._call_s = call_s
         self._epoch = epoch
         self.members: dict[str, Member] = {}
+        self.places = Places()
+        """What the placement groups had got when :meth:`wish` last heard of it."""
+        self._wishing: Any = None
+        self._wished = 0.0
 
     # ------------------------------------------------------------------------------------------------------ who is there
 
-    def hire(self) -> str:
-        """Start a worker; it is ``Ready`` some time later."""
-        worker, handle = self._ask_nursery("hire")
+    def hire(self, avoid: Collection[str] = ()) -> str:
+        """Start a worker; it is ``Ready`` some time later. Places that wait for one are not taken on the nodes to ``avoid``."""
+        worker, handle = self._ask_nursery("hire", tuple(avoid))
         self._enroll(worker, handle)
         return str(worker)
 
@@ -130,8 +145,21 @@ class Crew:
         """End a worker that is not as it should be; the news of its loss will give ``reason``."""
         member = self.members[worker]
         if member.verdict is None:
-            member.verdict, member.sentenced = reason, time.monotonic()
-            self._ask_nursery("dismiss", worker, member.info)
+            member.verdict, member.sentenced, member.cause = reason, time.monotonic(), Cause.HANG
+            if not self._ask_nursery("dismiss", worker, member.info):
+                assert member.info is not None
+                self._leave_node(member.info.node, worker, reason)
+
+    def _leave_node(self, node: str, worker: str, reason: str) -> None:
+        """``worker`` could not be ended, since its node does not answer: whoever is there and owes an answer too is lost with it, or the
+        next generation would wait for them. Ray says so many seconds later: they are buried now."""
+        silent = self.silent(SILENT_S)
+        for other, member in self.members.items():
+            if other == worker or (other in silent and member.info is not None and member.info.node == node):
+                if member.verdict is None:
+                    self._nursery.dismiss.remote(other, None)
+                member.verdict = f"{reason}; its node does not answer" if other == worker else "its node does not answer"
+                member.cause, member.sentenced = Cause.NODE, time.monotonic() - DEATH_S - 1.0
 
     def signal(self, worker: str, number: int) -> bool:
         """Send a signal to a worker's process, as anyone on its machine could."""
@@ -156,6 +184,26 @@ class Crew:
             except RayError as error:
                 found[worker] = f"({_one_line(error)})"
         return found
+
+    def wish(self, count: int, avoid: Collection[str] = ()) -> None:
+        """Have ``count`` places wait for workers that are not hired yet, and hear what all places have come to: soon, nothing is waited
+        for here. Call it again and again."""
+        if self._wishing is not None:
+            done, _ = ray.wait([self._wishing], timeout=0)
+            if not done:
+                return
+            self._wishing = None
+            try:
+                self.places = ray.get(done[0])
+            except RayError:
+                pass  # the next question to the nursery that counts will tell
+        if time.monotonic() - self._wished >= WISH_GAP_S:
+            self._wished = time.monotonic()
+            self._wishing = self._nursery.wish.remote(count, tuple(avoid))
+
+    def unwish(self) -> None:
+        """Take back all places that wait for workers."""
+        self._nursery.wish.remote(0, ())
 
     def alive(self, worker: str) -> bool:
         return worker in self.members
@@ -231,7 +279,7 @@ class Crew:
         # Ray learns late of the death of a process on a node that is gone; we need not wait for it.
         overdue = [m for m in self.members.values() if m.verdict is not None and now - m.sentenced > DEATH_S]
         if overdue:
-            return [news for member in overdue for news in self._bury(member, "killed")]
+            return [news for member in overdue for news in self._bury(member, "killed", Cause.KILLED)]
         for member in self.members.values():
             if member.info is not None and member.poll is None and member.verdict is None:
                 if member.next_poll <= now:
@@ -265,11 +313,13 @@ class Crew:
             return []
         except RayTaskError as error:
             cause = error.cause if getattr(error, "cause", None) is not None else error
-            return self._bury(member, _one_line(cause))
+            return self._bury(member, _one_line(cause), Cause.ERROR)
         except RayActorError as error:
-            return self._bury(member, _death(error))
+            reason = _death(error)
+            gone = reason == NODE_LOST or getattr(error, "preempted", False)
+            return self._bury(member, reason, Cause.NODE if gone else Cause.KILLED)
         except RayError as error:
-            return self._bury(member, _one_line(error))
+            return self._bury(member, _one_line(error), Cause.KILLED)
         now = time.monotonic()
         if ref == member.hello:
             if value is None:
@@ -295,12 +345,13 @@ class Crew:
         else:
             member.lifeline = member.handle.lifeline.remote(self._epoch)
 
-    def _bury(self, member: Member, reason: str) -> list[News]:
+    def _bury(self, member: Member, reason: str, cause: Cause) -> list[News]:
         self.members.pop(member.worker, None)
         if member.verdict is None:
             # The place that it had must be given back.
             self._ask_nursery("dismiss", member.worker, member.info)
-        return [Lost(member.worker, member.info, member.verdict or reason)]
+        told = (reason, cause) if member.verdict is None else (member.verdict, member.cause)
+        return [Lost(member.worker, member.info, *told)]
 
     def _enroll(self, worker: str, handle: Any, info: WorkerInfo | None = None) -> None:
         member = Member(worker, handle, time.monotonic(), info)
@@ -326,7 +377,7 @@ def _death(error: RayActorError) -> str:
     if "owner has died" in text or "OWNER_DIED" in text:
         return "its owner died"
     if "NODE_DIED" in text or "node died" in text or "node has died" in text:
-        return "its node was lost"
+        return NODE_LOST
     if "NODE_OUT_OF_MEMORY" in text:
         return "killed by Ray's memory monitor"
     if "creation task" in text:

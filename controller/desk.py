@@ -29,7 +29,9 @@ class Desk:
     Attributes:
         stop: why the run is to be stopped; None: it is not.
         target: workers wanted.
-        reason: why the number differs from what there is: ``manual`` or ``replacement``.
+        ceiling: most workers that a run which grows by itself (``elastic.grow``) goes for: ``elastic.max_workers``, or what the last
+            rescale asked for.
+        reason: why the number differs from what there is: ``manual``, ``replacement``, ``drain`` or ``growth``.
         actions: scheduled actions that were done.
     """
 
@@ -38,6 +40,7 @@ class Desk:
         self._commands: queue.Queue[tuple[str, dict[str, Any], queue.Queue[Any]]] = queue.Queue()
         self.stop: str | None = memo.stop
         self.target = memo.target or config.elastic.workers
+        self.ceiling = memo.ceiling or config.max_workers
         self.reason = memo.reason
         self.actions = memo.actions
         ledger.target = self.target
@@ -93,8 +96,10 @@ class Desk:
                 slots=config.train.slots,
                 capacity=self._spec.capacity,
             )
+            self.ceiling = workers
             self.want(workers, "manual")
-            return {"ok": True, "workers": workers, "message": f"going to {workers} workers"}
+            and_later = f"; the run grows by itself up to {workers}" if config.elastic.grow else ""
+            return {"ok": True, "workers": workers, "message": f"going to {workers} workers{and_later}"}
         raise RequestRefused(f"unknown command {action}: there are stop and rescale")
 
     def _act(self) -> None:

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.protocol import World
+from vescale_ray.workers.pulse import IN
 
 STACKS_S = 0.2
 """Before a hung worker is ended, so long is waited for its stacks; then for the others'."""
 
 
-def end_hung(crew: Crew, ledger: Ledger, world: World, hung: Mapping[str, str]) -> None:
-    """Kill the workers ``hung`` (each with the reason), write the report to the run's folder, and an event that names both."""
+def end_hung(crew: Crew, ledger: Ledger, world: World, hung: Mapping[str, str]) -> str | None:
+    """Kill the workers ``hung`` (each with the reason), write the report to the run's folder, and an event that names both. Where the
+    report is."""
     ranks = {worker: rank for rank, worker in enumerate(world.members)}
     reports = {worker: crew.report(worker) for worker in {**ranks, **hung}}
     stacks = crew.stacks(hung, STACKS_S)
@@ -23,9 +25,12 @@ def end_hung(crew: Crew, ledger: Ledger, world: World, hung: Mapping[str, str]) 
     lines = []
     for worker, report in reports.items():
         where = f"{report.phase}, {report.completed} steps, at {report.where or 'an unknown place'}" if report else "unheard of"
+        first = stacks.get(worker, "").partition("\n")[0]
+        where += f", in {first.removeprefix(IN)}" if first.startswith(IN) else ""
         mark = f" <- {hung[worker]}" if worker in hung else ""
         lines.append(f"rank {ranks.get(worker, '-')} {worker}: {where}{mark}")
     text = "\n".join(lines) + "\n\n" + "\n\n".join(f"---- {worker}\n{stack}" for worker, stack in stacks.items()) + "\n"
     path = ledger.hang(f"generation-{world.ticket.generation}-step-{ledger.step}", text)
     at = {worker: report.where for worker, report in reports.items() if report is not None}
     ledger.event("hang", workers=dict(hung), ranks={w: ranks.get(w) for w in hung}, where=at, report=path)
+    return path

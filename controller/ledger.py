@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from vescale_ray.config import RunConfig
+from vescale_ray.controller.budget import Budget
 from vescale_ray.controller.metrics import Histogram, RunSnapshot
 from vescale_ray.controller.protocol import RunState, World
 from vescale_ray.controller.saves import SaveResult
@@ -73,6 +74,9 @@ class Ledger:
         self.target = config.elastic.workers
         self.shift: Shift | None = None
         self.step = 0
+        self._spares = self._wishes = 0
+        self._used: Mapping[str, int] = {}
+        self._in_a_row: Mapping[str, int] = {}
         self.control_url: str | None = None
         self.error: str | None = None
         self.warning: str | None = None
@@ -242,13 +246,23 @@ class Ledger:
             self.known[info.worker] = info
             self.event("worker_started", **asdict(info))
 
+    def beside(self, *, spares: int, wishes: int) -> None:
+        """Warm workers beside those that train or are to join; places that are asked of Ray's autoscaler."""
+        self._spares, self._wishes = max(0, spares), wishes
+
+    def budget(self, budget: Budget) -> None:
+        """What was used up of the run's budget."""
+        self._used = {str(cause): count for cause, count in budget.total.items()}
+        self._in_a_row = {"crash": budget.crashes, "node": budget.nodes, "controller": budget.controllers}
+
     def worker_left(self, worker: str, info: WorkerInfo | None) -> None:
         self.event("worker_left", worker=worker, pid=info.pid if info else None)
 
-    def worker_lost(self, worker: str, info: WorkerInfo | None, reason: str) -> None:
+    def worker_lost(self, worker: str, info: WorkerInfo | None, reason: str, cause: str) -> None:
         kind = "killed" if "killed:" in reason else "died"
         self._failures[kind] = self._failures.get(kind, 0) + 1
-        self.event("worker_lost", worker=worker, pid=info.pid if info else None, node=info.node if info else None, reason=reason, kind=kind)
+        at = {"pid": info.pid, "node": info.node} if info else {"pid": None, "node": None}
+        self.event("worker_lost", worker=worker, reason=reason, kind=kind, cause=cause, **at)
 
     def straggler(self, worker: str, rank: int, factor: float, since_step: int) -> None:
         """A worker takes ``factor`` times as long for a slot as the others; told of once."""
@@ -285,6 +299,14 @@ class Ledger:
         """Keep the report of a hang; where it is."""
         try:
             return str(self.folder.write_hang(name, text))
+        except OSError as error:
+            self._warn(error)
+            return None
+
+    def gave_up(self, text: str) -> str | None:
+        """Keep what is known of the failures that ended the run; where it is."""
+        try:
+            return str(self.folder.write_failure(f"step-{self.step}-{self._run_id}", text))
         except OSError as error:
             self._warn(error)
             return None
@@ -339,6 +361,9 @@ class Ledger:
             world_target=self.target,
             world_min=elastic.min_workers,
             world_max=self._config.max_workers,
+            spares=self._spares,
+            spares_target=elastic.spares,
+            places_wanted=self._wishes,
             generation=world.ticket.generation if world else 0,
             started=self._started,
             last_step_time=line.get("time"),
@@ -348,6 +373,8 @@ class Ledger:
             rescale_phase_seconds=dict(self._phases),
             replayed_steps=self._replayed,
             worker_failures=dict(self._failures),
+            failures=self._used,
+            failures_in_a_row=self._in_a_row,
             memory={rank: memory for rank, (_, memory) in workers.items()},
             **self._paces(),
             workers={rank: {"worker": info.worker, "node": info.node} for rank, (info, _) in workers.items() if info},

@@ -101,7 +101,7 @@ class Cluster:
         import ray
 
         each = config.ray.cpus_per_worker
-        cpus = config.ray.num_cpus or max(1, math.ceil(config.max_workers * each))
+        cpus = config.ray.num_cpus or max(1, math.ceil((config.max_workers + config.elastic.spares) * each))
         self.capacity = math.floor(cpus / each + 1e-6) if each > 0 else None
         if self.capacity is not None and self.capacity < config.elastic.workers:
             raise RunRefused(

@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,14 @@ class Memo:
         origin, step: of the state that it started from.
         leavers: workers that are not in it and still there, to give shards.
         target: workers wanted; ``reason``: why they are not what there is.
-        tries, high: of the budget (``policy.Budget``).
+        high: most steps that were ever completed.
         actions: scheduled actions that are done.
         stop: why the run is being stopped, if it is.
         port: of the HTTP server, so that the address stays the same.
         epoch: how often the controller was started.
         shift: the rescale under way (``ledger.Shift`` as a mapping).
+        crashes, nodes, controllers, total: used up of the budget (``budget.Budget``).
+        ceiling: most workers that the run goes for by itself; 0: nobody has asked for another number.
     """
 
     run_id: str
@@ -47,13 +49,17 @@ class Memo:
     leavers: tuple[str, ...] = ()
     target: int = 0
     reason: str = "manual"
-    tries: int = 0
     high: int = 0
     actions: int = 0
     stop: str | None = None
     port: int = 0
     epoch: int = 0
     shift: Mapping[str, Any] | None = None
+    ceiling: int = 0
+    crashes: int = 0
+    nodes: int = 0
+    controllers: int = 0
+    total: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_memo(folder: str | os.PathLike[str]) -> Memo | None:

@@ -82,9 +82,12 @@ class RunSnapshot:
         tokens: tokens ever trained on, replayed ones included: never falls.
         loss: of the last step, in nats per token; ``bpb``: the same in bits per byte.
         world_target, world_min, world_max: workers wanted, and the bounds.
+        spares, spares_target: warm workers beside those that train; how many are wanted.
+        places_wanted: places that Ray's autoscaler is shown as wanted.
         rescales: count by (direction, reason).
         rescale_phase_seconds: seconds spent in each phase of the rescales.
         worker_failures: count by reason.
+        failures: times that something went wrong, by cause (``budget.Cause``); ``failures_in_a_row``: since the last new step.
         memory: resident bytes of each rank's process.
         workers: of each rank, what identifies its worker: ``worker``, ``node``.
         slot_seconds: of each rank, its own time for a slot in the last step; ``slowness``: how many times as long as the usual rank it
@@ -110,6 +113,9 @@ class RunSnapshot:
     world_target: int = 0
     world_min: int = 0
     world_max: int = 0
+    spares: int = 0
+    spares_target: int = 0
+    places_wanted: int = 0
     generation: int = 0
     started: float | None = None
     last_step_time: float | None = None
@@ -119,6 +125,8 @@ class RunSnapshot:
     rescale_phase_seconds: Mapping[str, float] = field(default_factory=dict)
     replayed_steps: int = 0
     worker_failures: Mapping[str, int] = field(default_factory=dict)
+    failures: Mapping[str, int] = field(default_factory=dict)
+    failures_in_a_row: Mapping[str, int] = field(default_factory=dict)
     memory: Mapping[int, int] = field(default_factory=dict)
     workers: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     slot_seconds: Mapping[int, float] = field(default_factory=dict)
@@ -343,6 +351,9 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
     yield from gauge("vescale_world_size_target", "Workers that are wanted.", s.world_target)
     yield from gauge("vescale_world_size_min", "Fewest workers that still train.", s.world_min)
     yield from gauge("vescale_world_size_max", "Most workers.", s.world_max)
+    yield from gauge("vescale_spares", "Warm workers beside those that train.", s.spares)
+    yield from gauge("vescale_spares_target", "Spares that are wanted.", s.spares_target)
+    yield from gauge("vescale_places_wanted", "Places for workers that Ray's autoscaler is shown as wanted.", s.places_wanted)
     yield from gauge("vescale_generation", "Number of the set of workers; goes up at every rescale.", s.generation)
     yield from counters("vescale_rescales", "Rescales that were completed.", ("direction", "reason"), s.rescales)
     yield from histogram("vescale_rescale_duration_seconds", "Time without training, from the event to the next step.", s.rescale_seconds)
@@ -351,6 +362,13 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
     yield from counter("vescale_replayed_steps", "Steps that were executed again after a rollback.", s.replayed_steps)
     failures = {(reason,): count for reason, count in s.worker_failures.items()}
     yield from counters("vescale_worker_failures", "Workers that were lost.", ("reason",), failures)
+
+    causes = {(cause,): count for cause, count in s.failures.items()}
+    yield from counters("vescale_failures", "Recoveries, and restarts of the controller, by cause.", ("cause",), causes)
+    row = GaugeMetricFamily("vescale_failures_in_a_row", "Recoveries since the last new step.", labels=[*run, "kind"])
+    for kind, count in sorted(s.failures_in_a_row.items()):
+        row.add_metric([*labels, kind], float(count))
+    yield row
 
     yield from by_rank("vescale_worker_host_rss_bytes", "Resident memory of the worker's process.", s.memory)
     yield from by_rank("vescale_worker_slot_seconds", "The rank's own time for a slot in the last step, without waiting.", s.slot_seconds)

@@ -1,6 +1,7 @@
-"""Which nodes of the cluster are about to go: pre-emption notices, ``ray drain-node``, SIGTERM of ``ray start --block``.
+"""The cluster's nodes: which are about to go (pre-emption notices, ``ray drain-node``, SIGTERM of ``ray start --block``), and what is free
+on the others.
 
-Ray tells through one private call only: `ray.nodes()` and the resources don't exclude nodes that drain (`research/elastic.md` 0,
+Ray tells the first through one private call only: `ray.nodes()` and the resources don't exclude nodes that drain (`research/elastic.md` 0,
 finding 8). A Ray without it is taken to have none. A thread of its own asks, since the answer may take as long as Ray's control store
 does; whoever reads gets the last answer at once.
 """
@@ -11,18 +12,38 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from vescale_ray.controller.room import places
 
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+ROOM_POLLS = 2
+"""What is free is asked for every so many polls."""
+
+
+@dataclass(frozen=True)
+class Free:
+    """What was free at the time ``at`` (monotonic, before Ray was asked): places for workers by node, of all ``nodes`` that don't drain."""
+
+    at: float
+    places: Mapping[str, int]
+    nodes: frozenset[str]
 
 
 class Nodes:
-    """Asks four times a second, from :meth:`start` on, as long as the process lives."""
+    """Asks four times a second, from :meth:`start` on, as long as the process lives.
 
-    def __init__(self) -> None:
+    Args:
+        each: what a worker takes of a node; None: what is free is not asked for.
+    """
+
+    def __init__(self, each: Mapping[str, float] | None = None) -> None:
+        self._each = each
         self._draining: Mapping[str, float] = {}
+        self._free: Free | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -34,23 +55,39 @@ class Nodes:
         """By node id, the time (seconds since the epoch) at which it goes; infinite where that is not known."""
         return self._draining
 
+    @property
+    def free(self) -> Free | None:
+        """What was free when it was last asked for; None: not known yet, or this Ray does not tell."""
+        return self._free
+
     def _watch(self) -> None:
-        ask = _call()
+        ask, ask_free = _call("get_draining_nodes"), _call("available_resources_per_node") if self._each else None
         if ask is None:
             _log.warning("this Ray does not tell which nodes drain: workers on them are noticed when they are lost")
-            return
-        while True:
+        if self._each and ask_free is None:
+            _log.warning("this Ray does not tell what is free on its nodes: the run neither grows by itself nor has spares")
+        turn = 0
+        while ask is not None or ask_free is not None:
             try:
-                answer = ask()
-                self._draining = {str(node): float(at) / 1000 if at else float("inf") for node, at in answer.items()}
+                if ask is not None:
+                    self._draining = {str(node): float(at) / 1000 if at else float("inf") for node, at in ask().items()}
+                if ask_free is not None and turn % ROOM_POLLS == 0:
+                    self._free = self._look(ask_free)
             except Exception as error:  # whatever a private call raises; the last answer stays
-                _log.debug("get_draining_nodes: %s", error)
+                _log.debug("nodes: %s", error)
+            turn += 1
             time.sleep(POLL_S)
 
+    def _look(self, ask: Any) -> Free:
+        assert self._each is not None
+        at, draining = time.monotonic(), self._draining
+        free = {str(node): has for node, has in ask().items()}
+        return Free(at, places(free, self._each, draining), frozenset(free) - draining.keys())
 
-def _call() -> Any:
+
+def _call(name: str) -> Any:
     try:
         from ray._private.state import state
     except ImportError:
         return None
-    return getattr(state, "get_draining_nodes", None)
+    return getattr(state, name, None)

@@ -2,7 +2,8 @@
 
 It owns the workers. A controller that owned them would take them along when it dies (Ray ends an actor with its owner); this
 one hands out their handles, also to the controller that comes after. Each worker has a placement group of its own: one
-for all could not shrink, would hold a draining node, and removing it would end the survivors too.
+for all could not shrink, would hold a draining node, and removing it would end the survivors too. Groups without a worker, *wishes*, show
+Ray's autoscaler what the run would use; the next worker moves into one that has got its place. Ray removes all of them with this actor.
 
 It holds the run's ``TCPStore``, through which process groups meet: on a worker it would die with it.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +22,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from vescale_ray.controller.agent import fetch_stacks, send_signal, start_agent
+from vescale_ray.controller.protocol import Places
 from vescale_ray.workers.messages import WorkerInfo
 from vescale_ray.workers.worker import actor_class
 
 AGENT_S = 1.0
 """An agent that has not answered for so long is on a node that is gone, or has stopped; a recovery waits for this."""
+GONE_S = 10.0
+"""It is not asked again for so long."""
 LEAST_CPU = 0.001
 """A placement group can't be of nothing."""
 
@@ -47,9 +52,14 @@ class Nursery:
         self._config = config
         self._tag = tag
         self._children: dict[str, _Child] = {}
+        self._wishes: list[PlacementGroup] = []
+        self._wished = 0
+        self._unplaced: set[str] = set()
+        self._closed = False
         self._count = 0
         self._lock = threading.Lock()
         self._agents: dict[str, Any] = {}
+        self._gone: dict[str, float] = {}
         self._store: Any = None
         self._node = ray.get_runtime_context().get_node_id()
 
@@ -64,14 +74,19 @@ class Nursery:
                 self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
             return host, int(self._store.port)
 
-    def hire(self) -> tuple[str, Any]:
-        """Start a worker; its id and handle, at once. It comes up when Ray has a place for it."""
+    def hire(self, avoid: Collection[str] = ()) -> tuple[str, Any]:
+        """Start a worker; its id and handle, at once. It comes up when Ray has a place for it: that of a wish, if one has got a place on
+        another node than those to ``avoid``."""
         wanted = self._config["ray"]
         cpus, gpus = max(float(wanted["cpus_per_worker"]), LEAST_CPU), float(wanted["gpus_per_worker"])
         with self._lock:
             worker = f"w{self._count}"
             self._count += 1
-            group = placement_group([{"CPU": cpus, **({"GPU": gpus} if gpus else {})}], strategy="PACK", name=f"{self._tag}:{worker}")
+            group = next((wish for wish in self._wishes if _node_of(wish) not in (None, *avoid)), None)
+            if group is not None:
+                self._wishes.remove(group)
+            else:
+                group = self._group(worker)
             handle = (
                 actor_class()
                 .options(
@@ -82,31 +97,57 @@ class Nursery:
                 .remote(worker, self._config)
             )
             self._children[worker] = _Child(handle, group)
+            self._unplaced.add(worker)
             return worker, handle
+
+    def wish(self, count: int, avoid: Collection[str]) -> Places:
+        """Have ``count`` wishes, none of them on the nodes to ``avoid``; those that still wait are taken back first. What all groups have
+        got."""
+        with self._lock:
+            nodes = {wish: _node_of(wish) for wish in self._wishes}
+            surplus = [wish for wish, node in nodes.items() if node in avoid]
+            kept = sorted((wish for wish in self._wishes if wish not in surplus), key=lambda wish: nodes[wish] is None)
+            surplus += kept[count:]
+            self._wishes = kept[:count]
+            for wish in surplus:
+                remove_placement_group(wish)
+            while len(self._wishes) < count and not self._closed:
+                self._wished += 1  # Ray wants each name once
+                self._wishes.append(self._group(f"wish{self._wished}"))
+            self._unplaced = {w for w in self._unplaced if w in self._children and _node_of(self._children[w].group) is None}
+            return Places(tuple(nodes.get(wish) for wish in self._wishes), frozenset(self._unplaced))
+
+    def _group(self, of: str) -> PlacementGroup:
+        wanted = self._config["ray"]
+        cpus, gpus = max(float(wanted["cpus_per_worker"]), LEAST_CPU), float(wanted["gpus_per_worker"])
+        return placement_group([{"CPU": cpus, **({"GPU": gpus} if gpus else {})}], strategy="PACK", name=f"{self._tag}:{of}")
 
     def roster(self) -> dict[str, Any]:
         """Handles of all workers that were not dismissed."""
         with self._lock:
             return {worker: child.handle for worker, child in self._children.items()}
 
-    def dismiss(self, worker: str, info: WorkerInfo | None) -> None:
-        """End a worker and give its place back. ``info`` lets it be killed by process id: ``ray.kill`` takes 5 s on a stopped process."""
+    def dismiss(self, worker: str, info: WorkerInfo | None) -> bool:
+        """End a worker and give its place back; False if its node does not answer. ``info`` lets it be killed by process id: ``ray.kill``
+        takes 5 s on a stopped process."""
         with self._lock:
             child = self._children.pop(worker, None)
-        if info is not None and info.node == self._node:
-            send_signal(info.pid, info.born, signal.SIGKILL)
-        elif info is not None:
-            # Not waited for: where nobody answers, everyone else would wait, too.
-            self._agent(info.node).signal.remote(info.pid, info.born, signal.SIGKILL)
+        sent = None if info is None else self._signal(info, signal.SIGKILL)
         if child is not None:
             ray.kill(child.handle, no_restart=True)
             remove_placement_group(child.group)
+        return info is None or sent is not None
 
     def signal(self, info: WorkerInfo, number: int) -> bool:
         """Send a signal to a worker's process; False if that process is gone."""
+        return bool(self._signal(info, number))
+
+    def _signal(self, info: WorkerInfo, number: int) -> bool | None:
+        """As :meth:`signal`; None if its node does not answer."""
         if info.node == self._node:
             return send_signal(info.pid, info.born, number)
-        return bool(self._on_node(info.node, AGENT_S, "signal", info.pid, info.born, number))
+        sent = self._on_node(info.node, AGENT_S, "signal", info.pid, info.born, number)
+        return None if sent is None else bool(sent)
 
     def stacks(self, info: WorkerInfo, wait_s: float) -> str:
         """The stacks of a worker's process, which need not answer itself; or why there are none."""
@@ -126,23 +167,36 @@ class Nursery:
 
     def _on_node(self, node: str, wait_s: float, method: str, *args: Any) -> Any:
         """What the agent of ``node`` answers; None if the node is gone, and the process with it."""
+        if time.monotonic() - self._gone.get(node, -GONE_S) < GONE_S:
+            return None
         ref = getattr(self._agent(node), method).remote(*args)
         done, _ = ray.wait([ref], timeout=wait_s)
         try:
-            return ray.get(done[0]) if done else None
+            if done:
+                return ray.get(done[0])
         except ray.exceptions.RayError:
             with self._lock:
                 self._agents.pop(node, None)
-            return None
+        self._gone[node] = time.monotonic()
+        return None
 
     def close(self) -> None:
         """End all workers and agents, and give all places back."""
+        self._closed = True
+        self.wish(0, ())
         for worker in list(self._children):
             self.dismiss(worker, None)
         with self._lock:
             agents, self._agents = list(self._agents.values()), {}
         for agent in agents:
             ray.kill(agent, no_restart=True)
+
+
+def _node_of(group: PlacementGroup) -> str | None:
+    """The node where a placement group of one bundle has its place; None while it waits, also after its node was lost."""
+    about = placement_group_table(group)
+    nodes = about.get("bundles_to_node_id") or {}
+    return str(nodes[0]) if about.get("state") == "CREATED" and nodes.get(0) else None
 
 
 def nursery_name(run_id: str) -> str:

@@ -7,49 +7,15 @@ hired or a new generation is due. :func:`choose_source` says from which state a 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vescale_ray.controller.budget import Budget
 from vescale_ray.controller.protocol import Ending, RequestRefused, Source, World
 from vescale_ray.workers.messages import FaultKind, Origin
 
 if TYPE_CHECKING:
     from vescale_ray.workers.snapshot import Holding
-
-
-# ------------------------------------------------------------------------------------------------------------------- budget
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Recoveries in a row that brought the run no further: what ends a crash loop.
-
-    Only a step beyond every step before counts as progress: a run that goes back to a checkpoint and dies at the same step each
-    time makes none.
-
-    Attributes:
-        limit: as many are forgiven.
-        tries: used up.
-        high: most steps that were ever completed.
-        errors: why, newest last.
-    """
-
-    limit: int
-    tries: int = 0
-    high: int = 0
-    errors: tuple[str, ...] = ()
-
-    def progressed(self, step: int) -> Budget:
-        """After ``step`` steps are complete."""
-        return replace(self, tries=0, high=step, errors=()) if step > self.high else self
-
-    def failed(self, errors: Sequence[str]) -> Budget:
-        """After a generation that did not end cleanly."""
-        return replace(self, tries=self.tries + 1, errors=(*self.errors, *errors)[-8:])
-
-    @property
-    def spent(self) -> bool:
-        return self.tries > self.limit
 
 
 # ---------------------------------------------------------------------------------------------------------------- decisions
@@ -127,9 +93,8 @@ def after_generation(ending: Ending, now: Situation) -> Decision:
         return Complete()
     if now.stopping:
         return Halt()
-    if now.budget.spent:
-        causes = "; ".join(dict.fromkeys(now.budget.errors)) or "unknown"
-        return GiveUp(f"{now.budget.tries} recoveries in a row without one more step: {causes}")
+    if now.budget.verdict is not None:
+        return GiveUp(now.budget.verdict)
     members, leavers = next_members(ending.living, now.ready, now.target, now.leaving)
     if len(members) < now.fewest:
         # Better with those that have to leave soon than not at all.
@@ -159,25 +124,47 @@ def next_members(
 
 @dataclass(frozen=True)
 class Staffing:
-    """While a generation runs: ``hire`` so many more workers; ``dismiss`` so many of those beside it, the newest; ``regroup``: ask
-    it to stop at the next boundary, to form anew."""
+    """While a generation runs: ``hire`` so many more workers, and ``spares`` besides where there is room; ``dismiss`` so many of those
+    beside it, the newest; ``regroup``: ask it to stop at the next boundary, to form anew."""
 
     hire: int = 0
+    spares: int = 0
     dismiss: int = 0
     regroup: bool = False
 
 
-def staffing(world: int, ready: int, warming: int, target: int) -> Staffing:
-    """Whether to hire or to regroup, with ``world`` members, ``ready`` warm workers beside them and ``warming`` on their way.
+def staffing(world: int, ready: int, warming: int, target: int, spares: int = 0) -> Staffing:
+    """Whether to hire or to regroup, with ``world`` members, ``ready`` warm workers beside them and ``warming`` on their way, of whom
+    ``spares`` are to stay beside.
 
-    One regrouping brings in all that were hired: training goes on until the last is warm.
+    One regrouping brings in all that were hired: training goes on until the last is warm. A spare joins where one is missing, and
+    another is hired in its place.
     """
     missing = max(0, target - world)
+    beside = ready + warming
     return Staffing(
-        hire=max(0, missing - ready - warming),
-        dismiss=max(0, ready + warming - missing),
+        hire=max(0, missing - beside),
+        spares=max(0, missing + spares - max(missing, beside)),
+        dismiss=max(0, beside - missing - spares),
         regroup=target < world or 0 < missing <= ready,
     )
+
+
+LONGEST_GAP_S = 3600.0
+
+
+def growth_wait(begun: float | None, now: float, gap_s: float, failed: int) -> float:
+    """Seconds until the next growth may begin; the last began at ``begun``. Each of the last ones that came to nothing (``failed``) doubles
+    the gap, which then is a second at least and an hour at most."""
+    if begun is None:
+        return 0.0
+    gap = gap_s if not failed else max(gap_s, min(max(gap_s, 1.0) * 2.0 ** min(failed, 30), LONGEST_GAP_S))
+    return max(0.0, begun + gap - now)
+
+
+def worth_growing(steps_left: int, step_s: float | None, warm_s: float) -> bool:
+    """Whether a worker that is hired now can be of use: it is warm before half of what is left is done."""
+    return step_s is None or steps_left * step_s > 2.0 * warm_s
 
 
 def check_rescale(workers: object, *, fewest: int, most: int, slots: int, capacity: int | None) -> int:

@@ -90,6 +90,19 @@ class Bounds:
 
 
 @dataclass(frozen=True)
+class Places:
+    """What the run's placement groups have got.
+
+    Attributes:
+        wishes: of those without a worker, the node of each; None: it waits.
+        unplaced: workers that wait for a place.
+    """
+
+    wishes: tuple[str | None, ...] = ()
+    unplaced: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Source:
     """Where a new generation's state comes from, and at which step that is.
 
@@ -127,7 +140,7 @@ class Ending:
 
     Attributes:
         living: members that are alive and out of their group, in the old rank order.
-        lost: members that died or had to be killed, each with the reason.
+        lost: members that died or had to be killed, each with the reason; ``causes``: the same in a word (``budget.Cause``).
         faults: of the living, by worker.
         finished: every member that lives has completed the last step of the run.
     """
@@ -136,6 +149,7 @@ class Ending:
     lost: Mapping[str, str] = field(default_factory=dict)
     faults: Mapping[str, Fault] = field(default_factory=dict)
     finished: bool = False
+    causes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def clean(self) -> bool:

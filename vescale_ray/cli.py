@@ -225,9 +225,9 @@ def status(run_folder: str | None, as_json: bool) -> int:
         return OK
     loss = "none yet" if merged.get("loss") is None else f"{merged['loss']:.3f} ({merged.get('bpb') or 0:.2f} bits/byte)"
     click.echo(f"{merged.get('run')}: {merged.get('state')}, step {merged.get('step')} of {merged.get('steps')}, loss {loss}")
-    click.echo(
-        f"workers {merged.get('world')}, generation {merged.get('generation')}, {merged.get('tokens_per_second') or 0:,.0f} tokens/s"
-    )
+    spares = f", {merged.get('spares')} of {merged['spares_target']} spares" if merged.get("spares_target") else ""
+    speed = f"{merged.get('tokens_per_second') or 0:,.0f} tokens/s"
+    click.echo(f"workers {merged.get('world')}{spares}, generation {merged.get('generation')}, {speed}")
     for worker, slow in sorted((merged.get("stragglers") or {}).items()):
         slots = (merged.get("slots") or {}).get(str(slow["rank"]))
         click.echo(

@@ -138,12 +138,36 @@ class ElasticSection(_Section):
         description="seconds without progress after which the worker that all others wait for counts as hung and is ended; "
         "auto: 1.8 times the longest of the last steps, at least 1.2; 0: never, only collective_timeout_s counts",
     )
-    max_recoveries_without_progress: Count = Field(default=3, description="recoveries in a row without one more step before the run fails")
+    max_recoveries_without_progress: Count = Field(
+        default=3, description="recoveries from errors, killed processes and hangs in a row without one more step before the run fails"
+    )
+    max_node_losses_without_progress: Count = Field(
+        default=20, description="the same for losses of nodes, pre-emptions included, which are not counted as recoveries above"
+    )
+    max_controller_restarts_without_progress: Count = Field(default=20, description="the same for restarts of the controller")
+    max_errors: int | None = Field(default=None, ge=0, description="errors of workers before the run fails, with or without progress")
+    max_kills: int | None = Field(default=None, ge=0, description="the same for workers whose process ended or was killed")
+    max_hangs: int | None = Field(default=None, ge=0, description="the same for hangs")
     replace_lost: bool = Field(default=False, description="start a new worker as soon as one is lost")
     straggler: Literal["report", "relieve", "replace"] = Field(
         default="report",
         description="what to do about a worker that is slower than the others for long: only tell; give it fewer slots, where that is "
         "expected to shorten the step by a tenth; start another worker and then let it go (not on an accelerator: not measured there)",
+    )
+    grow: bool = Field(
+        default=False,
+        description="take on more workers where there is room for them, up to max_workers or what the last rescale asked for; "
+        "also after a loss",
+    )
+    grow_after_s: PositiveOrZero = Field(default=10.0, description="seconds for which a place must have been free without a break")
+    grow_gap_s: PositiveOrZero = Field(default=60.0, description="least seconds from one growth to the next")
+    demand: CountOrZero = Field(
+        default=0,
+        description="with grow: places that Ray's autoscaler is shown as wanted, at a time, until there are as many workers as may be; "
+        "0: only what is free is used",
+    )
+    spares: CountOrZero = Field(
+        default=0, description="warm workers beside those that train, where there is room: one steps in at once when a worker is lost"
     )
     deterministic: bool = Field(
         default=False, description="the same bits at every number of workers and through every rescale: gradients are reduced slot by slot"
@@ -247,6 +271,17 @@ class RunConfig(_Section):
     def max_workers(self) -> int:
         """``elastic.max_workers``, or the number of slots."""
         return self.elastic.max_workers or self.train.slots
+
+    @property
+    def resources_per_worker(self) -> dict[str, float]:
+        """What each worker takes of a node, by Ray's names; nothing that it takes none of."""
+        wanted = {"CPU": self.ray.cpus_per_worker, "GPU": self.ray.gpus_per_worker}
+        return {name: amount for name, amount in wanted.items() if amount > 0}
+
+    @property
+    def watches_room(self) -> bool:
+        """Whether the run does something about room that it has not asked for: grows by itself, or keeps spares."""
+        return self.elastic.grow or self.elastic.spares > 0
 
     @property
     def global_batch(self) -> int:
@@ -421,6 +456,11 @@ def _misfits(c: RunConfig) -> Iterator[str]:
         yield f"elastic.workers = {workers} is more than elastic.max_workers = {most}: raise the one or lower the other"
     if fewest > workers:
         yield f"elastic.min_workers = {fewest} is more than elastic.workers = {workers}: raise elastic.workers or lower elastic.min_workers"
+    if c.elastic.demand and not c.elastic.grow:
+        yield f"elastic.demand = {c.elastic.demand} with elastic.grow = false: nobody would use what is asked for; set elastic.grow=true"
+    if c.watches_room and not c.resources_per_worker:
+        key = "elastic.grow = true" if c.elastic.grow else f"elastic.spares = {c.elastic.spares}"
+        yield f"{key} with ray.cpus_per_worker = 0 and ray.gpus_per_worker = 0: there is no telling where there is room; set one of them"
     if c.model.factory is None:
         dim, heads, kv_heads = c.model.dim, c.model.heads, c.model.kv_heads
         if dim % heads:
@@ -551,6 +591,7 @@ def reference() -> str:
         "## What must fit together",
         "",
         "- `elastic.min_workers <= elastic.workers <= elastic.max_workers <= train.slots`",
+        "- `elastic.demand` needs `elastic.grow`; that and `elastic.spares` need `ray.cpus_per_worker` or `ray.gpus_per_worker` above 0",
         "- `model.heads` divides `model.dim` into heads of an even size; `model.kv_heads` divides `model.heads`",
         "- `train.device = cuda` needs `ray.gpus_per_worker` above 0",
     ]

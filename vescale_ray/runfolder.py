@@ -8,6 +8,7 @@
     samples.jsonl   the sample ids that each step consumed
     checkpoints/    see vescale_ray.checkpoint
     hangs/          where every worker stood when one hung
+    failures/       tracebacks and stacks of all workers of a run that was given up
     curve.png       the picture that report.draw makes
 
 Lines are only ever appended. After a rollback the replayed steps are written again with a higher generation; readers keep
@@ -109,6 +110,14 @@ class RunFolder:
     def write_hang(self, name: str, text: str) -> Path:
         """Keep a report of a hang; its path."""
         folder = self.path / "hangs"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{name}.txt"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def write_failure(self, name: str, text: str) -> Path:
+        """Keep what is known of the failures that ended a run; its path."""
+        folder = self.path / "failures"
         folder.mkdir(exist_ok=True)
         path = folder / f"{name}.txt"
         path.write_text(text, encoding="utf-8")

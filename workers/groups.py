@@ -34,14 +34,19 @@ from vescale_ray.workers.lines import Lines
 FORM_SECONDS = 15.0
 """Default bound of forming a group; the bound of its collectives is another."""
 
+MOST_TRACE = 8000
+
 _COLLECTIVE_ERROR = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|process group", re.IGNORECASE)
 
 
 class GroupFailed(Exception):
     """A process group could not be formed, or a collective failed: a peer is gone, hung or slow.
 
-    Holds a string only. It never carries the original exception, whose frames would keep the group's sockets open.
+    Holds text only. It never carries the original exception, whose frames would keep the group's sockets open.
     """
+
+    trace: traceback.TracebackException | None = None
+    """Where the collective was that failed: file names and lines, no frames."""
 
 
 def prepare() -> None:
@@ -150,7 +155,9 @@ class collectives:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None or isinstance(error, GroupFailed) or not is_collective_error(error):
             return
+        found = trace_of(error)
         failure = GroupFailed(f"{self._doing}: {describe(error)}")
+        failure.trace = found
         # The with statement makes the original the new one's context; describe() has emptied it.
         del error, trace
         raise failure
@@ -166,6 +173,19 @@ def is_collective_error(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError) or isinstance(error, (torch.OutOfMemoryError, NotImplementedError, RecursionError)):
         return False
     return bool(_COLLECTIVE_ERROR.search(str(error)))
+
+
+def trace_of(error: BaseException) -> traceback.TracebackException:
+    """Where ``error`` was raised, for :func:`tell` to print later: files and lines only, read from no source yet, so that a recovery does
+    not wait for it. Call it before :func:`describe`."""
+    kept = error.trace if isinstance(error, GroupFailed) else None
+    return kept or traceback.TracebackException.from_exception(error, lookup_lines=False)
+
+
+def tell(found: traceback.TracebackException) -> str:
+    """The traceback as text; the middle of a very long one is left out."""
+    text = "".join(found.format())
+    return text if len(text) <= MOST_TRACE else f"{text[: MOST_TRACE // 4]}\n  ..\n{text[-3 * MOST_TRACE // 4 :]}"
 
 
 def describe(error: BaseException) -> str:

@@ -80,10 +80,11 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a worker left its generation; ``text`` is one line."""
+    """Why a worker left its generation; ``text`` is one line, ``trace`` the traceback."""
 
     kind: FaultKind
     text: str
+    trace: str = ""
 
 
 @dataclass(frozen=True)

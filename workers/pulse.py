@@ -10,6 +10,7 @@ written by a signal handler that needs no lock (:mod:`faulthandler`), into memor
 from __future__ import annotations
 
 import faulthandler
+import json
 import linecache
 import os
 import re
@@ -23,6 +24,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+from vescale_ray.waiting import awaited
+
+IN = "in: "
+RECORDER = {"TORCH_FR_BUFFER_SIZE": "256"}
+"""Environment, set before torch is imported, with which torch notes the last collectives. Costs less than can be measured."""
 STACKS_SIGNAL = signal.SIGUSR2
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
@@ -70,6 +76,13 @@ class Pulse:
         finally:
             self.unhurried = False
 
+    def collective(self) -> str:
+        """The collective that the thread waits in, if it does: which, of what, how large, on how many ranks; else empty."""
+        frame = sys._current_frames().get(self._thread)
+        if frame is None or not where(frame).waiting:
+            return ""
+        return awaited(self._thread) or recorded() or ""
+
     def where(self) -> Where:
         frame = sys._current_frames().get(self._thread)
         return where(frame) if frame is not None else NOWHERE
@@ -92,6 +105,19 @@ def where(frame: FrameType, depth: int = 4) -> Where:
             parts.append(f"{at.f_code.co_name} ({own[1] if own else os.path.basename(name)}:{at.f_lineno or '?'})")
         at = at.f_back
     return Where(" < ".join(parts), waiting, compiling)
+
+
+def recorded() -> str | None:
+    """The newest collective of torch's own that this process has begun and not ended, as its flight recorder tells (:data:`RECORDER`)."""
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
+    entries = json.loads(dump()).get("entries", []) if dump is not None else []
+    for entry in reversed(entries):
+        if not entry.get("retired", True) and entry.get("state") != "completed":
+            name, number = entry.get("profiling_name"), entry.get("collective_seq_id")
+            group = " ".join(map(str, entry.get("process_group", ())))
+            sizes = ", ".join(f"{kind}{size}" for kind, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=False))
+            return f"{name} of {sizes}, number {number} of group {group}"
+    return None
 
 
 def stacks() -> str:

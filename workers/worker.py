@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from vescale_ray import waiting
 from vescale_ray.workers.lines import Lines
 from vescale_ray.workers.messages import (
     NO_TICKET,
@@ -47,7 +48,7 @@ from vescale_ray.workers.messages import (
     Ticket,
     WorkerInfo,
 )
-from vescale_ray.workers.pulse import Pulse, offer_stacks, stacks
+from vescale_ray.workers.pulse import IN, RECORDER, Pulse, offer_stacks, stacks
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
@@ -138,8 +139,9 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
-        """The Python stacks of all threads of this process."""
-        return stacks()
+        """The Python stacks of all threads of this process; before them the collective that it waits in, if it does, as ``in: ..``."""
+        collective = self._pulse.collective() if self._pulse is not None else ""
+        return (f"{IN}{collective}\n\n" if collective else "") + stacks()
 
     @ray.method(concurrency_group="control")
     def give_order(self, order: Order) -> None:
@@ -217,6 +219,8 @@ class Worker:
     def _warm_up(self) -> WorkerInfo:
         """All that takes long and needs no peer: imports, corpus, device."""
         begin = time.perf_counter()
+        for name, value in RECORDER.items():
+            os.environ.setdefault(name, value)
         import torch
 
         from vescale_ray.config import parse_config
@@ -266,16 +270,20 @@ class Worker:
 
         # What is still being written would be a checkpoint of a generation that is over.
         self._writer.abandon()
+        waiting.end()  # what a failed wait of the last generation has left
         self._enter(order.ticket, Phase.FORMING)
-        phase, fault = Phase.PARKED, None
+        phase, fault, found = Phase.PARKED, None, None
         try:
             phase = self._generation(order)
         except BaseException as error:
+            found = groups.trace_of(error)
             # describe() empties the frames: they hold what keeps the group's sockets open.
             fault = Fault(_kind(error), groups.describe(error))
         self._snapshots.let_go()
         groups.dissolve()
         if fault is not None:
+            assert found is not None
+            fault = replace(fault, trace=groups.tell(found))
             self._writer.abandon()
             self._snapshots.verify()
         self._settle(phase, fault)

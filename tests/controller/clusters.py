@@ -1,4 +1,4 @@
-"""A cluster of several raylets on this machine, in a process of its own, whose nodes come and go as they do in life."""
+"""A Ray cluster of several raylets on this machine, in a process of its own, whose nodes come, drain and go as they do in life."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.controller.runs import environment
 
 _HOLD = """
 import json, sys, threading, time
+import ray
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
+from ray.util.placement_group import placement_group_table
+
 system = json.loads(sys.argv[1])
 head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100 << 20}
 cluster = Cluster(initialize_head=True, head_node_args={**head, **({"_system_config": system} if system else {})})
@@ -30,18 +37,42 @@ def reap():
                     one.process.poll()
         time.sleep(0.1)
 
+def add(cpus):
+    node = cluster.add_node(num_cpus=cpus, object_store_memory=100 << 20)
+    nodes[node.node_id] = node
+    return [node.node_id, node.all_processes["raylet"][0].process.pid]
+
+def end(node):
+    cluster.remove_node(nodes.pop(node), allow_graceful=False)
+
+def leave(node):
+    cluster.remove_node(nodes.pop(node), allow_graceful=True)
+
+def drain(node, seconds):
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    accepted, why = GcsClient(address=cluster.address).drain_node(node, reason, "a test", int((time.time() + seconds) * 1000))
+    assert accepted, why
+
+def groups():
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
+    return [[g["name"], g["state"], g["bundles_to_node_id"].get(0)] for g in placement_group_table().values()]
+
+def asked():
+    # What an autoscaler would read.
+    from ray.autoscaler.v2.sdk import get_cluster_resource_state
+    state = get_cluster_resource_state(GcsClient(address=cluster.address))
+    return sum(len(request.requests) for request in state.pending_gang_resource_requests)
+
+def kill_actor(name, namespace):
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
+    ray.kill(ray.get_actor(name, namespace), no_restart=False)
+
 threading.Thread(target=reap, daemon=True).start()
-print(cluster.address, flush=True)
+print(json.dumps(cluster.address), flush=True)
 for line in sys.stdin:
-    word, about = line.split()
-    if word == "add":
-        node = cluster.add_node(num_cpus=int(about), object_store_memory=100 << 20)
-        nodes[node.node_id] = node
-        raylet = node.all_processes["raylet"][0].process.pid
-        print(node.node_id, raylet, flush=True)
-    elif word == "end":
-        cluster.remove_node(nodes.pop(about), allow_graceful=False)
-        print("gone", flush=True)
+    name, *arguments = json.loads(line)
+    print(json.dumps(globals()[name](*arguments)), flush=True)
+ray.shutdown()
 cluster.shutdown()
 """
 
@@ -55,7 +86,7 @@ TUNED = {
 
 
 class Nodes:
-    """A head without room for workers, and nodes with as many CPUs as asked for.
+    """A head without room for workers, and nodes with as many CPUs as asked for. Methods may be called from several threads.
 
     Attributes:
         address: to join it.
@@ -76,23 +107,45 @@ class Nodes:
             start_new_session=True,
         )
         self.session = self._holder.pid
+        self._lock = threading.Lock()
         assert self._holder.stdout is not None and self._holder.stdin is not None
         self._out, self._into = self._holder.stdout, self._holder.stdin
-        self.address = self._out.readline().strip()
+        self.address = str(json.loads(self._out.readline()))
         self.raylets: dict[str, int] = {}
         for count in cpus:
             self.add(count)
 
     def add(self, cpus: int) -> str:
         """Start a node; its id."""
-        node, raylet = self._say(f"add {cpus}").split()
+        node, raylet = self._call("add", cpus)
         self.raylets[node] = int(raylet)
-        return node
+        return str(node)
 
     def end(self, node: str) -> None:
         """SIGKILL a node's raylet; its workers are without one then."""
         del self.raylets[node]
-        assert self._say(f"end {node}") == "gone"
+        self._call("end", node)
+
+    def leave(self, node: str) -> None:
+        """Have a node leave in order: Ray knows at once."""
+        del self.raylets[node]
+        self._call("leave", node)
+
+    def drain(self, node: str, seconds: float) -> None:
+        """Give notice that a node goes in so many seconds, as for a pre-emption."""
+        self._call("drain", node, seconds)
+
+    def groups(self) -> list[tuple[str, str, str | None]]:
+        """Name, state and node of every placement group."""
+        return [tuple(group) for group in self._call("groups")]
+
+    def asked(self) -> int:
+        """Placement groups without a place, as Ray's autoscaler is told of them."""
+        return int(self._call("asked"))
+
+    def kill_actor(self, name: str, namespace: str) -> None:
+        """Kill a named actor, which may be restarted."""
+        self._call("kill_actor", name, namespace)
 
     def processes(self) -> set[int]:
         """All living processes of the cluster: they keep its session."""
@@ -124,10 +177,11 @@ class Nodes:
             pass
         self.kill()
 
-    def _say(self, line: str) -> str:
-        self._into.write(line + "\n")
-        self._into.flush()
-        return self._out.readline().strip()
+    def _call(self, *words: Any) -> Any:
+        with self._lock:
+            self._into.write(json.dumps(words) + "\n")
+            self._into.flush()
+            return json.loads(self._out.readline())
 
 
 @contextmanager
@@ -138,19 +192,3 @@ def cluster(*cpus: int, system: dict[str, int] | None = None, **env: str) -> Ite
         yield nodes
     finally:
         nodes.close()
-
-
-_DRAIN = """
-import sys, time
-from ray._raylet import GcsClient
-from ray.core.generated import autoscaler_pb2
-reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-client = GcsClient(address=sys.argv[1])
-accepted, why = client.drain_node(sys.argv[2], reason, "a test", int((time.time() + float(sys.argv[3])) * 1000))
-assert accepted, why
-"""
-
-
-def drain(address: str, node: str, seconds: float) -> None:
-    """Give notice that a node goes in so many seconds."""
-    subprocess.run([sys.executable, "-c", _DRAIN, address, node, str(seconds)], check=True, env=environment(), timeout=60)

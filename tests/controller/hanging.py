@@ -30,6 +30,8 @@ class HangingModel(DropoutModel):
         word = _word(os.getpid())
         if word.exists():
             way = word.read_text()
+            if way == "raise again":
+                raise ZeroDivisionError(f"no luck in process {os.getpid()}")
             if way.startswith("slow "):
                 time.sleep(float(way.removeprefix("slow ")) if tokens.numel() > 1 else 0.0)
                 return super().forward(tokens)
@@ -62,7 +64,7 @@ def model() -> nn.Module:
 
 def hang(pid: int, way: str) -> None:
     """Have the worker of this process hang in its next forward: in code that ``sleep``s, that sleeps with the interpreter's ``lock``, or
-    ``stop`` it. Or have it ``raise``, ``exit``, or fail in a ``collective``."""
+    ``stop`` it. Or have it ``raise``, ``raise again`` in every forward from now on, ``exit``, or fail in a ``collective``."""
     if way == "stop":
         os.kill(pid, signal.SIGSTOP)
         return

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.controller.clusters import TUNED, Nodes, drain
+from tests.controller.clusters import TUNED, Nodes
 from tests.controller.hanging import SLOWLY, hang
 from tests.controller.runs import alive, environment, tiny, until
 from vescale_ray import client
@@ -216,7 +216,7 @@ class Soak:
     def _lose_a_node(self, noticed: bool) -> str:
         node = self._rng.choice([node for node in self.nodes.raylets if node != self._safe])
         if noticed:
-            drain(self.nodes.address, node, 20.0)
+            self.nodes.drain(node, 20.0)
             time.sleep(self._rng.choice([1.0, 8.0]))
         else:
             for each in self.workers().values():

@@ -60,7 +60,9 @@ def test_a_transition_that_is_not_in_the_table_is_an_error_that_names_what_is_al
 
 def test_a_memo_comes_back_as_it_was_written_and_anything_else_counts_as_none(tmp_path: Path) -> None:
     assert read_memo(tmp_path) is None
-    memo = Memo("r1", 7, 6, 2, ("w0", "w3"), "memory", 41, ("w1",), 2, "replacement", 1, 44, 1, "SIGTERM", 8080, 3, {"reason": "failure"})
+    used = {"hang": 2}
+    shift = {"reason": "failure"}
+    memo = Memo("r1", 7, 6, 2, ("w0", "w3"), "memory", 41, ("w1",), 2, "replacement", 44, 1, "SIGTERM", 8080, 3, shift, total=used)
     write_memo(tmp_path, memo)
     assert read_memo(tmp_path) == memo
     for text in ("", "{", "[]", '{"run_id": "x"}', '{"members": [], "leavers": [], "unknown": 1}'):

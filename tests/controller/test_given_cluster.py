@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.controller.clusters import cluster, drain
+from tests.controller.clusters import cluster
 from tests.controller.runs import alive, environment, tiny, until
 from vescale_ray.runfolder import RunFolder
 
@@ -73,7 +73,7 @@ def test_a_node_that_is_about_to_go_is_left_in_time_and_no_step_is_lost(tmp_path
         node = min(places, key=places.count)
         staying = 3 - places.count(node)
         began = time.time()
-        drain(nodes.address, node, 20.0)
+        nodes.drain(node, 20.0)
         until(lambda: bool(events("rescaled")), 20, "the rescale")
         (event,) = events("rescaled")
         print(f"\nleft {event['time'] - began:.2f} s after the notice, pause {event['pause_seconds']:.2f} s", end="")
@@ -101,7 +101,7 @@ def test_where_training_can_not_do_without_the_node_a_checkpoint_is_made_and_a_r
 
         until(lambda: len(folder.read_metrics()) >= 20, 120, "step 20")
         node = events("worker_started")[0]["node"]
-        drain(nodes.address, node, 60.0)
+        nodes.drain(node, 60.0)
         until(lambda: bool(events("rescaled")), 60, "the replacement")
         (event,) = events("rescaled")
         assert (event["to"], event["source"], event["steps_replayed"]) == (2, "memory", 0)

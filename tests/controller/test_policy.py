@@ -10,12 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vescale_ray.controller import policy
-from vescale_ray.controller.policy import Await, Budget, Complete, GiveUp, Go, Halt, Kept, Situation
+from vescale_ray.controller.budget import Budget, Cause, Limits
+from vescale_ray.controller.policy import Await, Complete, GiveUp, Go, Halt, Kept, Situation
 from vescale_ray.controller.protocol import Ending, RequestRefused, World
 from vescale_ray.workers.messages import NO_TICKET, Fault, FaultKind, Origin, Ticket
 from vescale_ray.workers.snapshot import Holding
 
 PEER = Fault(FaultKind.PEER, "Connection closed by peer")
+
+
+def budget(crashes: int, nodes: int = 20, controllers: int = 20, **total: int) -> Budget:
+    return Budget(Limits(crashes, nodes, controllers, {Cause(name): limit for name, limit in total.items()}))
 
 
 def now(**changes: object) -> Situation:
@@ -26,7 +31,7 @@ def now(**changes: object) -> Situation:
         "ready": (),
         "warming": 0,
         "replace_lost": False,
-        "budget": Budget(3),
+        "budget": budget(3),
         "waited": False,
     }
     return Situation(**{**base, **changes})  # type: ignore[arg-type]
@@ -78,20 +83,72 @@ def test_wrong_input_ends_the_run_at_once_as_refused() -> None:
     assert policy.after_generation(ending, now()) == GiveUp("no such factory", refused=True)
 
 
+def spent(used: Budget) -> str | None:
+    answer = policy.after_generation(LOST_ONE, now(budget=used))
+    return answer.error if isinstance(answer, GiveUp) else None
+
+
 def test_recoveries_without_progress_are_forgiven_as_often_as_configured_and_then_end_the_run_with_their_causes() -> None:
-    budget = Budget(2).progressed(10)
-    for _ in range(2):
-        budget = budget.failed(["b: its process died"])
-        assert isinstance(policy.after_generation(LOST_ONE, now(budget=budget)), Go)
-    budget = budget.failed(["c: out of memory"])
-    answer = policy.after_generation(LOST_ONE, now(budget=budget))
-    assert answer == GiveUp("3 recoveries in a row without one more step: b: its process died; c: out of memory")
+    used = budget(2).progressed(10)
+    for cause in (Cause.KILLED, Cause.HANG):
+        used = used.failed([cause], ["b: its process died"])
+        assert spent(used) is None
+    used = used.failed([Cause.ERROR], ["c: out of memory"])
+    assert spent(used) == "3 recoveries in a row without one more step: b: its process died; c: out of memory"
 
 
 def test_replayed_steps_are_no_progress() -> None:
-    budget = Budget(1).progressed(20).failed(["x"])
-    assert budget.progressed(20) == budget and budget.progressed(19) == budget
-    assert budget.progressed(21).tries == 0
+    used = budget(1).progressed(20).failed([Cause.KILLED], ["x"])
+    assert used.progressed(20) == used and used.progressed(19) == used
+    assert used.progressed(21).tries == 0
+    assert used.progressed(21).total == {Cause.KILLED: 1}, "what is counted in all stays"
+
+
+def test_lost_nodes_use_up_nothing_of_what_crashes_may_and_end_the_run_only_when_there_is_no_end_of_them() -> None:
+    used = budget(1, nodes=5)
+    for _ in range(5):
+        used = used.failed([Cause.NODE], ["b: its node was lost"])
+        assert spent(used) is None
+    used = used.failed([Cause.KILLED], ["a: its process died"])
+    assert spent(used) is None, "the first crash"
+    assert (used.crashes, used.nodes, used.total) == (1, 5, {Cause.NODE: 5, Cause.KILLED: 1})
+    crashed = used.failed([Cause.ERROR, Cause.NODE], ["a: no memory"])
+    assert spent(crashed) == "2 recoveries in a row without one more step: b: its node was lost; a: its process died; a: no memory"
+    lost = used.failed([Cause.NODE], ["b: its node was lost"])
+    assert spent(lost) == (
+        "nodes were lost 6 times in a row without one more step (elastic.max_node_losses_without_progress = 5): "
+        "b: its node was lost; a: its process died"
+    )
+    assert spent(lost.progressed(1)) is None
+
+
+def test_a_controller_that_is_restarted_again_and_again_ends_the_run_unless_steps_are_done_meanwhile() -> None:
+    used = budget(1, controllers=2)
+    for step in range(30):
+        used = used.failed([Cause.CONTROLLER], []).progressed(step + 1)
+    assert used.verdict is None and used.total == {Cause.CONTROLLER: 30} and used.tries == 0
+    for _ in range(3):
+        assert used.verdict is None
+        used = used.failed([Cause.CONTROLLER], [])
+    assert used.verdict == (
+        "the controller was restarted 3 times without one more step (elastic.max_controller_restarts_without_progress = 2)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        (Cause.ERROR, "3 errors of workers, more than elastic.max_errors = 2: x"),
+        (Cause.KILLED, "3 killed workers, more than elastic.max_kills = 2: x"),
+        (Cause.HANG, "3 hangs, more than elastic.max_hangs = 2: x"),
+    ],
+)
+def test_a_limit_for_the_whole_run_ends_it_whatever_its_progress_and_counts_its_own_cause_alone(cause: Cause, words: str) -> None:
+    used = budget(9, error=2, killed=2, hang=2)
+    for step, each in enumerate([Cause.ERROR, Cause.KILLED, Cause.HANG, Cause.NODE] * 2):
+        used = used.failed([each], ["y"]).progressed(step + 1)
+    assert spent(used) is None
+    assert spent(used.failed([cause], ["x"])) == words
 
 
 @given(
@@ -108,11 +165,17 @@ def test_members_are_as_many_as_wanted_or_as_there_are_and_nobody_is_forgotten(l
     assert not leavers or set(members) <= set(living)
 
 
-@given(world=st.integers(1, 6), ready=st.integers(0, 6), warming=st.integers(0, 6), target=st.integers(1, 8))
-def test_staffing_hires_what_is_missing_and_regroups_when_the_last_is_warm(world: int, ready: int, warming: int, target: int) -> None:
-    todo = policy.staffing(world, ready, warming, target)
-    assert not (todo.hire and todo.dismiss)
-    assert world + ready + warming + todo.hire - todo.dismiss == max(world, target)
+COUNTS = {"world": st.integers(1, 6), "ready": st.integers(0, 6), "warming": st.integers(0, 6), "target": st.integers(1, 8)}
+
+
+@given(**COUNTS, spares=st.integers(0, 3))
+def test_staffing_hires_what_is_missing_keeps_its_spares_and_regroups_when_enough_are_warm(
+    world: int, ready: int, warming: int, target: int, spares: int
+) -> None:
+    todo = policy.staffing(world, ready, warming, target, spares)
+    assert not ((todo.hire or todo.spares) and todo.dismiss)
+    assert world + ready + warming + todo.hire + todo.spares - todo.dismiss == max(world, target) + spares
+    assert todo.hire == max(0, max(world, target) - world - ready - warming), "what is not hired for members is hired for spares"
     assert todo.regroup == (target < world or (target > world and world + ready >= target))
 
 
@@ -178,7 +241,7 @@ def test_workers_whose_node_is_about_to_go_leave_and_are_not_chosen_to_join() ->
     assert policy.next_members("abc", "", 2, leaving={"a"}) == (("b", "c"), ("a",))
     assert policy.next_members("abc", "", 3, leaving={"a", "b", "c"}) == ((), ("a", "b", "c"))
     ending = Ending(("a", "b"))
-    now = policy.Situation(False, 2, 1, (), 0, False, policy.Budget(3), leaving=frozenset("b"))
+    now = policy.Situation(False, 2, 1, (), 0, False, budget(3), leaving=frozenset("b"))
     assert policy.after_generation(ending, now) == policy.Go(("a",), ("b",))
     too_few = replace(now, fewest=2)
     assert policy.after_generation(ending, too_few) == policy.Go(("a", "b"), ()), "better with them than not at all"

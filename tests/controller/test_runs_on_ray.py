@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 import urllib.request
@@ -259,9 +260,50 @@ def test_workers_that_hang_in_any_way_are_found_within_two_seconds_named_and_end
             assert "hanging.py" in text.split(f"---- {worker}")[1], "the stack of the one that hangs is not there"
         else:
             assert "T (stopped)" in text
+        others = [line for line in text.splitlines() if line.startswith("rank ") and "<-" not in line]
+        named = re.compile(r", in (all-gather of .*|reduce-scatter of .*|gloo:.*), ([\d,]+ bytes, \d ranks|number \d+)")
+        assert any(named.search(line) for line in others), text
     shrinks = [(size, size - 1, "peer") for size in range(most, 1, -1)]
     assert [(e["from"], e["to"], e["source"]) for e in finished.of("rescaled")] == shrinks
     assert finished.accounting().exact and all(e["steps_replayed"] <= 1 for e in finished.of("rescaled"))
+    nothing_left(finished)
+
+
+def test_a_run_that_fails_again_and_again_says_why_with_the_tracebacks_of_all_workers(home: Path) -> None:
+    model = {"model_factory": "tests.controller.hanging:model", "model_units": ["body"]}
+    limits = {"elastic_workers": 2, "elastic_max_recoveries_without_progress": 1}
+    config = tiny(home, "hopeless", train_steps=5000, checkpoint_every=0, data_eval_samples=0, **limits, **model)
+    bad: list[int] = []
+    seen: list[Mapping[str, Any]] = []
+
+    def watch(status: Mapping[str, Any]) -> None:
+        seen.append(status)
+        if status["step"] >= 10 and not bad:
+            bad.append(pid_of(config, status, 1))
+            hang(bad[0], "raise again")
+
+    finished = carry_out(config, watch=watch)
+    result = finished.result
+    assert result.state == "FAILED" and result.error is not None
+    assert result.error.startswith("2 recoveries in a row without one more step: w"), result.error
+    assert f"ZeroDivisionError: no luck in process {bad[0]}" in result.error and "it can be resumed from step" in result.error
+    found = re.search(r"tracebacks and stacks of all workers: (\S+);", result.error)
+    assert found, result.error
+    text = Path(found[1]).read_text()
+    failures = text.split("==== generation ")[1:]
+    assert len(failures) == 2, "each failure once, the newest first"
+    for failure in failures:
+        ranks = failure.split("---- rank ")[1:3]
+        assert len(ranks) == 2
+        of = {"raised" if f"process {bad[0]}\n" in rank else "survived": rank for rank in ranks}
+        assert "hanging.py" in of["raised"] and "in forward" in of["raised"] and "Traceback (most recent call last)" in of["raised"]
+        assert "GroupFailed: " in of["survived"] and "in _generation" in of["survived"]
+    now = text.split("==== now")[1:]
+    assert len(now) == 2 and all("vescale-train" in one for one in now), "both still live, and stand somewhere"
+    assert len(finished.of("generation_failed")) == 2 and not finished.of("worker_lost", "hang")
+    assert seen[-1]["failures"].keys() <= {"error"}, "the driver may not have asked after the last one"
+    newest = checkpoint.latest(config.checkpoint_root)
+    assert newest is not None and newest.step == finished.result.step
     nothing_left(finished)
 
 

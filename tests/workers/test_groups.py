@@ -209,6 +209,8 @@ def test_an_exception_of_the_ranks_own_passes_and_a_described_one_keeps_no_frame
         fail()
     assert kept[0]() is None
     assert raised.value.__context__ is None or raised.value.__context__.__traceback__ is None
+    assert raised.value.trace is not None and "test_groups.py" in groups.tell(raised.value.trace), "where it was is known all the same"
+    assert ", in fail" in groups.tell(raised.value.trace)
 
 
 def test_dissolving_without_a_group_is_harmless_and_forming_over_a_group_is_refused() -> None:

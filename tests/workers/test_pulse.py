@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import threading
@@ -18,11 +19,12 @@ import torch.distributed as dist
 from tests import ranks
 from tests.ranks import run_gloo
 from vescale_ray.fsdp import fully_shard
-from vescale_ray.workers.pulse import Pulse, Where, offer_stacks, stacks, state_of, take_stacks, where
+from vescale_ray.workers.pulse import RECORDER, Pulse, Where, offer_stacks, stacks, state_of, take_stacks, where
 
 
-def while_it_runs(function, look_s: float = 0.0, seen_file: Path | None = None) -> Where:
-    """Where this thread is during ``function()``: as soon as it waits for others, or after ``look_s``. ``seen_file`` is made then."""
+def while_it_runs(function, look_s: float = 0.0, seen_file: Path | None = None, named: list[str] | None = None) -> Where:
+    """Where this thread is during ``function()``: as soon as it waits for others, or after ``look_s``. ``seen_file`` is made then, and the
+    collective is added to ``named``."""
     pulse, seen = Pulse(), []
 
     def look():
@@ -30,6 +32,8 @@ def while_it_runs(function, look_s: float = 0.0, seen_file: Path | None = None) 
         while not (at := pulse.where()).waiting and time.monotonic() < deadline:
             time.sleep(0.02)
         seen.append(at)
+        if named is not None:
+            named.append(pulse.collective())
         if seen_file is not None:
             seen_file.touch()
 
@@ -51,6 +55,7 @@ def in_collectives(rank, world, folder):
         nonlocal loss
         loss = model(torch.ones(2, 8)).sum()
 
+    model(torch.ones(2, 8)).sum().backward()  # the first one begins with the ranks' agreement on what they have
     ways = {
         "all_gather": lambda: dist.all_gather([small.clone() for _ in range(world)], small),
         "barrier": lambda: dist.barrier(),
@@ -60,23 +65,34 @@ def in_collectives(rank, world, folder):
         "backward": lambda: loss.backward(),
     }
     seen = {}
+    named: list[str] = []
     for name, way in ways.items():
         file = Path(folder) / name
         if rank == 0:
-            seen[name] = while_it_runs(way, 20.0, file)
+            seen[name] = while_it_runs(way, 20.0, file, named)
             continue
 
         def late(file=file):
             while not file.exists():
                 time.sleep(0.02)
 
-        seen[name] = while_it_runs(late)
+        seen[name] = while_it_runs(late, named=named)
         way()
-    return seen
+    return seen, dict(zip(ways, named, strict=True))
 
 
-def test_a_thread_that_waits_for_others_says_so_and_one_that_they_wait_for_does_not(tmp_path):
-    waiting, awaited = run_gloo(2, in_collectives, str(tmp_path))
+def test_a_thread_that_waits_for_others_says_so_and_for_what_and_one_that_they_wait_for_does_not(tmp_path, monkeypatch):
+    for name, value in RECORDER.items():
+        monkeypatch.setenv(name, value)  # as a worker does before it imports torch
+    (waiting, named), (awaited, nothing) = run_gloo(2, in_collectives, str(tmp_path))
+    assert re.fullmatch(r"gloo:all_?gather of Float\[4\], number \d+ of group 0 default_pg", named["all_gather"]), named
+    assert re.fullmatch(r"gloo:barrier of .*, number \d+ of group 0 default_pg", named["barrier"]), named
+    assert re.fullmatch(r"gloo:all_?reduce of Float\[4\], number \d+ of group 0 default_pg", named["work"]), named
+    assert named["back end"].startswith("gloo:all")
+    # 288 bytes of elements; a rank's part is a multiple of 128 bytes, the smallest two of which hold half of them: 2 * 256.
+    assert named["forward"] == "all-gather of the root .., 512 bytes, 2 ranks", named
+    assert named["backward"] == "reduce-scatter of weight .., 512 bytes, 2 ranks", named
+    assert set(nothing.values()) == {""}, "it waits for a file"
     assert {name: at.waiting for name, at in waiting.items()} == dict.fromkeys(waiting, True), waiting
     assert {name: at.waiting for name, at in awaited.items()} == dict.fromkeys(awaited, False), awaited
     assert all("late (test_pulse.py" in at.text or "while_it_runs (" in at.text for at in awaited.values())

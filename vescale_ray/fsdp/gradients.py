@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
+from vescale_ray import waiting
 from vescale_ray.dbuffer import DBuffer, KeptShard
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.division import Division
@@ -271,7 +272,9 @@ class Gradients:
             if isinstance(reduction.pending, comm.InOrder):
                 self._finish_in_order(reduction, reduction.pending)
                 continue
+            waiting.begin("reduce-scatter", self.params[0].fqn, self.buffer_bytes, self.place.world)
             reduction.pending.wait()
+            waiting.end()
             self._give_back(reduction.buffer)
             with torch.no_grad():
                 out = self._over_replicas(reduction)
@@ -287,7 +290,9 @@ class Gradients:
         earlier = out is not None and out.device == reduction.out.device
         if out is None or not earlier:
             out = self._gathered_up(reduction.out)
+        waiting.begin("reduce-scatter", self.params[0].fqn, self.buffer_bytes, self.place.world)
         parts.add_to(out)
+        waiting.end()
         self._give_back(reduction.buffer)
         self._call_all_reduce_hook(out)
         if not earlier:

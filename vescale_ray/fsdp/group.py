@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor
 
+from vescale_ray import waiting
 from vescale_ray.dbuffer import KeptShard
 from vescale_ray.dtensor import distribute_tensor
 from vescale_ray.fsdp import comm
@@ -455,7 +456,9 @@ class Group:
         gather, self._gather = self._gather, None
         parts, self._parts = self._parts, None
         if gather is not None:
+            waiting.begin("all-gather", self.fqn or "the root", self.parts_bytes, self.place.world)
             gather.wait()
+            waiting.end()
         self._gathers_from = None
         if parts is not None:
             assert self._buffer is not None and self._pool is not None

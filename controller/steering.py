@@ -1,0 +1,199 @@
+"""Steering a generation that runs as it should: who is hired, who is let go, and when it is asked to stop at a boundary.
+
+What follows once nobody is in it any more is the conductor's to decide (``conductor``). This here is called in every round of its
+loop while all members train, from its thread alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from vescale_ray.config import RunConfig
+from vescale_ray.controller import policy
+from vescale_ray.controller.cadence import Cadence
+from vescale_ray.controller.crew import Crew
+from vescale_ray.controller.desk import Desk
+from vescale_ray.controller.growth import Growth
+from vescale_ray.controller.ledger import Ledger
+from vescale_ray.controller.nodes import Nodes
+from vescale_ray.controller.protocol import RunSpec, RunState, World
+from vescale_ray.controller.saves import Saves
+from vescale_ray.controller.straggler import Stragglers
+from vescale_ray.workers.messages import Ticket
+
+
+class Steering:
+    """Staffs and steers the generation that trains.
+
+    Args:
+        leavers: workers that are in no generation and must give their shards to the next.
+        enter: moves the run to another state.
+
+    Attributes:
+        asked: the generation that was asked to stop at its next boundary.
+        hire_failures: why workers that were hired of late did not become warm; ``failed_hires``: how many ever did not.
+        stragglers: watches who is slow.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        config: RunConfig,
+        crew: Crew,
+        ledger: Ledger,
+        saves: Saves,
+        desk: Desk,
+        cadence: Cadence,
+        leavers: list[str],
+        enter: Callable[[RunState], None],
+    ) -> None:
+        self._spec, self._config = spec, config
+        self._crew, self._ledger, self._saves, self._desk, self._cadence = crew, ledger, saves, desk, cadence
+        self._enter = enter
+        self.growth = Growth(config, crew, ledger, desk, nodes := Nodes(config.resources_per_worker if config.watches_room else None))
+        self.nodes = nodes
+        self.leavers = leavers
+        self.asked: Ticket | None = None
+        self.hire_failures: list[str] = []
+        self.failed_hires = 0
+        self.stragglers = Stragglers(config, ledger, spec.capacity, spec.bounds.start)
+        self._drained: frozenset[str] = frozenset()
+        self._aim = 0
+
+    def steer(self, world: World) -> None:
+        """A generation runs as it should: hire, regroup or stop it, if that is wanted."""
+        ledger = self._ledger
+        if not ledger.all_filled:
+            return
+        for worker in self.leavers:
+            self.let_go(worker)
+        self.leavers = []
+        if self.asked == world.ticket:
+            return
+        if ledger.state in (RunState.STARTING, RunState.RESCALING):
+            self._enter(RunState.RUNNING)
+        if self._desk.stop:
+            self._ask_to_park(world, stop=True)
+            return
+        self._save_if_due(world)
+        self._hear_of_drains(world)
+        leaving = self.leaving(self._crew.ready())
+        staying = [w for w in world.members if w not in leaving]
+        if len(staying) < world.size and len(staying) >= self._config.elastic.min_workers:
+            if self._config.elastic.replace_lost:
+                self._desk.reason = "replacement"  # of those that will come in their place
+            else:
+                spares = [w for w in self.outside(world.members) if w in self._crew.ready() and w not in leaving]
+                self._desk.want(min(self._desk.target, len(staying) + len(spares)), "drain")
+            self._ask_to_park(world, stop=False, reason="drain")
+            return
+        for worker in leaving & set(self.outside(world.members)):
+            self.let_go(worker)
+        outside = self.outside(world.members)
+        ready = [w for w in outside if w in self._crew.ready()]
+        self.growth.tend(world.size, len(ready), len(outside) - len(ready), self.nodes.draining.keys())
+        if self._desk.target > self._aim:
+            self.hire_failures.clear()  # of another time
+        self._aim = self._desk.target
+        if self._aim > world.size and self._cannot_grow(world, outside):
+            return
+        if self._aim <= world.size:
+            self._end_late_spares()
+        unwanted = self.stragglers.unwanted(staying, self._aim, world.size + len(outside), self.failed_hires)
+        there = len(staying) - len(unwanted)
+        todo = policy.staffing(there, len(ready), len(outside) - len(ready), self._aim, self._config.elastic.spares)
+        for _ in range(todo.hire + min(todo.spares, self.growth.spare_places(len(self.hire_failures)))):
+            self._crew.hire(self.nodes.draining.keys())
+            self.growth.hired()
+        self._ledger.beside(spares=len(ready) - max(0, self._aim - there), wishes=len(self._crew.places.wishes))
+        for worker in outside[len(outside) - todo.dismiss :]:
+            self.let_go(worker)
+        if todo.regroup:
+            self._ask_to_park(world, stop=False, reason="straggler" if unwanted else None)
+
+    def leaving(self, workers: Iterable[str]) -> frozenset[str]:
+        """Those of ``workers`` whose node is about to go."""
+        draining = self.nodes.draining
+        infos = {w: self._crew.info(w) for w in workers} if draining else {}
+        return frozenset(w for w, info in infos.items() if info is not None and info.node in draining)
+
+    def _hear_of_drains(self, world: World) -> None:
+        """Tell of nodes that have begun to drain. Where training can't do without their workers, a checkpoint is made at once."""
+        from vescale_ray.workers.trainer import CHECKPOINT
+
+        draining = self.nodes.draining
+        fresh = draining.keys() - self._drained
+        self._drained = frozenset(draining)
+        leaving = self.leaving(world.members)
+        for node in sorted(fresh):
+            left = draining[node] - time.time()
+            workers = [w for w in leaving if (info := self._crew.info(w)) is not None and info.node == node]
+            self._ledger.event("node_draining", node=node, workers=workers, seconds_left=left if left < float("inf") else None)
+        if fresh and leaving and world.size - len(leaving) < self._config.elastic.min_workers:
+            self._crew.ask(world.members[0], world.ticket, CHECKPOINT)
+
+    def _save_if_due(self, world: World) -> None:
+        """With ``checkpoint.every: auto``: keep the interval up to date, and ask for a checkpoint at the next boundary when it is over."""
+        from vescale_ray.workers.trainer import CHECKPOINT
+
+        now = time.monotonic()
+        interval = self._cadence.news(now, self._ledger.failures)
+        if interval is not None:
+            self._ledger.interval_changed(interval)
+        if self._cadence.due(now, self._saves.busy) and self._crew.ask(world.members[0], world.ticket, CHECKPOINT) is None:
+            self._cadence.begun(now)
+
+    def _cannot_grow(self, world: World, outside: list[str]) -> bool:
+        """Whether workers that were hired don't come: then train on with those that do."""
+        late = self._late(growing=self._desk.reason == "growth")
+        if len(self.hire_failures) > self._config.elastic.max_recoveries_without_progress:
+            late = list(self._crew.warming())
+        elif not late:
+            return False
+        why = self.hire_failures[-1] if self.hire_failures else f"no place or not warm after {self._crew.age(late[0]):.0f} s"
+        for worker in late:
+            self.let_go(worker)
+        self._ledger.event("rescale_abandoned", **{"from": world.size, "to": self._desk.target, "error": why})
+        self.growth.ended(complete=False)
+        self._desk.want(min(self._desk.target, world.size + len([w for w in outside if w not in late])), self._desk.reason)
+        return True
+
+    def _end_late_spares(self) -> None:
+        for worker in self._late(growing=True):
+            self.hire_failed(f"no place or not warm after {self._crew.age(worker):.0f} s")
+            self.let_go(worker)
+
+    def _late(self, *, growing: bool) -> list[str]:
+        """Workers that should have been warm by now; ``growing``: they were hired since there was room, and have no place all the same."""
+        late = [w for w in self._crew.warming() if self._crew.age(w) > self._spec.bounds.start]
+        return late + [w for w in self.growth.misplaced() if growing and w not in late]
+
+    def _ask_to_park(self, world: World, *, stop: bool, reason: str | None = None) -> None:
+        """Have one rank carry the wish into the step's exchange, where all see it: all stop at the same boundary."""
+        from vescale_ray.workers.trainer import RESCALE, STOP
+
+        problem = self._crew.ask(world.members[0], world.ticket, STOP if stop else RESCALE)
+        if problem is not None:
+            return  # it is just leaving; what follows from that is seen in a moment
+        self.asked = world.ticket
+        if stop:
+            self._enter(RunState.STOPPING)
+        else:
+            self._ledger.begin_shift(reason or self._desk.reason, world.size)
+            self._enter(RunState.RESCALING)
+
+    def hire_failed(self, reason: str) -> None:
+        """A worker that was hired will not become warm."""
+        self.hire_failures.append(reason)
+        self.failed_hires += 1
+
+    def let_go(self, worker: str) -> None:
+        info = self._crew.info(worker)
+        self._crew.dismiss(worker)
+        self._ledger.worker_left(worker, info)
+
+    def outside(self, living: Iterable[str]) -> list[str]:
+        """Workers that were hired to join, warm or not."""
+        taken = {*living, *self.leavers}
+        return [w for w in (*self._crew.ready(), *self._crew.warming()) if w not in taken]
