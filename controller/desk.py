@@ -45,7 +45,7 @@ class Desk:
         self.actions = memo.actions
         ledger.target = self.target
 
-    def command(self, action: str, body: dict[str, Any], wait_s: float = 5.0) -> dict[str, Any]:
+    def command(self, action: str, body: dict[str, Any], wait_s: float = 8.0) -> dict[str, Any]:
         """Carry a command to the loop and its answer back; from any thread.
 
         Raises:

@@ -170,11 +170,11 @@ def _memory(rank: int, world: int, mesh_shape: tuple[int, ...], placements: list
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 def test_what_rank_0_sends_is_held_once() -> None:
-    """Of 96 MiB about three tensors at most, what the allocator keeps included; a second state dict would be 96 MiB, its parts on
+    """Of 96 MiB three or four tensors at most, what the allocator keeps included; a second state dict would be 96 MiB, its parts on
     the second rank 72 MiB."""
     for shape, placements in (((2,), [RaggedShard((0,), (1, 3))]), ((1, 2), [Replicate(), RaggedShard((0,), (1, 3))])):
         found = run_gloo(2, _memory, shape, placements)
-        assert all(peak < 60 * MIB for peaks in found for peak in peaks), found
+        assert all(peak < 68 * MIB for peaks in found for peak in peaks), found
 
 
 def _scattered(rank: int, world: int) -> list[int]:
