@@ -300,7 +300,7 @@ def async_failing_rank(rank: int, world: int, root: str) -> Any:
         told["skipped"] = [isinstance(handle.exception(20), ckpt.SaveSkipped) for handle in handles]
         with ckpt.Saver(store, timeout_s=20, double_buffer=False) as single:
             first = single.async_save(state, 20)
-            while rank != 1 and single._writer._slabs:  # the others have written theirs, and have their buffers back
+            while rank != 1 and single._writer._slabs():  # the others have written theirs, and have their buffers back
                 time.sleep(0.01)
             second = single.async_save(state, 21)
             told["skipped at once"] = second.skipped
