@@ -174,6 +174,8 @@ def prepare(
 ) -> Prepared:
     """Raises ValueError for what can't be stored."""
     state_of(state)
+    if not state:
+        raise ValueError('the state is empty, and so would the checkpoint be; give its parts by name, as {"model": model}')
     for what, given in (("meta", meta), ("metrics", metrics), ("aux", aux)):
         if given is not None:
             of_type(what, given, Mapping, "give a dict")

@@ -88,5 +88,5 @@ def _ended() -> None:
     """A thread that ends while the interpreter does takes the process along (std::terminate, when it frees a tensor): those that are just
     about to, because what they waited for was given up, get a second."""
     for thread in threading.enumerate():
-        if thread.name.startswith(DAEMONS):
+        if thread.name.startswith(DAEMONS) and thread.is_alive():  # one whose start was interrupted is listed, too
             thread.join(1.0)

@@ -165,10 +165,9 @@ def _load_one(
         if aux is not None and "rng" in aux:
             try:
                 restore_rng(aux["rng"])
-            except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+            except ValueError as error:
                 raise CheckpointMismatch(
-                    f"checkpoint {checkpoint.commit.path}: the random generators of rank {rank} can't be set to what it holds of them "
-                    f"({type(error).__name__}: {error}); rng=False leaves them alone"
+                    f"checkpoint {checkpoint.commit.path}, rank {rank}: {error}; rng=False leaves them alone"
                 ) from error
         else:
             derive_rng(chosen.sha256, rank)

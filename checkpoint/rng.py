@@ -5,10 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+
+from .arguments import of_type
 
 
 def capture_rng() -> dict[str, Any]:
@@ -25,15 +28,36 @@ def capture_rng() -> dict[str, Any]:
     return state
 
 
-def restore_rng(state: dict[str, Any]) -> None:
-    """Put the generators back to a captured state."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(int(w) for w in _unpack(words, "<u4")), None if gauss is None else float.fromhex(gauss)))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, _unpack(keys, "<u4").astype(np.uint32), position, has_gauss, float.fromhex(cached)))
-    torch.set_rng_state(torch.from_numpy(_unpack(state["torch"], "u1").copy()))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.from_numpy(_unpack(state["cuda"], "u1").copy()))
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Put the generators back to a captured state: all of them or, if one can't be, none.
+
+    Raises:
+        ValueError: it is not what :func:`capture_rng` returns.
+    """
+    cuda = None
+    try:
+        of_type("it", state, Mapping, "it must be a dict")
+        version, words, gauss = state["python"]
+        python = (version, tuple(int(w) for w in _unpack(words, "<u4")), None if gauss is None else float.fromhex(gauss))
+        name, keys, position, has_gauss, cached = state["numpy"]
+        numpy = (name, _unpack(keys, "<u4").astype(np.uint32), position, has_gauss, float.fromhex(cached))
+        cpu = torch.from_numpy(_unpack(state["torch"], "u1").copy())
+        if "cuda" in state and torch.cuda.is_available():
+            cuda = torch.from_numpy(_unpack(state["cuda"], "u1").copy())
+        # First others than those in use, which must not be half new.
+        random.Random().setstate(python)
+        np.random.RandomState().set_state(numpy)
+        torch.Generator().set_state(cpu)
+        if cuda is not None:
+            torch.Generator("cuda").set_state(cuda)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ValueError(f"the state of the random generators can't be taken back ({reason}); give what capture_rng() returned") from error
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
 
 
 def derive_rng(*parts: object) -> int:

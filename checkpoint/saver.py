@@ -295,11 +295,12 @@ class _Writer:
     def __init__(self, store: ObjectStore, retention: Retention | None) -> None:
         self._store, self._retention = store, retention
         self._pools: dict[bool, SlabPool] = {}
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """Wakes the thread, which does whatever is in ``_current``; ``False``: the last time."""
         self._change = threading.Condition()
         self._handles: list[SaveHandle] = []
         self._current: list[_Job] = []
-        self._slabs = 0
+        """Being written, and staged. A job is entered by this one list's ``append``, which no interrupt divides."""
         self._tending: SaveHandle | None = None
         self._aborted: set[int] = set()
         self._thread: threading.Thread | None = None
@@ -316,13 +317,16 @@ class _Writer:
     def _saves(self) -> int:
         return sum(job.prepared is not None for job in self._current)
 
+    def _slabs(self) -> int:
+        return sum(job.slab is not None for job in self._current)
+
     def busy(self, most: int) -> bool:
         with self._change:
-            return self._saves() >= 2 or self._slabs >= most
+            return self._saves() >= 2 or self._slabs() >= most
 
     def wait_for_room(self, most: int, timeout_s: float) -> None:
         with self._change:
-            self._change.wait_for(lambda: self._saves() < 2 and self._slabs < most, timeout_s)
+            self._change.wait_for(lambda: self._saves() < 2 and self._slabs() < most, timeout_s)
 
     def take(self, nbytes: int, *, pinned: bool) -> Slab:
         pool = self._pools.setdefault(pinned, SlabPool(pinned=pinned))
@@ -331,18 +335,23 @@ class _Writer:
     def put(self, job: _Job) -> None:
         with self._change:
             self._current.append(job)
-            self._slabs += job.slab is not None
             self._handles = [h for h in self._handles if not h.done() or h.trouble()]
             self._handles += [job.handle] if job.prepared is not None else []
-            # Before the thread is started, which waits: an interrupt there must not leave a job that nobody does.
-            self._queue.put(job)
-            if self._thread is None:
-                # Daemon: a store that hangs must not keep the process from ending; _close_all waits for it within bounds.
-                self._thread = threading.Thread(target=self._live, name=f"{DAEMONS}writer", daemon=True)
-                self._thread.start()
+            self._move()
+
+    def _move(self) -> None:
+        """See that the thread works at what is to be done; with the lock. Whoever waits calls it, too: an interrupt (Ctrl-C) can have come
+        just after a job was entered, or while the thread was started, which waits."""
+        if self._thread is None or self._thread.ident is None:
+            # Daemon: a store that hangs must not keep the process from ending; _close_all waits for it within bounds.
+            self._thread = threading.Thread(target=self._live, name=f"{DAEMONS}writer", daemon=True)
+            self._thread.start()
+        self._calls.put(True)
 
     def idle(self, timeout_s: float, *, tended: bool = False) -> bool:
         with self._change:
+            if self._current:
+                self._move()
             return self._change.wait_for(lambda: not self._current and not (tended and self._tending), timeout_s)
 
     def abort(self, reason: str) -> None:
@@ -376,41 +385,54 @@ class _Writer:
 
     def retire(self) -> None:
         """After the last job the thread ends, and the memory goes."""
-        self._queue.put(None)
+        self._calls.put(False)
         for pool in self._pools.values():
             pool.clear()
 
     def _live(self) -> None:
-        while (job := self._queue.get()) is not None:
-            outcome: Any = None
-            try:
-                outcome = self._work(job)
-            except BaseException as error:
-                outcome = error
-            tend = self._retention is not None and isinstance(outcome, Commit) and job.vote is not None
-            if isinstance(outcome, BaseException) and not isinstance(outcome, SaveSkipped | SaveAborted):
-                _log.error("a checkpoint failed: %s", outcome)
-            with self._change:
-                self._current.remove(job)
-                self._tending = job.handle if tend else None
-                if isinstance(outcome, Commit):
-                    self._committed = max(self._committed or (0, 0), (outcome.epoch, outcome.step))
-                if job.prepared is not None:
-                    job.handle.persist_s = time.perf_counter() - job.began
-                if isinstance(outcome, SaveSkipped):
-                    job.handle.skip(str(outcome))
-                elif outcome is not None:
-                    job.handle.end(outcome)
-                self._change.notify_all()
-            if tend:
-                self._tend(job, outcome)
-            with self._change:
-                self._tending = None
-                self._aborted.discard(id(job.handle))
-                self._change.notify_all()
-            del job, outcome
+        with self._change:
+            if self._thread is not threading.current_thread():
+                return  # its start was interrupted, another one was started in its place
+        more = True
+        while more:
+            more = self._calls.get()
+            while (job := self._first()) is not None:
+                self._do(job)
+                del job
         for pool in self._pools.values():
             pool.clear()
+
+    def _first(self) -> _Job | None:
+        with self._change:
+            return self._current[0] if self._current else None
+
+    def _do(self, job: _Job) -> None:
+        outcome: Any = None
+        try:
+            outcome = self._work(job)
+        except BaseException as error:
+            outcome = error
+        tend = self._retention is not None and isinstance(outcome, Commit) and job.vote is not None
+        if isinstance(outcome, BaseException) and not isinstance(outcome, SaveSkipped | SaveAborted):
+            _log.error("a checkpoint failed: %s", outcome)
+        with self._change:
+            self._current.remove(job)
+            self._tending = job.handle if tend else None
+            if isinstance(outcome, Commit):
+                self._committed = max(self._committed or (0, 0), (outcome.epoch, outcome.step))
+            if job.prepared is not None:
+                job.handle.persist_s = time.perf_counter() - job.began
+            if isinstance(outcome, SaveSkipped):
+                job.handle.skip(str(outcome))
+            elif outcome is not None:
+                job.handle.end(outcome)
+            self._change.notify_all()
+        if tend:
+            self._tend(job, outcome)
+        with self._change:
+            self._tending = None
+            self._aborted.discard(id(job.handle))
+            self._change.notify_all()
 
     def _tend(self, job: _Job, made: Commit) -> None:
         assert self._retention is not None and job.vote is not None
@@ -452,7 +474,6 @@ class _Writer:
                 with self._change:
                     job.slab.release()
                     job.slab = None
-                    self._slabs -= 1
                     self._change.notify_all()
         return conclude(self._store, this, written, cancelled)
 

@@ -12,6 +12,7 @@ saves. Once the commit was tried nothing is deleted here, whatever the answer: i
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import time
@@ -64,7 +65,13 @@ def conclude(store: ObjectStore, attempt: Attempt, written: Vote | Exception, ca
         _discard(store, attempt, heard=False)
         raise written
     patience = 2 * attempt.timeout_s
-    outcome = _await(store, attempt.name, "outcome", time.monotonic() + patience, cancelled)
+    try:
+        outcome = _await(store, attempt.name, "outcome", time.monotonic() + patience, cancelled)
+    except OSError as error:
+        raise SaveFailed(
+            f"step {attempt.step}: what rank 0 says of the commit could not be read within {patience:.0f} s: {error.strerror or error}; "
+            "earlier checkpoints are untouched"
+        ) from error
     if outcome is None:
         raise SaveFailed(f"step {attempt.step}: rank 0 reported no commit within {patience:.0f} s; earlier checkpoints are untouched")
     if "error" in outcome:
@@ -152,6 +159,8 @@ def _await(store: ObjectStore, attempt: str, name: str, deadline: float, cancell
             late = None
         except OSError as error:  # a store that fails once may answer the next time
             late = error
+        except ValueError:  # half of it: of a store whose objects are there before they are whole
+            late = OSError(errno.EIO, f"attempts/{attempt}/{name}.json is no JSON")
         if time.monotonic() >= deadline:
             if late is not None:
                 raise late

@@ -300,7 +300,7 @@ def async_failing_rank(rank: int, world: int, root: str) -> Any:
         told["skipped"] = [isinstance(handle.exception(20), ckpt.SaveSkipped) for handle in handles]
         with ckpt.Saver(store, timeout_s=20, double_buffer=False) as single:
             first = single.async_save(state, 20)
-            while rank != 1 and single._writer._slabs:  # the others have written theirs, and have their buffers back
+            while rank != 1 and single._writer._slabs():  # the others have written theirs, and have their buffers back
                 time.sleep(0.01)
             second = single.async_save(state, 21)
             told["skipped at once"] = second.skipped
@@ -320,6 +320,7 @@ def async_failing_rank(rank: int, world: int, root: str) -> Any:
             except ckpt.SaveFailed as error:
                 told["missed"] = str(error)
         told["back"] = [saver.async_save(state, 33).wait(20).step, ckpt.save(state, store, 34, timeout_s=20).step]
+        told["two"] = two_savers(f"{root}-two", state)
         told["files"] = len([p for p in os.scandir(f"{root}/data") if any(os.scandir(p.path))])
     dist.barrier()
     told["steps"] = [c.step for c in ckpt.ls(root)]
@@ -341,6 +342,20 @@ def async_failing_rank(rank: int, world: int, root: str) -> Any:
     assert saver._accord is not None and saver._accord._group is dist.group.WORLD, "the store of the group before may be gone"
     saver.close()
     return told
+
+
+def two_savers(root: str, state: Any) -> list[tuple[bool, ...]]:
+    """Which of three saves of each step were committed: two savers' and a synchronous one, of one folder, asked for at once."""
+    ends = []
+    with ckpt.Saver(root, timeout_s=20) as one, ckpt.Saver(root, timeout_s=20, retention=ckpt.Retention(keep_last=2)) as other:
+        for step in range(1, 5):
+            handles = [saver.async_save(state, step) for saver in (one, other)]
+            try:
+                between = ckpt.save(state, root, step, timeout_s=20).commit.step == step
+            except ckpt.CheckpointError:
+                between = False
+            ends.append((between, *(handle.exception(20) is None for handle in handles)))
+    return ends
 
 
 def async_killed_rank(rank: int, world: int, store: str, root: str, report: str, victim: int, point: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ SAVES: list[tuple[dict[str, Any], str]] = [
     ({"metrics": [1]}, "metrics is a list; give a dict"),
     ({"meta": "x"}, "meta is a str; give a dict"),
     ({"state": None}, 'the state is a NoneType; give its parts by name, as {"model": model'),
+    ({"state": {}}, "the state is empty, and so would the checkpoint be; give its parts by name"),
     ({"state": nn.Linear(1, 1)}, "the state is a Linear"),
     ({"state": {1: nn.Linear(1, 1)}}, "the state's key 1 is a int; give text"),
     ({"root": None}, "checkpoint root is None; give a folder's path, a URL or a store"),
@@ -117,3 +119,28 @@ def test_what_can_not_be_meant_is_one_sentence_and_changes_nothing(root, call, w
     with pytest.raises((ValueError, ckpt.CheckpointError), match=re.escape(words)) as caught:
         call(root)
     assert "\n" not in str(caught.value) and {path: path.stat().st_mtime_ns for path in Path(root).rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda good: None, "it is a NoneType"),
+        (lambda good: {}, "KeyError: 'python'"),
+        (lambda good: {**good, "python": 3}, "TypeError"),
+        (lambda good: {**good, "python": [3, "AAAA", None]}, "ValueError"),
+        (lambda good: {**good, "numpy": ["PCG64", *good["numpy"][1:]]}, "MT19937"),
+        (lambda good: {**good, "numpy": [*good["numpy"][:4], "one"]}, "hexadecimal"),
+        (lambda good: {**good, "torch": good["torch"][:8]}, "RuntimeError"),
+        (lambda good: {**good, "torch": "\u20ac"}, "ValueError"),
+    ],
+)
+def test_a_state_of_the_random_generators_that_can_not_be_taken_changes_none_of_them(harm, words):
+    good = loose.capture_rng()
+    random.random(), np.random.rand(), torch.rand(1)
+    now = loose.capture_rng()
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        loose.restore_rng(harm(good))
+    assert "\n" not in str(caught.value) and "give what capture_rng() returned" in str(caught.value)
+    assert loose.capture_rng() == now
+    loose.restore_rng(good)
+    assert loose.capture_rng() == good

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -22,6 +23,7 @@ from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import api as api_module
 from vescale_ray.checkpoint import bounded as bounded_module
 from vescale_ray.checkpoint import saver as saver_module
+from vescale_ray.checkpoint.saver import _Writer
 
 
 @pytest.fixture
@@ -326,6 +328,44 @@ def test_ctrl_c_in_a_synchronous_save_leaves_at_once_and_commits_nothing(root):
     with pytest.raises(KeyboardInterrupt):
         within(4, lambda: ckpt.save({"model": {"w": torch.ones(3 << 20)}}, store, 1))
     assert not ckpt.ls(root) and not list(root.rglob("*.safetensors"))
+
+
+def test_ctrl_c_at_any_line_that_hands_a_save_to_the_writers_thread_leaves_a_saver_that_comes_to_its_end():
+    """The lines of ``_Writer.put`` and of what it calls, starting the thread included."""
+    within = {_Writer.put.__code__, _Writer._move.__code__, threading.Thread.start.__code__}
+    state = {"model": {"w": torch.ones(5)}}
+    before, lines = set(threading.enumerate()), 0
+    for line in itertools.count(1):
+        seen: set[tuple[Any, int]] = set()
+
+        def trace(frame: Any, event: str, value: Any, line: int = line, seen: set[tuple[Any, int]] = seen) -> Any:
+            code, now = frame.f_code, len(seen)
+            if event == "line":
+                seen.add((code, frame.f_lineno))  # once: the second time a ``with`` is being left, where no signal is looked for
+                if now < line == len(seen):
+                    raise KeyboardInterrupt
+            return trace if code in within else None
+
+        saver = ckpt.Saver(ckpt.MemoryStore())
+        sys.settrace(trace)
+        try:
+            saver.async_save(state, 1)
+        except KeyboardInterrupt:
+            lines += 1
+        finally:
+            sys.settrace(None)
+        began = time.monotonic()
+        saver.wait(5)
+        assert saver.async_save(state, 2).wait(5).step == 2
+        saver.close(5)
+        assert time.monotonic() - began < 5, f"line {line}"
+        if len(seen) < line:
+            break
+    assert lines >= 12
+    for thread in set(threading.enumerate()) - before:
+        if thread.ident is not None:  # else its start was interrupted
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def test_what_comes_after_a_commit_holds_up_no_copy(root, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import errno
 import math
 import os
@@ -21,7 +22,7 @@ from tests.checkpoint.checkpoint_support import bits, in_subprocess, memory_fold
 from tests.checkpoint.test_checkpoint_state import Net, adam, same_module, train
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import reader
+from vescale_ray.checkpoint import loading, reader
 from vescale_ray.checkpoint.commits import _assemble
 from vescale_ray.checkpoint.digest import root_of
 from vescale_ray.checkpoint.layout import PlacedPiece
@@ -524,3 +525,33 @@ def _measure_load(root: str, report: str, size: int, budget: int) -> None:
 
 def test_the_default_budget_is_the_one_that_is_documented():
     assert reader.BUDGET_BYTES == 16 << 20
+
+
+def test_on_another_number_of_ranks_each_gets_generators_of_its_own_and_nobodys_old_ones(root, monkeypatch):
+    """One process stands for each rank of two in turn: replicated weights need no others."""
+    ckpt.save({"model": {"w": torch.ones(5)}}, root, 1, aux={"mine": 1})
+    saved = torch.get_rng_state()
+    drawn = []
+    for rank in (0, 1, 1):
+        monkeypatch.setattr(loading, "ranks_of", lambda group, rank=rank: (rank, 2))
+        assert ckpt.load({"model": {"w": torch.zeros(5)}}, root).aux is None
+        assert not torch.equal(torch.get_rng_state(), saved)
+        drawn.append(torch.rand(4).tolist())
+    assert drawn[0] != drawn[1] == drawn[2]
+    monkeypatch.undo()
+    assert ckpt.load({"model": {"w": torch.zeros(5)}}, root).aux == {"mine": 1} and torch.equal(torch.get_rng_state(), saved)
+
+
+def test_a_rank_that_sees_another_commit_object_than_rank_0_does_not_load_it(root, monkeypatch):
+    """A stale copy of the folder on one host, under the same name."""
+    older = ckpt.save({"model": {"w": torch.ones(5)}}, root, 1).commit
+    newer = ckpt.save({"model": {"w": torch.full((5,), 2.0)}}, root, 2).commit
+    told = dataclasses.replace(newer, sha256="0" * 64)
+    monkeypatch.setattr(loading, "_candidates", lambda store, named: [told, older])
+    w = torch.zeros(5)
+    loaded = ckpt.load({"model": {"w": w}}, root)
+    assert loaded.commit == older and loaded.skipped == (newer.name,) and w.tolist() == [1.0] * 5
+    monkeypatch.setattr(loading, "_candidates", lambda store, named: [told])
+    with pytest.raises(ckpt.CheckpointCorrupt, match="rank 0 sees another commit object than rank 0"):
+        ckpt.load({"model": {"w": w.zero_()}}, root)
+    assert w.tolist() == [0.0] * 5

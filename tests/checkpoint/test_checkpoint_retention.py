@@ -267,6 +267,14 @@ def test_data_is_no_orphan_whose_commit_a_listing_did_not_name(root):
     assert ckpt.verify(root, made[1]).ok and steps(ckpt.gc(root, ckpt.Retention(keep_last=2)).kept) == [1, 2, 3][1:]
 
 
+def test_data_stays_while_it_can_not_be_read_whether_it_has_a_commit(root):
+    made = [make(root, step) for step in (1, 2, 3)]
+    faults = [ckpt.Fault("list", "stale", key=made[1].key, times=None), ckpt.Fault("get", "error", key=made[1].key, times=None)]
+    report = ckpt.gc(ckpt.FaultyStore(ckpt.PosixStore(root), faults), ckpt.Retention(keep_last=2), grace=ckpt.NO_GRACE)
+    assert report.swept == () and any(f"whether {made[1].name} is its commit can't be read" in problem for problem in report.problems)
+    assert ckpt.verify(root, made[1]).ok
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_a_metric_that_is_no_number_is_never_the_best(mode, value):

@@ -154,6 +154,9 @@ def test_a_failing_slow_unfit_or_missing_rank_means_the_same_to_all_ranks_withou
             "nothing" if rank < 2 else "rank 2 is not in the process group that was given; only its members save or load with it"
         )
         assert "process group of 3 ranks that this saver saved with is no more" in heard["gone"] and heard["anew"] == [42, 43]
+        assert heard["two"] == told[0]["two"] and all(any(ends) for ends in heard["two"]), "savers of one folder: all ranks hear the same"
+    two = [ckpt.verify(tmp_path / "ckpt-two", commit) for commit in ckpt.ls(tmp_path / "ckpt-two")]
+    assert len(two) >= 2 and all(report.ok for report in two)
     for alone in ("alone", "missed"):
         assert "ranks [2] of 3 did not come to this save within 0.5 s" in told[0][alone] and told[0][alone][7:] == told[1][alone][7:]
 
