@@ -108,6 +108,12 @@ class Conductor:
 
     def run(self) -> Outcome:
         """The run from where it is to its end. Raises only what is a bug, or the loss of the nursery."""
+        try:
+            return self._conduct()
+        finally:
+            self._keeper.layouts.close()
+
+    def _conduct(self) -> Outcome:
         import_heavy()
         self._steering.nodes.start()
         ledger = self._ledger

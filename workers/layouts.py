@@ -171,3 +171,9 @@ class Layouts:
         except Exception:  # whatever a plan raises, the members raise as well when they build theirs: nothing to stop for here
             _log.exception("the layouts of %d and %d ranks could not be planned", before, after)
         return even(before, after)
+
+    def close(self) -> None:
+        """Plan nothing more: a process that ends would wait for what is still to be planned."""
+        self._outline, self._planned = None, {}
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)

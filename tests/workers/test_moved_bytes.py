@@ -218,6 +218,13 @@ def test_a_layout_that_is_not_known_in_time_or_can_not_be_planned_is_taken_for_e
         late = Layouts(8)
         late.take(outline)
         late.ahead([3, 9])
+        ended = Layouts(8)
+        ended.take(outline)
+        ended.ahead([3, 4, 5])
+        _, *waiting = ended._planned.values()
+        ended.close()
+        assert waiting and all(future.cancelled() for future in waiting), "the process would end only after them"
+        assert np.array_equal(ended.overlap(3, 2), even(3, 2))
         assert np.array_equal(late.overlap(3, 2), even(3, 2))
         go.set()
         for future in late._planned.values():
