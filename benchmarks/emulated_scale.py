@@ -37,10 +37,10 @@ from torch.distributed.tensor import Shard
 
 from benchmarks.reporting import figure, write
 from vescale_ray.emulation import emulated_world
-from vescale_ray.fsdp import fully_shard, group
+from vescale_ray.fsdp import fully_shard
 from vescale_ray.geometry import Block
 from vescale_ray.models.llama import Llama, LlamaConfig
-from vescale_ray.planner import Layout, TensorSpec
+from vescale_ray.planner import Layout, TensorSpec, units
 
 SYSTEMS = ("fsdp2", "fsdp2_again", "ours", "ours, no DBuffer", "ours, no planning")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -113,7 +113,7 @@ def shard(name: str, system: str, device: torch.device, rows: int) -> tuple[Any,
         options["shard_placement_fn"] = lambda param: Shard(0)
     elif system.startswith("ours"):
         options["block_policy"] = lambda name, param: Block.rows(rows) if param.dim() >= 2 else None
-    patch = mock.patch.object(group, "plan_buffers", without_planning if system == "ours, no planning" else group.plan_buffers)
+    patch = mock.patch.object(units, "plan_buffers", without_planning if system == "ours, no planning" else units.plan_buffers)
     with patch:
         for layer in model.layers:
             how(layer, **options)

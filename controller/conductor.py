@@ -50,6 +50,7 @@ from vescale_ray.workers.messages import (
     Join,
     Order,
     Origin,
+    Outlined,
     Phase,
     Report,
     Saved,
@@ -67,6 +68,8 @@ ADOPT_S = 3.0
 """A restarted controller hears the workers for this long before it goes on with those that have answered."""
 SILENT_S = 1.0
 """Of those that could join, one that has owed an answer for so long is the last to be taken."""
+AHEAD = 4
+"""Layouts are planned for so many workers more or fewer than there are."""
 FORM_S = 15.0
 """Bound of forming a group, on the workers (``groups.FORM_SECONDS``)."""
 
@@ -91,7 +94,9 @@ class Conductor:
         self.desk = Desk(spec, config, crew, ledger, memo, self._remember)
         root = config.checkpoint_root
         self._cadence = Cadence(config.checkpoint, time.monotonic())
-        self._keeper = Keeper(root, spec.run_id, crew, ledger, saves, self._take_number, self._wait, spec.bounds.save, self._cadence)
+        self._keeper = Keeper(
+            root, spec.run_id, crew, ledger, saves, self._take_number, self._wait, spec.bounds.save, self._cadence, config.max_workers
+        )
         self._steering = Steering(spec, config, crew, ledger, saves, self.desk, self._cadence, list(memo.leavers), self._enter)
         patience = config.elastic.hang_timeout_s
         self._hangs = HangWatch(None if patience == "auto" else patience, config.elastic.collective_timeout_s)
@@ -103,6 +108,12 @@ class Conductor:
 
     def run(self) -> Outcome:
         """The run from where it is to its end. Raises only what is a bug, or the loss of the nursery."""
+        try:
+            return self._conduct()
+        finally:
+            self._keeper.layouts.close()
+
+    def _conduct(self) -> Outcome:
         import_heavy()
         self._steering.nodes.start()
         ledger = self._ledger
@@ -259,6 +270,7 @@ class Conductor:
                 commit=source.commit,
                 resume=source.resume,
                 evaluate=self._evaluation_due(source.step),
+                outline=rank == 0 and not self._keeper.layouts.told,
             )
         if ledger.shift is not None:
             ledger.shift.spend("plan", time.monotonic() - began)
@@ -289,6 +301,8 @@ class Conductor:
                     self._evidence.hung(end_hung(self._crew, self._ledger, world, {w: f"it is hung: {why}" for w, why in hung.items()}))
                 else:
                     self._steering.steer(world)
+                    if self._ledger.all_filled:
+                        self._keeper.layouts.ahead(worlds_ahead(world.size, self.desk.target))
                 continue
             first_sign = first_sign or time.monotonic()
             if not broken and (lost or any(self._fault(w, world) for w in living)):
@@ -510,6 +524,8 @@ class Conductor:
                     ledger.filled(report.worker, item)
                 case Evaluated():
                     ledger.evaluation(item)
+                case Outlined():
+                    self._keeper.layouts.take(item.outline)
                 case Saved():
                     self._saves.heed(item)
                 case Damaged():
@@ -538,6 +554,11 @@ def take_up(ledger: Ledger, memo: Memo) -> None:
     # A memo is not written again when a change is over: a step of the generation says that it is.
     ledger.shift = Shift(**memo.shift) if memo.shift and not ledger.has_stepped else None
     ledger.publish({})
+
+
+def worlds_ahead(size: int, target: int) -> tuple[int, ...]:
+    """The world sizes that may come next, the likely ones first: what is wanted, then a few lost or joined."""
+    return (size, target, *(size + step * sign for step in range(1, AHEAD + 1) for sign in (-1, 1)))
 
 
 def import_heavy() -> None:

@@ -16,6 +16,7 @@ from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.protocol import Source
 from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
+from vescale_ray.workers.layouts import Layouts
 from vescale_ray.workers.messages import Phase, Save
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class Keeper:
         wait: runs the conductor's loop until its argument is true, at most so many seconds; whether it became true.
         save_s: bound of a checkpoint.
         cadence: is told what each checkpoint cost.
+        most: the largest world size that can be.
+
+    Attributes:
+        layouts: who owns what at each world size.
     """
 
     def __init__(
@@ -47,7 +52,9 @@ class Keeper:
         wait: Callable[[Callable[[], bool], float], bool],
         save_s: float,
         cadence: Cadence,
+        most: int,
     ) -> None:
+        self.layouts = Layouts(most)
         self._cadence = cadence
         self._root, self._run_id, self._save_s = root, run_id, save_s
         self._crew, self._ledger, self._saves = crew, ledger, saves
@@ -87,7 +94,7 @@ class Keeper:
             worker: [rank for one in holdings if (one.generation, one.step, one.world) == state for rank in one.ranks]
             for worker, holdings in self._held(holders).items()
         }
-        return seated(members, held, resume.world)
+        return seated(members, held, self.layouts.overlap(resume.world, len(members)))
 
     def collect(self) -> None:
         """Take note of checkpoints that were committed or have failed."""

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vescale_ray.workers.layouts import Outline
     from vescale_ray.workers.snapshot import Holding, Resume
     from vescale_ray.workers.trainer import StepRecord
 
@@ -123,6 +124,7 @@ class Join:
         commit: name of the checkpoint to read, for ``Origin.CHECKPOINT``.
         resume: what the workers hold and start from, for ``Origin.MEMORY``.
         evaluate: evaluate before the first step.
+        outline: tell what the layouts of all world sizes follow from (:class:`Outlined`).
         save_prefix: of the identifiers under which periodic checkpoints are written; the same on every rank.
     """
 
@@ -134,6 +136,7 @@ class Join:
     commit: str | None = None
     resume: Resume | None = None
     evaluate: bool = False
+    outline: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,14 @@ class Stepped:
     ticket: Ticket
     record: StepRecord
     ended: float
+
+
+@dataclass(frozen=True)
+class Outlined:
+    """What is planned at every world size; None where the layouts don't follow from it."""
+
+    ticket: Ticket
+    outline: Outline | None
 
 
 @dataclass(frozen=True)
@@ -231,7 +242,7 @@ class Skipped:
     step: int
 
 
-Item = Stepped | Evaluated | Filled | Saved | Damaged | Skipped
+Item = Stepped | Evaluated | Filled | Outlined | Saved | Damaged | Skipped
 
 
 @dataclass(frozen=True)

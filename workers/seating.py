@@ -1,8 +1,11 @@
 """Which worker becomes which rank: the numbering with which the fewest bytes move. Pure.
 
-A rank owns the same part of every buffer: [j/M, (j+1)/M) of M. So what a worker that held parts of N keeps as rank j is the overlap of
-intervals, and the best numbering is an assignment problem. (To within a block, at which a part is really cut.) Growing 3 -> 4
-with the joiner as the last rank would move half of the state; with the joiner third, a third.
+What a worker that held parts of N keeps as rank j of M is the overlap of what those parts and that rank own, and the best numbering is an
+assignment problem. Growing 3 -> 4 with the joiner as the last rank would move half of the state; with the joiner third, a third.
+
+The overlap is that of the planned layouts (:mod:`vescale_ray.workers.layouts`): where blocks may not be cut, the planner orders a unit's
+tensors otherwise at each world size, and a rank's part is elsewhere than its number tells. Without blocks a rank owns nearly the same part
+of every buffer, [j/M, (j+1)/M) of M (:func:`even`): good enough where the layouts are not known.
 """
 
 from __future__ import annotations
@@ -14,34 +17,37 @@ import numpy as np
 Weights = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
-def seated(members: Sequence[str], held: Mapping[str, Sequence[int]], before: int) -> tuple[str, ...]:
+def seated(members: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Weights) -> tuple[str, ...]:
     """``members`` in the order of their new ranks, so that they hold as much as possible of what they will own.
 
     Args:
         members: of the next generation, in any order; kept where it costs nothing.
         held: by worker, the ranks of the state to go on from whose parts it has in memory, its own and copies; who is not named has none.
-        before: the number of ranks of that state.
+        overlap: [ranks of that state, members]: what each old rank (row) and each new one (column) have in common, in any unit.
     """
     count = len(members)
-    overlap = kept(members, held, before)
     # Of equally good numberings, the one that leaves most workers where they stand.
-    places = assign(-(overlap * (count + 1) + np.eye(count, dtype=np.int64)))
+    places = assign(-(kept(members, held, overlap) * (count + 1) + np.eye(count, dtype=np.int64)))
     found = [""] * count
     for worker, place in zip(members, places, strict=True):
         found[place] = worker
     return tuple(found)
 
 
-def kept(members: Sequence[str], held: Mapping[str, Sequence[int]], before: int) -> Weights:
-    """What each member (row) keeps as each new rank (column), in units of 1 / (``before`` * members) of the state."""
-    count = len(members)
-    ranks = np.arange(count, dtype=np.int64)
-    overlap = np.zeros((count, count), dtype=np.int64)
+def kept(members: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Weights) -> Weights:
+    """What each member (row) keeps as each new rank (column)."""
+    found = np.zeros((len(members), len(members)), dtype=np.int64)
     for row, worker in enumerate(members):
         for old in set(held.get(worker, ())):
-            ends = np.minimum((old + 1) * count, (ranks + 1) * before) - np.maximum(old * count, ranks * before)
-            overlap[row] += np.maximum(0, ends)
-    return overlap
+            found[row] += overlap[old]
+    return found
+
+
+def even(before: int, after: int) -> Weights:
+    """The overlap of ranks that own equal intervals of one another's order, in units of 1 / (``before`` * ``after``) of the state."""
+    old, new = np.arange(before, dtype=np.int64)[:, None], np.arange(after, dtype=np.int64)[None, :]
+    ends = np.minimum((old + 1) * after, (new + 1) * before) - np.maximum(old * after, new * before)
+    return np.maximum(0, ends)
 
 
 def assign(cost: Weights) -> list[int]:

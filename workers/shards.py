@@ -161,6 +161,17 @@ def collect(
     return tuple(pieces), scalars
 
 
+def collect_sizes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
+    """Bytes of each sharded parameter with its sharded optimizer states, of all ranks together."""
+    return {
+        parameter: sum(
+            t.numel() * t.element_size()
+            for t in (parameter, *(value for value in optimizer.state.get(parameter, {}).values() if _is_sharded(value, parameter)))
+        )
+        for parameter in parameters
+    }
+
+
 def _is_sharded(value: Any, parameter: Tensor) -> bool:
     # By its type, not its shape: a parameter of one element has a sharded state of one element; `step` is a plain tensor.
     return isinstance(value, Tensor) and isinstance(value, type(parameter.data))

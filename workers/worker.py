@@ -38,6 +38,7 @@ from vescale_ray.workers.messages import (
     Join,
     Order,
     Origin,
+    Outlined,
     Phase,
     Report,
     Save,
@@ -291,6 +292,7 @@ class Worker:
     def _generation(self, order: Join) -> Phase:
         """One generation from meeting to parting; the phase to be in afterwards."""
         from vescale_ray.workers import groups
+        from vescale_ray.workers.layouts import outline_of
         from vescale_ray.workers.trainer import RESCALE, STOP
 
         clock = time.perf_counter
@@ -324,6 +326,8 @@ class Worker:
                     Phase.TRAINING,
                     trainer.completed,
                 )
+                if order.outline:
+                    self._publish(Outlined(order.ticket, outline_of(trainer)), None, None)
                 if order.evaluate:
                     self._evaluate(trainer, order.ticket)
                 while trainer.completed < config.train.steps:

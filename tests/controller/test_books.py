@@ -205,7 +205,7 @@ def test_a_checkpoint_that_can_not_be_read_back_is_not_resumed_from_whenever_tha
         noted: list[SaveResult] = []
         books = SimpleNamespace(saved=noted.append)
         saves = SimpleNamespace(results=lambda: [SaveResult("bad", 7, 1, 0.1, Kept("c7", "/c7", 7))])
-        keeper = Keeper(str(tmp_path), "run", None, books, saves, None, None, 1.0, SimpleNamespace(saved=lambda _: None))  # type: ignore[arg-type]
+        keeper = Keeper(str(tmp_path), "run", None, books, saves, None, None, 1.0, SimpleNamespace(saved=lambda _: None), 8)  # type: ignore[arg-type]
         if order == "told before":
             keeper.damaged("bad")
         keeper.collect()

@@ -20,6 +20,7 @@ import pytest
 
 from tests.controller.hanging import hang
 from tests.controller.runs import STEPS, Finished, alive, carry_out, print_figures, tiny, worst_difference
+from tests.workers.test_moved_bytes import common_bytes, most_kept, owned_bytes, trained
 from vescale_ray import checkpoint, client
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.controller import controller_name
@@ -339,3 +340,27 @@ def test_a_lost_worker_is_replaced_when_that_is_wanted(home: Path) -> None:
     assert (event["from"], event["to"], event["direction"]) == (2, 2, "replace")
     assert len(finished.pids) == 3 and finished.accounting().exact
     nothing_left(finished)
+
+
+@pytest.mark.slow
+def test_where_an_optimizer_keeps_matrices_whole_a_growth_moves_no_more_than_it_must(home: Path) -> None:
+    layout = trained("soap", home)
+    before, after = layout.ranks[3], layout.ranks[4]
+    common = [[common_bytes(one, other) for other in after] for one in before]
+    least = sum(map(owned_bytes, after)) - most_kept([*common, [0] * 4])
+    config = tiny(home, "soap", model_dim=64, model_ffn=176, train_slots=8, train_steps=5000, train_optimizer="soap", checkpoint_every=0)
+    folder = RunFolder(config.run_folder)
+    seen: set[str] = set()
+
+    def watch(status: Mapping[str, Any]) -> None:
+        if status["state"] == "RUNNING" and status["step"] >= 5 and "asked" not in seen:
+            seen.add("asked")
+            client.request(folder, "rescale", {"workers": 4})
+        elif "grow/manual" in status["rescales"] and "stopped" not in seen:
+            seen.add("stopped")
+            client.request(folder, "stop", {})
+
+    finished = carry_out(config, watch=watch)
+    (event,) = finished.of("rescaled")
+    assert (event["from"], event["to"], event["source"]) == (3, 4, "memory")
+    assert event["moved_bytes"] == least > 0

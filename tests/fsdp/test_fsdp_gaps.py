@@ -16,9 +16,9 @@ from tests.fsdp.transformer import apart, full, part
 from tests.fsdp.units import unit_of
 from tests.ranks import run_gloo, run_threads
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.fsdp import explain, fully_shard, group
+from vescale_ray.fsdp import explain, fully_shard
 from vescale_ray.geometry import Block
-from vescale_ray.planner import plan_buffers
+from vescale_ray.planner import plan_buffers, units
 
 
 class Experts(nn.Module):
@@ -73,7 +73,7 @@ def samples(rank: int, world: int, step: int, width: int) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def small_groups_are_worth_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "plan_buffers", functools.partial(plan_buffers, padding_bytes=0))
+    monkeypatch.setattr(units, "plan_buffers", functools.partial(plan_buffers, padding_bytes=0))
 
 
 def gaps_of(model: Stack) -> dict[str, int]:

@@ -9,12 +9,17 @@ import time
 import numpy as np
 import pytest
 
-from vescale_ray.workers.seating import assign, kept, seated
+from vescale_ray.workers import seating
+from vescale_ray.workers.seating import assign, even, kept
+
+
+def seated(members, held, before):
+    return seating.seated(members, held, even(before, len(members)))
 
 
 def total(order, held, before):
     """What stays where it is, of before * len(order)."""
-    return int(np.trace(kept(order, held, before)))
+    return int(np.trace(kept(order, held, even(before, len(order)))))
 
 
 def best(members, held, before):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Placement, Shard
 from vescale_ray.dbuffer import DBuffer
 from vescale_ray.errors import BadArgument
 from vescale_ray.placement import RaggedShard
-from vescale_ray.planner import START_BYTES, Layout
+from vescale_ray.planner import START_BYTES, Bundle, Layout
 from vescale_ray.planner.layout import Kept
 
 
@@ -62,12 +62,12 @@ class Division(Protocol):
 
 
 class Cuts:
-    """At the layout's boundaries between shards."""
+    """At the layout's boundaries between shards. ``bundle``: what was planned, of which ``layout`` is one buffer."""
 
     copies = False
 
-    def __init__(self, layout: Layout, rank: int) -> None:
-        self.layout, self.rank = layout, rank
+    def __init__(self, layout: Layout, rank: int, bundle: Bundle) -> None:
+        self.layout, self.rank, self.bundle = layout, rank, bundle
         self.kept = layout.kept(rank)
         self.part_numel = layout.shard_numel
 

@@ -28,7 +28,7 @@ from vescale_ray.fsdp.labels import span
 from vescale_ray.fsdp.memory import NOWHERE, Buffer, Pool, may_stay
 from vescale_ray.fsdp.parameters import GroupParam, Place, Source, Subgroup, as_dtensor, local_of
 from vescale_ray.fsdp.phases import Residency
-from vescale_ray.planner import TensorSpec, plan_buffers, plan_layout
+from vescale_ray.planner import Bundle, TensorSpec, plan_layout
 
 
 class Retain(Enum):
@@ -54,11 +54,10 @@ def plan_groups(
     orig = sources[0].param.dtype
     narrowest = min((orig, *_dtypes(orig, policy)), key=lambda d: d.itemsize)
     by_name = {source.name: source for source in sources}
-    # With one rank nothing is cut, and so no room is needed for a last block that is shorter.
     free = [s for s in sources if s.shard_dim is None]
-    specs = [TensorSpec(s.name, s.shape, None if world == 1 and s.gaps else s.block, narrowest) for s in free]
-    layouts = plan_buffers(specs, world, allow_gaps={s.name for s in sources if s.gaps} if world > 1 else ()) if specs else ()
-    divisions: list[Division] = [Cuts(layout, rank) for layout in layouts]
+    specs = tuple(TensorSpec(s.name, s.shape, s.block, narrowest) for s in free)
+    bundle = Bundle(specs, frozenset(s.name for s in free if s.gaps))
+    divisions: list[Division] = [Cuts(layout, rank, bundle) for layout in bundle.layouts(world)]
     dims = {s.name: s.shard_dim for s in sources if s.shard_dim is not None}
     if dims:
         whole = plan_layout([TensorSpec(name, by_name[name].shape, None, narrowest) for name in dims], 1, order="given")

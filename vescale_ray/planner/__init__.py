@@ -19,12 +19,13 @@ from vescale_ray.planner.cost import HARDWARE, Hardware, Memory, Policy
 from vescale_ray.planner.layout import START_BYTES, Layout, TensorSpec
 from vescale_ray.planner.search import plan_layout
 from vescale_ray.planner.shapes import ModelShapes, model_shapes
-from vescale_ray.planner.units import Blocks, Lever, UnitPlan, plan_buffers, plan_unit
+from vescale_ray.planner.units import Blocks, Bundle, Lever, UnitPlan, plan_buffers, plan_unit
 
 __all__ = [
     "HARDWARE",
     "START_BYTES",
     "Blocks",
+    "Bundle",
     "Choice",
     "Hardware",
     "Layout",

@@ -211,6 +211,31 @@ def plan_buffers(
     return min(plans, key=lambda layouts: sum(layout.shard_numel for layout in layouts))
 
 
+@dataclass(frozen=True)
+class Bundle:
+    """Tensors that are planned together, in the order in which they were given: all that a plan for any number of ranks depends on.
+
+    Attributes:
+        gaps: names of stacks that may be stored with gaps (``allow_gaps`` of :func:`plan_buffers`).
+    """
+
+    specs: tuple[TensorSpec, ...]
+    gaps: frozenset[str] = frozenset()
+
+    def layouts(self, num_shards: int) -> tuple[Layout, ...]:
+        """The buffers of ``num_shards`` ranks.
+
+        Raises:
+            ValueError: as :func:`plan_buffers`.
+        """
+        if not self.specs:
+            return ()
+        if num_shards > 1:
+            return plan_buffers(self.specs, num_shards, allow_gaps=self.gaps)
+        # With one rank nothing is cut, and so no room is needed for a last block that is shorter.
+        return plan_buffers([replace(s, block=None) if s.name in self.gaps else s for s in self.specs], 1)
+
+
 def _room_for_blocks(spec: TensorSpec) -> TensorSpec:
     """Each matrix of a stack stored with room for whole blocks."""
     rows = spec.block.row_count if spec.block is not None and spec.block.kind in ("rows", "tile") else 1

@@ -1,0 +1,179 @@
+"""Who owns what at any world size, from shapes alone: what the numbering of a new generation is computed from.
+
+A worker tells once what its engine planned its buffers from (:func:`outline_of`): shapes, blocks, and the bytes of each tensor's states.
+None of that depends on the world size. So the controller can plan for any, with the engine's own arithmetic, without the model's code:
+some milliseconds for each world size, in a thread of its own while the workers train (:class:`Layouts`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vescale_ray.workers.seating import Weights, even
+
+if TYPE_CHECKING:
+    from vescale_ray.planner import Bundle
+    from vescale_ray.workers.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+
+Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+WAIT_S = 0.1
+"""Longest wait for a layout that is being planned when it is needed: a rescale is under way then."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """All that the layouts of a model depend on but the number of ranks. Picklable.
+
+    Attributes:
+        bundles: what is planned together, one after another.
+        weights: for each tensor of each bundle, bytes of the parameter and its sharded optimizer states, over all ranks.
+    """
+
+    bundles: tuple[Bundle, ...]
+    weights: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which rank owns what: all tensors one after another, cut where the owner changes and where a tensor begins.
+
+    Attributes:
+        starts: of the pieces, in elements, ascending.
+        owners: the rank of each.
+    """
+
+    starts: Positions
+    owners: Positions
+
+
+def outline_of(trainer: Trainer) -> Outline | None:
+    """What ``trainer``'s engine planned from; None if something is not cut by the planner (a plain ``Shard`` placement)."""
+    from vescale_ray.fsdp.division import Cuts
+    from vescale_ray.fsdp.schedule import unit_of
+    from vescale_ray.workers.shards import collect_sizes
+
+    sizes = collect_sizes(trainer.model.parameters(), trainer.optimizer)
+    units = {id(unit): unit for module in trainer.model.modules() if (unit := unit_of(module)) is not None}
+    bundles: dict[int, tuple[Bundle, dict[str, int]]] = {}
+    for unit in units.values():
+        for group in unit.groups:
+            if not isinstance(group.division, Cuts):
+                return None
+            bundle = group.division.bundle
+            weights = bundles.setdefault(id(bundle), (bundle, {}))[1]
+            # A tensor that an earlier unit holds, too, is moved with that one.
+            weights.update((param.name, sizes.pop(param.sharded, 0)) for param in group.params)
+    return Outline(
+        tuple(bundle for bundle, _ in bundles.values()),
+        tuple(tuple(weights[spec.name] for spec in bundle.specs) for bundle, weights in bundles.values()),
+    )
+
+
+def parts_of(outline: Outline, world: int) -> Parts:
+    """What each of ``world`` ranks owns. Pure.
+
+    Raises:
+        ValueError: as :func:`vescale_ray.planner.plan_buffers`.
+    """
+    starts: list[int] = []
+    owners: list[int] = []
+    base = 0
+    for bundle in outline.bundles:
+        layouts = {spec.name: layout for layout in bundle.layouts(world) for spec in layout.specs}
+        for spec in bundle.specs:
+            layout = layouts[spec.name]
+            for rank in layout.ranks_of(spec.name):
+                start, end = layout.tensor_range(spec.name, rank)
+                if end > start:
+                    starts.append(base + start)
+                    owners.append(rank)
+            base += prod(spec.shape)
+    return Parts(np.array(starts, dtype=np.int64), np.array(owners, dtype=np.int64))
+
+
+def overlap(outline: Outline, old: Parts, new: Parts, before: int, after: int) -> Weights:
+    """[``before``, ``after``]: bytes that a rank of ``old`` and one of ``new`` both own. States of another shape than their parameter's
+    (scales, factors) count as if they were spread over its elements. Pure."""
+    numels = [prod(spec.shape) for bundle in outline.bundles for spec in bundle.specs]
+    weights = [weight for of in outline.weights for weight in of]
+    ends = np.array(list(accumulate(numels)), dtype=np.int64)
+    each = np.array([w / n if n else 0.0 for w, n in zip(weights, numels, strict=True)])
+    cuts = np.union1d(old.starts, new.starts)
+    if not len(cuts):
+        return np.zeros((before, after), dtype=np.int64)
+    lengths = np.diff(cuts, append=ends[-1])
+
+    def owner(parts: Parts) -> Positions:
+        found: Positions = parts.owners[np.searchsorted(parts.starts, cuts, side="right") - 1]
+        return found
+
+    found = np.zeros((before, after))
+    np.add.at(found, (owner(old), owner(new)), lengths * each[np.searchsorted(ends, cuts, side="right")])
+    return np.rint(found).astype(np.int64)
+
+
+class Layouts:
+    """The layouts of a run by world size, planned ahead in a thread. For one thread's use.
+
+    Args:
+        most: the largest world size that can be.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._outline: Outline | None = None
+        self._planned: dict[int, Future[Parts]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self.told = False
+        """Whether a worker has said what is planned, or that nothing can be said."""
+
+    def take(self, outline: Outline | None) -> None:
+        """What the layouts follow from."""
+        self.told = True
+        if outline != self._outline:
+            self._outline, self._planned = outline, {}
+
+    def ahead(self, worlds: Iterable[int]) -> None:
+        """Plan for these, in this order, if that was not done."""
+        outline = self._outline
+        if outline is None:
+            return
+        for world in worlds:
+            if 1 <= world <= self._most and world not in self._planned:
+                self._thread = self._thread or ThreadPoolExecutor(1, "layouts")
+                self._planned[world] = self._thread.submit(parts_of, outline, world)
+
+    def overlap(self, before: int, after: int) -> Weights:
+        """Bytes that each rank of ``before`` and each of ``after`` both own; while that is not known, the overlap of equal intervals.
+
+        Takes at most :data:`WAIT_S` seconds longer than the arithmetic.
+        """
+        self.ahead((before, after))
+        outline, old, new = self._outline, self._planned.get(before), self._planned.get(after)
+        if outline is None or old is None or new is None:
+            return even(before, after)
+        if wait((old, new), WAIT_S).not_done:
+            _log.warning("the layouts of %d and %d ranks are not planned yet: ranks are numbered as if all parts were equal", before, after)
+            return even(before, after)
+        try:
+            return overlap(outline, old.result(), new.result(), before, after)
+        except Exception:  # whatever a plan raises, the members raise as well when they build theirs: nothing to stop for here
+            _log.exception("the layouts of %d and %d ranks could not be planned", before, after)
+        return even(before, after)
+
+    def close(self) -> None:
+        """Plan nothing more: a process that ends would wait for what is still to be planned."""
+        self._outline, self._planned = None, {}
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
