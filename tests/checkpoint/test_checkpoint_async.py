@@ -316,7 +316,15 @@ def test_a_slow_store_is_waited_for_as_long_as_it_moves(root, monkeypatch):
     assert made.commit.step == 2
 
 
-def test_ctrl_c_in_a_synchronous_save_leaves_at_once_and_commits_nothing(root):
+@pytest.fixture
+def interruptible():
+    """A shell that starts a job in the background has it ignore SIGINT, and Python leaves it at that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_in_a_synchronous_save_leaves_at_once_and_commits_nothing(root, interruptible):
     store = Slow(root)
 
     def press() -> None:

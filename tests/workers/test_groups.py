@@ -101,7 +101,8 @@ def test_survivors_of_a_rank_that_answers_nothing_are_out_when_their_lines_are_c
         fleet.run_each({w: (fleet.port, prefix, i, 2) for i, w in enumerate((0, 2))}, _form)
         assert set(fleet.run([0, 2], _sum_of_ranks).values()) == {1.0}
         os.kill(fleet.pid(1), signal.SIGCONT)
-        assert fleet.results([1], timeout=10)[1][0].startswith("step: "), "its connections were closed by the others"
+        # At once, or, where a message was half way, which gloo tells nobody of, when its collective's bound is over.
+        assert fleet.results([1], timeout=45)[1][0].startswith("step: "), "its connections were closed by the others"
         assert set(fleet.run([0, 2], _sum_of_ranks).values()) == {1.0}
 
 
