@@ -109,15 +109,14 @@ class RunFolder:
 
     def write_hang(self, name: str, text: str) -> Path:
         """Keep a report of a hang; its path."""
-        folder = self.path / "hangs"
-        folder.mkdir(exist_ok=True)
-        path = folder / f"{name}.txt"
-        path.write_text(text, encoding="utf-8")
-        return path
+        return self._keep("hangs", name, text)
 
     def write_failure(self, name: str, text: str) -> Path:
         """Keep what is known of the failures that ended a run; its path."""
-        folder = self.path / "failures"
+        return self._keep("failures", name, text)
+
+    def _keep(self, kind: str, name: str, text: str) -> Path:
+        folder = self.path / kind
         folder.mkdir(exist_ok=True)
         path = folder / f"{name}.txt"
         path.write_text(text, encoding="utf-8")

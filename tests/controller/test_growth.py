@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.controller.clusters import cluster as given
+from tests.controller.clusters import cluster
 from tests.controller.runs import Finished, alive, carry_out, environment, print_figures, tiny, until
 from vescale_ray import client
 from vescale_ray.config import RunConfig
@@ -64,35 +64,35 @@ class Driven:
 def test_a_run_grows_into_nodes_that_stay_asks_for_more_and_heeds_a_rescale(tmp_path: Path) -> None:
     elastic = {"workers": 2, "max_workers": 4, "grow": True, "grow_after_s": AFTER_S, "grow_gap_s": GAP_S, "demand": 1}
     changes: dict[str, Any] = {f"elastic_{key}": value for key, value in elastic.items()}
-    with given(2) as cluster:
-        changes |= {"ray_address": cluster.address, "ray_cpus_per_worker": 1.0, "train_steps": 100_000, "checkpoint_every": 0}
+    with cluster(2) as nodes:
+        changes |= {"ray_address": nodes.address, "ray_cpus_per_worker": 1.0, "train_steps": 100_000, "checkpoint_every": 0}
         run = Driven(tiny(tmp_path, "grow", **changes), tmp_path)
 
         def places(*states: str) -> list[str | None]:
-            return [node for name, state, node in cluster.groups() if state in states and ":wish" in name]
+            return [node for name, state, node in nodes.groups() if state in states and ":wish" in name]
 
         run.wait(lambda: len(run.folder.read_metrics()) >= 20, 120, "step 20")
         run.wait(lambda: len(places("PENDING")) == 1 and run.status()["places_wanted"] == 1, 60, "the wish")
-        assert cluster.asked() == 1, "an autoscaler is told of one place more, as elastic.demand says, and not of both"
+        assert nodes.asked() == 1, "an autoscaler is told of one place more, as elastic.demand says, and not of both"
 
         # Nodes that don't stay change nothing.
         for _ in range(3):
-            node = cluster.add(2)
+            node = nodes.add(2)
             run.wait(lambda node=node: places("CREATED") == [node], 60, "the wish on the new node")  # type: ignore[misc]
-            cluster.leave(node)
+            nodes.leave(node)
             run.wait(lambda: len(places("PENDING", "RESCHEDULING")) == 1, 60, "the wish without the node")
         assert not run.of("growth") and len(run.of("generation")) == 1 and len(run.of("worker_started")) == 2
 
         # One that stays is grown into, with both workers at once.
         began = time.time()
-        node = cluster.add(2)
+        node = nodes.add(2)
         run.wait(lambda: bool(run.rescales()), 120, "the growth")
         assert run.rescales() == [(2, 4, "growth")]
         (growth,) = run.of("growth")
         assert growth["time"] - began >= AFTER_S and growth["room"] == 2
         workers = {event["worker"]: event for event in run.of("worker_started")}
         assert [workers[w]["node"] for w in run.of("generation")[-1]["workers"]].count(node) == 2
-        run.wait(lambda: run.status()["places_wanted"] == 0 and cluster.asked() == 0, 60, "the end of the wish")
+        run.wait(lambda: run.status()["places_wanted"] == 0 and nodes.asked() == 0, 60, "the end of the wish")
 
         # A worker is lost, its place is free: the run comes back to what it was.
         os.kill(workers[run.of("generation")[-1]["workers"][3]]["pid"], signal.SIGKILL)
@@ -103,48 +103,48 @@ def test_a_run_grows_into_nodes_that_stay_asks_for_more_and_heeds_a_rescale(tmp_
         assert "grows by itself up to 2" in client.request(run.folder, "rescale", {"workers": 2})["message"]
         run.wait(lambda: len(run.rescales()) >= 4, 60, "the rescale")
         time.sleep(AFTER_S + GAP_S + 3)
-        assert run.rescales()[3:] == [(4, 2, "manual")] and cluster.asked() == 0
+        assert run.rescales()[3:] == [(4, 2, "manual")] and nodes.asked() == 0
         client.request(run.folder, "rescale", {"workers": 3})
         run.wait(lambda: len(run.rescales()) >= 5, 60, "the rescale back")
 
         # The node is about to go, and though it has room nothing is asked for there.
-        cluster.drain(node, 60.0)
+        nodes.drain(node, 60.0)
         client.request(run.folder, "rescale", {"workers": 4})
         run.wait(lambda: bool(run.of("node_draining")), 20, "the notice")
         run.wait(lambda: run.status()["world"] <= 2 and run.status()["state"] == "RUNNING", 60, "the end of those on it")
         time.sleep(AFTER_S + GAP_S + 3)
-        assert node not in [of for _, state, of in cluster.groups() if state == "CREATED"]
+        assert node not in [of for _, state, of in nodes.groups() if state == "CREATED"]
         finished = run.stop()
         print_figures("growth", finished.of("rescaled"))
         assert finished.accounting().exact
-        assert {state for _, state, _ in cluster.groups()} == {"REMOVED"}
+        assert {state for _, state, _ in nodes.groups()} == {"REMOVED"}
 
 
 @pytest.mark.slow
 def test_places_that_were_asked_for_go_with_the_run_also_when_its_controller_or_its_driver_is_killed(tmp_path: Path) -> None:
-    with given(2) as cluster:
-        changes: dict[str, Any] = {"ray_address": cluster.address, "train_steps": 100_000, "ray_cpus_per_worker": 1.0, "elastic_workers": 2}
+    with cluster(2) as nodes:
+        changes: dict[str, Any] = {"ray_address": nodes.address, "train_steps": 100_000, "ray_cpus_per_worker": 1.0, "elastic_workers": 2}
         run = Driven(tiny(tmp_path, "asks", elastic_grow=True, elastic_demand=3, elastic_max_workers=4, **changes), tmp_path)
 
         def waiting() -> int:
-            return len([name for name, state, _ in cluster.groups() if state == "PENDING" and ":wish" in name])
+            return len([name for name, state, _ in nodes.groups() if state == "PENDING" and ":wish" in name])
 
         run.wait(lambda: len(run.folder.read_metrics()) >= 5 and waiting() == 2, 120, "the wishes, as many as there may be workers")
         for _ in range(2):
-            cluster.kill_actor(controller_name(run.of("run_started")[-1]["run_id"]), NAMESPACE)
+            nodes.kill_actor(controller_name(run.of("run_started")[-1]["run_id"]), NAMESPACE)
             epochs = len(run.of("controller_restarted"))
             run.wait(lambda epochs=epochs: len(run.of("controller_restarted")) > epochs, 60, "the next controller")  # type: ignore[misc]
             run.wait(lambda: run.status()["state"] == "RUNNING" and run.status()["places_wanted"] == 2, 30, "its wishes")
             assert waiting() == 2
         os.kill(run.driver.pid, signal.SIGKILL)
         run.driver.communicate(timeout=10)
-        until(lambda: {state for _, state, _ in cluster.groups()} == {"REMOVED"}, 20, "the end of all placement groups")
+        until(lambda: {state for _, state, _ in nodes.groups()} == {"REMOVED"}, 20, "the end of all placement groups")
 
 
 @pytest.mark.slow
 def test_a_lost_node_with_two_workers_is_one_failure_and_no_crash_and_the_spare_on_another_steps_in(tmp_path: Path) -> None:
-    with given(2, 2) as cluster:
-        changes: dict[str, Any] = {"ray_address": cluster.address, "ray_cpus_per_worker": 1.0, "train_steps": 100_000}
+    with cluster(2, 2) as nodes:
+        changes: dict[str, Any] = {"ray_address": nodes.address, "ray_cpus_per_worker": 1.0, "train_steps": 100_000}
         elastic = {"elastic_workers": 3, "elastic_spares": 1, "elastic_max_kills": 0, "elastic_max_hangs": 0, "elastic_max_errors": 0}
         run = Driven(tiny(tmp_path, "node", **changes, **elastic), tmp_path)
         run.wait(lambda: len(run.folder.read_metrics()) >= 20, 120, "step 20")
@@ -153,7 +153,7 @@ def test_a_lost_node_with_two_workers_is_one_failure_and_no_crash_and_the_spare_
         members = [workers[w]["node"] for w in run.of("generation")[-1]["workers"]]
         node = max(set(members), key=members.count)  # of two members; the third and the spare are on the other
         began = time.time()
-        cluster.end(node)
+        nodes.end(node)
         run.wait(lambda: bool(run.rescales()), 120, "the recovery")
         assert run.rescales() == [(3, 2, "failure")]
         print(f"\nnode lost: first step {run.of('rescaled')[0]['time'] - began:.2f} s after the kill", end="")
