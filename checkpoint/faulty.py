@@ -70,6 +70,7 @@ class FaultyStore:
 
     def __init__(self, store: ObjectStore, faults: Sequence[Fault] = (), *, sleep: Callable[[float], None] = time.sleep) -> None:
         self.store = store
+        self.request_bytes = store.request_bytes
         self.faults = tuple(faults)
         self.fired: list[tuple[Fault, str]] = []
         self._seen = [0] * len(self.faults)

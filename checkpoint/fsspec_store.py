@@ -40,6 +40,8 @@ class FsspecStore:
         ValueError: fsspec knows no such protocol, or its package is not installed.
     """
 
+    request_bytes = 4 << 20
+
     def __init__(self, url: str, **options: Any) -> None:
         self._url = url
         self._options = options

@@ -17,6 +17,8 @@ class MemoryStore:
     ``objects`` holds ``{key: (bytes, time of creation)}``; a test may harm it. Ranks in other processes see none of it.
     """
 
+    request_bytes = 1 << 20
+
     def __init__(self, name: str = "memory") -> None:
         self.name = name
         self.objects: dict[str, tuple[bytes, float]] = {}

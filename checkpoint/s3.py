@@ -58,6 +58,8 @@ class S3Store:
         ValueError: an ill-formed URL or option; botocore is not installed.
     """
 
+    request_bytes = 4 << 20
+
     def __init__(self, url: str, options: S3Options | None = None) -> None:
         if find_spec("botocore") is None:
             raise ValueError(f"checkpoint root {url!r}: S3 needs botocore; pip install 'vescale-ray[s3]'")
