@@ -29,12 +29,16 @@ import torch.distributed as dist
 # happens while a group exists, the function objects keep that group, and its sockets, for ever. So: now, before any group.
 import torch.distributed.nn.functional
 
+from vescale_ray import waits
 from vescale_ray.workers.lines import Lines
 
 FORM_SECONDS = 15.0
 """Default bound of forming a group; the bound of its collectives is another."""
 
 MOST_TRACE = 8000
+
+_MOVE = 7003
+"""The tag of its messages."""
 
 _COLLECTIVE_ERROR = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out|process group", re.IGNORECASE)
 
@@ -247,8 +251,24 @@ def all_gather_bytes(payload: bytes, group: Any = None) -> list[bytes]:
 
 
 def all_to_all_bytes(out: torch.Tensor, data: torch.Tensor, out_splits: list[int], in_splits: list[int], group: Any = None) -> None:
-    """Uneven all-to-all of uint8 CPU tensors: ``in_splits[j]`` bytes of ``data`` go to rank j, ``out_splits[i]`` come from i."""
-    _group(group).alltoall_base(out, data, out_splits, in_splits).wait()
+    """Uneven all-to-all of uint8 CPU tensors: ``in_splits[j]`` bytes of ``data`` go to rank j, ``out_splits[i]`` come from i.
+
+    As messages between pairs of ranks, which is what gloo makes of it, too: a wait for them can be ended when a rank is lost
+    (:mod:`vescale_ray.waits`).
+    """
+    group, since = _group(group), waits.mark()
+    rank, world = group.rank(), group.size()
+    arriving, leaving = out.split(out_splits), data.split(in_splits)
+    arriving[rank].copy_(leaving[rank])
+    works = []
+    for distance in range(1, world):
+        source, target = (rank - distance) % world, (rank + distance) % world
+        if arriving[source].numel():
+            works.append(group.recv([arriving[source]], source, _MOVE))
+        if leaving[target].numel():
+            works.append(group.send([leaving[target]], target, _MOVE))
+    for work in works:
+        waits.wait(work, since)
 
 
 def _group(group: Any) -> Any:

@@ -2,7 +2,8 @@
 
 A gloo collective can't be aborted; it ends when the connection to the rank that it waits for does. A peer whose process dies takes care of
 that. One whose machine has stopped or whose network is gone does not: without this the survivors would wait for the collective's bound,
-and so would the run. Breaking our own ends of the connections looks to gloo as if the peer had died, here and on the peer.
+and so would the run. Breaking our own ends of the connections looks to gloo as if the peer had died, here and on the peer. Who waits for a
+message that was half way is not told, either way: those waits are ended by :func:`vescale_ray.waits.give_up`.
 
 Linux only (``/proc``); elsewhere nothing is recorded, and the collective's bound counts.
 """
@@ -13,6 +14,8 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from vescale_ray import waits
 
 
 class Lines:
@@ -32,7 +35,8 @@ class Lines:
             self._sockets = _open_sockets() - before
 
     def cut(self) -> int:
-        """Break the connections that are still open; how many. Whoever waits on one gets an error at once."""
+        """Break the connections that are still open; how many. Whoever waits on one gets an error at once, or is woken: see
+        :mod:`vescale_ray.waits`."""
         broken = 0
         for descriptor, name in self._sockets:
             try:
@@ -51,6 +55,7 @@ class Lines:
             finally:
                 os.close(copy)
         self._sockets = frozenset()
+        waits.give_up()
         return broken
 
 

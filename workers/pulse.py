@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+from vescale_ray import waits
 from vescale_ray.waiting import awaited
 
 IN = "in: "
@@ -100,7 +101,7 @@ def where(frame: FrameType, depth: int = 4) -> Where:
     while at is not None:
         name = at.f_code.co_filename
         compiling |= name.endswith(_COMPILER)
-        if len(parts) < depth and (not parts or _COLLECTIVES not in name):
+        if len(parts) < depth and (not parts or _COLLECTIVES not in name) and name != waits.__file__:
             own = _OWN.search(name.replace(os.sep, "/"))
             parts.append(f"{at.f_code.co_name} ({own[1] if own else os.path.basename(name)}:{at.f_lineno or '?'})")
         at = at.f_back

@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vescale_ray import waits
 from vescale_ray.checkpoint.digest import BLOCK_BYTES, block_sums, view_of
 from vescale_ray.checkpoint.layout import ObjectLayout, lay_out
 from vescale_ray.checkpoint.staging import LayoutMemo, Slab, SlabPool, copy_pieces
@@ -358,7 +359,7 @@ class _Generation:
         for exchange in self.pending:
             exchange.slot.own.expected()
             for work in (*exchange.sends, *exchange.receives):
-                work.wait()
+                waits.wait(work, exchange.since)
             exchange.received()
         self.pending = []
 
@@ -371,12 +372,13 @@ class _Generation:
                 describe(error)  # the group was gone when the checksums were to be sent: they are counted anew when needed
                 exchange.slot.own.sums = self._hashing.submit(exchange.slot.own.count)
             try:
-                for work in exchange.receives:
-                    work.wait(timedelta(milliseconds=5))
+                # False: a wait for it was given up.
+                came = [work.wait(timedelta(milliseconds=5)) is not False for work in exchange.receives]
             except Exception as error:
                 describe(error)
             else:
-                exchange.received()
+                if all(came):
+                    exchange.received()
         self.pending = []
 
     def copy_of(self, step: int) -> Slab | None:
@@ -481,6 +483,7 @@ class _Exchange:
     sends: list[Any] = field(default_factory=list)
     receives: list[Any] = field(default_factory=list)
     own_sums: Tensor | None = None
+    since: int = field(default_factory=waits.mark)
 
     def received(self) -> None:
         self.slot.theirs.sums = self.sums.numpy()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 
-from vescale_ray import compat
+from vescale_ray import compat, waits
 from vescale_ray.fsdp.memory import NOWHERE, Buffer, Pool, may_stay
 
 _GATHER_TAG, _REDUCE_TAG = 0x56530001, 0x56530002
@@ -58,21 +58,22 @@ class Works:
 
 
 class Messages:
-    """Messages between this rank and others of a gloo group, all under way at once; each wait is bounded by the group's timeout.
+    """Messages between this rank and others of a gloo group, all under way at once. A wait for them is bounded by the group's timeout, and
+    ended by :func:`~vescale_ray.waits.give_up`.
 
     gloo stops reading from a peer at the first message for which nobody holds the Work any more, and all that the group does from then
     on waits for its timeout. So what is dropped before it was waited for (a model that is deleted after an exception in its backward)
     is kept, with its memory, until messages that the group sent later have arrived, or the group is gone.
     """
 
-    __slots__ = ("_group", "_lane", "_tag", "_under_way")
+    __slots__ = ("_group", "_lane", "_since", "_tag", "_under_way")
 
     _dropped: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[Any, torch.Tensor]]] = weakref.WeakKeyDictionary()
     _failed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
     """Of no use any more: nothing is kept for them, so that their sockets can close."""
 
     def __init__(self, group: dist.ProcessGroup, tag: int, lane: Lane) -> None:
-        self._group, self._tag, self._lane = weakref.ref(group), tag, lane
+        self._group, self._tag, self._lane, self._since = weakref.ref(group), tag, lane, waits.mark()
         self._under_way: list[tuple[Any, torch.Tensor]] = []
 
     def exchange(self, received: torch.Tensor, source: int, sent: torch.Tensor, target: int) -> None:
@@ -92,7 +93,7 @@ class Messages:
         try:
             for works in (under_way, earlier):
                 while works:
-                    works.pop()[0].wait()
+                    waits.wait(works.pop()[0], self._since)
         except BaseException:
             under_way.clear()
             earlier.clear()

@@ -1,0 +1,143 @@
+"""A wait for a message between two ranks ends when it is given up, also when the message was half way as its peer died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.workers.fleet import Fleet, State
+from vescale_ray import waits
+from vescale_ray.fsdp.comm import Lane, Messages
+from vescale_ray.workers import groups
+from vescale_ray.workers.groups import GroupFailed
+
+HOST = "127.0.0.1"
+LARGE = 300 << 20
+"""Bytes that take two processes of one machine a tenth of a second at least."""
+
+
+def _form(state: State, port: int, prefix: str, rank: int, world: int) -> None:
+    state["lines"] = groups.form(HOST, port, prefix, rank, world, "gloo", 30.0)
+    state["large"] = torch.ones(LARGE, dtype=torch.uint8), torch.zeros(LARGE, dtype=torch.uint8)
+
+
+def _exchange(state: State, how: str) -> tuple[str, float]:
+    """With the other rank, until it is lost; what was raised, and when."""
+    mine, theirs = state["large"]
+    other = 1 - dist.get_rank()
+    try:
+        with groups.collectives("exchange"):
+            if how == "move":
+                splits = [0, 0]
+                splits[other] = LARGE
+                groups.all_to_all_bytes(theirs, mine, splits, splits)
+            else:
+                messages = Messages(dist.distributed_c10d._get_default_group(), 5, Lane(torch.device("cpu")))
+                if how != "send":
+                    messages._under_way.append((dist.irecv(theirs, other, tag=5), theirs))
+                if how != "receive":
+                    messages._under_way.append((dist.isend(mine, other, tag=5), mine))
+                messages.wait()
+    except GroupFailed as failure:
+        groups.dissolve()
+        return str(failure), time.monotonic()
+    return "arrived", time.monotonic()
+
+
+def _stop_half_way(state: State, how: str) -> None:
+    threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    _exchange(state, how)
+
+
+def _cut(state: State, after_s: float) -> None:
+    threading.Timer(after_s, lambda: state["lines"].cut()).start()
+
+
+@pytest.mark.timeout(240)
+def test_a_wait_for_half_a_message_ends_when_the_lines_are_cut() -> None:
+    """Without an abort it would take 15 s, the time limit of the group's connections. Each time the survivor goes on with another group, and
+    the memory that was half written is its own again."""
+    ways = [("receive", "send"), ("both", "both"), ("move", "move")]
+    with Fleet(1 + len(ways)) as fleet:
+        for peer, (survivors, dead) in enumerate(ways, 1):
+            prefix = fleet.prefix()
+            fleet.run_each({0: (fleet.port, prefix, 0, 2), peer: (fleet.port, prefix, 1, 2)}, _form)
+            if peer > 1:
+                outcomes = fleet.run_each({0: ("both",), peer: ("both",)}, _exchange)
+                assert {said for said, _ in outcomes.values()} == {"arrived"}
+            fleet.run([0], _cut, 1.5)
+            fleet.start(peer, _stop_half_way, dead)
+            began = time.monotonic()
+            fleet.start(0, _exchange, survivors)
+            time.sleep(0.5)
+            os.kill(fleet.pid(peer), signal.SIGKILL)
+            said, left = fleet.results([0], timeout=40)[0]
+            assert said.startswith("exchange: "), "it came whole before the other was stopped"
+            assert left - began < 3.5, said
+
+
+def test_messages_of_before_are_not_waited_for_once_they_are_given_up_and_later_ones_are() -> None:
+    class Work:
+        def __init__(self) -> None:
+            self.waited = 0
+
+        def wait(self) -> bool:
+            self.waited += 1
+            return True
+
+    before, since = Work(), waits.mark()
+    waits.wait(before, since)
+    assert waits.give_up() == 0, "nobody waits"
+    with pytest.raises(waits.Waited, match="gloo: a message .* was given up") as raised:
+        waits.wait(before, since)
+    assert before.waited == 1 and groups.is_collective_error(raised.value)
+    waits.wait(Work(), waits.mark())
+
+
+def test_gloo_s_messages_and_nothing_else_are_aborted() -> None:
+    """Of one process: a message to oneself does not exist, so a group of two ranks in two threads stands in."""
+    assert waits.can_end(), "this platform's torch is one of those that we know"
+    store = dist.HashStore()
+    pair: dict[int, dist.ProcessGroupGloo] = {}
+
+    def join(rank: int) -> None:
+        pair[rank] = dist.ProcessGroupGloo(store, rank, 2)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    waiting = pair[0].recv([torch.zeros(4)], 1, 9)
+    assert waits._abort(waiting) and waiting.wait() is False
+    collective = pair[0].allreduce([torch.ones(4)])
+    assert not waits._abort(collective), "a collective is no message"
+    pair[1].allreduce([torch.ones(4)]).wait()
+    collective.wait()
+    assert not waits._abort(torch._C._distributed_c10d.Work())
+    out = torch.zeros(4)
+    arriving = pair[0].recv([out], 1, 10)
+    pair[1].send([torch.ones(4)], 0, 10).wait()
+    waits.wait(arriving, waits.mark())
+    assert out.tolist() == [1.0] * 4
+
+
+def test_a_wait_that_another_thread_gives_up_is_woken_at_once() -> None:
+    store = dist.HashStore()
+    pair: dict[int, dist.ProcessGroupGloo] = {}
+    threads = [threading.Thread(target=lambda rank=rank: pair.update({rank: dist.ProcessGroupGloo(store, rank, 2)})) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    began = time.monotonic()
+    threading.Timer(0.3, waits.give_up).start()
+    with pytest.raises(waits.Waited):
+        waits.wait(pair[0].recv([torch.zeros(4)], 1, 9), waits.mark())
+    assert 0.2 < time.monotonic() - began < 3.0
