@@ -24,6 +24,7 @@ from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.crew import Crew, Heard, Lost, News, Ready
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.evidence import Evidence
+from vescale_ray.controller.goodput import Loss
 from vescale_ray.controller.hang import HangWatch
 from vescale_ray.controller.hang_report import end_hung
 from vescale_ray.controller.keeper import Keeper
@@ -208,14 +209,18 @@ class Conductor:
         """Wait until ``workers`` are there, survivors included; whether they came in time."""
         for _ in range(hire):
             self._crew.hire(self._steering.nodes.draining.keys())
-        deadline = time.monotonic() + self._spec.bounds.replace
-        while time.monotonic() < deadline and not self.desk.stop:
-            self._tick()
-            if len(self._crew.ready()) >= workers:
-                return True
-            if len(self._crew.ready()) + len(self._crew.warming()) < workers:
-                return False  # those that were to come have died
-        return self.desk.stop is not None
+        self._ledger.waits(True)
+        try:
+            deadline = time.monotonic() + self._spec.bounds.replace
+            while time.monotonic() < deadline and not self.desk.stop:
+                self._tick()
+                if len(self._crew.ready()) >= workers:
+                    return True
+                if len(self._crew.ready()) + len(self._crew.warming()) < workers:
+                    return False  # those that were to come have died
+            return self.desk.stop is not None
+        finally:
+            self._ledger.waits(False)
 
     def _still_living(self, ended: Ending) -> Ending:
         """The ending as it is now: parked workers may die as well."""
@@ -394,6 +399,7 @@ class Conductor:
 
     def _halt(self, ended: Ending) -> Outcome:
         self._enter(RunState.STOPPING)
+        self._ledger.goodput.open(Loss.CHECKPOINT)
         result = self._keeper.save((*ended.living, *self._steering.leavers))
         kept = self._keeper.newest()
         if result is not None and result.kept is None:

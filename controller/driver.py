@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from vescale_ray.config import RunConfig
+from vescale_ray.controller.goodput import Goodput
 from vescale_ray.controller.local_ray import Cluster
 from vescale_ray.controller.preflight import Preflight, check
 from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RunRefused, RunSpec, ScheduledAction
@@ -308,7 +309,12 @@ class _Attempt:
             record.update(state="STOPPED", error="interrupted a second time: no last checkpoint")
         else:
             record.update(state="FAILED", error=str(error) if error else "unknown")
-        record.update(finished=time.time(), control_url=None, metrics_url=None, run=self._ready.config.run.name)
+        finished = time.time()
+        if record.get("goodput"):
+            accounts = Goodput.from_json(record["goodput"])
+            accounts.close(finished)
+            record["goodput"] = accounts.to_json()
+        record.update(finished=finished, control_url=None, metrics_url=None, run=self._ready.config.run.name)
         self._folder.write_state(record)
 
 

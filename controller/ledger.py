@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.budget import Budget
+from vescale_ray.controller.goodput import Goodput, Loss
 from vescale_ray.controller.metrics import Histogram, RunSnapshot
 from vescale_ray.controller.protocol import RunState, World
 from vescale_ray.controller.saves import SaveResult
@@ -88,6 +89,7 @@ class Ledger:
         self.last_save: SaveResult | None = None
         self._config, self._run_id, self._pid, self._epoch = config, run_id, driver_pid, epoch
         self._started = time.time()
+        self.goodput = Goodput.beginning(self._started)
         self._waiting: deque[Callable[[], None]] = deque()
         self._filled: dict[str, Filled] = {}
         self._ended: dict[int, float] = {}
@@ -130,6 +132,11 @@ class Ledger:
         """The run is in another state."""
         before, self.state = self.state, after
         self.event("state", before=str(before), state=str(after))
+        if after is RunState.CHECKPOINTING:
+            self.goodput.open(Loss.CHECKPOINT)
+        elif after in (RunState.DONE, RunState.FAILED):
+            self.goodput.turn(Loss.SHUTDOWN, time.time())
+            self.event("goodput", **self.goodput.to_json())
         self.write_state(now=True)
 
     def opened(self, world: World) -> None:
@@ -148,7 +155,15 @@ class Ledger:
             self.event("rescale_started", reason=reason, **{"from": before})
         elif reason == "failure":
             self.shift.reason = reason
+        if reason == "failure":
+            # A change that was asked for begins where the step under way ends: see stepped.
+            self.goodput.open(Loss.FAILURE)
         return self.shift
+
+    def waits(self, waiting: bool) -> None:
+        """There are too few workers to go on with; or (``False``) not any more."""
+        failed = self.shift is None or self.shift.reason == "failure"
+        self.goodput.turn(Loss.WAITING if waiting else Loss.FAILURE if failed else Loss.RESCALE, time.time())
 
     def filled(self, worker: str, item: Filled) -> None:
         """A member has its state."""
@@ -173,6 +188,9 @@ class Ledger:
         if self.shift is not None and self.shift.generation < world.ticket.generation:
             self.end_shift(item.ended - record.seconds)
         self.step, self._record = record.step, record
+        self.goodput.step(item.ended, record.seconds, again=record.step in self._ended, between=item.between)
+        if self.shift is not None:
+            self.goodput.open(Loss.FAILURE if self.shift.reason == "failure" else Loss.RESCALE)
         self._ended[record.step] = item.ended
         self._losses[record.step] = record.loss
         if len(self._losses) > 2 * KEPT_TIMES:
@@ -192,6 +210,7 @@ class Ledger:
             "lr": record.lr,
             "grad_norm": record.grad_norm,
             "step_seconds": record.seconds,
+            "between_seconds": dict(item.between),
             "time": item.ended,
             "memory": dict(enumerate(record.memory)),
         }
@@ -345,6 +364,8 @@ class Ledger:
     def publish(self, workers: Mapping[int, tuple[WorkerInfo | None, int]]) -> None:
         """Make a new snapshot; ``workers``: by rank, who it is and its resident bytes."""
         world, line, elastic = self.world, self._line, self._config.elastic
+        if not self.all_filled or self.state in (RunState.CHECKPOINTING, RunState.DONE, RunState.FAILED):
+            self.goodput.advance(time.time())
         self.snapshot = RunSnapshot(
             run=self._config.run.name,
             state=str(self.state),
@@ -366,6 +387,8 @@ class Ledger:
             places_wanted=self._wishes,
             generation=world.ticket.generation if world else 0,
             started=self._started,
+            productive_seconds=self.goodput.productive,
+            lost_seconds=dict(self.goodput.lost),
             last_step_time=line.get("time"),
             step_seconds=self._step_seconds,
             rescales=dict(self._rescales),
@@ -429,6 +452,7 @@ class Ledger:
             "metrics_url": f"{self.control_url}/metrics" if self.control_url else None,
             "started": self._started,
             "finished": None,
+            "goodput": self.goodput.to_json(),
             "error": self.error,
             "warning": self.warning,
             "checkpoint": self._checkpoint.get("path"),
@@ -471,7 +495,11 @@ class Ledger:
         lines = self.folder.read_all_metrics()
         mine = [line for line in lines if float(line.get("time") or 0.0) >= self._started]
         self._executed = len(mine)
+        self._restore_goodput()
         for line in mine:
+            between = {str(cause): float(seconds) for cause, seconds in (line.get("between_seconds") or {}).items()}
+            again = int(line["step"]) in self._ended
+            self.goodput.step(float(line["time"]), float(line.get("step_seconds") or 0.0), again=again, between=between)
             self._step_seconds = self._step_seconds.observe(float(line.get("step_seconds") or 0.0))
             self._ended[int(line["step"])] = float(line["time"])
             if line.get("loss") is not None:
@@ -480,6 +508,14 @@ class Ledger:
             self.opened(world)
             if mine and mine[-1]["generation"] == world.ticket.generation:
                 self._line, self.step = mine[-1], int(mine[-1]["step"])
+
+    def _restore_goodput(self) -> None:
+        """The accounts as run.json has them: what came after is in the lines."""
+        try:
+            told = Goodput.from_json((self.folder.read_state() or {})["goodput"])
+        except (OSError, KeyError, TypeError, ValueError, AttributeError):
+            told = None  # written by nobody yet, or damaged: the time before counts as lost to the start, the steps as they were
+        self.goodput = told if told is not None and abs(told.since - self._started) < 60 else Goodput.beginning(self._started)
 
     def _count_rescale(self, about: Mapping[str, Any]) -> None:
         key = (str(about["direction"]), str(about["reason"]))

@@ -76,6 +76,7 @@ class RunSnapshot:
     """The run at one moment; None or empty: not known (yet), and then not exported either.
 
     Attributes:
+        productive_seconds: spent in steps that count; ``lost_seconds``: all other time since ``started``, by cause (``goodput.Loss``).
         step: completed steps; falls back when a rollback undoes some.
         steps: steps of the whole run.
         steps_executed: steps ever executed, replayed ones included: never falls.
@@ -118,6 +119,8 @@ class RunSnapshot:
     places_wanted: int = 0
     generation: int = 0
     started: float | None = None
+    productive_seconds: float = 0.0
+    lost_seconds: Mapping[str, float] = field(default_factory=dict)
     last_step_time: float | None = None
     step_seconds: Histogram = Histogram()
     rescales: Mapping[tuple[str, str], int] = field(default_factory=dict)
@@ -369,6 +372,10 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
     for kind, count in sorted(s.failures_in_a_row.items()):
         row.add_metric([*labels, kind], float(count))
     yield row
+
+    yield from counter("vescale_goodput_seconds", "Seconds spent in steps that count.", s.productive_seconds)
+    lost = {(cause,): seconds for cause, seconds in s.lost_seconds.items()}
+    yield from counters("vescale_badput_seconds", "All other seconds since the run began, by what they were lost to.", ("cause",), lost)
 
     yield from by_rank("vescale_worker_host_rss_bytes", "Resident memory of the worker's process.", s.memory)
     yield from by_rank("vescale_worker_slot_seconds", "The rank's own time for a slot in the last step, without waiting.", s.slot_seconds)

@@ -234,6 +234,10 @@ def status(run_folder: str | None, as_json: bool) -> int:
             f"slow: worker {worker} (rank {slow['rank']}) takes {slow['factor']:.1f} times as long for a slot as the others since step "
             f"{slow['since_step']}" + (f", and does {slots} of {sum(merged['slots'].values())} slots" if slots else "")
         )
+    if merged.get("goodput"):
+        from vescale_ray.report import goodput_line
+
+        click.echo(f"time: {goodput_line(merged['goodput'])}")
     if merged.get("checkpoint_step") is not None:
         click.echo(f"newest checkpoint: step {merged['checkpoint_step']}")
     if merged.get("checkpoint_interval_text"):

@@ -6,7 +6,7 @@ Nothing here asks a live process: the same report can be made of a run that ende
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,6 +72,7 @@ class Summary:
     """The figures of the table; None: the run has not got that far, or was told not to measure it.
 
     Attributes:
+        goodput: ``productive`` seconds of this start of the run, and seconds ``lost`` by cause, as run.json has them.
         tokens_per_second: tokens of the committed steps over the seconds that those steps took.
         heldout: bits per byte of each evaluation, in order, with the step it was made at.
         events: what happened, in order: seconds since the run started, step, what, and the seconds without training (None: none).
@@ -92,6 +93,7 @@ class Summary:
     events: tuple[tuple[float, int | None, str, float | None], ...]
     processes: tuple[tuple[str, int], ...]
     accounting: Accounting | None
+    goodput: Mapping[str, Any] | None
     checkpoint: str | None
     checkpoint_problems: tuple[str, ...]
 
@@ -135,9 +137,20 @@ def summarize(run: RunFolder | str | Path, *, stream: Stream | None = None) -> S
         events=tuple(_story(events)),
         processes=tuple(sorted((str(e["worker"]), int(e["pid"])) for e in events if e["event"] == "worker_started" and e.get("pid"))),
         accounting=count,
+        goodput=state.get("goodput"),
         checkpoint=checkpoint,
         checkpoint_problems=problems,
     )
+
+
+def goodput_line(goodput: Mapping[str, Any], most: int = 4) -> str:
+    """Where a run's time went, in one line: the share that counts, and the largest losses."""
+    lost = sorted(goodput["lost"].items(), key=lambda item: -item[1])
+    shown = [f"{str(cause).replace('_', ' ')} {seconds:.1f} s" for cause, seconds in lost if seconds >= 0.05]
+    rest = f", {len(shown) - most} more" if len(shown) > most else ""
+    whole = float(goodput["productive"]) + sum(seconds for _, seconds in lost)
+    share = f"{goodput['productive'] / whole:.1%}" if whole > 0 else "none"
+    return f"{share} of {whole:.1f} s in steps that count" + (f"; lost: {', '.join(shown[:most])}{rest}" if shown else "")
 
 
 def table(run: RunFolder | str | Path, summary: Summary | None = None) -> str:
@@ -155,6 +168,8 @@ def table(run: RunFolder | str | Path, summary: Summary | None = None) -> str:
         rows.append(("held-out text", f"{change} bits per byte (guessing: {GUESSING_BPB:.0f})"))
     if s.tokens_per_second is not None:
         rows.append(("speed", f"{s.tokens_per_second:,.0f} tokens/s while training"))
+    if s.goodput:
+        rows.append(("time", goodput_line(s.goodput)))
     rows.append(("worker processes", f"{len(s.processes)} started: " + ", ".join(f"{worker} (pid {pid})" for worker, pid in s.processes)))
     for index, (elapsed, step, what, pause) in enumerate(s.events):
         at = f"step {step}" if step is not None else ""

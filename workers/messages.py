@@ -7,7 +7,7 @@ that belongs to an older generation can start, stop or write anything; every rep
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -164,11 +164,15 @@ Order = Join | Give | Save
 
 @dataclass(frozen=True)
 class Stepped:
-    """A step was completed at ``ended`` (seconds since the epoch, this worker's clock)."""
+    """A step was completed at ``ended`` (seconds since the epoch, this worker's clock).
+
+    ``between``: seconds that this worker spent between the step before and this one, by what (``goodput.Loss``).
+    """
 
     ticket: Ticket
     record: StepRecord
     ended: float
+    between: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -330,14 +330,16 @@ class Worker:
                     self._publish(Outlined(order.ticket, outline_of(trainer)), None, None)
                 if order.evaluate:
                     self._evaluate(trainer, order.ticket)
+                between: dict[str, float] = {}
                 while trainer.completed < config.train.steps:
                     record = trainer.step(self._flags(order.ticket), self._snapshots.settle)
-                    self._publish(Stepped(order.ticket, record, time.time()), None, record.step)
+                    self._publish(Stepped(order.ticket, record, time.time(), between), None, record.step)
                     # After the last step, and when the run stops, the copies are kept: the last checkpoint is made of what is held then.
                     rescale = bool(record.flags & RESCALE) and not record.flags & STOP and record.step < config.train.steps
                     with self._pulse.without_hurry() if self._pulse else nullcontext():
+                        before = clock()
                         self._snapshots.after_step(trainer, rescale=rescale)
-                        self._at_boundary(trainer, record, order)
+                        between = {"peer_copy": clock() - before, **self._at_boundary(trainer, record, order)}
                     if record.flags & (STOP | RESCALE):
                         break
                 self._snapshots.park(trainer)
@@ -402,8 +404,8 @@ class Worker:
         if samples:
             self._publish(Evaluated(ticket, trainer.completed, loss, samples), None, trainer.completed)
 
-    def _at_boundary(self, trainer: Trainer, record: StepRecord, order: Join) -> None:
-        """What is due between two steps, by the step's number alone, so that all ranks agree.
+    def _at_boundary(self, trainer: Trainer, record: StepRecord, order: Join) -> dict[str, float]:
+        """What is due between two steps, by the step's number alone, so that all ranks agree; the seconds that it took, by what.
 
         The checkpoint after the last step, and when the run is stopped, is not made here: then the workers are parked, and the
         controller orders it from what they hold, which survives the loss of one of them.
@@ -413,15 +415,18 @@ class Worker:
 
         step, steps = record.step, self._config.train.steps
         every = self._config.train.eval_every
+        took: dict[str, float] = {}
+        began = time.perf_counter()
         if self._config.data.eval_samples and (step == steps or (every and step % every == 0)):
             self._evaluate(trainer, order.ticket)
+            took["evaluation"] = time.perf_counter() - began
         often = self._config.checkpoint.every
         due = bool(record.flags & CHECKPOINT) or (isinstance(often, int) and often > 0 and step % often == 0)
         if due and step < steps:
             if record.flags & BUSY:
                 if trainer.rank == 0:
                     self._publish(Skipped(order.ticket, step), None, None)
-                return
+                return took
             attempt, began = f"{order.save_prefix}-s{step}", time.perf_counter()
             try:
                 staged = self._snapshots.stage(trainer)
@@ -429,8 +434,10 @@ class Worker:
                 problem = f"the state could not be copied: {describe(error)}"
                 world, generation = trainer.world, trainer.generation
                 self._publish(Saved(order.ticket, attempt, step, generation, trainer.rank, world, None, problem, 0.0), None, None)
-                return
-            self._writer.submit(staged, order.ticket, attempt, time.perf_counter() - began)
+                return took
+            took["checkpoint"] = time.perf_counter() - began
+            self._writer.submit(staged, order.ticket, attempt, took["checkpoint"])
+        return took
 
     def _give(self, order: Give) -> None:
         from vescale_ray.workers import groups

@@ -142,6 +142,7 @@ GOOD = Summary(
     events=(),
     processes=(),
     accounting=Accounting(9, 0, 0, 0),
+    goodput=None,
     checkpoint="/c",
     checkpoint_problems=(),
 )

@@ -127,6 +127,27 @@ def test_the_pause_of_a_recovery_counts_from_the_end_of_the_step_that_it_went_ba
     assert ledger.snapshot.rescales == {("shrink", "failure"): 1} and ledger.snapshot.replayed_steps == 2
 
 
+def test_a_restarted_ledger_goes_on_with_the_accounts_of_the_time(ledger: Ledger) -> None:
+    """From run.json, and from the lines of the steps since."""
+    ledger.started()
+    first = generation(1, 0, "a", "b", origin=Origin.FRESH)
+    ledger.opened(first)
+    begin = time.time()
+    for i in range(4):
+        ledger.stepped(stepped(first, i, begin + i))
+        if i == 1:
+            ledger.write_state(now=True)
+    told = ledger.goodput
+    assert told.productive == pytest.approx(4 * 0.5, abs=0.5) and told.lost["stall"] == pytest.approx(3 * 0.5)
+    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
+    again.restore(first)
+    assert again.goodput == told and again.goodput.since < begin
+    (ledger.folder.path / "run.json").write_text("{}")
+    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
+    again.restore(first)
+    assert again.goodput.productive == pytest.approx(told.productive, abs=1e-6), "the lines alone tell as much"
+
+
 def test_a_restarted_ledger_knows_what_the_first_one_had_written(ledger: Ledger) -> None:
     ledger.started()
     first = generation(1, 0, "a", "b", origin=Origin.FRESH)

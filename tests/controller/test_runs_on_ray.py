@@ -96,7 +96,31 @@ def test_workers_killed_at_random_steps_cost_no_sample_and_leave_the_loss_curve_
     assert [len(set(finished.generations()[i]) - set(finished.generations()[i + 1])) for i in range(3)] == [1, 1, 1]
     # A step is lost at most: the one whose copies were on their way.
     assert all(e["steps_replayed"] <= 1 for e in finished.of("rescaled"))
+    time_is_accounted_for(finished)
     nothing_left(finished)
+
+
+def time_is_accounted_for(finished: Finished) -> None:
+    """By the lines and events of the run's folder, which were written by others than the accounts."""
+    state = finished.folder.read_state() or {}
+    told, wall = state["goodput"], state["finished"] - state["started"]
+    lost = told["lost"]
+    assert abs(told["productive"] + sum(lost.values()) - wall) < 0.01 * wall, told
+    lines = finished.folder.read_all_metrics()
+    first: dict[int, float] = {}
+    for line in lines:
+        first.setdefault(line["step"], line["step_seconds"])
+    assert told["productive"] == pytest.approx(sum(first.values()), rel=0.03, abs=0.1)
+    again = sum(line["step_seconds"] for line in lines) - sum(first.values())
+    assert lost.get("replay", 0.0) == pytest.approx(again, rel=0.03, abs=0.05)
+    assert lost["startup"] == pytest.approx(lines[0]["time"] - lines[0]["step_seconds"] - state["started"], abs=0.3)
+    for cause, reasons in (("failure", {"failure"}), ("rescale", {"manual", "replacement", "drain"})):
+        pauses = [e["pause_seconds"] for e in finished.of("rescaled") if e["reason"] in reasons]
+        assert (cause in lost) == bool(pauses)
+        # What was undone lies in the pause, and counts as productive: it was not known to be lost.
+        assert abs(lost.get(cause, 0.0) + (again if pauses else 0.0) - sum(pauses)) < 0.1 + 0.15 * len(pauses) + again, (told, pauses)
+    (event,) = finished.of("goodput")
+    assert event["productive"] == told["productive"], "told when the last step was done"
 
 
 def test_a_run_shrinks_and_grows_on_request_while_its_controller_is_killed(home: Path, undisturbed: Finished) -> None:
@@ -133,6 +157,7 @@ def test_a_run_shrinks_and_grows_on_request_while_its_controller_is_killed(home:
     assert finished.accounting().exact and finished.accounting().replayed_steps == 0
     longer = {step: loss for step, loss in finished.losses.items() if step <= 4}  # the same warm-up; then the schedules differ
     assert worst_difference(longer, {step: undisturbed.losses[step] for step in longer}) < CLOSE
+    time_is_accounted_for(finished)  # also that in which there was no controller
     nothing_left(finished)
 
 

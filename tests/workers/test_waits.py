@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -61,8 +62,8 @@ def _cut(state: State, after_s: float) -> None:
 
 @pytest.mark.timeout(240)
 def test_a_wait_for_half_a_message_ends_when_the_lines_are_cut() -> None:
-    """Without an abort it would take 15 s, the time limit of the group's connections. Each time the survivor goes on with another group, and
-    the memory that was half written is its own again."""
+    """Without an abort it would take 15 s, the time limit of the group's connections. Each time the survivor goes on with another group,
+    and the memory that was half written is its own again."""
     ways = [("receive", "send"), ("both", "both"), ("move", "move")]
     with Fleet(1 + len(ways)) as fleet:
         for peer, (survivors, dead) in enumerate(ways, 1):
@@ -101,19 +102,8 @@ def test_messages_of_before_are_not_waited_for_once_they_are_given_up_and_later_
 
 
 def test_gloo_s_messages_and_nothing_else_are_aborted() -> None:
-    """Of one process: a message to oneself does not exist, so a group of two ranks in two threads stands in."""
     assert waits.can_end(), "this platform's torch is one of those that we know"
-    store = dist.HashStore()
-    pair: dict[int, dist.ProcessGroupGloo] = {}
-
-    def join(rank: int) -> None:
-        pair[rank] = dist.ProcessGroupGloo(store, rank, 2)
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    pair = _pair()
     waiting = pair[0].recv([torch.zeros(4)], 1, 9)
     assert waits._abort(waiting) and waiting.wait() is False
     collective = pair[0].allreduce([torch.ones(4)])
@@ -129,15 +119,25 @@ def test_gloo_s_messages_and_nothing_else_are_aborted() -> None:
 
 
 def test_a_wait_that_another_thread_gives_up_is_woken_at_once() -> None:
-    store = dist.HashStore()
-    pair: dict[int, dist.ProcessGroupGloo] = {}
-    threads = [threading.Thread(target=lambda rank=rank: pair.update({rank: dist.ProcessGroupGloo(store, rank, 2)})) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    pair = _pair()
     began = time.monotonic()
     threading.Timer(0.3, waits.give_up).start()
     with pytest.raises(waits.Waited):
         waits.wait(pair[0].recv([torch.zeros(4)], 1, 9), waits.mark())
     assert 0.2 < time.monotonic() - began < 3.0
+
+
+def _pair() -> dict[int, dist.ProcessGroupGloo]:
+    """A group's two ranks, in this process."""
+    store = dist.HashStore()
+    pair: dict[int, dist.ProcessGroupGloo] = {}
+
+    def join(rank: int) -> None:
+        pair[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return pair

@@ -1,0 +1,126 @@
+"""Where the run's time went: into steps that count, or lost, and to what.
+
+Every second since the run began is in exactly one account, so the accounts add up to the wall time, whatever happens: an interval that ends
+with a step is that step's as far as the step lasted, and what came before it is a loss, of the cause that was known by then. A step that
+was done before (a rollback, or a rank that died while it was under way) counts as lost when it is done again.
+
+What is accounted for never shrinks: the open interval since :attr:`Goodput.until` is left out until it is known what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Loss(StrEnum):
+    """What time without training is lost to."""
+
+    STARTUP = "startup"
+    """From the beginning to the first step: workers, model, checkpoint, the first evaluation."""
+    FAILURE = "failure"
+    """From the last whole step before a failure to the next one, the step that was under way included."""
+    RESCALE = "rescale"
+    """The same for a change that was asked for."""
+    WAITING = "wait_for_workers"
+    """There were too few workers to go on."""
+    REPLAY = "replay"
+    """Steps that had been done before."""
+    CHECKPOINT = "checkpoint"
+    """Training waited for a copy of its state; and the last checkpoint."""
+    COPY = "peer_copy"
+    """Training waited for the copy that goes to another worker."""
+    EVALUATION = "evaluation"
+    STALL = "stall"
+    """Between two steps, and none of these."""
+    SHUTDOWN = "shutdown"
+
+
+@dataclass
+class Goodput:
+    """The accounts; JSON-able by :meth:`to_json`.
+
+    Attributes:
+        since: when the run began; seconds since the epoch, as all times here.
+        until: what was before it is accounted for.
+        productive: seconds in steps that count.
+        lost: seconds by cause.
+        cause: what the time after ``until`` is lost to; None: a step is under way, as far as is known.
+    """
+
+    since: float
+    until: float
+    productive: float = 0.0
+    lost: dict[str, float] = field(default_factory=dict)
+    cause: Loss | None = Loss.STARTUP
+
+    @classmethod
+    def beginning(cls, now: float) -> Goodput:
+        return cls(now, now)
+
+    def step(self, ended: float, seconds: float, *, again: bool, between: Mapping[str, float]) -> None:
+        """A step has ended that took ``seconds``.
+
+        Args:
+            again: it had been done before.
+            between: of the time before it, what the workers know the causes of: seconds by :class:`Loss`. Used where nothing else is.
+        """
+        if ended <= self.until:
+            return  # of before a restart of the controller: accounted for
+        began = min(max(self.until, ended - max(0.0, seconds)), ended)
+        gap = began - self.until
+        if self.cause is None:
+            for cause, wanted in between.items():
+                part = min(gap, max(0.0, wanted))
+                self._lose(Loss(cause), part)
+                gap -= part
+            self._lose(Loss.STALL, gap)
+        else:
+            self._lose(self.cause, gap)
+        if again:
+            self._lose(Loss.REPLAY, ended - began)
+        else:
+            self.productive += ended - began
+        self.until, self.cause = ended, None
+
+    def open(self, cause: Loss) -> None:
+        """What was not yet accounted for, and what comes until the next step, is lost to ``cause``."""
+        self.cause = cause
+
+    def turn(self, cause: Loss, now: float) -> None:
+        """From now on; what was before it stays with the cause that it had."""
+        self.advance(now)
+        self.cause = cause
+
+    def advance(self, now: float) -> None:
+        """Account for the time until ``now``; nothing if a step may be under way."""
+        if self.cause is not None and now > self.until:
+            self._lose(self.cause, now - self.until)
+            self.until = now
+
+    def close(self, now: float) -> None:
+        """The run is over; what is not known of its end was its end."""
+        self.cause = self.cause or Loss.SHUTDOWN
+        self.advance(now)
+
+    @property
+    def ratio(self) -> float | None:
+        """The share of the time that was productive; None before there is any."""
+        spent = self.until - self.since
+        return self.productive / spent if spent > 0 else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "cause": None if self.cause is None else str(self.cause), "ratio": self.ratio}
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> Goodput:
+        cause = tree["cause"]
+        lost = {str(Loss(name)): float(seconds) for name, seconds in tree["lost"].items()}
+        since, until, productive = (float(tree[name]) for name in ("since", "until", "productive"))
+        return cls(since, until, productive, lost, None if cause is None else Loss(cause))
+
+    def _lose(self, cause: Loss, seconds: float) -> None:
+        if seconds > 0:
+            self.lost[str(cause)] = self.lost.get(str(cause), 0.0) + seconds
