@@ -145,7 +145,7 @@ def test_a_restarted_ledger_goes_on_with_the_accounts_of_the_time(ledger: Ledger
     (ledger.folder.path / "run.json").write_text("{}")
     again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
     again.restore(first)
-    assert again.goodput.productive == pytest.approx(told.productive, abs=1e-6), "the lines alone tell as much"
+    assert again.goodput.productive == pytest.approx(told.productive, abs=0.05), "the lines alone tell as much"
 
 
 def test_a_restarted_ledger_knows_what_the_first_one_had_written(ledger: Ledger) -> None:
