@@ -43,7 +43,7 @@ def pods(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_the_files_come_with_the_package() -> None:
     names = {entry.name for entry in files("vescale_ray.deploy").iterdir()}
-    assert {"rayjob.yaml", "prometheus.yml", "Dockerfile"} <= names
+    assert {"rayjob.yaml", "prometheus.yml", "alerts.yml", "Dockerfile"} <= names
 
 
 def test_the_entrypoint_reads_the_file_that_the_manifest_mounts(job: dict[str, Any], documents: list[dict[str, Any]]) -> None:
@@ -215,6 +215,7 @@ def test_the_image_installs_the_pinned_versions_and_copies_only_files_that_exist
 
 def test_prometheus_reads_rays_own_list_of_nodes() -> None:
     prometheus = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
-    assert set(prometheus) == {"global", "scrape_configs"}
+    assert set(prometheus) == {"global", "rule_files", "scrape_configs"}
+    assert all((DEPLOY / file).is_file() for file in prometheus["rule_files"])
     ray = {one["job_name"]: one for one in prometheus["scrape_configs"]}["ray"]
     assert ray["file_sd_configs"][0]["files"] == ["/tmp/ray/prom_metrics_service_discovery.json"]

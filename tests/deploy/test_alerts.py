@@ -1,0 +1,105 @@
+"""Alerts fire when they must and not otherwise, by Prometheus' own tool; they ask for metrics that exist and name a runbook that does."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from vescale_ray import cli
+from vescale_ray.config import RunConfig
+from vescale_ray.controller.metrics import RunSnapshot, families
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES = yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text())["groups"]
+TESTS = yaml.safe_load((ROOT / "tests" / "deploy" / "alerts_test.yml").read_text())["tests"]
+ALERTS = {rule["alert"]: rule for group in RULES for rule in group["rules"] if "alert" in rule}
+RECORDED = {rule["record"] for group in RULES for rule in group["rules"] if "record" in rule}
+RUNBOOKS = (ROOT / "docs" / "runbooks.md").read_text()
+
+
+@pytest.mark.parametrize("arguments", [("check", "rules", "deploy/alerts.yml"), ("test", "rules", "tests/deploy/alerts_test.yml")])
+def test_prometheus_own_tool_accepts_the_rules_and_their_tests_pass(arguments: tuple[str, ...]) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed: apt-get install prometheus")
+    done = subprocess.run(["promtool", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_must_not(alert: str) -> None:
+    cases = [(test, case) for test in TESTS for case in test.get("alert_rule_test", ()) if case["alertname"] == alert]
+    fired = [one["exp_labels"]["run"] for _, case in cases for one in case["exp_alerts"]]
+    assert fired, "no case in which it fires"
+    assert any(not case["exp_alerts"] for _, case in cases), "no case in which it does not"
+
+
+@pytest.mark.parametrize("alert", ALERTS)
+def test_every_alert_says_what_is_wrong_how_bad_it_is_and_where_its_runbook_is(alert: str) -> None:
+    rule = ALERTS[alert]
+    assert alert.startswith("Vescale") and rule["labels"]["severity"] in ("page", "ticket", "info")
+    notes = rule["annotations"]
+    assert set(notes) == {"summary", "description", "runbook_url"} and "$labels.run" in notes["summary"]
+    page, _, anchor = notes["runbook_url"].partition("#")
+    assert (ROOT / page).is_file() and anchor == alert.lower() and f"\n## {alert}\n" in RUNBOOKS
+
+
+def known() -> set[str]:
+    """Names of all series that a run can have."""
+    names = set()
+    for family in families(full_snapshot()):
+        names |= {sample.name for sample in family.samples}
+        if family.type == "counter":
+            names.add(f"{family.name}_total")
+        if family.type == "histogram":
+            names |= {f"{family.name}_{part}" for part in ("bucket", "sum", "count")}
+    return names
+
+
+def full_snapshot() -> RunSnapshot:
+    return RunSnapshot(
+        run="r",
+        state="RUNNING",
+        loss=1.0,
+        bpb=1.0,
+        tokens_per_second=1.0,
+        grad_norm=1.0,
+        learning_rate=1.0,
+        last_step_time=1.0,
+        checkpoint_step=1,
+        checkpoint_time=1.0,
+        checkpoint_stall=0.1,
+        checkpoint_interval=60.0,
+        failures_in_a_row={"crash": 0},
+        memory={0: 1},
+        slot_seconds={0: 1.0},
+        slowness={0: 1.0},
+        slots={0: 1},
+        workers={0: {"worker": "w", "node": "n"}},
+    )
+
+
+@pytest.mark.parametrize("rule", [rule for group in RULES for rule in group["rules"]], ids=lambda rule: rule.get("alert") or rule["record"])
+def test_every_rule_asks_for_series_that_exist(rule: dict[str, Any]) -> None:
+    asked = set(re.findall(r"\bvescale[a-z0-9_:]*", rule["expr"]))
+    assert asked and asked <= known() | RECORDED
+
+
+def test_the_runbooks_are_of_alerts_that_exist_and_name_keys_and_commands_that_exist() -> None:
+    assert set(re.findall(r"^## (\w+)$", RUNBOOKS, re.MULTILINE)) == set(ALERTS)
+    sections = RunConfig.model_fields
+    for section, key in set(re.findall(r"`(\w+)\.(\w+)(?:: ?[\w ]+)?`", RUNBOOKS)):
+        if section in sections:
+            model: Any = sections[section].annotation
+            assert key in model.model_fields, f"{section}.{key}"
+    for command, sub in set(re.findall(r"vescale-ray (\w+)(?: (\w+))?", RUNBOOKS)):
+        found = cli.cli.get_command(None, command)  # type: ignore[arg-type]
+        assert found is not None, command
+        if command == "ckpt":
+            assert found.get_command(None, sub) is not None, sub  # type: ignore[attr-defined]
+    assert known() >= set(re.findall(r"`(vescale_\w+)`", RUNBOOKS))
