@@ -12,7 +12,7 @@ OURS   := vescale_ray controller workers checkpoint deploy benchmarks tests
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help install demo test test-slow gpu-check lint types clean
+.PHONY: help install demo test test-slow grafana-types gpu-check lint types clean
 .DEFAULT_GOAL := help
 
 help:
@@ -43,6 +43,10 @@ test: lint
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow --timeout 900
+
+# For the test that compares the dashboard with Grafana's own types.
+grafana-types:
+	npm install --silent --no-audit --no-fund --prefix build/grafana typescript@5.9.3 @grafana/schema@13.2.3
 
 gpu-check: $(STAMP)
 	$(BIN)/python benchmarks/gpu_check.py

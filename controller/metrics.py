@@ -346,7 +346,7 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
     yield from gauge("vescale_last_step_timestamp_seconds", "When the last step was completed.", s.last_step_time)
     yield from histogram("vescale_step_duration_seconds", "Wall time of one optimizer step.", s.step_seconds)
     yield from gauge("vescale_loss", "Training loss of the last step, nats per token.", s.loss)
-    yield from gauge("vescale_bits_per_byte", "Training loss of the last step, bits per byte.", s.bpb)
+    yield from gauge("vescale_loss_bpb", "Training loss of the last step, bits per byte.", s.bpb)
     yield from gauge("vescale_grad_norm", "Norm of the gradient of the last step, before clipping.", s.grad_norm)
     yield from gauge("vescale_learning_rate", "Learning rate of the last step.", s.learning_rate)
 

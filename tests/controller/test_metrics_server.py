@@ -121,7 +121,7 @@ def test_every_figure_of_the_snapshot_is_in_the_scrape(server: MetricsServer) ->
         ("vescale_tokens_total", {}, 43000),
         ("vescale_tokens_per_second", {}, 1234.5),
         ("vescale_loss", {}, 2.5),
-        ("vescale_bits_per_byte", {}, 3.6),
+        ("vescale_loss_bpb", {}, 3.6),
         ("vescale_grad_norm", {}, 0.7),
         ("vescale_learning_rate", {}, 1e-3),
         ("vescale_last_step_timestamp_seconds", {}, 1.5e9),

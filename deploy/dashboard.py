@@ -1,0 +1,504 @@
+"""The Grafana dashboard, made from the table below: ``python -m vescale_ray.deploy.dashboard > deploy/grafana/vescale.json``.
+
+Grafana's classic JSON model, schema 42 (``@grafana/schema`` 13): stable panel types only, every panel with a description and a unit, one
+variable for the data source, one for the run. Runs that have ended are in the list, too, as long as the time range shows them:
+``label_values`` would offer live series alone. Rescales are drawn as annotations on every panel.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEMA = 42
+COLUMNS = 24
+RUN = 'run=~"$run"'
+SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel.
+
+    Attributes:
+        queries: PromQL and legend of each.
+        unit: Grafana's name of the unit.
+        kind: Grafana's panel type.
+        width, height: in the grid of 24 columns.
+        options: of the panel type; ``custom``: how lines are drawn; ``values``: further defaults of the values.
+        instant: only the newest value is asked for.
+    """
+
+    title: str
+    description: str
+    queries: tuple[tuple[str, str], ...]
+    unit: str = "short"
+    kind: str = "timeseries"
+    width: int = 8
+    height: int = 7
+    options: dict[str, Any] = field(default_factory=dict)
+    custom: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    instant: bool = False
+
+
+def stat(title: str, description: str, expr: str, unit: str = "short", **more: Any) -> Panel:
+    return Panel(title, description, ((expr, "{{run}}"),), unit, "stat", width=4, height=4, **more)
+
+
+STATES = ("PENDING", "STARTING", "RUNNING", "RESCALING", "CHECKPOINTING", "STOPPING", "DONE", "FAILED")
+COLOURS = ("#8e8e8e", "#5794f2", "#73bf69", "#ff9830", "#b877d9", "#fade2a", "#37872d", "#e02f44")
+STATE = " + ignoring (state) ".join(f'{i} * vescale_run_state{{{RUN}, state="{state}"}}' for i, state in enumerate(STATES))
+STATE_MAP = [{"type": "value", "options": {str(i): {"text": s, "color": COLOURS[i], "index": i} for i, s in enumerate(STATES)}}]
+STACKED = {"stacking": {"mode": "normal", "group": "A"}, "fillOpacity": 60, "lineWidth": 0}
+STEPS = {"lineInterpolation": "stepAfter"}
+RATE = "$__rate_interval"
+
+ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
+    (
+        "Overview",
+        (
+            stat("State", "What the run does now.", STATE, values={"mappings": STATE_MAP}),
+            stat("Tokens per second", "Of the last step, all workers together.", f"vescale_tokens_per_second{{{RUN}}}"),
+            stat("Step", "Completed optimizer steps; the bar is the whole run.", f"vescale_step{{{RUN}}}", "none"),
+            stat(
+                "Goodput",
+                "The share of the shown time that went into steps that count.",
+                f"sum by (run) (increase(vescale_goodput_seconds_total{{{RUN}}}[$__range])) / (sum by (run) "
+                f"(increase(vescale_goodput_seconds_total{{{RUN}}}[$__range])) + sum by (run) "
+                f"(increase(vescale_badput_seconds_total{{{RUN}}}[$__range])))",
+                "percentunit",
+                instant=True,
+            ),
+            stat("Workers", "Workers that train now.", f"vescale_world_size{{{RUN}}}", "none"),
+            stat(
+                "Checkpoint age",
+                "Time since the newest checkpoint was committed: what a loss of everything would cost.",
+                f"time() - vescale_checkpoint_last_success_timestamp_seconds{{{RUN}}}",
+                "s",
+            ),
+        ),
+    ),
+    (
+        "Throughput",
+        (
+            Panel(
+                "Tokens per second",
+                "Tokens trained on, by wall time (pauses included), and of the last step alone.",
+                (
+                    (f"rate(vescale_tokens_total{{{RUN}}}[{RATE}])", "{{run}} by wall time"),
+                    (f"vescale_tokens_per_second{{{RUN}}}", "{{run}} last step"),
+                ),
+            ),
+            Panel(
+                "Tokens per second and worker",
+                "Per second of training and worker: falls when workers become slow, not when there are fewer.",
+                (
+                    (
+                        f"rate(vescale_tokens_total{{{RUN}}}[{RATE}]) / on (run) rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}]) "
+                        f"/ on (run) vescale_world_size{{{RUN}}}",
+                        "{{run}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Step time",
+                "Wall time of one optimizer step: mean, median and 99th percentile (interpolated in the histogram's buckets).",
+                (
+                    (
+                        f"rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}]) / "
+                        f"rate(vescale_step_duration_seconds_count{{{RUN}}}[{RATE}])",
+                        "{{run}} mean",
+                    ),
+                    (
+                        f"histogram_quantile(0.5, sum by (run, le) (rate(vescale_step_duration_seconds_bucket{{{RUN}}}[{RATE}])))",
+                        "{{run}} p50",
+                    ),
+                    (
+                        f"histogram_quantile(0.99, sum by (run, le) (rate(vescale_step_duration_seconds_bucket{{{RUN}}}[{RATE}])))",
+                        "{{run}} p99",
+                    ),
+                ),
+                "s",
+            ),
+        ),
+    ),
+    (
+        "Memory",
+        (
+            Panel(
+                "Resident memory by rank",
+                "Host memory of each worker's process: on the CPU everything, with a GPU page-locked buffers and peer copies.",
+                ((f"vescale_worker_host_rss_bytes{{{RUN}}}", "{{run}} rank {{rank}}"),),
+                "bytes",
+                width=12,
+            ),
+            Panel(
+                "Resident memory, largest and smallest rank",
+                "They lie apart where the layout is uneven, or one rank leaks.",
+                (
+                    (f"max by (run) (vescale_worker_host_rss_bytes{{{RUN}}})", "{{run}} largest"),
+                    (f"min by (run) (vescale_worker_host_rss_bytes{{{RUN}}})", "{{run}} smallest"),
+                ),
+                "bytes",
+                width=12,
+            ),
+        ),
+    ),
+    (
+        "Training",
+        (
+            Panel(
+                "Loss",
+                "Training loss of the last step, in bits per byte of text.",
+                ((f"vescale_loss_bpb{{{RUN}}}", "{{run}}"),),
+                "none",
+            ),
+            Panel("Gradient norm", "Before clipping.", ((f"vescale_grad_norm{{{RUN}}}", "{{run}}"),), "none"),
+            Panel("Learning rate", "Of the last step.", ((f"vescale_learning_rate{{{RUN}}}", "{{run}}"),), "none"),
+            Panel(
+                "Step",
+                "Completed steps, and how many there will be; a fall is a rollback.",
+                ((f"vescale_step{{{RUN}}}", "{{run}}"), (f"vescale_step_target{{{RUN}}}", "{{run}} of")),
+                "none",
+                width=12,
+            ),
+            Panel(
+                "Time since the last step",
+                "How old the last completed step is; grows while nothing is trained.",
+                ((f"time() - vescale_last_step_timestamp_seconds{{{RUN}}}", "{{run}}"),),
+                "s",
+                width=12,
+            ),
+        ),
+    ),
+    (
+        "Elasticity",
+        (
+            Panel(
+                "State",
+                "The run's states over time.",
+                ((STATE, "{{run}}"),),
+                "none",
+                "state-timeline",
+                24,
+                4,
+                values={"mappings": STATE_MAP},
+            ),
+            Panel(
+                "Workers",
+                "That train, that are wanted, and the bounds between which the run may go.",
+                (
+                    (f"vescale_world_size{{{RUN}}}", "{{run}} train"),
+                    (f"vescale_world_size_target{{{RUN}}}", "{{run}} wanted"),
+                    (f"vescale_world_size_min{{{RUN}}}", "{{run}} fewest"),
+                    (f"vescale_world_size_max{{{RUN}}}", "{{run}} most"),
+                ),
+                "none",
+                custom=STEPS,
+            ),
+            Panel(
+                "Spares and wishes",
+                "Warm workers beside those that train; places that Ray's autoscaler is shown as wanted.",
+                (
+                    (f"vescale_spares{{{RUN}}}", "{{run}} spares"),
+                    (f"vescale_spares_target{{{RUN}}}", "{{run}} spares wanted"),
+                    (f"vescale_places_wanted{{{RUN}}}", "{{run}} places wanted"),
+                ),
+                "none",
+                custom=STEPS,
+            ),
+            Panel(
+                "Rescales",
+                "Completed changes of the workers, by direction and reason.",
+                ((f"vescale_rescales_total{{{RUN}}}", "{{run}} {{direction}}, {{reason}}"),),
+                "none",
+                custom=STEPS,
+            ),
+            Panel(
+                "Pause of a rescale",
+                "Time without training, mean and 95th percentile over the shown time.",
+                (
+                    (
+                        f"increase(vescale_rescale_duration_seconds_sum{{{RUN}}}[$__range]) / "
+                        f"increase(vescale_rescale_duration_seconds_count{{{RUN}}}[$__range])",
+                        "{{run}} mean",
+                    ),
+                    (
+                        "histogram_quantile(0.95, sum by (run, le) "
+                        f"(increase(vescale_rescale_duration_seconds_bucket{{{RUN}}}[$__range])))",
+                        "{{run}} p95",
+                    ),
+                ),
+                "s",
+            ),
+            Panel(
+                "Where rescales spend their time",
+                "Seconds since the run began, by phase: detect, fence, plan, form (process group), build (model), sync (shards).",
+                ((f"vescale_rescale_phase_seconds_total{{{RUN}}}", "{{run}} {{phase}}"),),
+                "s",
+                custom=STACKED,
+            ),
+            Panel(
+                "Failures",
+                "Workers that were lost, recoveries by cause, and steps that had to be done again.",
+                (
+                    (f"vescale_worker_failures_total{{{RUN}}}", "{{run}} workers {{reason}}"),
+                    (f"vescale_failures_total{{{RUN}}}", "{{run}} recoveries: {{cause}}"),
+                    (f"vescale_replayed_steps_total{{{RUN}}}", "{{run}} steps replayed"),
+                    (f"vescale_failures_in_a_row{{{RUN}}}", "{{run}} in a row: {{kind}}"),
+                ),
+                "none",
+                custom=STEPS,
+            ),
+        ),
+    ),
+    (
+        "Goodput",
+        (
+            Panel(
+                "Where the time goes",
+                "Seconds of each second, by what they went into; together 1.",
+                (
+                    (f"rate(vescale_goodput_seconds_total{{{RUN}}}[{RATE}])", "{{run}} steps that count"),
+                    (f"rate(vescale_badput_seconds_total{{{RUN}}}[{RATE}])", "{{run}} {{cause}}"),
+                ),
+                "percentunit",
+                width=16,
+                custom=STACKED,
+            ),
+            Panel(
+                "Time lost",
+                "Seconds lost since the run began, by cause.",
+                ((f"vescale_badput_seconds_total{{{RUN}}}", "{{run}} {{cause}}"),),
+                "s",
+                "bargauge",
+                options={"orientation": "horizontal", "displayMode": "basic"},
+                instant=True,
+            ),
+        ),
+    ),
+    (
+        "Checkpoints",
+        (
+            Panel(
+                "Duration and stall",
+                "Mean time to write and commit one, and how long training waited for the newest one's copy.",
+                (
+                    (
+                        f"increase(vescale_checkpoint_duration_seconds_sum{{{RUN}}}[$__range]) / "
+                        f"increase(vescale_checkpoint_duration_seconds_count{{{RUN}}}[$__range])",
+                        "{{run}} written in",
+                    ),
+                    (f"vescale_checkpoint_stall_seconds{{{RUN}}}", "{{run}} stall"),
+                ),
+                "s",
+            ),
+            Panel(
+                "Age and interval",
+                "Time since the newest one, and the interval that checkpoint.every: auto has chosen.",
+                (
+                    (f"time() - vescale_checkpoint_last_success_timestamp_seconds{{{RUN}}}", "{{run}} age"),
+                    (f"vescale_checkpoint_interval_seconds{{{RUN}}}", "{{run}} interval"),
+                ),
+                "s",
+            ),
+            Panel(
+                "Written and failed",
+                "Bytes of committed checkpoints.",
+                ((f"vescale_checkpoint_bytes_total{{{RUN}}}", "{{run}} {{op}}"),),
+                "bytes",
+            ),
+            Panel(
+                "Newest checkpoint's step",
+                "Beside the run's own step: the distance is what a loss of everything would cost.",
+                ((f"vescale_checkpoint_last_step{{{RUN}}}", "{{run}} checkpoint"), (f"vescale_step{{{RUN}}}", "{{run}} run")),
+                "none",
+                width=12,
+                custom=STEPS,
+            ),
+            Panel(
+                "Failed checkpoints",
+                "Training goes on; the ones before are whole.",
+                ((f"vescale_checkpoint_failures_total{{{RUN}}}", "{{run}} {{op}}"),),
+                "none",
+                width=12,
+                custom=STEPS,
+            ),
+        ),
+    ),
+    (
+        "Workers",
+        (
+            Panel(
+                "Slowness",
+                "How many times as long as the usual rank a rank takes for a slot; 1 is usual.",
+                (
+                    (f"vescale_worker_slowness_ratio{{{RUN}}}", "{{run}} rank {{rank}}"),
+                    (f"vescale_stragglers{{{RUN}}}", "{{run}} workers that are slow for long"),
+                ),
+                "none",
+            ),
+            Panel(
+                "Own time for a slot",
+                "Of the last step, without waiting for others.",
+                ((f"vescale_worker_slot_seconds{{{RUN}}}", "{{run}} rank {{rank}}"),),
+                "s",
+            ),
+            Panel(
+                "Slots",
+                "Slots of the global batch that each rank does.",
+                ((f"vescale_worker_slots{{{RUN}}}", "{{run}} rank {{rank}}"),),
+                "none",
+                custom=STEPS,
+            ),
+            Panel(
+                "Ranks",
+                "Which worker holds each rank, and on which node.",
+                ((f"vescale_worker_info{{{RUN}}}", ""),),
+                "none",
+                "table",
+                24,
+                7,
+                instant=True,
+            ),
+        ),
+    ),
+)
+
+
+def dashboard() -> dict[str, Any]:
+    """The dashboard as Grafana's JSON model."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for title, members in ROWS:
+        panels.append(
+            {"id": len(panels) + 1, "type": "row", "title": title, "collapsed": False, "gridPos": _at(0, y, COLUMNS, 1), "panels": []}
+        )
+        x, y, tallest = 0, y + 1, 0
+        for panel in members:
+            if x + panel.width > COLUMNS:
+                x, y, tallest = 0, y + tallest, 0
+            panels.append(_panel(len(panels) + 1, panel, _at(x, y, panel.width, panel.height)))
+            x, tallest = x + panel.width, max(tallest, panel.height)
+        y += tallest
+    return {
+        "title": "vescale-ray",
+        "uid": "vescale-ray",
+        "description": "Training runs of vescale-ray: throughput, memory, loss, workers that come and go, and where the time went.",
+        "tags": ["vescale-ray", "training"],
+        "schemaVersion": SCHEMA,
+        "version": 1,
+        "editable": True,
+        "timezone": "browser",
+        "graphTooltip": 1,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "fiscalYearStartMonth": 0,
+        "links": [],
+        "templating": {"list": _variables()},
+        "annotations": {"list": _annotations()},
+        "panels": panels,
+    }
+
+
+def _at(x: int, y: int, w: int, h: int) -> dict[str, int]:
+    return {"x": x, "y": y, "w": w, "h": h}
+
+
+def _panel(number: int, panel: Panel, at: dict[str, int]) -> dict[str, Any]:
+    legend: dict[str, Any] = {"displayMode": "list", "placement": "bottom", "calcs": []}
+    kinds: dict[str, dict[str, Any]] = {
+        "timeseries": {
+            "legend": {**legend, "showLegend": True},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        },
+        "stat": {
+            "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+            "colorMode": "value",
+            "graphMode": "area",
+            "textMode": "auto",
+            "justifyMode": "auto",
+            "orientation": "auto",
+        },
+        "bargauge": {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}},
+        "state-timeline": {"showValue": "auto", "rowHeight": 0.8, "legend": {**legend, "showLegend": False}},
+        "table": {"showHeader": True, "cellHeight": "sm"},
+    }
+    lines: dict[str, Any] = {"lineWidth": 1, "fillOpacity": 8, "showPoints": "never", "spanNulls": False, **panel.custom}
+    if panel.kind != "timeseries":
+        lines = {}
+    shown: dict[str, Any] = {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": SOURCE,
+        "gridPos": at,
+        "targets": [
+            {
+                "refId": chr(ord("A") + i),
+                "datasource": SOURCE,
+                "expr": expr,
+                "legendFormat": legend,
+                "range": not panel.instant,
+                "instant": panel.instant,
+                **({"format": "table"} if panel.kind == "table" else {}),
+            }
+            for i, (expr, legend) in enumerate(panel.queries)
+        ],
+        "fieldConfig": {"defaults": {"unit": panel.unit, "custom": lines, **panel.values}, "overrides": []},
+        "options": {**kinds[panel.kind], **panel.options},
+    }
+    if panel.kind == "table":
+        hidden = {"Time": True, "Value": True, "__name__": True, "instance": True, "job": True}
+        order = {name: i for i, name in enumerate(("run", "rank", "worker", "node"))}
+        shown["transformations"] = [{"id": "organize", "options": {"excludeByName": hidden, "indexByName": order}}]
+    return shown
+
+
+def _variables() -> list[dict[str, Any]]:
+    # label_values() offers live series alone; this one those of the shown time.
+    runs = "query_result(last_over_time(vescale_run_info[$__range]))"
+    return [
+        {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "hide": 0, "refresh": 1, "regex": ""},
+        {
+            "name": "run",
+            "label": "Run",
+            "type": "query",
+            "datasource": SOURCE,
+            "query": {"query": runs, "refId": "run"},
+            "regex": '/run="([^"]+)"/',
+            "refresh": 2,
+            "sort": 1,
+            "multi": True,
+            "includeAll": True,
+            "allValue": ".*",
+            "hide": 0,
+        },
+    ]
+
+
+def _annotations() -> list[dict[str, Any]]:
+    return [
+        {
+            "name": "Rescales",
+            "datasource": SOURCE,
+            "enable": True,
+            "hide": False,
+            "iconColor": "#ff9830",
+            "target": {"refId": "rescales", "expr": f"changes(vescale_generation{{{RUN}}}[$__interval]) > 0"},
+            "titleFormat": "{{run}}: other workers",
+        }
+    ]
+
+
+def main() -> None:
+    json.dump(dashboard(), sys.stdout, indent=1)
+    sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""A real Prometheus scrapes a real run that loses a worker, is rescaled and saves: every query of the dashboard has an answer then."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.controller.runs import carry_out, tiny
+from tests.deploy.test_alerts import RULES
+from tests.deploy.test_dashboard import expressions
+from vescale_ray import client
+from vescale_ray.controller.driver import ScheduledAction as Act
+from vescale_ray.runfolder import RunFolder
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.usefixtures("ray_here"),
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed: apt-get install prometheus"),
+]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Prometheus:
+    """The real one, with ``deploy/prometheus.yml`` made faster, on ports of its own."""
+
+    def __init__(self, folder: Path, target: int) -> None:
+        self.port = free_port()
+        config = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
+        config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(ROOT / "deploy" / "alerts.yml")]
+        config["scrape_configs"] = config["scrape_configs"][:1]
+        config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{target}"]}]
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+        self._log = (folder / "log").open("w")
+        self._process = subprocess.Popen(
+            [*command, f"--web.listen-address=127.0.0.1:{self.port}"], stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                self._get("/-/ready")
+                return
+            except OSError:
+                assert self._process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[-2000:]
+                time.sleep(0.1)
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        answer = json.loads(self._get(f"/api/v1/{path}?{urllib.parse.urlencode(parameters)}"))
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+    def _get(self, path: str) -> bytes:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as reply:
+            content: bytes = reply.read()
+        return content
+
+    def close(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._log.close()
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[tuple[int, Prometheus]]:
+    port = free_port()
+    (tmp_path / "prometheus").mkdir()
+    prometheus = Prometheus(tmp_path / "prometheus", port)
+    try:
+        yield port, prometheus
+    finally:
+        prometheus.close()
+
+
+def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Path, target: tuple[int, Prometheus]) -> None:
+    port, prometheus = target
+    settings = {"checkpoint_every": "auto", "checkpoint_auto_min_s": 0.5, "checkpoint_auto_max_s": 2.0, "train_steps": 5000}
+    config = tiny(tmp_path, "scraped", metrics_port=port, **settings)
+    folder = RunFolder(config.run_folder)
+    seen: dict[str, Any] = {"lint": None, "asked": False, "since": None}
+
+    def watch(status: Mapping[str, Any]) -> None:
+        if "shrink/failure" in status["rescales"] and not seen["asked"]:
+            seen["asked"] = True
+            client.request(folder, "rescale", {"workers": 3})
+        if "grow/manual" not in status["rescales"] or status["state"] != "RUNNING":
+            return
+        seen["since"] = seen["since"] or time.monotonic()
+        if seen["lint"] is None:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+                text = reply.read()
+            seen["lint"] = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30, check=False)
+        if time.monotonic() - seen["since"] > 8:
+            client.request(folder, "stop", {})
+
+    began = time.time()
+    finished = carry_out(config, Act(15, "kill", 1), watch=watch)
+    assert finished.result.state == "STOPPED", finished.result
+    assert seen["lint"].returncode == 0 and not seen["lint"].stdout + seen["lint"].stderr, seen["lint"]
+    ended = time.time()
+    span = f"{int(ended - began) + 5}s"
+    when = {"start": str(began), "end": str(ended), "step": "1s"}
+    for where, expr in expressions().items():
+        asked = expr.replace("$run", "scraped").replace("$__rate_interval", "4s").replace("$__range", span).replace("$__interval", "4s")
+        found = prometheus.ask("query_range", query=asked, **when)["result"]
+        values = [float(value) for series in found for _, value in series["values"]]
+        assert [value for value in values if value == value], f"{where}: {asked}"
+    runs = prometheus.ask("query", query=f"last_over_time(vescale_run_info[{span}])", time=str(ended))["result"]
+    assert [one["metric"]["run"] for one in runs] == ["scraped"], "a run that has ended is still offered"
+    # What is told adds up: productive and lost seconds of the last scrape, against the time of that scrape.
+    both = "vescale_goodput_seconds_total + on (run) sum by (run) (vescale_badput_seconds_total)"
+    told = prometheus.ask("query_range", query=both, **when)
+    started = (folder.read_state() or {})["started"]
+    at, seconds = told["result"][0]["values"][-1]
+    assert abs(float(seconds) - (at - started)) < 1.5, "but for the step under way, and the age of the scrape"
+    failed = {rule["name"]: rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"] if rule["health"] == "err"}
+    assert not failed and sum(len(group["rules"]) for group in RULES) == 18

@@ -1,0 +1,108 @@
+"""The committed Grafana dashboard is the one that the code makes, whole, and of the form that Grafana's own schema describes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy.test_alerts import RULES, known
+from vescale_ray.controller.metrics import STATES
+from vescale_ray.deploy import dashboard as made
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "deploy" / "grafana" / "vescale.json").read_text()
+BOARD: dict[str, Any] = json.loads(TEXT)
+PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+UNITS = {"s", "bytes", "percentunit", "short", "none"}
+NODE_MODULES = ROOT / "build" / "grafana" / "node_modules"
+
+
+def expressions() -> dict[str, str]:
+    """Every query of the dashboard, by where it stands."""
+    found = {f"{panel['title']} {target['refId']}": target["expr"] for panel in PANELS for target in panel["targets"]}
+    return found | {f"annotation {note['name']}": note["target"]["expr"] for note in BOARD["annotations"]["list"]}
+
+
+def test_the_committed_file_is_what_the_code_makes() -> None:
+    assert BOARD == made.dashboard(), "make it again: python -m vescale_ray.deploy.dashboard > deploy/grafana/vescale.json"
+    assert len(TEXT) < 1 << 20, "a ConfigMap holds no more"
+
+
+def test_panels_have_numbers_of_their_own_and_do_not_overlap() -> None:
+    assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+    cells = [
+        (x, y)
+        for at in (panel["gridPos"] for panel in BOARD["panels"])
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_every_panel_says_what_it_shows_in_a_unit_that_grafana_knows(panel: dict[str, Any]) -> None:
+    assert len(panel["description"]) > 10 and panel["description"].endswith(".")
+    assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
+    assert panel["type"] in ("timeseries", "stat", "bargauge", "state-timeline", "table"), "graph and the like are gone from Grafana"
+    assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    seconds = any("_seconds" in target["expr"] and "rate(" not in target["expr"] for target in panel["targets"])
+    if seconds and all("timestamp" not in t["expr"] or "time()" in t["expr"] for t in panel["targets"]):
+        assert panel["fieldConfig"]["defaults"]["unit"] in ("s", "percentunit"), "seconds are shown as seconds"
+
+
+def test_throughput_and_memory_come_first_and_every_state_has_a_name() -> None:
+    rows = [panel["title"] for panel in BOARD["panels"] if panel["type"] == "row"]
+    assert rows[:3] == ["Overview", "Throughput", "Memory"]
+    assert made.STATES == STATES
+
+
+def test_queries_ask_for_series_that_exist_and_every_series_is_in_a_panel_or_a_rule() -> None:
+    asked = set()
+    for where, expr in expressions().items():
+        names = set(re.findall(r"\bvescale_\w+", expr))
+        assert names and names <= known(), (where, names - known())
+        assert expr.count('run=~"$run"') == len(re.findall(r"\bvescale_\w+", expr)), f"{where}: not of the chosen runs alone"
+        asked |= names
+    for group in RULES:
+        for rule in group["rules"]:
+            asked |= set(re.findall(r"\bvescale_\w+", rule["expr"]))
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) if "duration_seconds_" in name else name for name in asked}
+    wanted = {re.sub(r"_(bucket|sum|count)$", "", name) if "duration_seconds_" in name else name for name in known()}
+    assert wanted - families <= {"vescale_run_info", "vescale_loss", "vescale_steps_total"} | families
+
+
+def test_variables_are_all_defined_and_runs_that_have_ended_are_listed() -> None:
+    defined = {one["name"] for one in BOARD["templating"]["list"]} | {"__rate_interval", "__range", "__interval"}
+    used = set(re.findall(r"\$\{?(\w+)\}?", json.dumps(BOARD["panels"]) + json.dumps(BOARD["annotations"])))
+    assert used <= defined
+    (run,) = [one for one in BOARD["templating"]["list"] if one["name"] == "run"]
+    assert "last_over_time" in run["query"]["query"] and run["regex"] == '/run="([^"]+)"/'
+
+
+def test_it_has_the_types_of_grafana_s_own_schema_package() -> None:
+    """With TypeScript: keys that Grafana does not know and values of another type are errors."""
+    node = shutil.which("node")
+    if node is None or not (NODE_MODULES / "@grafana" / "schema").is_dir():
+        pytest.skip("make grafana-types fetches TypeScript and @grafana/schema (npm and a network are needed)")
+    for harm, accepted in ((lambda board: None, True), (lambda board: board["panels"][1].update(gridpos={}), False)):
+        board = json.loads(TEXT)
+        harm(board)
+        notes = board["annotations"].pop("list")
+        # TypeScript takes no text for an enum, and a query's own keys are the data source's to say.
+        values = json.dumps(board).replace('"type": "value"', '"type": MappingType.ValueToText')
+        (NODE_MODULES.parent / "board.ts").write_text(
+            'import { MappingType, type AnnotationQuery, type Dashboard, type DataQuery } from "@grafana/schema";\n'
+            "type Note = AnnotationQuery<DataQuery & { expr: string }> & { titleFormat: string };\n"
+            f"const notes: Note[] = {json.dumps(notes)};\n"
+            f"const board: Dashboard = {values};\nexport const whole: Dashboard = {{ ...board, annotations: {{ list: notes }} }};\n"
+        )
+        options = "--noEmit --skipLibCheck --strict --moduleResolution bundler --module esnext --target es2022 --lib es2022,dom board.ts"
+        command = [node, str(NODE_MODULES / "typescript" / "bin" / "tsc"), *options.split()]
+        done = subprocess.run(command, cwd=NODE_MODULES.parent, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode == 0) is accepted, done.stdout
