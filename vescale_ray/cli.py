@@ -276,6 +276,37 @@ def rescale(workers: int, run_folder: str | None) -> int:
 
 
 @cli.command()
+@click.argument("run_folder", required=False)
+@click.option("--out", type=click.Path(dir_okay=False), help="The file to write; dash.html in the run's folder by default.")
+@click.option("--prometheus", metavar="URL", help="Take the data from a Prometheus that has scraped the run, not from the run's folder.")
+@click.option("--run", "name", help="With --prometheus: the run's name.")
+@click.option("--hours", type=click.FloatRange(min=0.01), default=24.0, show_default=True, help="With --prometheus: how far back.")
+def dash(run_folder: str | None, out: str | None, prometheus: str | None, name: str | None, hours: float) -> int:
+    """Write one HTML page of a run: throughput, memory, loss, workers, where the time went. It opens without a network.
+
+    Without RUN_FOLDER: the newest run under ./runs.
+    """
+    from vescale_ray import dash as gather
+    from vescale_ray.page import render
+
+    if prometheus is None:
+        if name is not None:
+            raise BadInput("--run NAME goes with --prometheus URL; without it, give the run's folder")
+        folder = _folder(run_folder)
+        page, path = gather.from_folder(folder), Path(out or folder.path / "dash.html")
+    else:
+        if run_folder is not None or name is None:
+            raise BadInput("with --prometheus URL give the run's name as --run NAME, and no folder")
+        page, path = gather.from_prometheus(prometheus, name, hours), Path(out or f"{name}.html")
+    try:
+        path.write_text(render(page), encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"{path}: can't be written ({error.strerror or error})") from None
+    click.echo(f"wrote {path}")
+    return OK
+
+
+@cli.command()
 @click.argument("runs", default="runs")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def ls(runs: str, as_json: bool) -> int:

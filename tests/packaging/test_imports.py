@@ -17,8 +17,8 @@ LAYERS: list[set[str]] = [
     {"dtensor", "collectives", "redistribute", "transfer", "dbuffer", "emulation", "runfolder", "schedule"},
     {"fsdp", "models", "data", "config", "checkpoint", "client", "state_dict"},
     {"optim"},
-    {"report"},
-    {"workers", "progress"},
+    {"report", "page"},
+    {"workers", "progress", "dash"},
     {"controller"},
     {"cli_base"},
     {"cli_ckpt"},
@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
 DATA_ONLY = {"configs", "deploy"}
 RANK = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 MAY_IMPORT_RAY = {"controller", "workers"}
-TORCH_FREE = {"geometry", "errors", "config", "schedule", "runfolder", "client", "progress", "report", "demo"}
+TORCH_FREE = {"geometry", "errors", "config", "schedule", "runfolder", "client", "progress", "report", "demo", "page", "dash"}
 TORCH_FREE |= {"cli", "cli_base", "cli_ckpt"}
 
 

@@ -1,0 +1,154 @@
+"""The page of a run: throughput, memory, loss, workers, where the time went, and what happened. ``vescale-ray dash``.
+
+Its data are the lines in the run's folder (:func:`from_folder`), or what a Prometheus has scraped of it (:func:`from_prometheus`), for
+people who see the one and not the other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from vescale_ray import report
+from vescale_ray.errors import BadInput
+from vescale_ray.page import COLUMNS, Chart, Mark, Page, Points, Series, few
+from vescale_ray.runfolder import RunFolder
+
+
+def from_folder(run: RunFolder | str | Path) -> Page:
+    """What the run's own lines tell.
+
+    Raises:
+        RunFolderError: not a run's folder.
+        BadInput: no step has been completed.
+    """
+    folder = run if isinstance(run, RunFolder) else RunFolder(run)
+    state, lines, events = folder.read_state() or {}, folder.read_all_metrics(), folder.read_events()
+    if not lines:
+        raise BadInput(f"{folder.path}: no step has been completed yet, there is nothing to show")
+    last = lines[-1]
+
+    def of(key: str) -> Points:
+        return [(float(line["time"]), _number(line.get(key))) for line in lines if line.get("time") is not None]
+
+    ranks = sorted({rank for line in lines for rank in (line.get("memory") or {})}, key=int)
+    memory = [
+        Series(f"rank {rank}", [(float(line["time"]), _number((line.get("memory") or {}).get(rank))) for line in lines]) for rank in ranks
+    ]
+    heldout = [(float(e["time"]), _number(e.get("bpb"))) for e in events if e["event"] == "evaluation"]
+    loss = (Series("training", of("bpb")), *((Series("held-out", heldout),) if heldout else ()))
+    charts = (
+        Chart("Tokens per second (of each step)", (Series("tokens/s", of("tokens_per_second")),)),
+        Chart("Resident memory by rank", few(memory), "bytes"),
+        Chart("Loss, bits per byte", loss, zero=False),
+        Chart("Workers", (Series("workers", of("world")),), steps=True),
+        Chart("Step time", (Series("seconds", of("step_seconds")),), "s"),
+        Chart("Gradient norm", (Series("norm", of("grad_norm")),)),
+    )
+    marks = tuple(
+        Mark(float(e["time"]), f"{e.get('from')} → {e.get('to')} workers: {e.get('reason')}", e.get("direction") != "shrink")
+        for e in events
+        if e["event"] == "rescaled"
+    )
+    told = [(e, report.describe_event(e)) for e in events]
+    story = tuple((float(e["time"]), e.get("step"), words[0], words[1]) for e, words in told if words is not None)
+    facts = [
+        ("state", str(state.get("state", "unknown"))),
+        ("step", f"{last['step']:,} of {state.get('steps', '?')}"),
+        ("tokens", f"{int(last.get('tokens') or 0):,}"),
+        ("workers", str(last.get("world"))),
+        ("rescales", str(len(marks))),
+        ("checkpoint", report.shown(str(state["checkpoint"])) if state.get("checkpoint") else "none"),
+    ]
+    if state.get("error"):
+        facts.append(("error", " ".join(str(state["error"]).split())))
+    return Page(str(state.get("run") or folder.path.name), str(folder.path), tuple(facts), charts, marks, state.get("goodput"), story)
+
+
+def from_prometheus(url: str, run: str, hours: float) -> Page:
+    """What a Prometheus has of ``run`` in the last ``hours``.
+
+    Raises:
+        BadInput: it does not answer, refuses, or has nothing of the run.
+    """
+    end = time.time()
+    step = max(1.0, hours * 3600 / COLUMNS)
+    window = f"{math.ceil(max(4 * step, 60))}s"
+
+    def ask(expr: str, name: str) -> tuple[Series, ...]:
+        query = {"query": expr.replace("{}", f'{{run="{run}"}}'), "start": end - hours * 3600, "end": end, "step": step}
+        found = _ask(url, "query_range", query)["result"]
+        values = [(one["metric"], [(float(at), _number(value)) for at, value in one["values"]]) for one in found]
+        return tuple(Series(name.format_map(_Labels(labels)) or "value", points) for labels, points in values)
+
+    throughput = ask("vescale_tokens_per_second{}", "tokens/s")
+    if not throughput:
+        runs = _ask(url, "query", {"query": "last_over_time(vescale_run_info[30d])"})["result"]
+        known = sorted({one["metric"].get("run", "") for one in runs})
+        raise BadInput(f"{url} has nothing of run {run!r} in the last {hours:g} hours; it knows {', '.join(known) or 'no run at all'}")
+    world = ask("vescale_world_size{}", "workers")
+    took, steps = (f"rate(vescale_step_duration_seconds_{part}{{}}[{window}])" for part in ("sum", "count"))
+    charts = (
+        Chart("Tokens per second (of each step)", throughput),
+        Chart("Resident memory by rank", few(ask("vescale_worker_host_rss_bytes{}", "rank {rank}")), "bytes"),
+        Chart("Loss, bits per byte", ask("vescale_loss_bpb{}", "training"), zero=False),
+        Chart("Workers", (*world, *ask("vescale_world_size_target{}", "wanted")), steps=True),
+        Chart(f"Step time, mean of {window}", ask(f"{took} / {steps}", "seconds"), "s"),
+        Chart("Gradient norm", ask("vescale_grad_norm{}", "norm")),
+    )
+    marks = []
+    for series in world:
+        for (_, before), (at, after) in pairwise(series.points):
+            if before is not None and after is not None and before != after:
+                marks.append(Mark(at, f"{before:g} → {after:g} workers", after > before))
+    good, bad = ask("vescale_goodput_seconds_total{}", ""), ask("vescale_badput_seconds_total{}", "{cause}")
+    goodput = {"productive": _last(good), "lost": {series.name: _last((series,)) for series in bad}} if good else None
+    facts = (
+        ("step", f"{_last(ask('vescale_step{}', '')):,.0f} of {_last(ask('vescale_step_target{}', '')):,.0f}"),
+        ("tokens", f"{_last(ask('vescale_tokens_total{}', '')):,.0f}"),
+        ("workers", f"{_last(world):g}"),
+        ("rescales", str(len(marks))),
+    )
+    return Page(run, f"{url}, the last {hours:g} hours", facts, charts, tuple(marks), goodput)
+
+
+def _last(series: Sequence[Series]) -> float:
+    found = [value for one in series for _, value in one.points[-1:] if value is not None]
+    return found[-1] if found else 0.0
+
+
+def _number(value: Any) -> float | None:
+    if value is None:
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+class _Labels(dict[str, str]):
+    def __missing__(self, key: str) -> str:
+        return "?"
+
+
+def _ask(url: str, what: str, query: Mapping[str, Any]) -> Any:
+    address = f"{url.rstrip('/')}/api/v1/{what}?{urllib.parse.urlencode(query)}"
+    if not address.startswith(("http://", "https://")):
+        raise BadInput(f"--prometheus {url}: give the address of a Prometheus, such as http://127.0.0.1:9090")
+    try:
+        with urllib.request.urlopen(address, timeout=30) as reply:
+            answer = json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        said = error.read(300).decode(errors="replace")
+        raise BadInput(f"--prometheus {url}: it refuses the query (HTTP {error.code}): {' '.join(said.split())}") from None
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--prometheus {url}: no answer ({getattr(error, 'reason', None) or error}); is it a Prometheus?") from None
+    if answer.get("status") != "success":
+        raise BadInput(f"--prometheus {url}: {answer.get('error', 'it refuses the query')}")
+    return answer["data"]

@@ -1,0 +1,238 @@
+"""A page of charts as one HTML file without scripts, fonts or addresses of others: it opens without a network, can be mailed, and prints.
+
+Long runs are thinned out to what can be seen: of the points that share a column of the picture, the smallest and the largest stay.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 620, 210, 64, 12, 10, 24
+COLUMNS = 400
+MOST_SERIES = 12
+PALETTE = "#3274d9 #e0752d #2e8b57 #a352cc #c0392b #0f8a9d #b5891b #6d7683 #d6529c #5b8c2a #7b61d1 #8a5a3c".split()
+Points = Sequence[tuple[float, float | None]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values over time (seconds since the epoch), in order; None: there is none."""
+
+    name: str
+    points: Points
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture. ``unit``: ``bytes``, ``s`` or empty; ``steps``: a value holds until the next; ``zero``: the axis begins at 0."""
+
+    title: str
+    series: tuple[Series, ...]
+    unit: str = ""
+    steps: bool = False
+    zero: bool = True
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line: the workers have changed."""
+
+    at: float
+    text: str
+    good: bool
+
+
+@dataclass(frozen=True)
+class Page:
+    """All that is shown. ``facts``: of the head of the page; ``goodput``: as run.json has it; ``events``: when, step, what, pause."""
+
+    run: str
+    source: str
+    facts: tuple[tuple[str, str], ...]
+    charts: tuple[Chart, ...]
+    marks: tuple[Mark, ...] = ()
+    goodput: Mapping[str, Any] | None = None
+    events: tuple[tuple[float, int | None, str, float | None], ...] = ()
+
+
+def render(page: Page) -> str:
+    """The page as HTML."""
+    times = [at for chart in page.charts for series in chart.series for at, _ in series.points]
+    span = (min(times), max(times)) if times else (0.0, 1.0)
+    facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in page.facts)
+    figures = "".join(_figure(chart, page.marks, span) for chart in page.charts)
+    rows = "".join(
+        f"<tr><td>{_clock(at - span[0])}</td><td>{'' if step is None else step}</td><td>{escape(what)}</td>"
+        f"<td>{'' if pause is None else f'{pause:.2f} s'}</td></tr>"
+        for at, step, what, pause in page.events
+    )
+    story = f"<h2>What happened</h2><table><tr><th>time</th><th>step</th><th>event</th><th>pause</th></tr>{rows}</table>" if rows else ""
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(page.run)} - vescale-ray</title>'
+    told = f"vescale-ray, from {escape(page.source)}, {time.strftime('%Y-%m-%d %H:%M:%S')}."
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head><body><h1>{escape(page.run)}</h1>'
+        f'<p class="from">{told} Time is since the first shown step; vertical lines: the workers have changed.</p>'
+        f"<dl>{facts}</dl>{_goodput(page.goodput)}<main>{figures}</main>{story}</body></html>\n"
+    )
+
+
+_STYLE = (
+    ":root{--ink:#1d2733;--dim:#66707c;--line:#d9dee5;--back:#fff;--card:#f6f8fa}"
+    "@media(prefers-color-scheme:dark){:root{--ink:#e3e8ee;--dim:#98a3b0;--line:#39424e;--back:#14181d;--card:#1c2229}}"
+    "body{font:14px/1.45 system-ui,sans-serif;color:var(--ink);background:var(--back);margin:24px auto;max-width:1300px;padding:0 16px}"
+    "h1{margin:0}h2{font-size:15px;margin:22px 0 6px}.from{color:var(--dim);margin:2px 0 14px}"
+    "dl{display:flex;flex-wrap:wrap;gap:8px 28px;margin:0 0 12px}dt{color:var(--dim);font-size:12px}dd{margin:0;font-size:17px}"
+    "main{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:14px;margin-top:14px}"
+    "figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:6px;padding:10px 12px}"
+    "figcaption{font-weight:600}.legend{color:var(--dim);font-size:12px}"
+    ".legend i{display:inline-block;width:10px;height:3px;margin:0 4px 3px 10px}"
+    "svg{width:100%;height:auto;display:block}svg text{fill:var(--dim);font-size:11px}.grid{stroke:var(--line)}"
+    ".bar{display:flex;height:22px;border-radius:4px;overflow:hidden}"
+    "table{border-collapse:collapse}td,th{text-align:left;padding:2px 16px 2px 0;vertical-align:top}"
+    "th,td:first-child,td:nth-child(2),td:last-child{color:var(--dim);white-space:nowrap}tr{border-bottom:1px solid var(--line)}"
+)
+
+
+def _figure(chart: Chart, marks: Sequence[Mark], span: tuple[float, float]) -> str:
+    values = [value for series in chart.series for _, value in series.points if value is not None]
+    head = f"<figure><figcaption>{escape(chart.title)}</figcaption>"
+    if not values:
+        return head + '<p class="legend">nothing is known of it</p></figure>'
+    ticks = _ticks(0.0 if chart.zero and min(values) >= 0 else min(values), max(values))
+    low, high = ticks[0], ticks[-1]
+    begin, length = span[0], max(span[1] - span[0], 1e-9)
+
+    def x(at: float) -> float:
+        return LEFT + (at - begin) / length * (WIDTH - LEFT - RIGHT)
+
+    def y(value: float) -> float:
+        return TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}">']
+    for tick in ticks:
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{_figure_of(tick, chart.unit, high)}</text>')
+    for i in range(5):
+        at = begin + length * i / 4
+        anchor = "start" if i == 0 else "end" if i == 4 else "middle"
+        parts.append(f'<text x="{x(at):.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{_clock(at - begin)}</text>')
+    for mark in marks:
+        if span[0] <= mark.at <= span[1]:
+            colour = "#2e8b57" if mark.good else "#c0392b"
+            parts.append(
+                f'<line x1="{x(mark.at):.1f}" x2="{x(mark.at):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="{colour}" '
+                f'stroke-dasharray="3 3"><title>{escape(mark.text)}</title></line>'
+            )
+    for index, series in enumerate(chart.series):
+        d = _path(thinned(series.points, span, COLUMNS), x, y, chart.steps)
+        colour = PALETTE[index % len(PALETTE)]
+        parts.append(f'<path d="{d}" fill="none" stroke="{colour}" stroke-width="1.6"><title>{escape(series.name)}</title></path>')
+    names = "".join(f'<i style="background:{PALETTE[i % len(PALETTE)]}"></i>{escape(s.name)}' for i, s in enumerate(chart.series))
+    return f'{head}{"".join(parts)}</svg><div class="legend">{names if len(chart.series) > 1 else ""}</div></figure>'
+
+
+def thinned(points: Points, span: tuple[float, float], columns: int) -> list[tuple[float, float | None]]:
+    """Of each of ``columns`` parts of ``span`` at most four points: the first, the smallest, the largest, the last. Gaps (None) stay."""
+    if len(points) <= 2 * columns:
+        return list(points)
+    width = max(span[1] - span[0], 1e-9) / columns
+    found: list[tuple[float, float | None]] = []
+    column: list[tuple[float, float]] = []
+    number = None
+
+    def flush() -> None:
+        if column:
+            kept = {column[0], column[-1], min(column, key=lambda p: p[1]), max(column, key=lambda p: p[1])}
+            found.extend(sorted(kept))
+            column.clear()
+
+    for at, value in points:
+        here = int((at - span[0]) / width)
+        if here != number:
+            flush()
+            number = here
+        if value is None:
+            flush()
+            if found and found[-1][1] is not None:
+                found.append((at, None))
+        else:
+            column.append((at, value))
+    flush()
+    return found
+
+
+def _path(points: Points, x: Callable[[float], float], y: Callable[[float], float], steps: bool) -> str:
+    parts: list[str] = []
+    pen = False
+    for at, value in points:
+        if value is None:
+            pen = False
+            continue
+        if pen and steps:
+            parts.append(f"H{x(at):.1f}V{y(value):.1f}")
+        else:
+            parts.append(f"{'L' if pen else 'M'}{x(at):.1f} {y(value):.1f}")
+        pen = True
+    # A lone point is a line of no length, which round ends would show: give it one.
+    return "".join(parts) + ("h2" if len(parts) == 1 else "")
+
+
+def _goodput(goodput: Mapping[str, Any] | None) -> str:
+    if not goodput:
+        return ""
+    shares = [("steps that count", float(goodput["productive"]), "#2e8b57")]
+    lost = sorted(goodput["lost"].items(), key=lambda item: -item[1])
+    shares += [(str(cause).replace("_", " "), float(seconds), PALETTE[(i + 1) % len(PALETTE)]) for i, (cause, seconds) in enumerate(lost)]
+    whole = sum(seconds for _, seconds, _ in shares)
+    if whole <= 0:
+        return ""
+    bar, names = "", ""
+    for name, seconds, colour in shares:
+        share = seconds / whole
+        bar += f'<div style="width:{share:.3%};background:{colour}" title="{escape(name)}: {seconds:.1f} s"></div>'
+        names += f'<i style="background:{colour}"></i>{escape(name)} {seconds:,.1f} s ({share:.1%})'
+    return f'<h2>Where the time went</h2><div class="bar">{bar}</div><div class="legend">{names}</div>'
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """About five round numbers that enclose both."""
+    if high - low < 1e-12 * max(1.0, abs(high)):
+        low, high = (0.0, high) if high > 0 else (low - 1.0, high + 1.0)
+    rough = (high - low) / 4
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def _figure_of(value: float, unit: str, largest: float) -> str:
+    if unit == "bytes":
+        for name, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+            if abs(largest) >= size:
+                return f"{value / size:.4g} {name}"
+    text = f"{value / 1e6:.4g}M" if abs(largest) >= 1e7 else f"{value / 1e3:.4g}k" if abs(largest) >= 1e4 else f"{value:.4g}"
+    return f"{text} {unit}" if unit and unit != "bytes" else text
+
+
+def _clock(seconds: float) -> str:
+    days, rest = divmod(round(seconds), 86400)
+    text = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days} d {text}" if days else text
+
+
+def few(series: Sequence[Series]) -> tuple[Series, ...]:
+    """All if they can be told apart; else the largest and the smallest value at each time."""
+    if len(series) <= MOST_SERIES:
+        return tuple(series)
+    at: dict[float, list[float]] = {}
+    for one in series:
+        for when, value in one.points:
+            if value is not None:
+                at.setdefault(when, []).append(value)
+    ends: Iterable[tuple[str, Callable[[list[float]], float]]] = ((f"largest of {len(series)}", max), ("smallest", min))
+    return tuple(Series(name, [(when, pick(values)) for when, values in sorted(at.items())]) for name, pick in ends)
