@@ -130,6 +130,8 @@ def test_what_can_not_be_meant_is_one_sentence_and_changes_nothing(root, call, w
         (lambda good: {**good, "python": [3, "AAAA", None]}, "ValueError"),
         (lambda good: {**good, "numpy": ["PCG64", *good["numpy"][1:]]}, "MT19937"),
         (lambda good: {**good, "numpy": [*good["numpy"][:4], "one"]}, "hexadecimal"),
+        (lambda good: {**good, "numpy": [*good["numpy"][:2], 625, *good["numpy"][3:]]}, "NumPy's position is 625, of 624 words"),
+        (lambda good: {**good, "numpy": [*good["numpy"][:2], -1, *good["numpy"][3:]]}, "NumPy's position is -1"),
         (lambda good: {**good, "torch": good["torch"][:8]}, "RuntimeError"),
         (lambda good: {**good, "torch": "\u20ac"}, "ValueError"),
     ],
