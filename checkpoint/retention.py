@@ -14,6 +14,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
@@ -351,7 +352,8 @@ class _Collection:
             except AttributeError:
                 continue
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                found[commit.name] = float(value)
+                with suppress(OverflowError):  # a whole number beyond the largest float: as good as infinite
+                    found[commit.name] = float(value)
         return found
 
     # ----------------------------------------------------------------------------------------------------------- what goes

@@ -283,6 +283,13 @@ def test_a_metric_that_is_no_number_is_never_the_best(mode, value):
     assert rule.kept(commits, {"c0": value, "c1": 1.0, "c2": value}) == {"c1": ("best",), "c2": ("last",)}
 
 
+def test_a_metric_too_large_for_a_float_stops_no_collection(root):
+    """JSON has whole numbers without end, and one commit with such a one would stop every collection from then on."""
+    made = [make(root, 1, loss=10**400), make(root, 2, loss=2.0), make(root, 3, loss=-(10**400)), make(root, 4)]
+    report = ckpt.gc(root, ckpt.Retention(keep_last=1, keep_best=1, metric="loss"), grace=ckpt.NO_GRACE)
+    assert report.why == {made[1].name: ("best",), made[3].name: ("last",)} and not report.problems
+
+
 def test_a_pin_that_came_after_a_collection_has_looked_for_pins_keeps_its_checkpoint(root):
     made = [make(root, step) for step in (1, 2, 3)]
     ckpt.pin(root, made[0], "reader")
