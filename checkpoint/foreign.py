@@ -116,14 +116,19 @@ def take_back(paths: Iterable[Path]) -> None:
 
 
 def publish(path: Path, data: bytes) -> None:
-    """Write the file that makes the others beside it a whole: durable, and there with all of its bytes or not at all."""
+    """Write the file that makes the others beside it a whole: durable, and there with all of its bytes or not at all. Where it fails it
+    leaves nothing: neither a name for files that are then taken back, nor what would be in a second try's way."""
     temporary = path.with_name(f".tmp-{path.name}")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, path)
-    sync_folder(path.parent)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+        sync_folder(path.parent)
+    except BaseException:
+        take_back([temporary, path])
+        raise
 
 
 def into_state(

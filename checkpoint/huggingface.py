@@ -342,8 +342,7 @@ def _write(checkpoint: Checkpoint, path: Path, file: _File, metadata: Mapping[st
         os.rename(temporary, path)
         sync_folder(path.parent)
     except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
+        take_back([temporary, path])
         raise
 
 
@@ -371,7 +370,8 @@ def _files_of(path: Path) -> tuple[Path, list[str], dict[str, str] | None]:
     if path.is_dir():
         if (path / INDEX).is_file():
             return _indexed(path / INDEX)
-        names = sorted(p.name for p in path.glob("*.safetensors"))
+        # Not what begins with a dot: pieces of a download or an export that was killed, macOS's notes beside files of other systems.
+        names = sorted(p.name for p in path.glob("*.safetensors") if not p.name.startswith("."))
         if not names:
             raise ForeignFileError(f"{path}: holds no {INDEX} and no *.safetensors")
         return path, names, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -22,7 +23,7 @@ from tests.checkpoint.checkpoint_support import bits, in_subprocess, memory_fold
 from tests.checkpoint.test_checkpoint_state import Net
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import huggingface
+from vescale_ray.checkpoint import foreign, huggingface
 from vescale_ray.models.llama import Llama
 
 DTYPES = (
@@ -320,6 +321,41 @@ def test_a_tensor_in_two_files_and_an_empty_folder_are_refused(folder):
         save_file({"a": torch.ones(2)}, folder / f"{name}.safetensors")
     with pytest.raises(ckpt.ForeignFileError, match="tensor 'a' is both in x.safetensors and in y.safetensors"):
         ckpt.import_hf(folder, folder / "root")
+
+
+def test_files_whose_names_begin_with_a_dot_are_no_part_of_a_model(folder):
+    save_file({"a": torch.ones(2)}, folder / "model.safetensors")
+    (folder / ".tmp-model-2.safetensors").write_bytes(b"half")
+    (folder / "._model.safetensors").write_bytes(b"Mac OS X")
+    assert list(huggingface.HfSource(folder).tensors) == ["a"]
+
+
+@pytest.mark.parametrize("export", [ckpt.export_hf, ckpt.export_dcp])
+def test_an_export_whose_last_steps_fail_leaves_nothing_and_may_be_tried_again(folder, monkeypatch, export):
+    """Each rename and each sync of the folder in turn: an index without its files would be taken for a whole, and what it was to be renamed
+    from would stand in a second try's way."""
+    ckpt.save({"model": {"a": torch.arange(5.0), "b": torch.arange(3)}}, folder / "root", 1)
+    for name, holder in (("rename", os), ("sync_folder", foreign), ("sync_folder", huggingface)):
+        for nth in range(3):
+            calls, real = [0], getattr(holder, name)
+
+            def failing(*given: Any, calls: Any = calls, nth: int = nth, real: Any = real) -> Any:
+                calls[0] += 1
+                if calls[0] == nth + 1:
+                    raise OSError(errno.EIO, "no more")
+                return real(*given)
+
+            monkeypatch.setattr(holder, name, failing)
+            try:
+                export(folder / "root", None, folder / "out", **({"max_shard_bytes": 1} if export is ckpt.export_hf else {}))
+            except OSError:
+                assert not os.listdir(folder / "out"), (name, nth)
+            else:
+                assert calls[0] <= nth, "it was not reached"
+                for path in (folder / "out").iterdir():
+                    path.unlink()
+            monkeypatch.undo()
+    export(folder / "root", None, folder / "out")
 
 
 def test_a_file_cut_short_after_its_header_was_read_is_named(folder):
