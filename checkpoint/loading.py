@@ -28,6 +28,7 @@ from .names import Globs, NameTable, globs, matches, table_of
 from .reader import BUDGET_BYTES, Checkpoint, Range, ReadPlan, open_checkpoint
 from .rng import derive_rng, restore_rng
 from .saved_meta import check_saved_meta
+from .scalars import unpack
 from .state import (
     Choice,
     Flat,
@@ -181,7 +182,8 @@ def _load_one(
     user = aux.get("user") if isinstance(aux, dict) else None
     meta = checkpoint.meta.get("meta", checkpoint.meta)
     missing = tuple(dict.fromkeys(pair[0] for pair in flat.tensors if pair not in there and choice.takes_pair(pair, flat)))
-    return Loaded(chosen, checkpoint.step, checkpoint.epoch, meta, checkpoint.meta.get("state", {}), user, skipped, missing, plan)
+    values = {key: unpack(value) for key, value in checkpoint.meta.get("state", {}).items()}
+    return Loaded(chosen, checkpoint.step, checkpoint.epoch, meta, values, user, skipped, missing, plan)
 
 
 def prepared(

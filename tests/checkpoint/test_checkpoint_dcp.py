@@ -51,7 +51,7 @@ from tests.checkpoint.checkpoint_support import (
     rewrite_dcp_index,
     save_in_process,
 )
-from tests.checkpoint.test_checkpoint_state import Net, adam, same_module, train
+from tests.checkpoint.test_checkpoint_state import SCHEDULERS, Net, adam, rates, same_module, train
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import dcp_export as bridge
@@ -409,6 +409,25 @@ def test_an_object_that_only_pickle_could_read_is_refused_and_can_be_excluded(fo
         ckpt.import_dcp(folder / "dcp", folder / "root")
     ckpt.import_dcp(folder / "dcp", folder / "root", exclude="thing")
     assert ckpt.open(folder / "root").meta["state"] == {"other": {"n": 3}}
+
+
+@pytest.mark.parametrize("which", ["milestones", "sequence", "plateau"])
+def test_a_schedulers_state_comes_from_dcp_with_its_milestones_as_numbers(folder, which):
+    """DCP stores a dict's members one by one, under texts; a list of dicts it stores whole."""
+    net, into = nn.Linear(2, 2), nn.Linear(2, 2)
+    ours, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, into))
+    scheduler, resumed = SCHEDULERS[which](ours), SCHEDULERS[which](other)
+    rates(ours, scheduler, 2)
+    dcp.save({"model": net.state_dict(), "scheduler": scheduler.state_dict()}, checkpoint_id=folder / "dcp", no_dist=True)
+    at = ours.param_groups[0]["lr"]
+    wanted = rates(ours, scheduler, 8)
+    ckpt.import_dcp(folder / "dcp", folder / "root")
+    for number, take in enumerate((lambda state: ckpt.import_dcp(folder / "dcp", state), lambda state: ckpt.load(state, folder / "root"))):
+        other = torch.optim.SGD(into.parameters(), lr=0.1)
+        resumed = SCHEDULERS[which](other)
+        take({"model": into, "scheduler": resumed})
+        other.param_groups[0]["lr"] = at
+        assert rates(other, resumed, 8) == wanted, number
 
 
 def change_chunks(*chunks: tuple[list[int], list[int]]) -> Any:
