@@ -13,6 +13,7 @@ import signal
 import struct
 import time
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch import nn
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
@@ -31,6 +33,7 @@ from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.dcp import ENTRIES
 from vescale_ray.checkpoint.dcp_pickle import read_pickle
 from vescale_ray.checkpoint.dcp_state import DcpSource
+from vescale_ray.checkpoint.torch_archive import read_archive
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 
@@ -288,6 +291,19 @@ def compressed(raw: bytes) -> bytes:
     return out.getvalue()
 
 
+def pickled(body: bytes) -> Callable[[bytes], bytes]:
+    """The archive with another pickle."""
+
+    def change(raw: bytes) -> bytes:
+        out = io.BytesIO()
+        with zipfile.ZipFile(io.BytesIO(raw)) as old, zipfile.ZipFile(out, "w") as new:
+            for one in old.namelist():
+                new.writestr(one, b"\x80\x02" + body if one.endswith("/data.pkl") else old.read(one))
+        return out.getvalue()
+
+    return change
+
+
 def endless() -> list[Any]:
     value: list[Any] = []
     value.append(value)
@@ -308,9 +324,19 @@ def laughs() -> list[Any]:
         pytest.param(endless(), None, "'thing': it is nested more than 64 deep", id="a list in itself"),
         pytest.param(laughs(), None, "holds more than a million values", id="a billion laughs", marks=pytest.mark.slow),
         pytest.param([torch.ones(3)], None, "holds a tensor within a plain object", id="a tensor"),
-        pytest.param({"a": 1}, lambda raw: b"PK" + raw[2:-60], "can't be read safely", id="half an archive"),
-        pytest.param({"a": 1}, lambda raw: pickle.dumps({"a": 1}), "can't be read safely", id="a bare pickle"),
-        pytest.param({"a": {3}}, None, "state.thing.a is a set", id="a set"),
+        pytest.param({"a": 1}, lambda raw: b"PK" + raw[2:-60], "no archive of torch.save, or cut off", id="half an archive"),
+        pytest.param({"a": 1}, lambda raw: pickle.dumps({"a": 1}), "no archive of torch.save, or cut off", id="a bare pickle"),
+        pytest.param({"a": {3}}, None, "refers to __builtin__.set, which only unpickling could make", id="a set"),
+        pytest.param(
+            {},
+            pickled(b"}" + b"K\x01" + 60 * b"q\x00h\x00\x86" + b"K\x01s."),
+            "a dict's key is no text",
+            id="a tuple to be hashed for ever",
+        ),
+        pytest.param(
+            {}, pickled(b"cbuiltins\nbytearray\n\x8a\x05\0\0\0\0\x10\x85R."), "refers to builtins.bytearray", id="64 GiB of zeros"
+        ),
+        pytest.param({}, pickled(b"ccollections\nCounter\n}\x85R" + b"0" * 9), "opcode 0x30", id="an opcode of others"),
     ],
 )
 def test_an_object_that_was_made_to_hurt_is_refused_cheaply(folder, value, change, words):
@@ -350,3 +376,41 @@ def test_what_is_no_file_is_refused_at_once(folder, kind, what):
     with cheap(), pytest.raises(ckpt.ForeignFileError, match="is no file, but a|can't be opened|it has no .metadata|holds no") as caught:
         ckpt.import_hf(victim if what == "index" else folder, folder / "root") if "dcp" not in what else everything(folder)
     assert str(folder) in str(caught.value)
+
+
+def test_what_torch_saves_is_read_as_torch_reads_it():
+    """Every dtype, and every way in which a tensor can lie in its storage; plain objects."""
+    names = "float64 float32 float16 bfloat16 complex64 complex128 bool uint8 uint16 uint32 uint64 int8 int16 int32 int64"
+    names += " float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+    wide = (torch.arange(7 * 32) % 2).to(torch.uint8).view(7, 32)
+    values: list[Any] = [wide.view(getattr(torch, name)) for name in names.split()]
+    base = torch.randn(4, 6, 5)
+    values += [
+        base.transpose(0, 2),
+        base[1:3, ::2],
+        base[2, 3, 4],
+        base[:, :0],
+        base[0, 0].expand(3, 5),
+        nn.Parameter(base.bfloat16()),
+        torch.tensor(3),
+    ]
+    for value in values:
+        out = io.BytesIO()
+        torch.save(value, out)
+        found = read_archive(out, len(out.getvalue()))
+        assert (found.dtype, found.shape, found.contiguous) == (value.dtype, tuple(value.shape), value.is_contiguous()), value.dtype
+        if value.numel():
+            flat = torch.frombuffer(bytearray(out.getvalue()[found.offset :]), dtype=torch.uint8)
+            width = value.element_size()
+            span = (sum((n - 1) * s for n, s in zip(found.shape, found.stride, strict=True)) + 1) * width
+            read = flat[:span].clone().view(found.dtype).as_strided(found.shape, found.stride)
+            assert bits(read) == bits(value.detach()), value.dtype
+    plain = {
+        "a": [1, -5, 1 << 63, 2.5, math.inf, None, True, "\u20ac"],
+        "b": (torch.Size([2, 3]), torch.bfloat16),
+        3: OrderedDict(x=1),
+        "c": Counter("aab"),
+    }
+    out = io.BytesIO()
+    torch.save(plain, out)
+    assert read_archive(out, len(out.getvalue())) == plain
