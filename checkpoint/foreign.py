@@ -98,21 +98,26 @@ def local_folder(folder: str | os.PathLike[str], what: str) -> Path:
     return Path(text)
 
 
-def new_folder(folder: str | os.PathLike[str]) -> Path:
-    """A folder to export into, made if it isn't there. Raises ValueError: it can't be one."""
+def new_folder(folder: str | os.PathLike[str]) -> list[Path]:
+    """Make a folder to export into, if it isn't there. Returns what was made, to be taken back. Raises ValueError: it can't be one."""
     place = local_folder(folder, "the folder to write")
+    made = [one for one in (place, *place.parents) if not one.exists()]
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{place} can't be made a folder: {error.strerror}") from None
-    return place
+    return made
 
 
-def take_back(paths: Iterable[Path]) -> None:
-    """Take back what an export wrote but did not finish: a reader might take it for the whole, and a second try needs the place."""
-    for path in paths:
+def take_back(files: Iterable[Path], folders: Iterable[Path] = ()) -> None:
+    """Take back what an export made but did not finish: a reader might take it for the whole, and a second try needs the place. Folders,
+    innermost first, go if nothing else is in them."""
+    for path in files:
         with suppress(OSError):
             path.unlink()
+    for path in folders:
+        with suppress(OSError):
+            path.rmdir()
 
 
 def publish(path: Path, data: bytes) -> None:

@@ -218,9 +218,11 @@ def export_hf(
     rank, world = ranks_of(group)
     place = local_folder(folder, "the folder to write")
 
+    made: list[Path] = []
+
     def begin() -> Commit:
         found = open_checkpoint(root, commit).commit
-        new_folder(folder)
+        made.extend(new_folder(folder))
         there = sorted(p.name for p in place.iterdir() if p.name.endswith((".safetensors", ".index.json")))
         if there:
             raise ValueError(f"{place} holds {some(there)}: give a folder without model files")
@@ -248,7 +250,7 @@ def export_hf(
         size = sum(entry.bytes for file in files for entry in file.entries)
         from_first(finish, group)
     except BaseException:
-        take_back(mine)
+        take_back(mine, made)
         raise
     return Exported(tuple(f.name for f in files), tuple(e.name for f in files for e in f.entries), size)
 

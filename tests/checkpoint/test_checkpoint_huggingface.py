@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def test_a_damaged_checkpoint_is_not_exported(folder):
     for limit in (100_000, 13_000):  # one file; two, of which the first comes out well
         with pytest.raises(ckpt.CheckpointCorrupt, match="holds b"):
             ckpt.export_hf(folder / "a", None, folder / "hf", max_shard_bytes=limit)
-        assert not list((folder / "hf").iterdir())
+        assert not (folder / "hf").exists()
 
 
 def test_a_disk_that_stores_something_else_is_noticed(folder, monkeypatch):
@@ -205,7 +206,7 @@ def test_a_disk_that_stores_something_else_is_noticed(folder, monkeypatch):
     with pytest.raises(ckpt.ExportFailed, match="what was read back is not what was written"):
         ckpt.export_hf(folder / "a", None, folder / "hf")
     monkeypatch.undo()
-    assert not list((folder / "hf").iterdir())
+    assert not (folder / "hf").exists()
 
 
 # ------------------------------------------------------------------------------------------------------------ malformed ones
@@ -347,15 +348,20 @@ def test_an_export_whose_last_steps_fail_leaves_nothing_and_may_be_tried_again(f
 
             monkeypatch.setattr(holder, name, failing)
             try:
-                export(folder / "root", None, folder / "out", **({"max_shard_bytes": 1} if export is ckpt.export_hf else {}))
+                export(folder / "root", None, folder / "made" / "out", **({"max_shard_bytes": 1} if export is ckpt.export_hf else {}))
             except OSError:
-                assert not os.listdir(folder / "out"), (name, nth)
+                assert not (folder / "made").exists(), (name, nth)
             else:
                 assert calls[0] <= nth, "it was not reached"
-                for path in (folder / "out").iterdir():
-                    path.unlink()
+                shutil.rmtree(folder / "made")
             monkeypatch.undo()
-    export(folder / "root", None, folder / "out")
+    with pytest.raises(ckpt.CheckpointMismatch, match="that fits nothing"):
+        export(folder / "root", None, folder / "made" / "out", include="nothing")
+    (folder / "theirs").mkdir()
+    with pytest.raises(ckpt.CheckpointMismatch, match="that fits nothing"):
+        export(folder / "root", None, folder / "theirs", include="nothing")
+    assert not (folder / "made").exists() and (folder / "theirs").is_dir(), "a folder that was there stays"
+    export(folder / "root", None, folder / "theirs")
 
 
 def test_a_file_cut_short_after_its_header_was_read_is_named(folder):
