@@ -325,6 +325,9 @@ def _located(storage: Mapping[tuple[str, tuple[int, ...] | None], Any], key: str
 def _path(key: str, path: Any) -> tuple[str | int, ...]:
     if type(path) is not tuple or not 0 < len(path) <= MAX_DIMS or not all(type(part) in (str, int) for part in path):
         raise ForeignFileError(f"malformed: the path of {key!r} in the state dict is no tuple of names")
+    # DCP's key is the path's parts with dots between them. A long text in the paths of many short keys would become as many long names.
+    if sum(len(part) if type(part) is str else 1 for part in path) > len(key):
+        raise ForeignFileError(f"malformed: the path of {key!r} in the state dict is longer than its name")
     return path
 
 
@@ -335,6 +338,7 @@ def _tensor(key: str, fields: Mapping[str, Any], storage: Mapping[tuple[str, tup
     if not isinstance(dtype, torch.dtype) or not _counts(shape) or math.prod(max(1, n) for n in shape) >= 1 << 62:
         raise ForeignFileError(f"{key!r} has shape {_brief(shape)} and dtype {_brief(dtype)}")
     chunks = []
+    seen: set[tuple[int, ...]] = set()
     for one in _list(fields, "chunks"):
         place = _fields(one, "ChunkStorageMetadata")
         offsets, sizes = place.get("offsets"), place.get("sizes")
@@ -343,6 +347,9 @@ def _tensor(key: str, fields: Mapping[str, Any], storage: Mapping[tuple[str, tup
         ):
             raise ForeignFileError(f"{key!r} of shape {shape} has a chunk at {_brief(offsets)} of sizes {_brief(sizes)}")
         if math.prod(sizes):
+            if offsets in seen:  # before their corners are counted: one chunk may stand there a million times, in two bytes each
+                raise ForeignFileError(f"{key!r} of shape {shape}: its chunks overlap, or leave a hole, at {offsets}")
+            seen.add(offsets)
             chunks.append(Chunk((offsets, sizes), _located(storage, key, offsets)))
     held = sum(math.prod(chunk.box[1]) for chunk in chunks)
     if held != math.prod(shape):

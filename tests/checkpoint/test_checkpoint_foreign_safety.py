@@ -112,6 +112,11 @@ def attacks() -> dict[str, tuple[bytes, str]]:
     for number in range(3000):
         empty.state_dict_metadata[f"w{number}"] = empty.state_dict_metadata["w"]
         empty.storage_data[MetadataIndex(f"w{number}", torch.Size([0]))] = _StorageInfo("x.distcp", 0, 8)
+    again = index_of([1600] + [2] * 7, [([0] * 8, [1] * 8)])
+    again.state_dict_metadata["w"].chunks *= 1600 * 2**7
+    deep = index_of([0], [])
+    deep.state_dict_metadata = {f"w{number}": deep.state_dict_metadata["w"] for number in range(5000)}
+    deep.planner_data = {name: ("model", long, name) for long in ["x" * 100_000] for name in deep.state_dict_metadata}
     side = 100
     grid = [([i, j], [1, 1]) for i in range(side) for j in range(side)]
     grid[-1] = grid[0]
@@ -135,10 +140,12 @@ def attacks() -> dict[str, tuple[bytes, str]]:
         "marks and nothing": (head + b"(((((u.", "missing"),
         "one list of chunks under many names": (pickle.dumps(shared), "it does not say where 'w0' is stored"),
         "empty chunks under many names": (pickle.dumps(empty), "chunks in an index of"),
+        "one chunk two hundred thousand times": (pickle.dumps(again), "its chunks overlap, or leave a hole"),
+        "one long path under many names": (pickle.dumps(deep), "the path of 'w0' in the state dict is longer than its name"),
         "a grid of chunks of which two overlap": (pickle.dumps(index_of([side, side], grid)), "overlap, or leave a hole"),
         "chunks cut in 20 dimensions": (
             pickle.dumps(index_of([2] * 20, [([0] * 20, [1] * 20), ([0] * 20, [2] * 19 + [1])][:1] + [([0] * 20, [1] + [1] * 19)])),
-            "stored twice|elements, its chunks|is cut in",
+            "stored twice|elements, its chunks|is cut in|overlap",
         ),
         "a shape of 10^40 elements": (pickle.dumps(index_of([1 << 60] * 5, [])), "has shape .* and dtype"),
     }
