@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .api import from_first, newest_order, next_epoch, ranks_of, together
+from .arguments import nbytes, order
 from .commits import Commit, commit
 from .digest import CHUNK_BYTES, as_bytes, view_of
 from .errors import CheckpointMismatch, ForeignFileError
@@ -212,6 +213,8 @@ def into_commit(
         meta, aliases: as of :func:`~vescale_ray.checkpoint.commit`, by names in the commit.
     """
     rank, world = ranks_of(group)
+    step, _ = order(step, None)
+    nbytes("object_bytes", object_bytes)
     store = store_of(root)
     kinds = list(dict.fromkeys(kind for name in names for kind in source.tensors[name].kinds))
     # Kind by kind, so that an object's tensors of one kind follow each other, as they do in a shard.

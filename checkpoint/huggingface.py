@@ -20,6 +20,7 @@ import xxhash
 from torch import nn
 
 from .api import from_first, ranks_of, together
+from .arguments import nbytes
 from .commits import Commit
 from .digest import as_bytes, view_of
 from .errors import CheckpointMismatch, ExportFailed, ForeignFileError
@@ -143,7 +144,8 @@ def import_hf(
     """
     source = _from_all(path, group)
     if not is_root(target):
-        assert isinstance(target, (nn.Module, Mapping))
+        if not isinstance(target, (nn.Module, Mapping)):
+            raise ValueError(f"the target is a {type(target).__name__}; give a module, a dict of tensors, a checkpoint folder or a store")
         return into_state(
             source,
             {"model": target},
@@ -216,6 +218,7 @@ def export_hf(
         CheckpointCorrupt: the checkpoint is damaged. ExportFailed: what was read back differs from what was written.
     """
     rank, world = ranks_of(group)
+    nbytes("max_shard_bytes", max_shard_bytes)
     place = local_folder(folder, "the folder to write")
 
     made: list[Path] = []

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .api import from_first, ranks_of, together
-from .arguments import device_of, state_of
+from .arguments import device_of, nbytes, state_of
 from .commits import Commit, newest_first
 from .errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
 from .matching import Pair, match, some
@@ -120,6 +120,7 @@ def load(
     """
     rank, world = ranks_of(group)
     state_of(state)
+    nbytes("budget_bytes", budget_bytes)
     store = store_of(root)
     choice = Choice(globs(include), globs(exclude), globs(allow_missing), globs(allow_unexpected), table_of(rename))
     request = _Request(choice, cast, device_of(device), rng, budget_bytes)
