@@ -44,13 +44,14 @@ def decode(value: Any, like: Any = None) -> Any:
     return value
 
 
-_TAGS = ("float", "items", "counter")
+_TAGS = ("float", "items", "counter", "tensor")
 
 
 def pack(what: str, value: Any) -> Any:
     """A plain value (numbers, texts, lists, dicts; the state of a scheduler) as JSON. What JSON lacks has a tag: an infinity
-    ``{"float": "inf"}``, a dict whose keys are no texts ``{"items": [[key, value], ..]}``, a Counter ``{"counter": [[key, count], ..]}``.
-    A tuple becomes a list.
+    ``{"float": "inf"}``, a dict whose keys are no texts ``{"items": [[key, value], ..]}``, a Counter ``{"counter": [[key, count], ..]}``,
+    a 0-d tensor (a scheduler's learning rates, where the optimizer's are tensors) ``{"tensor": {"dtype": .., "value": ..}}``. A tuple becomes
+    a list.
 
     Raises:
         ValueError: what can't be stored, by its path.
@@ -62,6 +63,8 @@ def pack(what: str, value: Any) -> Any:
         if any(not isinstance(key, str) for key, _ in pairs) or (len(pairs) == 1 and pairs[0][0] in _TAGS):
             return {"items": pairs}
         return dict(pairs)
+    if isinstance(value, torch.Tensor):
+        return {"tensor": encode(what, value)}
     if isinstance(value, (list, tuple)):
         return [pack(f"{what}[{index}]", item) for index, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
@@ -80,6 +83,8 @@ def unpack(value: Any) -> Any:
     tag = next(iter(value)) if len(value) == 1 else ""
     if tag == "float":
         return float(value[tag])
+    if tag == "tensor":
+        return decode(value[tag])
     if tag in ("items", "counter"):
         pairs = {key: unpack(item) for key, item in value[tag]}
         return Counter(pairs) if tag == "counter" else pairs

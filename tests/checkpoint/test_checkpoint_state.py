@@ -47,17 +47,17 @@ def rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[
     for _ in range(steps):
         optimizer.step()
         scheduler.step(1.0) if isinstance(scheduler, LR.ReduceLROnPlateau) else scheduler.step()
-        found.append(optimizer.param_groups[0]["lr"])
+        found.append(float(optimizer.param_groups[0]["lr"]))
     return found
 
 
-@pytest.mark.parametrize("which", SCHEDULERS)
-def test_every_scheduler_of_torch_goes_on_as_if_it_had_not_been_interrupted(which):
+@pytest.mark.parametrize(("which", "tensor"), [*((which, False) for which in SCHEDULERS), ("step", True), ("milestones", True)])
+def test_every_scheduler_of_torch_goes_on_as_if_it_had_not_been_interrupted(which, tensor):
     """Milestones are a Counter by numbers, the best of a plateau begins at infinity: JSON has neither."""
 
     def fresh() -> tuple[torch.optim.Optimizer, Any, Any]:
         model = nn.Linear(2, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1) if tensor else 0.1, momentum=0.9)
         scheduler = SCHEDULERS[which](optimizer)
         return optimizer, scheduler, {"model": model, "optimizer": optimizer, "scheduler": scheduler}
 
@@ -82,6 +82,7 @@ def test_plain_values_come_back_as_they_were_whatever_looks_like_what_stands_for
         {None: 1, True: {}, 2.5: -math.inf, "": ()},
         Counter({"b": 2, 7: 1}),
         {"float": math.inf, "items": 1},
+        {"tensor": {"tensor": torch.tensor(2, dtype=torch.int16)}},
     ]
     root = ckpt.MemoryStore()
     ckpt.save({"model": {"w": torch.zeros(1)}, "x": values}, root, 1)
