@@ -50,8 +50,8 @@ _TAGS = ("float", "items", "counter", "tensor")
 def pack(what: str, value: Any) -> Any:
     """A plain value (numbers, texts, lists, dicts; the state of a scheduler) as JSON. What JSON lacks has a tag: an infinity
     ``{"float": "inf"}``, a dict whose keys are no texts ``{"items": [[key, value], ..]}``, a Counter ``{"counter": [[key, count], ..]}``,
-    a 0-d tensor (a scheduler's learning rates, where the optimizer's are tensors) ``{"tensor": {"dtype": .., "value": ..}}``. A tuple becomes
-    a list.
+    a 0-d tensor (a scheduler's learning rates, where the optimizer's are tensors) ``{"tensor": {"dtype": .., "value": ..}}``. A tuple
+    becomes a list.
 
     Raises:
         ValueError: what can't be stored, by its path.

@@ -300,12 +300,17 @@ def compressed(raw: bytes) -> bytes:
 
 def pickled(body: bytes) -> Callable[[bytes], bytes]:
     """The archive with another pickle."""
+    return holding("data.pkl", b"\x80\x02" + body)
+
+
+def holding(name: str, data: bytes) -> Callable[[bytes], bytes]:
+    """The archive with ``data`` as its entry ``name``."""
 
     def change(raw: bytes) -> bytes:
         out = io.BytesIO()
         with zipfile.ZipFile(io.BytesIO(raw)) as old, zipfile.ZipFile(out, "w") as new:
             for one in old.namelist():
-                new.writestr(one, b"\x80\x02" + body if one.endswith("/data.pkl") else old.read(one))
+                new.writestr(one, data if one.endswith(f"/{name}") else old.read(one))
         return out.getvalue()
 
     return change
@@ -421,3 +426,61 @@ def test_what_torch_saves_is_read_as_torch_reads_it():
     out = io.BytesIO()
     torch.save(plain, out)
     assert read_archive(out, len(out.getvalue())) == plain
+
+
+def tensor_pickle(numel: int, first: int, shape: tuple[int, ...], stride: tuple[int, ...], *more: bytes) -> bytes:
+    """As torch.save writes a float tensor of storage 0, which is said to have ``numel`` elements."""
+
+    def numbers(values: tuple[int, ...]) -> bytes:
+        return b"(" + b"".join(b"J" + struct.pack("<i", value) for value in values) + b"t"
+
+    storage = b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\x000X\3\0\0\0cpuJ" + struct.pack("<i", numel) + b"tQ"
+    fields = b"J" + struct.pack("<i", first) + numbers(shape) + numbers(stride) + b"\x89}" + b"".join(more)
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + fields + b"tR."
+
+
+def moved(raw: bytes) -> bytes:
+    """The directory says that the elements' entry begins where the archive's last one does."""
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        entries = {one.filename.partition("/")[2]: one for one in archive.infolist()}
+    victim, last = entries["data/0"], max(entries.values(), key=lambda one: one.header_offset)
+    place = raw.rindex(victim.filename.encode())  # its name in the directory; the offset stands in the 4 bytes before
+    assert struct.unpack("<I", raw[place - 4 : place]) == (victim.header_offset,)
+    return raw[: place - 4] + struct.pack("<I", last.header_offset) + raw[place:]
+
+
+COUNTED = b"ccollections\nCounter\n" + b"}" + b"(" + b"".join(b"M" + struct.pack("<H", n) + b"K\1" for n in range(1000)) + b"u\x94"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (pickled(tensor_pickle(1000, 0, (1000,), (1,))), None),
+        (pickled(tensor_pickle(1000, 0, (1 << 30, 4), (0, 1))), None),
+        (pickled(tensor_pickle(1001, 0, (1001,), (1,))), "its elements reach beyond its archive"),
+        (pickled(tensor_pickle(10, 0, (11,), (1,))), "its elements reach beyond its archive"),
+        (pickled(tensor_pickle(1000, 1, (1000,), (1,))), "its elements reach beyond its archive"),
+        (pickled(tensor_pickle(1000, 0, (2, 2), (999, 1))), "its elements reach beyond its archive"),
+        (pickled(tensor_pickle(1000, -1, (10,), (1,))), "a tensor that is none"),
+        (pickled(tensor_pickle(1000, 0, (10,), (-1,))), "a tensor that is none"),
+        (pickled(tensor_pickle(1000, 0, (10, 10), (1,))), "a tensor that is none"),
+        (pickled(tensor_pickle(-1, 0, (0,), (1,))), "a storage that is none"),
+        (pickled(tensor_pickle(1000, 0, (10,), (1,), b"}X\4\0\0\0conj\x88s")), "conjugated or negated view"),
+        (pickled(tensor_pickle(1000, 0, (10,), (1,)).replace(b"\0\x000X", b"\0\x009X")), "it has no storage 9"),
+        (moved, "its elements reach beyond its archive"),
+        (holding("byteorder", b"big"), "of the other byte order"),
+        (pickled(COUNTED + b"\x85R."), None),
+        (pickled(b"](" + COUNTED + b"\x85R" + b"ccollections\nCounter\nh\0\x85R" * 60 + b"e."), "more counts than"),
+    ],
+)
+def test_an_archive_is_believed_only_within_its_bytes(folder, change, words):
+    out = io.BytesIO()
+    torch.save(torch.arange(1000.0), out)
+    raw = change(out.getvalue())
+    with cheap(10):
+        if words is None:
+            read_archive(io.BytesIO(raw), len(raw))
+            return
+        with pytest.raises(ckpt.ForeignFileError, match=words) as caught:
+            read_archive(io.BytesIO(raw), len(raw))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) <= 1000
