@@ -6,6 +6,7 @@ end to end, are cut into objects of a bounded size, which the ranks write in tur
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import stat
@@ -23,7 +24,7 @@ from .api import from_first, newest_order, next_epoch, ranks_of, together
 from .arguments import nbytes, order
 from .commits import Commit, commit
 from .digest import CHUNK_BYTES, as_bytes, view_of
-from .errors import CheckpointMismatch, ForeignFileError
+from .errors import CheckpointMismatch, CommitExists, CommitRefused, ForeignFileError
 from .layout import ShardPiece
 from .loading import PARTLY, prepared
 from .manifest import check_meta
@@ -34,6 +35,8 @@ from .shard import Vote, new_attempt, write_shard
 from .state import Choice, State, restore_values
 from .store import ObjectStore, Root, store_of
 from .tensors import local_part
+
+_log = logging.getLogger(__name__)
 
 OBJECT_BYTES = 256 << 20
 """Most bytes of one object of an imported commit, and about the memory that writing it takes; more where there would be over 1024."""
@@ -206,7 +209,7 @@ def into_commit(
 ) -> Commit:
     """Write the tensors of ``source`` as a new, newest commit; every rank calls it and writes its turn of the objects.
 
-    Takes about ``object_bytes`` of memory.
+    Takes about ``object_bytes`` of memory. An import that fails, or is interrupted, takes back what it wrote.
 
     Args:
         names: ``{source's name: name in the commit}`` of what to take, with all kinds.
@@ -244,15 +247,25 @@ def into_commit(
             progress(sum(p.data.numel() * p.dtype.itemsize for p in pieces))
         return vote.to_json()
 
-    mine = together(lambda: [write_one(index) for index in mine_of], group)
-    everyone: list[list[str]] = [mine]
-    if world > 1:
-        everyone = [[] for _ in range(world)]
-        dist.all_gather_object(everyone, mine, group=group)
-    votes = [Vote.from_json(text) for texts in everyone for text in texts]
-    return from_first(
-        lambda: commit(store, votes, step=step, epoch=epoch, attempt=attempt, world=len(objects), meta=meta, aliases=aliases), group
-    )
+    committing = False
+    try:
+        mine = together(lambda: [write_one(index) for index in mine_of], group)
+        everyone: list[list[str]] = [mine]
+        if world > 1:
+            everyone = [[] for _ in range(world)]
+            dist.all_gather_object(everyone, mine, group=group)
+        votes = [Vote.from_json(text) for texts in everyone for text in texts]
+        committing = True
+        return from_first(
+            lambda: commit(store, votes, step=step, epoch=epoch, attempt=attempt, world=len(objects), meta=meta, aliases=aliases), group
+        )
+    except BaseException as error:
+        # Once the commit was tried it may be there, whatever the answer, unless it was refused before anything of it was written.
+        if not committing or (isinstance(error, CommitRefused) and not isinstance(error, CommitExists)):
+            for _, problem in store.delete_many([f"data/{attempt}/r{index:05d}.safetensors" for index in mine_of]):
+                if problem is not None:
+                    _log.warning("what a failed import left stays until a collection: %s", problem.strerror or problem)
+        raise
 
 
 def is_root(target: Any) -> bool:

@@ -324,6 +324,38 @@ def test_a_tensor_in_two_files_and_an_empty_folder_are_refused(folder):
         ckpt.import_hf(folder, folder / "root")
 
 
+def test_an_import_that_fails_or_is_interrupted_leaves_no_object(folder):
+    """An import may write as much as the disk has: what failed must not lie there until a collection, a day later."""
+    save_file({"a": torch.ones(3000), "b": torch.ones(3000)}, folder / "model.safetensors")
+
+    class Stopped(Exception):
+        pass
+
+    for error in (Stopped, KeyboardInterrupt):
+        calls = [0]
+
+        def progress(count: int, calls: Any = calls, error: Any = error) -> None:
+            calls[0] += 1
+            if calls[0] == 2:
+                raise error
+
+        with pytest.raises(error):
+            ckpt.import_hf(folder, folder / "root", object_bytes=8000, progress=progress)
+        assert calls == [2] and not [path for path in (folder / "root").rglob("*") if path.is_file()]
+    made = ckpt.import_hf(folder, folder / "root", object_bytes=8000, step=5)
+    with pytest.raises(ckpt.CommitRefused):
+        huggingface.into_commit(huggingface.HfSource(folder), folder / "root", {"a": "a"}, meta={}, aliases={"x": "y"})
+    lost = ckpt.FaultyStore(ckpt.PosixStore(folder / "root"), [ckpt.Fault("put", "lost", key="commits/*", times=None)])
+    with pytest.raises(ckpt.SaveFailed):
+        ckpt.import_hf(folder, lost, step=9)
+    newest = ckpt.latest(folder / "root")
+    assert newest is not None and newest.step == 9 and ckpt.verify(folder / "root").ok, "the answer was lost, the commit is there"
+    assert isinstance(made, ckpt.Commit) and {p.name for p in (folder / "root" / "data").iterdir() if any(p.iterdir())} == {
+        made.attempt,
+        newest.attempt,
+    }
+
+
 def test_files_whose_names_begin_with_a_dot_are_no_part_of_a_model(folder):
     save_file({"a": torch.ones(2)}, folder / "model.safetensors")
     (folder / ".tmp-model-2.safetensors").write_bytes(b"half")
