@@ -25,6 +25,16 @@ def whole(what: str, value: Any, least: int = 0, remedy: str = "") -> int:
     return number
 
 
+def nbytes(what: str, value: Any) -> None:
+    """Raises ValueError for what is no whole number above 0."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if isinstance(value, bool) or number < 1:
+        raise ValueError(f"{what} is {value!r}; give a whole number of bytes")
+
+
 def seconds(what: str, value: Any) -> None:
     """Raises ValueError for what is no finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:

@@ -38,7 +38,6 @@ from .manifest import (
     encode,
     parse_commit_name,
     unseal,
-    validate,
 )
 from .shard import Vote
 from .store import KeyExists, KeyMissing, ObjectStore, Root, out_of_reach, store_of
@@ -96,7 +95,7 @@ def commit(
     check_meta(meta)
     store = store_of(root)
     manifest = _assemble(votes, step, epoch, attempt, world, meta, aliases or {})
-    raw = encode(manifest)
+    raw = _encoded(manifest)
     key = f"commits/{manifest.name}.json"
     fault_point("commit.begun")
     try:
@@ -288,7 +287,7 @@ def _assemble(
         columns = tuple(_extents(space, names, kind, dtype_of(dtype), held, world) for kind, dtype in group_kinds)
         groups.append(Group(group_id, space.numel, columns))
     ordered = tuple(tensors[name] for _, names in grouped for name in names)
-    manifest = Manifest(
+    return Manifest(
         step=step,
         epoch=epoch,
         attempt=attempt,
@@ -302,11 +301,20 @@ def _assemble(
         aux=tuple(v.aux for v in by_rank if v.aux is not None),
         meta=dict(meta),
     )
+
+
+def _encoded(manifest: Manifest) -> bytes:
+    """The commit object, which a reader takes: a checkpoint that nobody could open would be found out only when it is needed."""
+    raw = encode(manifest)
+    if len(raw) > MAX_BYTES:
+        raise CommitRefused(
+            f"its manifest would have {len(raw)} bytes, more than a reader takes ({MAX_BYTES}): keep what is large as tensors, or as aux"
+        )
     try:
-        validate(manifest)
+        decode(raw)
     except ManifestError as error:
         raise CommitRefused(f"the votes make no valid checkpoint: {error}") from None
-    return manifest
+    return raw
 
 
 def _check_cover(name: str, kind: str, pieces: list[tuple[int, int, int, int]], numel: int) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from .arguments import of_type
 from .digest import as_bytes
+from .errors import CheckpointMismatch
 from .layout import dtype_name
 from .manifest import Extents, Group, Manifest, TensorEntry
 from .matching import Pair
@@ -69,11 +70,17 @@ def diff(
         progress: called with the bytes of one side that were just dealt with.
 
     Raises:
+        CheckpointMismatch: the globs choose nothing in either: two checkpoints of which nothing was compared are not said to be equal.
         CheckpointCorrupt: a block that had to be read is damaged.
     """
     for what, one in (("a", a), ("b", b)):
         of_type(what, one, Checkpoint, "give what checkpoint.open(root) returns")
     left, right = _pairs(a, include, exclude), _pairs(b, include, exclude)
+    if not (left or right) and (a.tensors or b.tensors):
+        raise CheckpointMismatch(
+            f"neither {a.commit.path} nor {b.commit.path} has a tensor that fits {', '.join(globs(include)) or 'no glob'}"
+            + (f" without {', '.join(globs(exclude))}" if exclude else "")
+        )
     reshaped: list[tuple[Pair, str, str]] = []
     changed: list[Difference] = []
     same = read = 0

@@ -51,7 +51,7 @@ from .matching import castable
 from .names import Globs, NameTable, globs, table_of
 from .reader import BUDGET_BYTES, Checkpoint, Range, open_checkpoint
 from .saved_meta import check_saved_meta
-from .scalars import decode
+from .scalars import decode, unpack
 from .store import Root
 
 ENTRIES = {"optimizer": "optim"}
@@ -93,7 +93,7 @@ def nested(checkpoint: Checkpoint, entries: Mapping[str, str] | None = None) -> 
         ]
         state[called.get(key, key)] = {"state": {_local(checkpoint, n): s for n, s in per_param.items()}, "param_groups": groups}
     for key, value in meta.get("state", {}).items():
-        state.setdefault(called.get(key, key), value)
+        state.setdefault(called.get(key, key), unpack(value))
     return state
 
 

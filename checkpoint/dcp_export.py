@@ -86,9 +86,11 @@ def export_dcp(
     rank, world = ranks_of(group)
     place = local_folder(folder, "the folder to write")
 
+    made: list[Path] = []
+
     def begin() -> Commit:
         found = open_checkpoint(root, commit).commit
-        new_folder(folder)
+        made.extend(new_folder(folder))
         there = sorted(p.name for p in place.iterdir())
         if there:
             raise ValueError(f"{place} holds {some(there)}: give an empty folder")
@@ -127,7 +129,7 @@ def export_dcp(
         storage = {index: info for one in infos for index, info in one.items()}
         from_first(finish, group)
     except BaseException:
-        take_back(files)
+        take_back(files, made)
         raise
     names = sorted({info.relative_path for info in storage.values()})
     return DcpExported(tuple(names), tuple(leaves), sum(leaf.bytes for leaf in leaves.values() if isinstance(leaf, Ref)))

@@ -2,8 +2,8 @@
 
 DCP keeps its index in ``.metadata``, which is a pickle; ``dcp_pickle.py`` reads it, and every number of it is checked here before it is
 used. Tensors lie in ``.distcp`` files as one ``torch.save`` archive each; of an archive only its directory and the few bytes that describe
-the tensor are parsed, by torch's own ``weights_only`` loader on fake tensors, and elements are then read where they lie. Plain objects
-are read in the same way; tensors within them are refused, for that loader believes an archive which says that they are larger than it is.
+the tensor are read (``torch_archive.py``), and elements are then read where they lie. Plain objects are read in the same way; tensors
+within them are refused.
 
 DCP has no checksums: what was damaged at rest can't be told.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,13 +20,13 @@ from pathlib import Path
 from typing import IO, Any, TypeGuard, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vescale_ray.geometry import Box, boxes, intervals
 
 from .dcp_pickle import MAX_BYTES, MAX_DIMS, Record, read_pickle
 from .errors import ForeignFileError
 from .foreign import Files, local_folder
+from .torch_archive import Strided, read_archive
 
 _SPAN_BYTES = 1 << 20
 
@@ -81,39 +80,20 @@ class Archives:
         key = (info.relative_path, info.offset)
         if key not in self._payloads:
             try:
-                fake = self._load(info)
-                if not isinstance(fake, torch.Tensor) or fake.layout != torch.strided:
-                    raise ForeignFileError(f"holds a {type(fake).__name__}, no dense tensor")
-                storage = fake.untyped_storage()
-                begin = storage._checkpoint_offset
-                if begin is None:
-                    raise ForeignFileError("torch does not say where its elements lie")
-                first = fake.storage_offset() * fake.dtype.itemsize
-                span = (sum((n - 1) * s for n, s in zip(fake.shape, fake.stride(), strict=True)) + 1) * fake.dtype.itemsize
-                if fake.numel() and not (0 <= begin and first + span <= storage.nbytes() and begin + storage.nbytes() <= info.length):
-                    raise ForeignFileError("its elements reach beyond its archive")
+                found = self._load(info)
+                if not isinstance(found, Strided):
+                    raise ForeignFileError(f"holds a {type(found).__name__}, no dense tensor")
             except ForeignFileError as error:
                 raise ForeignFileError(f"{self.folder / info.relative_path}, archive at byte {info.offset}: {error}") from None
-            except Exception as error:  # whatever a malformed archive makes of torch
-                raise ForeignFileError(
-                    f"{self.folder / info.relative_path}, archive at byte {info.offset}: not a tensor that can be read safely "
-                    f"(weights_only): {_first_line(error)}"
-                ) from None
             self._payloads[key] = Payload(
-                info.relative_path, info.offset + begin + first, tuple(fake.shape), fake.stride(), fake.dtype, fake.is_contiguous()
+                info.relative_path, info.offset + found.offset, found.shape, found.stride, found.dtype, found.contiguous
             )
         return self._payloads[key]
 
     def _load(self, info: Any) -> Any:
         """What an archive holds, tensors without their elements."""
         section = _Section(self._files, info.relative_path, info.offset, info.length)
-        with zipfile.ZipFile(cast(IO[bytes], section)) as archive:
-            # torch stores without compression; what is compressed could grow a thousandfold in memory.
-            if any(one.compress_type or one.file_size != one.compress_size for one in archive.infolist()):
-                raise ForeignFileError("it is compressed, which torch.save never does")
-        section.seek(0)
-        with FakeTensorMode():
-            return torch.load(cast(IO[bytes], section), weights_only=True, map_location="cpu")
+        return read_archive(cast(IO[bytes], section), info.length)
 
     def digest(self, info: Any, update: Any) -> None:
         """Give the bytes of one archive's elements to ``update``, a piece at a time."""
@@ -164,13 +144,11 @@ class DcpFiles(Archives):
             self.tensors[key] = _tensor(key, fields, storage)
 
     def object(self, key: str) -> Any:
-        """What was stored under ``key``, if torch's ``weights_only`` loader takes it."""
+        """What was stored under ``key``, if it is a plain value."""
         try:
             return _plain(self._load(self.objects[key]))
         except ForeignFileError as error:
             raise ForeignFileError(f"{self.folder}: {key!r}: {error}") from None
-        except Exception as error:  # whatever a malformed archive makes of torch
-            raise ForeignFileError(f"{self.folder}: {key!r} can't be read safely (weights_only): {_first_line(error)}") from None
 
     def read_into(self, key: str, start: int, out: torch.Tensor) -> None:
         """Fill ``out`` (flat, on the CPU, of the stored dtype) with the elements of a tensor from ``start`` on."""
@@ -281,7 +259,7 @@ def _plain(value: Any) -> Any:
         left -= 1
         if left < 0 or depth > MAX_DIMS:
             raise ForeignFileError(f"it is nested more than {MAX_DIMS} deep, or holds more than a million values")
-        if isinstance(one, torch.Tensor):
+        if isinstance(one, Strided):
             raise ForeignFileError("it holds a tensor within a plain object, which is not read")
         for inner in one.values() if isinstance(one, Mapping) else one if isinstance(one, (list, tuple)) else ():
             walk(inner, depth + 1)
@@ -347,6 +325,9 @@ def _located(storage: Mapping[tuple[str, tuple[int, ...] | None], Any], key: str
 def _path(key: str, path: Any) -> tuple[str | int, ...]:
     if type(path) is not tuple or not 0 < len(path) <= MAX_DIMS or not all(type(part) in (str, int) for part in path):
         raise ForeignFileError(f"malformed: the path of {key!r} in the state dict is no tuple of names")
+    # DCP's key is the path's parts with dots between them. A long text in the paths of many short keys would become as many long names.
+    if sum(len(part) if type(part) is str else 1 for part in path) > len(key):
+        raise ForeignFileError(f"malformed: the path of {key!r} in the state dict is longer than its name")
     return path
 
 
@@ -357,6 +338,7 @@ def _tensor(key: str, fields: Mapping[str, Any], storage: Mapping[tuple[str, tup
     if not isinstance(dtype, torch.dtype) or not _counts(shape) or math.prod(max(1, n) for n in shape) >= 1 << 62:
         raise ForeignFileError(f"{key!r} has shape {_brief(shape)} and dtype {_brief(dtype)}")
     chunks = []
+    seen: set[tuple[int, ...]] = set()
     for one in _list(fields, "chunks"):
         place = _fields(one, "ChunkStorageMetadata")
         offsets, sizes = place.get("offsets"), place.get("sizes")
@@ -365,6 +347,9 @@ def _tensor(key: str, fields: Mapping[str, Any], storage: Mapping[tuple[str, tup
         ):
             raise ForeignFileError(f"{key!r} of shape {shape} has a chunk at {_brief(offsets)} of sizes {_brief(sizes)}")
         if math.prod(sizes):
+            if offsets in seen:  # before their corners are counted: one chunk may stand there a million times, in two bytes each
+                raise ForeignFileError(f"{key!r} of shape {shape}: its chunks overlap, or leave a hole, at {offsets}")
+            seen.add(offsets)
             chunks.append(Chunk((offsets, sizes), _located(storage, key, offsets)))
     held = sum(math.prod(chunk.box[1]) for chunk in chunks)
     if held != math.prod(shape):
@@ -437,7 +422,3 @@ def _spans(runs: list[tuple[int, int]], width: int) -> Iterator[tuple[int, int, 
         wanted += size
     if members:
         yield members[0][0], members[-1][1], members
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -54,14 +54,14 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class _Global:
+class Global:
     module: str
     name: str
 
 
-_SIZE, _ORDERED = _Global("torch", "Size"), _Global("collections", "OrderedDict")
-_MEMORY_FORMAT = _Global(_METADATA, "_MEM_FORMAT_ENCODING")
-_GETATTR = (_Global("builtins", "getattr"), _Global("__builtin__", "getattr"))
+_SIZE, _ORDERED = Global("torch", "Size"), Global("collections", "OrderedDict")
+_MEMORY_FORMAT = Global(_METADATA, "_MEM_FORMAT_ENCODING")
+_GETATTR = (Global("builtins", "getattr"), Global("__builtin__", "getattr"))
 """Python 3.11.0 to 3.11.3 (Debian 12's) pickle a member of an enumeration as a call of getattr (in protocol 2 by its old name); others
 call the enumeration."""
 _MARK = object()
@@ -73,12 +73,19 @@ def read_pickle(data: bytes) -> Any:
     Raises:
         ForeignFileError: it is cut off, refers to something else than DCP's own classes, or is nothing that DCP writes.
     """
-    return _Machine(data).run()
+    return Machine(data).run()
 
 
-class _Machine:
+class Machine:
+    """The opcodes. What they may name and make, a subclass may say otherwise: :meth:`find`, :meth:`new`, :meth:`reduce`, :meth:`build`."""
+
+    kind, writer = "DCP metadata", "DCP"
+    keys: tuple[type, ...] = (str, int, Record)
+    """Sorts of a dict's keys: what is hashed, each in a time that its own bytes have paid for."""
+    opcodes: dict[int, Callable[[Any], None]]
+
     def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
+        self.data, self._at = data, 0
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
 
@@ -86,32 +93,32 @@ class _Machine:
         while True:
             code = self._take(1)[0]
             if code == 0x2E:  # STOP
-                value = self._pop()
+                value = self.pop()
                 if self._stack:
-                    raise self._odd("something is left over at its end")
+                    raise self.odd("something is left over at its end")
                 return value
-            handler = _OPCODES.get(code)
+            handler = self.opcodes.get(code)
             if handler is None:
-                raise self._odd(f"opcode {code:#04x} is none that DCP writes")
+                raise self.odd(f"opcode {code:#04x} is none that {self.writer} writes")
             handler(self)
 
-    def _odd(self, what: str) -> ForeignFileError:
-        return ForeignFileError(f"no DCP metadata: at byte {self._at}: {what}")
+    def odd(self, what: str) -> ForeignFileError:
+        return ForeignFileError(f"no {self.kind}: at byte {self._at}: {what}")
 
     def _take(self, count: int) -> bytes:
         end = self._at + count
-        if end > len(self._data):
-            raise ForeignFileError(f"no DCP metadata: cut off at byte {len(self._data)}")
-        taken = self._data[self._at : end]
+        if end > len(self.data):
+            raise ForeignFileError(f"no {self.kind}: cut off at byte {len(self.data)}")
+        taken = self.data[self._at : end]
         self._at = end
         return taken
 
     def _number(self, form: str) -> Any:
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
-    def _pop(self) -> Any:
+    def pop(self) -> Any:
         if not self._stack or self._stack[-1] is _MARK:
-            raise self._odd("a value is missing")
+            raise self.odd("a value is missing")
         return self._stack.pop()
 
     def _pop_to_mark(self) -> list[Any]:
@@ -120,64 +127,64 @@ class _Machine:
                 items = self._stack[index + 1 :]
                 del self._stack[index:]
                 return items
-        raise self._odd("a mark is missing")
+        raise self.odd("a mark is missing")
 
-    def _top(self, kind: type) -> Any:
+    def top(self, kind: type) -> Any:
         if not self._stack or type(self._stack[-1]) is not kind:
-            raise self._odd(f"a {kind.__name__.lower()} is missing")
+            raise self.odd(f"a {kind.__name__.lower()} is missing")
         return self._stack[-1]
 
     # ---------------------------------------------------------------------------------------------------------- plain values
 
-    def _push(self, value: Any) -> None:
+    def push(self, value: Any) -> None:
         self._stack.append(value)
 
     def _text(self, size: int) -> None:
         try:
-            self._push(self._take(size).decode())
+            self.push(self._take(size).decode())
         except UnicodeDecodeError:
-            raise self._odd("a text is no UTF-8") from None
+            raise self.odd("a text is no UTF-8") from None
 
     def _long(self) -> None:
         size = self._take(1)[0]
         if size > 9:
-            raise self._odd(f"a number of {size} bytes")
-        self._push(int.from_bytes(self._take(size), "little", signed=True))
+            raise self.odd(f"a number of {size} bytes")
+        self.push(int.from_bytes(self._take(size), "little", signed=True))
 
     def _frame(self) -> None:
         self._take(8)  # its length: a hint for readers of streams
 
     def _protocol(self) -> None:
         if self._take(1)[0] > 5:
-            raise self._odd("a pickle of a protocol above 5")
+            raise self.odd("a pickle of a protocol above 5")
 
     def _tuple(self, count: int) -> None:
-        items = [self._pop() for _ in range(count)]
-        self._push(tuple(reversed(items)))
+        items = [self.pop() for _ in range(count)]
+        self.push(tuple(reversed(items)))
 
     def _append(self) -> None:
-        value = self._pop()
-        self._top(list).append(value)
+        value = self.pop()
+        self.top(list).append(value)
 
     def _appends(self) -> None:
         items = self._pop_to_mark()
-        self._top(list).extend(items)
+        self.top(list).extend(items)
 
     def _set(self, items: list[Any]) -> None:
-        target = self._top(dict)
+        target = self.top(dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) not in (str, int, Record):
-                raise self._odd("a dict's key is no text")
+            if type(key) not in self.keys:
+                raise self.odd("a dict's key is no text")
             target[key] = value
 
     def _setitem(self) -> None:
-        value = self._pop()
-        self._set([self._pop(), value])
+        value = self.pop()
+        self._set([self.pop(), value])
 
     def _setitems(self) -> None:
         items = self._pop_to_mark()
         if len(items) % 2:
-            raise self._odd("a dict's value is missing")
+            raise self.odd("a dict's value is missing")
         self._set(items)
 
     # ------------------------------------------------------------------------------------------------------------------ memo
@@ -190,107 +197,109 @@ class _Machine:
 
     def _last(self) -> Any:
         if not self._stack or self._stack[-1] is _MARK:
-            raise self._odd("a value is missing")
+            raise self.odd("a value is missing")
         return self._stack[-1]
 
     def _get(self, index: int) -> None:
         try:
-            self._push(self._memo[index])
+            self.push(self._memo[index])
         except KeyError:
-            raise self._odd(f"nothing was kept under {index}") from None
+            raise self.odd(f"nothing was kept under {index}") from None
 
     # --------------------------------------------------------------------------------------------------------------- objects
 
     def _global(self) -> None:
-        lines = self._data[self._at : self._at + 512].split(b"\n", 2)
+        lines = self.data[self._at : self._at + 512].split(b"\n", 2)
         if len(lines) < 3:
-            raise self._odd("a class's name is missing")
+            raise self.odd("a class's name is missing")
         self._at += len(lines[0]) + len(lines[1]) + 2
-        self._find(lines[0].decode(errors="replace"), lines[1].decode(errors="replace"))
+        self.find(lines[0].decode(errors="replace"), lines[1].decode(errors="replace"))
 
     def _stack_global(self) -> None:
-        name, module = self._pop(), self._pop()
+        name, module = self.pop(), self.pop()
         if type(name) is not str or type(module) is not str:
-            raise self._odd("a class's name is missing")
-        self._find(module, name)
+            raise self.odd("a class's name is missing")
+        self.find(module, name)
 
-    def _find(self, module: str, name: str) -> None:
-        found = _Global(module, name)
+    def find(self, module: str, name: str) -> None:
+        found = Global(module, name)
         if found in (_SIZE, _ORDERED, *_GETATTR) or (module, name) in _RECORDS or (module, name) in _IGNORED:
-            self._push(found)
+            self.push(found)
             return
         dtype = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
         if not isinstance(dtype, torch.dtype):
-            raise ForeignFileError(f"it refers to {_short(module)}.{_short(name)}, which is none of DCP's own classes: it is not read")
-        self._push(dtype)
+            raise ForeignFileError(f"it refers to {short(module)}.{short(name)}, which is none of DCP's own classes: it is not read")
+        self.push(dtype)
 
-    def _new(self) -> None:
-        arguments, cls = self._pop(), self._pop()
-        if type(cls) is not _Global or (cls.module, cls.name) not in _RECORDS or arguments != ():
-            raise self._odd("an object that is none of DCP's")
-        self._push(Record(cls.name))
+    def new(self) -> None:
+        arguments, cls = self.pop(), self.pop()
+        if type(cls) is not Global or (cls.module, cls.name) not in _RECORDS or arguments != ():
+            raise self.odd("an object that is none of DCP's")
+        self.push(Record(cls.name))
 
-    def _reduce(self) -> None:
-        arguments, called = self._pop(), self._pop()
-        if type(called) is not _Global or type(arguments) is not tuple:
-            raise self._odd("a call that DCP does not make")
+    def reduce(self) -> None:
+        arguments, called = self.pop(), self.pop()
+        if type(called) is not Global or type(arguments) is not tuple:
+            raise self.odd("a call that DCP does not make")
         if called == _SIZE:
             shape = arguments[0] if len(arguments) == 1 else None
             if type(shape) is not tuple or len(shape) > MAX_DIMS or not all(type(n) is int for n in shape):
-                raise self._odd("a shape that is none")
-            self._push(shape)
+                raise self.odd("a shape that is none")
+            self.push(shape)
         elif called == _ORDERED and arguments == ():
-            self._push({})
+            self.push({})
         elif (called.module, called.name) in _IGNORED or (called in _GETATTR and arguments[:1] == (_MEMORY_FORMAT,)):
-            self._push(None)
+            self.push(None)
         else:
-            raise self._odd("a call that DCP does not make")
+            raise self.odd("a call that DCP does not make")
 
-    def _build(self) -> None:
-        state = self._pop()
-        record = self._top(Record)
+    def build(self) -> None:
+        state = self.pop()
+        record = self.top(Record)
         if record.state is not None or type(state) not in (dict, tuple):
-            raise self._odd("an object's state that DCP does not write")
+            raise self.odd("an object's state that DCP does not write")
         record.state = state  # not a copy: one large state for many objects would cost as much as many
 
 
-_OPCODES: dict[int, Callable[[_Machine], None]] = {
-    0x80: _Machine._protocol,
-    0x95: _Machine._frame,
-    ord("("): lambda m: m._push(_MARK),
-    ord("N"): lambda m: m._push(None),
-    0x88: lambda m: m._push(True),
-    0x89: lambda m: m._push(False),
-    ord("J"): lambda m: m._push(m._number("<i")),
-    ord("K"): lambda m: m._push(m._take(1)[0]),
-    ord("M"): lambda m: m._push(m._number("<H")),
-    0x8A: _Machine._long,
-    ord("G"): lambda m: m._push(m._number(">d")),
+OPCODES: dict[int, Callable[[Any], None]] = {
+    0x80: lambda m: m._protocol(),
+    0x95: lambda m: m._frame(),
+    ord("("): lambda m: m.push(_MARK),
+    ord("N"): lambda m: m.push(None),
+    0x88: lambda m: m.push(True),
+    0x89: lambda m: m.push(False),
+    ord("J"): lambda m: m.push(m._number("<i")),
+    ord("K"): lambda m: m.push(m._take(1)[0]),
+    ord("M"): lambda m: m.push(m._number("<H")),
+    0x8A: lambda m: m._long(),
+    ord("G"): lambda m: m.push(m._number(">d")),
     0x8C: lambda m: m._text(m._take(1)[0]),
     ord("X"): lambda m: m._text(m._number("<I")),
-    ord("]"): lambda m: m._push([]),
-    ord("}"): lambda m: m._push({}),
-    ord(")"): lambda m: m._push(()),
-    ord("t"): lambda m: m._push(tuple(m._pop_to_mark())),
+    ord("]"): lambda m: m.push([]),
+    ord("}"): lambda m: m.push({}),
+    ord(")"): lambda m: m.push(()),
+    ord("t"): lambda m: m.push(tuple(m._pop_to_mark())),
     0x85: lambda m: m._tuple(1),
     0x86: lambda m: m._tuple(2),
     0x87: lambda m: m._tuple(3),
-    ord("a"): _Machine._append,
-    ord("e"): _Machine._appends,
-    ord("s"): _Machine._setitem,
-    ord("u"): _Machine._setitems,
-    0x94: _Machine._memoize,
+    ord("a"): lambda m: m._append(),
+    ord("e"): lambda m: m._appends(),
+    ord("s"): lambda m: m._setitem(),
+    ord("u"): lambda m: m._setitems(),
+    0x94: lambda m: m._memoize(),
     ord("q"): lambda m: m._put(m._take(1)[0]),
     ord("r"): lambda m: m._put(m._number("<I")),
     ord("h"): lambda m: m._get(m._take(1)[0]),
     ord("j"): lambda m: m._get(m._number("<I")),
-    ord("c"): _Machine._global,
-    0x93: _Machine._stack_global,
-    0x81: _Machine._new,
-    ord("R"): _Machine._reduce,
-    ord("b"): _Machine._build,
+    ord("c"): lambda m: m._global(),
+    0x93: lambda m: m._stack_global(),
+    0x81: lambda m: m.new(),
+    ord("R"): lambda m: m.reduce(),
+    ord("b"): lambda m: m.build(),
 }
 
+Machine.opcodes = OPCODES
 
-def _short(text: str) -> str:
+
+def short(text: str) -> str:
     return text if len(text) <= 80 and text.isprintable() else ascii(text[:80])

@@ -8,6 +8,8 @@ flattened.
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +19,11 @@ import torch
 
 from .dcp_files import DcpFiles
 from .errors import CheckpointMismatch, ForeignFileError
-from .manifest import check_meta
 from .matching import StoredTensor
 from .names import chosen
-from .scalars import encode
+from .scalars import encode, pack
+
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})", re.ASCII)
 
 
 class DcpSource:
@@ -103,19 +106,18 @@ class DcpSource:
     @cached_property
     def meta(self) -> dict[str, Any]:
         """What ``save`` would have put into the manifest's meta; reads the small objects."""
-        values: dict[str, Any] = {}
+        values = _Node()
         for path, key in self._values.items():
             if not chosen(str(path[0]), self._include, self._exclude):
                 continue
             _put(values, [self._entry(path), *path[1:]], self._files.object(key))
-        values = {key: _lists(value) for key, value in values.items()}
         try:
-            check_meta(values, "state")
+            state = {key: pack(f"state.{key}", _whole(value)) for key, value in values.items()}
         except ValueError as error:
             raise ForeignFileError(f"{self.describe()}: {error}; exclude it to import the rest") from None
         return {
             "models": self._models or ["model"],
-            "state": values,
+            "state": state,
             "optimizers": {key: self._optimizer_meta(key, found) for key, found in self._optimizers.items()},
             "meta": {"imported": {"from": self.describe(), "format": "dcp"}},
         }
@@ -232,17 +234,26 @@ def _optimizer_part(inner: Sequence[str]) -> tuple[str, str, str] | None:
     return None
 
 
-def _put(values: dict[str, Any], path: Iterable[Any], value: Any) -> None:
+class _Node(dict[Any, Any]):
+    """What DCP took apart: a list or a dict, whose members were stored one by one."""
+
+
+def _put(values: _Node, path: Iterable[Any], value: Any) -> None:
     *parents, last = path
     for part in parents:
-        values = values.setdefault(part, {})
+        values = values.setdefault(part, _Node())
+        if not isinstance(values, _Node):
+            raise ForeignFileError(f"malformed: {part!r} is a value and holds others")
     values[last] = value
 
 
-def _lists(value: Any) -> Any:
-    """Dicts whose keys are numbers were lists; tuples become lists, as in JSON."""
-    if isinstance(value, dict):
-        if value and all(isinstance(key, int) for key in value):
-            return [_lists(value[key]) for key in sorted(value)]
-        return {key: _lists(one) for key, one in value.items()}
-    return [_lists(one) for one in value] if isinstance(value, (list, tuple)) else value
+def _whole(value: Any) -> Any:
+    """Together again: a path of numbers was a list. DCP makes texts of a dict's keys, and a dict of any sort of it; one from whole numbers
+    to whole numbers was a Counter, as schedulers have them (milestones that are texts would never be met), from such to others a dict."""
+    if not isinstance(value, _Node):
+        return value
+    if all(isinstance(key, int) for key in value):
+        return [_whole(value[key]) for key in sorted(value)]
+    numbers = all(isinstance(key, str) and _NUMBER.fullmatch(key) for key in value)
+    whole = {int(key) if numbers else str(key): _whole(one) for key, one in value.items()}
+    return Counter(whole) if numbers and all(type(one) is int for one in whole.values()) else whole

@@ -6,6 +6,7 @@ end to end, are cut into objects of a bounded size, which the ranks write in tur
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import stat
@@ -20,9 +21,10 @@ import torch.distributed as dist
 from torch import nn
 
 from .api import from_first, newest_order, next_epoch, ranks_of, together
+from .arguments import nbytes, order
 from .commits import Commit, commit
 from .digest import CHUNK_BYTES, as_bytes, view_of
-from .errors import CheckpointMismatch, ForeignFileError
+from .errors import CheckpointMismatch, CommitExists, CommitRefused, ForeignFileError
 from .layout import ShardPiece
 from .loading import PARTLY, prepared
 from .manifest import check_meta
@@ -33,6 +35,8 @@ from .shard import Vote, new_attempt, write_shard
 from .state import Choice, State, restore_values
 from .store import ObjectStore, Root, store_of
 from .tensors import local_part
+
+_log = logging.getLogger(__name__)
 
 OBJECT_BYTES = 256 << 20
 """Most bytes of one object of an imported commit, and about the memory that writing it takes; more where there would be over 1024."""
@@ -98,32 +102,42 @@ def local_folder(folder: str | os.PathLike[str], what: str) -> Path:
     return Path(text)
 
 
-def new_folder(folder: str | os.PathLike[str]) -> Path:
-    """A folder to export into, made if it isn't there. Raises ValueError: it can't be one."""
+def new_folder(folder: str | os.PathLike[str]) -> list[Path]:
+    """Make a folder to export into, if it isn't there. Returns what was made, to be taken back. Raises ValueError: it can't be one."""
     place = local_folder(folder, "the folder to write")
+    made = [one for one in (place, *place.parents) if not one.exists()]
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{place} can't be made a folder: {error.strerror}") from None
-    return place
+    return made
 
 
-def take_back(paths: Iterable[Path]) -> None:
-    """Take back what an export wrote but did not finish: a reader might take it for the whole, and a second try needs the place."""
-    for path in paths:
+def take_back(files: Iterable[Path], folders: Iterable[Path] = ()) -> None:
+    """Take back what an export made but did not finish: a reader might take it for the whole, and a second try needs the place. Folders,
+    innermost first, go if nothing else is in them."""
+    for path in files:
         with suppress(OSError):
             path.unlink()
+    for path in folders:
+        with suppress(OSError):
+            path.rmdir()
 
 
 def publish(path: Path, data: bytes) -> None:
-    """Write the file that makes the others beside it a whole: durable, and there with all of its bytes or not at all."""
+    """Write the file that makes the others beside it a whole: durable, and there with all of its bytes or not at all. Where it fails it
+    leaves nothing: neither a name for files that are then taken back, nor what would be in a second try's way."""
     temporary = path.with_name(f".tmp-{path.name}")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, path)
-    sync_folder(path.parent)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+        sync_folder(path.parent)
+    except BaseException:
+        take_back([temporary, path])
+        raise
 
 
 def into_state(
@@ -195,13 +209,15 @@ def into_commit(
 ) -> Commit:
     """Write the tensors of ``source`` as a new, newest commit; every rank calls it and writes its turn of the objects.
 
-    Takes about ``object_bytes`` of memory.
+    Takes about ``object_bytes`` of memory. An import that fails, or is interrupted, takes back what it wrote.
 
     Args:
         names: ``{source's name: name in the commit}`` of what to take, with all kinds.
         meta, aliases: as of :func:`~vescale_ray.checkpoint.commit`, by names in the commit.
     """
     rank, world = ranks_of(group)
+    step, _ = order(step, None)
+    nbytes("object_bytes", object_bytes)
     store = store_of(root)
     kinds = list(dict.fromkeys(kind for name in names for kind in source.tensors[name].kinds))
     # Kind by kind, so that an object's tensors of one kind follow each other, as they do in a shard.
@@ -231,15 +247,25 @@ def into_commit(
             progress(sum(p.data.numel() * p.dtype.itemsize for p in pieces))
         return vote.to_json()
 
-    mine = together(lambda: [write_one(index) for index in mine_of], group)
-    everyone: list[list[str]] = [mine]
-    if world > 1:
-        everyone = [[] for _ in range(world)]
-        dist.all_gather_object(everyone, mine, group=group)
-    votes = [Vote.from_json(text) for texts in everyone for text in texts]
-    return from_first(
-        lambda: commit(store, votes, step=step, epoch=epoch, attempt=attempt, world=len(objects), meta=meta, aliases=aliases), group
-    )
+    committing = False
+    try:
+        mine = together(lambda: [write_one(index) for index in mine_of], group)
+        everyone: list[list[str]] = [mine]
+        if world > 1:
+            everyone = [[] for _ in range(world)]
+            dist.all_gather_object(everyone, mine, group=group)
+        votes = [Vote.from_json(text) for texts in everyone for text in texts]
+        committing = True
+        return from_first(
+            lambda: commit(store, votes, step=step, epoch=epoch, attempt=attempt, world=len(objects), meta=meta, aliases=aliases), group
+        )
+    except BaseException as error:
+        # Once the commit was tried it may be there, whatever the answer, unless it was refused before anything of it was written.
+        if not committing or (isinstance(error, CommitRefused) and not isinstance(error, CommitExists)):
+            for _, problem in store.delete_many([f"data/{attempt}/r{index:05d}.safetensors" for index in mine_of]):
+                if problem is not None:
+                    _log.warning("what a failed import left stays until a collection: %s", problem.strerror or problem)
+        raise
 
 
 def is_root(target: Any) -> bool:

@@ -20,6 +20,7 @@ import xxhash
 from torch import nn
 
 from .api import from_first, ranks_of, together
+from .arguments import nbytes
 from .commits import Commit
 from .digest import as_bytes, view_of
 from .errors import CheckpointMismatch, ExportFailed, ForeignFileError
@@ -143,7 +144,8 @@ def import_hf(
     """
     source = _from_all(path, group)
     if not is_root(target):
-        assert isinstance(target, (nn.Module, Mapping))
+        if not isinstance(target, (nn.Module, Mapping)):
+            raise ValueError(f"the target is a {type(target).__name__}; give a module, a dict of tensors, a checkpoint folder or a store")
         return into_state(
             source,
             {"model": target},
@@ -216,11 +218,14 @@ def export_hf(
         CheckpointCorrupt: the checkpoint is damaged. ExportFailed: what was read back differs from what was written.
     """
     rank, world = ranks_of(group)
+    nbytes("max_shard_bytes", max_shard_bytes)
     place = local_folder(folder, "the folder to write")
+
+    made: list[Path] = []
 
     def begin() -> Commit:
         found = open_checkpoint(root, commit).commit
-        new_folder(folder)
+        made.extend(new_folder(folder))
         there = sorted(p.name for p in place.iterdir() if p.name.endswith((".safetensors", ".index.json")))
         if there:
             raise ValueError(f"{place} holds {some(there)}: give a folder without model files")
@@ -248,7 +253,7 @@ def export_hf(
         size = sum(entry.bytes for file in files for entry in file.entries)
         from_first(finish, group)
     except BaseException:
-        take_back(mine)
+        take_back(mine, made)
         raise
     return Exported(tuple(f.name for f in files), tuple(e.name for f in files for e in f.entries), size)
 
@@ -342,8 +347,7 @@ def _write(checkpoint: Checkpoint, path: Path, file: _File, metadata: Mapping[st
         os.rename(temporary, path)
         sync_folder(path.parent)
     except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
+        take_back([temporary, path])
         raise
 
 
@@ -371,7 +375,8 @@ def _files_of(path: Path) -> tuple[Path, list[str], dict[str, str] | None]:
     if path.is_dir():
         if (path / INDEX).is_file():
             return _indexed(path / INDEX)
-        names = sorted(p.name for p in path.glob("*.safetensors"))
+        # Not what begins with a dot: pieces of a download or an export that was killed, macOS's notes beside files of other systems.
+        names = sorted(p.name for p in path.glob("*.safetensors") if not p.name.startswith("."))
         if not names:
             raise ForeignFileError(f"{path}: holds no {INDEX} and no *.safetensors")
         return path, names, None

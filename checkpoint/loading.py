@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .api import from_first, ranks_of, together
-from .arguments import device_of, state_of
+from .arguments import device_of, nbytes, state_of
 from .commits import Commit, newest_first
 from .errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
 from .matching import Pair, match, some
@@ -28,6 +28,7 @@ from .names import Globs, NameTable, globs, matches, table_of
 from .reader import BUDGET_BYTES, Checkpoint, Range, ReadPlan, open_checkpoint
 from .rng import derive_rng, restore_rng
 from .saved_meta import check_saved_meta
+from .scalars import unpack
 from .state import (
     Choice,
     Flat,
@@ -119,6 +120,7 @@ def load(
     """
     rank, world = ranks_of(group)
     state_of(state)
+    nbytes("budget_bytes", budget_bytes)
     store = store_of(root)
     choice = Choice(globs(include), globs(exclude), globs(allow_missing), globs(allow_unexpected), table_of(rename))
     request = _Request(choice, cast, device_of(device), rng, budget_bytes)
@@ -181,7 +183,8 @@ def _load_one(
     user = aux.get("user") if isinstance(aux, dict) else None
     meta = checkpoint.meta.get("meta", checkpoint.meta)
     missing = tuple(dict.fromkeys(pair[0] for pair in flat.tensors if pair not in there and choice.takes_pair(pair, flat)))
-    return Loaded(chosen, checkpoint.step, checkpoint.epoch, meta, checkpoint.meta.get("state", {}), user, skipped, missing, plan)
+    values = {key: unpack(value) for key, value in checkpoint.meta.get("state", {}).items()}
+    return Loaded(chosen, checkpoint.step, checkpoint.epoch, meta, values, user, skipped, missing, plan)
 
 
 def prepared(

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from .arguments import device_of, of_type
+from .arguments import device_of, nbytes, of_type
 from .commits import Commit, find, read_manifest, unreachable
 from .digest import aligned_buffer, as_bytes, block_sums, copy_bytes, digest_of, view_of
 from .errors import CheckpointCorrupt, CheckpointMismatch
@@ -230,6 +230,7 @@ class Checkpoint:
 
     def plan(self, ranges: Sequence[Range], *, cast: bool = False, budget_bytes: int = BUDGET_BYTES) -> ReadPlan:
         """What :meth:`read_ranges` would read. Cost: O(log extents) for each range, and O(runs log runs)."""
+        nbytes("budget_bytes", budget_bytes)
         runs: list[tuple[int, int, int, int, int]] = []  # object, first byte, bytes, request, byte of its out
         for request, (name, kind, start, end, out) in enumerate(ranges):
             entry, extents = self._find(name, kind)

@@ -14,6 +14,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
@@ -183,7 +184,7 @@ def gc(
     *,
     dry_run: bool = False,
     grace: Grace | None = None,
-    young: str | None = None,
+    young: Commit | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> GcReport:
     """Delete the checkpoints that no rule keeps, and what abandoned attempts left. Call it after a commit, from one process.
@@ -194,13 +195,15 @@ def gc(
 
     Args:
         dry_run: only say what would be done.
-        young: an attempt whose writers are reading it back themselves: it is not read here, and counts once they have noted it.
+        young: a commit whose writers are reading it back themselves: it and newer ones are not read here, and count once that is noted.
+            (A collection that comes late may find the next one there; reading it would be done twice, beside the training.)
         progress: called with bytes as they are read to verify a checkpoint.
     """
     of_type("retention", retention, Retention, "give Retention(keep_last=2), for example")
     if grace is not None:
         of_type("grace", grace, Grace, "give Grace(readers=0.0), for example, or none")
-    collection = _Collection(store_of(root), retention, grace or Grace(), dry_run, young, progress)
+    since = None if young is None else (young.epoch, young.step)
+    collection = _Collection(store_of(root), retention, grace or Grace(), dry_run, since, progress)
     return collection.run()
 
 
@@ -224,12 +227,18 @@ def tend(root: Root, retention: Retention, made: Commit, patience_s: float, stop
             break
         time.sleep(pause)
         pause = min(1.0, pause * 1.5)
-    return gc(store, retention, young=made.attempt).problems
+    return gc(store, retention, young=made).problems
 
 
 class _Collection:
     def __init__(
-        self, store: ObjectStore, retention: Retention, grace: Grace, dry_run: bool, young: str | None, progress: Callable[[int], None]
+        self,
+        store: ObjectStore,
+        retention: Retention,
+        grace: Grace,
+        dry_run: bool,
+        young: tuple[int, int] | None,
+        progress: Callable[[int], None],
     ) -> None:
         self.progress = progress
         self.store, self.retention, self.grace, self.dry, self.young = store, retention, grace, dry_run, young
@@ -323,7 +332,7 @@ class _Collection:
     def _verified(self, commit: Commit, notes: Noted) -> bool:
         try:
             missing = lacking(read_manifest(self.store, commit.name)[0], notes.get(commit.attempt, set()))
-            if missing and commit.attempt == self.young:
+            if missing and self.young is not None and (commit.epoch, commit.step) >= self.young:
                 return False
             for entry, aux in missing:
                 problem = prove(self.store, entry, aux, note=not self.dry, progress=self.progress)
@@ -351,7 +360,8 @@ class _Collection:
             except AttributeError:
                 continue
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                found[commit.name] = float(value)
+                with suppress(OverflowError):  # a whole number beyond the largest float: as good as infinite
+                    found[commit.name] = float(value)
         return found
 
     # ----------------------------------------------------------------------------------------------------------- what goes

@@ -44,6 +44,8 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         cpu = torch.from_numpy(_unpack(state["torch"], "u1").copy())
         if "cuda" in state and torch.cuda.is_available():
             cuda = torch.from_numpy(_unpack(state["cuda"], "u1").copy())
+        if not 0 <= int(position) <= 624:  # numpy believes it, and would read beyond its words
+            raise ValueError(f"NumPy's position is {position}, of 624 words")
         # First others than those in use, which must not be half new.
         random.Random().setstate(python)
         np.random.RandomState().set_state(numpy)

@@ -18,7 +18,7 @@ import torch
 
 from .errors import ForeignFileError
 from .foreign import Files
-from .layout import _SAFETENSORS_NAME as SAFETENSORS_NAME
+from .layout import _SAFETENSORS_NAME
 
 MAX_HEADER = 100_000_000
 """Bytes of a header or an index; the safetensors library's own limit."""
@@ -26,8 +26,9 @@ MAX_HEADER = 100_000_000
 _MAX_DIMS = 64  # torch's own limit
 _LIMIT = 1 << 62
 
+SAFETENSORS_NAME = {**_SAFETENSORS_NAME, torch.float8_e8m0fnu: "F8_E8M0", torch.complex64: "C64"}
+"""Of every dtype that both have. (Our own data objects keep to those that older releases know, too.)"""
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAME.items()}
-_DTYPES |= {"F8_E8M0": torch.float8_e8m0fnu, "C64": torch.complex64}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .errors import CheckpointMismatch
-from .scalars import decode
+from .scalars import decode, unpack
 
 
 def check_saved_meta(where: str, meta: Mapping[str, Any], *, optimizers: bool = True) -> None:
@@ -29,6 +29,11 @@ def check_saved_meta(where: str, meta: Mapping[str, Any], *, optimizers: bool = 
 
     expect(_texts(meta.get("models", [])), "models", "list of names")
     expect(isinstance(meta.get("state", {}), dict), "state", "object")
+    for key, value in meta.get("state", {}).items():
+        try:
+            unpack(value)
+        except (ValueError, TypeError, RecursionError):
+            expect(False, f"state.{key}", "plain value")
     known = meta.get("optimizers", {}) if optimizers else {}
     expect(isinstance(known, dict), "optimizers", "object")
     for key, saved in known.items():

@@ -6,7 +6,7 @@
     torch optimizer                             kinds `exp_avg`, .. of its parameters' tensors; 0-d states, numbers and
                                                 hyperparameters as JSON under meta["optimizers"][key]
     anything with state_dict()/load_state_dict  JSON under meta["state"][key]   (schedulers, data loaders)
-    anything that JSON can hold                 JSON under meta["state"][key]
+    numbers, texts, lists and dicts of them     JSON under meta["state"][key]
 
 Names are the module's own, whatever wraps it (activation checkpointing, torch.compile), so that a checkpoint does not
 depend on how a run was set up. Tied tensors are stored once, with a list of aliases.
@@ -23,10 +23,9 @@ import torch
 from torch import nn
 
 from .errors import CheckpointMismatch
-from .manifest import check_meta
 from .matching import Pair, StoredTensor
 from .names import NameTable, chosen, matches
-from .scalars import decode, encode
+from .scalars import decode, encode, pack, unpack
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 State = MutableMapping[str, Any]
@@ -119,10 +118,9 @@ def flatten(state: Mapping[str, Any]) -> Flat:
         if not _is_tensors(value) and not isinstance(value, torch.optim.Optimizer):
             plain = value.state_dict() if _is_stateful(value) else value
             try:
-                check_meta({key: plain}, "state")
+                flat.values[key] = pack(f"state.{key}", plain)
             except ValueError as error:
-                raise ValueError(f"{error}; state entries are modules, dicts of tensors, optimizers, or JSON values") from None
-            flat.values[key] = plain
+                raise ValueError(f"{error}; state entries are modules, dicts of tensors, optimizers, or plain values") from None
     return flat
 
 
@@ -205,14 +203,14 @@ def restore_values(state: State, checkpoint: Saved, flat: Flat, choice: Choice) 
                 continue
             if _is_stateful(value):
                 try:
-                    value.load_state_dict(values[key])
+                    value.load_state_dict(unpack(values[key]))
                 except Exception as error:  # it is the caller's class; what it says of a state that it can't take is the reason
                     raise CheckpointMismatch(
                         f"{type(value).__name__}.load_state_dict of the entry {key!r} failed on what the checkpoint has of it: "
                         f"{type(error).__name__}: {error}; tensors were loaded before"
                     ) from error
             else:
-                state[key] = values[key]
+                state[key] = unpack(values[key])
 
 
 def flatten_models(state: Mapping[str, Any]) -> Flat:

@@ -183,7 +183,7 @@ class Saves:
         return SaveResult(name, attempt.step, attempt.epoch, seconds, kept, made.bytes, stall_s=attempt.stall_s)
 
     def _tend(self, made: Commit, patience_s: float) -> None:
-        """In the other pool's thread. A newer checkpoint ends the wait for this one."""
+        """In the other pool's thread. A newer checkpoint ends the wait for this one, and is left to its own workers and collection."""
         from vescale_ray.checkpoint.retention import tend
 
         try:

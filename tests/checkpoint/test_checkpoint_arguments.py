@@ -16,6 +16,13 @@ from torch import nn
 from vescale_ray import checkpoint as ckpt
 
 loose: Any = ckpt
+
+
+def hf(root: Any) -> Path:
+    """A safetensors file: that of the checkpoint in ``root``."""
+    return next(Path(root).rglob("*.safetensors"))
+
+
 W = {"model": {"w": torch.ones(10)}}
 SAVES: list[tuple[dict[str, Any], str]] = [
     ({"step": "5"}, "step is '5'; give the number of completed steps"),
@@ -109,6 +116,13 @@ def root(tmp_path_factory):
         (lambda root: loose.pin(root, "e0000-s000000000001", 3), "3 can't be a pin's name"),
         (lambda root: loose.diff(root, root), "give what checkpoint.open(root) returns"),
         (lambda root: loose.import_dcp(root, 5), "the target is a int; give a module, a state"),
+        (lambda root: loose.import_hf(hf(root), 5), "the target is a int; give a module, a dict of tensors"),
+        (lambda root: loose.import_hf(hf(root), root, object_bytes="x"), "object_bytes is 'x'; give a whole number of bytes"),
+        (lambda root: loose.import_hf(hf(root), root, step=2.5), "step is 2.5; give the number of completed steps"),
+        (lambda root: loose.export_hf(root, None, f"{root}/out", max_shard_bytes=-1), "max_shard_bytes is -1; give a whole number"),
+        (lambda root: loose.load({"model": {"w": torch.ones(3)}}, root, budget_bytes=None), "budget_bytes is None; give a whole number"),
+        (lambda root: loose.load({"model": {"w": torch.ones(3)}}, root, budget_bytes=math.nan), "budget_bytes is nan; give a whole"),
+        (lambda root: loose.open(root).read("w", budget_bytes=True), "budget_bytes is True; give a whole number of bytes"),
         (lambda root: loose.choose_interval(math.nan, 1, 100, least_s=1, most_s=10), "cost_s is nan"),
         (lambda root: loose.choose_interval(1, 1, 100, least_s=10, most_s=1), "least_s up to most_s"),
         (lambda root: loose.expected_mtbf(-1, 3, 4), "-1 failures in 3 s"),
@@ -130,6 +144,8 @@ def test_what_can_not_be_meant_is_one_sentence_and_changes_nothing(root, call, w
         (lambda good: {**good, "python": [3, "AAAA", None]}, "ValueError"),
         (lambda good: {**good, "numpy": ["PCG64", *good["numpy"][1:]]}, "MT19937"),
         (lambda good: {**good, "numpy": [*good["numpy"][:4], "one"]}, "hexadecimal"),
+        (lambda good: {**good, "numpy": [*good["numpy"][:2], 625, *good["numpy"][3:]]}, "NumPy's position is 625, of 624 words"),
+        (lambda good: {**good, "numpy": [*good["numpy"][:2], -1, *good["numpy"][3:]]}, "NumPy's position is -1"),
         (lambda good: {**good, "torch": good["torch"][:8]}, "RuntimeError"),
         (lambda good: {**good, "torch": "\u20ac"}, "ValueError"),
     ],

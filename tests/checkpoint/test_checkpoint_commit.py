@@ -13,6 +13,7 @@ import torch
 
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, memory_folder, random_bits, random_layout, save_in_process
 from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint import commits, manifest
 
 W = random_bits((30, 4), torch.float32, 1)
 
@@ -69,6 +70,22 @@ def test_votes_that_do_not_tile_every_tensor_are_refused(root, parts, words):
     with pytest.raises(ckpt.CommitRefused, match=words):
         commit(root, votes)
     assert ckpt.latest(root) == earlier
+
+
+def test_a_commit_that_no_reader_would_take_is_never_made(root, monkeypatch):
+    """It would be passed over for the one before at the next load, after all saves had succeeded."""
+    earlier = whole(root, 0)
+    votes = [vote(root, 0, [piece(0, 120)])]
+    for module in (commits, manifest):
+        monkeypatch.setattr(module, "MAX_BYTES", 3000)
+    with pytest.raises(ckpt.CommitRefused, match=r"its manifest would have \d+ bytes, more than a reader takes \(3000\)"):
+        ckpt.commit(root, votes, step=1, epoch=0, attempt="a", world=1, meta={"long": "x" * 3000})
+    monkeypatch.setattr(manifest, "FORMAT", "rcp/9")
+    with pytest.raises(ckpt.CommitRefused, match="the votes make no valid checkpoint: format 'rcp/9'"):
+        commit(root, votes, world=1)
+    monkeypatch.undo()
+    assert ckpt.latest(root) == earlier
+    assert commit(root, votes, world=1).problem is None
 
 
 def test_votes_of_missing_ranks_or_another_attempt_step_or_epoch_are_refused(root):

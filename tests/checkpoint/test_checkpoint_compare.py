@@ -64,6 +64,17 @@ def test_names_shapes_and_dtypes_that_differ_are_told_apart(root):
     assert ckpt.diff(a, b, include="e").equal and not ckpt.diff(a, b, exclude=["a", "b", "c"]).equal
 
 
+def test_two_checkpoints_of_which_nothing_was_compared_are_not_said_to_be_equal(root):
+    """A slip in a glob would pass every check that a script makes."""
+    ckpt.save({"model": {"w": torch.ones(3)}}, root, 1)
+    opened = ckpt.open(root)
+    with pytest.raises(ckpt.CheckpointMismatch, match=r"neither .* nor .* has a tensor that fits v\*$"):
+        ckpt.diff(opened, opened, include="v*")
+    with pytest.raises(ckpt.CheckpointMismatch, match=r"that fits \* without w$"):
+        ckpt.diff(opened, opened, exclude="w")
+    assert ckpt.diff(opened, opened, include=("v*", "w")).same == 1
+
+
 def test_zeros_of_two_signs_differ_and_equal_nans_do_not(root):
     ckpt.save({"model": {"w": torch.tensor([0.0, math.nan, 1.0])}}, root, 1)
     ckpt.save({"model": {"w": torch.tensor([-0.0, math.nan, 1.0])}}, root, 2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from tests.checkpoint.checkpoint_support import bits, in_subprocess, memory_fold
 from tests.checkpoint.test_checkpoint_state import Net
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import huggingface
+from vescale_ray.checkpoint import foreign, huggingface
 from vescale_ray.models.llama import Llama
 
 DTYPES = (
@@ -32,6 +34,8 @@ DTYPES = (
     torch.bfloat16,
     torch.float8_e4m3fn,
     torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+    torch.complex64,
     torch.int64,
     torch.int32,
     torch.int16,
@@ -168,8 +172,8 @@ def test_other_entries_and_optimizer_states_are_left_out(folder):
 
 
 def test_an_export_refuses_what_it_cannot_write_and_leaves_nothing_half(folder):
-    ckpt.save({"model": {"c": torch.zeros(3, dtype=torch.complex64), "w": torch.zeros(2)}}, folder / "a", 1)
-    with pytest.raises(ckpt.CheckpointMismatch, match="'c' is complex64, which safetensors has no name for"):
+    ckpt.save({"model": {"c": torch.zeros(3, dtype=torch.complex128), "w": torch.zeros(2)}}, folder / "a", 1)
+    with pytest.raises(ckpt.CheckpointMismatch, match="'c' is complex128, which safetensors has no name for"):
         ckpt.export_hf(folder / "a", None, folder / "hf")
     ckpt.export_hf(folder / "a", None, folder / "hf", exclude="c")
     with pytest.raises(ValueError, match="holds model.safetensors, model.safetensors.index.json: give a folder without model files"):
@@ -188,7 +192,7 @@ def test_a_damaged_checkpoint_is_not_exported(folder):
     for limit in (100_000, 13_000):  # one file; two, of which the first comes out well
         with pytest.raises(ckpt.CheckpointCorrupt, match="holds b"):
             ckpt.export_hf(folder / "a", None, folder / "hf", max_shard_bytes=limit)
-        assert not list((folder / "hf").iterdir())
+        assert not (folder / "hf").exists()
 
 
 def test_a_disk_that_stores_something_else_is_noticed(folder, monkeypatch):
@@ -204,7 +208,7 @@ def test_a_disk_that_stores_something_else_is_noticed(folder, monkeypatch):
     with pytest.raises(ckpt.ExportFailed, match="what was read back is not what was written"):
         ckpt.export_hf(folder / "a", None, folder / "hf")
     monkeypatch.undo()
-    assert not list((folder / "hf").iterdir())
+    assert not (folder / "hf").exists()
 
 
 # ------------------------------------------------------------------------------------------------------------ malformed ones
@@ -320,6 +324,78 @@ def test_a_tensor_in_two_files_and_an_empty_folder_are_refused(folder):
         save_file({"a": torch.ones(2)}, folder / f"{name}.safetensors")
     with pytest.raises(ckpt.ForeignFileError, match="tensor 'a' is both in x.safetensors and in y.safetensors"):
         ckpt.import_hf(folder, folder / "root")
+
+
+def test_an_import_that_fails_or_is_interrupted_leaves_no_object(folder):
+    """An import may write as much as the disk has: what failed must not lie there until a collection, a day later."""
+    save_file({"a": torch.ones(3000), "b": torch.ones(3000)}, folder / "model.safetensors")
+
+    class Stopped(Exception):
+        pass
+
+    for error in (Stopped, KeyboardInterrupt):
+        calls = [0]
+
+        def progress(count: int, calls: Any = calls, error: Any = error) -> None:
+            calls[0] += 1
+            if calls[0] == 2:
+                raise error
+
+        with pytest.raises(error):
+            ckpt.import_hf(folder, folder / "root", object_bytes=8000, progress=progress)
+        assert calls == [2] and not [path for path in (folder / "root").rglob("*") if path.is_file()]
+    made = ckpt.import_hf(folder, folder / "root", object_bytes=8000, step=5)
+    with pytest.raises(ckpt.CommitRefused):
+        huggingface.into_commit(huggingface.HfSource(folder), folder / "root", {"a": "a"}, meta={}, aliases={"x": "y"})
+    lost = ckpt.FaultyStore(ckpt.PosixStore(folder / "root"), [ckpt.Fault("put", "lost", key="commits/*", times=None)])
+    with pytest.raises(ckpt.SaveFailed):
+        ckpt.import_hf(folder, lost, step=9)
+    newest = ckpt.latest(folder / "root")
+    assert newest is not None and newest.step == 9 and ckpt.verify(folder / "root").ok, "the answer was lost, the commit is there"
+    assert isinstance(made, ckpt.Commit) and {p.name for p in (folder / "root" / "data").iterdir() if any(p.iterdir())} == {
+        made.attempt,
+        newest.attempt,
+    }
+
+
+def test_files_whose_names_begin_with_a_dot_are_no_part_of_a_model(folder):
+    save_file({"a": torch.ones(2)}, folder / "model.safetensors")
+    (folder / ".tmp-model-2.safetensors").write_bytes(b"half")
+    (folder / "._model.safetensors").write_bytes(b"Mac OS X")
+    assert list(huggingface.HfSource(folder).tensors) == ["a"]
+
+
+@pytest.mark.parametrize("export", [ckpt.export_hf, ckpt.export_dcp])
+def test_an_export_whose_last_steps_fail_leaves_nothing_and_may_be_tried_again(folder, monkeypatch, export):
+    """Each rename and each sync of the folder in turn: an index without its files would be taken for a whole, and what it was to be renamed
+    from would stand in a second try's way."""
+    ckpt.save({"model": {"a": torch.arange(5.0), "b": torch.arange(3)}}, folder / "root", 1)
+    for name, holder in (("rename", os), ("sync_folder", foreign), ("sync_folder", huggingface)):
+        for nth in range(3):
+            calls, real = [0], getattr(holder, name)
+
+            def failing(*given: Any, calls: Any = calls, nth: int = nth, real: Any = real) -> Any:
+                calls[0] += 1
+                if calls[0] == nth + 1:
+                    raise OSError(errno.EIO, "no more")
+                return real(*given)
+
+            monkeypatch.setattr(holder, name, failing)
+            try:
+                export(folder / "root", None, folder / "made" / "out", **({"max_shard_bytes": 1} if export is ckpt.export_hf else {}))
+            except OSError:
+                assert not (folder / "made").exists(), (name, nth)
+            else:
+                assert calls[0] <= nth, "it was not reached"
+                shutil.rmtree(folder / "made")
+            monkeypatch.undo()
+    with pytest.raises(ckpt.CheckpointMismatch, match="that fits nothing"):
+        export(folder / "root", None, folder / "made" / "out", include="nothing")
+    (folder / "theirs").mkdir()
+    with pytest.raises(ckpt.CheckpointMismatch, match="that fits nothing"):
+        export(folder / "root", None, folder / "theirs", include="nothing")
+    assert not (folder / "made").exists() and (folder / "theirs").is_dir(), "a folder that was there stays"
+    export(folder / "root", None, folder / "theirs")
 
 
 def test_a_file_cut_short_after_its_header_was_read_is_named(folder):

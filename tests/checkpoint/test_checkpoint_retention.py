@@ -176,8 +176,12 @@ def test_only_what_was_read_back_counts_and_nothing_verified_goes_for_what_is_no
     assert store.opened[3:] == ["at-e0-s4"] * 4, "only the damaged one is looked at again"
     # One that its writers are reading back themselves is left to them, and counts when they have said so.
     young = make(root, 9)
-    assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE, young=young.attempt).kept) == [3, 4, 9]
-    assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE).kept) == [9] and store.opened[7:] == ["at-e0-s4", "at-e0-s4", "at-e0-s9"]
+    assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE, young=young).kept) == [3, 4, 9]
+    next_one = make(root, 12)  # so is the next one, by a collection that comes late
+    assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE, young=young).kept) == [3, 4, 9, 12]
+    assert store.opened[7:] == ["at-e0-s4"] * 4
+    assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE, young=next_one).kept) == [9, 12] and store.opened[11:] == ["at-e0-s9"]
+    assert steps(ckpt.gc(store, rule, grace=ckpt.NO_GRACE).kept) == [12] and store.opened[12:] == ["at-e0-s12"]
 
 
 @pytest.mark.parametrize(("action", "times", "counts"), [("flip", 1, True), ("flip", None, False), ("short", None, False)])
@@ -281,6 +285,13 @@ def test_a_metric_that_is_no_number_is_never_the_best(mode, value):
     commits = [ckpt.Commit(f"c{n}", "", 0, n) for n in range(3)]
     rule = ckpt.Retention(keep_last=1, keep_best=1, metric="loss", mode=mode)
     assert rule.kept(commits, {"c0": value, "c1": 1.0, "c2": value}) == {"c1": ("best",), "c2": ("last",)}
+
+
+def test_a_metric_too_large_for_a_float_stops_no_collection(root):
+    """JSON has whole numbers without end, and one commit with such a one would stop every collection from then on."""
+    made = [make(root, 1, loss=10**400), make(root, 2, loss=2.0), make(root, 3, loss=-(10**400)), make(root, 4)]
+    report = ckpt.gc(root, ckpt.Retention(keep_last=1, keep_best=1, metric="loss"), grace=ckpt.NO_GRACE)
+    assert report.why == {made[1].name: ("best",), made[3].name: ("last",)} and not report.problems
 
 
 def test_a_pin_that_came_after_a_collection_has_looked_for_pins_keeps_its_checkpoint(root):
