@@ -70,7 +70,9 @@ def from_folder(run: RunFolder | str | Path) -> Page:
     ]
     if state.get("error"):
         facts.append(("error", " ".join(str(state["error"]).split())))
-    return Page(str(state.get("run") or folder.path.name), str(folder.path), tuple(facts), charts, marks, state.get("goodput"), story)
+    began = min([float(lines[0]["time"]), *(float(e["time"]) for e in events[:1])])
+    name = str(state.get("run") or folder.path.name)
+    return Page(name, str(folder.path), began, tuple(facts), charts, marks, state.get("goodput"), story)
 
 
 def from_prometheus(url: str, run: str, hours: float) -> Page:
@@ -117,7 +119,8 @@ def from_prometheus(url: str, run: str, hours: float) -> Page:
         ("workers", f"{_last(world):g}"),
         ("rescales", str(len(marks))),
     )
-    return Page(run, f"{url}, the last {hours:g} hours", facts, charts, tuple(marks), goodput)
+    began = min(at for series in throughput for at, _ in series.points)
+    return Page(run, f"{url}, the last {hours:g} hours", began, facts, charts, tuple(marks), goodput)
 
 
 def _last(series: Sequence[Series]) -> float:

@@ -49,10 +49,18 @@ class Mark:
 
 @dataclass(frozen=True)
 class Page:
-    """All that is shown. ``facts``: of the head of the page; ``goodput``: as run.json has it; ``events``: when, step, what, pause."""
+    """All that is shown.
+
+    Attributes:
+        began: what times are told since; what came before it is not drawn.
+        facts: of the head of the page.
+        goodput: as run.json has it.
+        events: when, step, what, pause.
+    """
 
     run: str
     source: str
+    began: float
     facts: tuple[tuple[str, str], ...]
     charts: tuple[Chart, ...]
     marks: tuple[Mark, ...] = ()
@@ -63,7 +71,7 @@ class Page:
 def render(page: Page) -> str:
     """The page as HTML."""
     times = [at for chart in page.charts for series in chart.series for at, _ in series.points]
-    span = (min(times), max(times)) if times else (0.0, 1.0)
+    span = (page.began, max(times, default=page.began))
     facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in page.facts)
     figures = "".join(_figure(chart, page.marks, span) for chart in page.charts)
     rows = "".join(
@@ -73,10 +81,10 @@ def render(page: Page) -> str:
     )
     story = f"<h2>What happened</h2><table><tr><th>time</th><th>step</th><th>event</th><th>pause</th></tr>{rows}</table>" if rows else ""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(page.run)} - vescale-ray</title>'
-    told = f"vescale-ray, from {escape(page.source)}, {time.strftime('%Y-%m-%d %H:%M:%S')}."
+    told = f"vescale-ray, from {escape(page.source)}, {_date(time.time())}."
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head><body><h1>{escape(page.run)}</h1>'
-        f'<p class="from">{told} Time is since the first shown step; vertical lines: the workers have changed.</p>'
+        f'<p class="from">{told} Times count from {_date(page.began)}; vertical lines: the workers have changed.</p>'
         f"<dl>{facts}</dl>{_goodput(page.goodput)}<main>{figures}</main>{story}</body></html>\n"
     )
 
@@ -103,7 +111,8 @@ def _figure(chart: Chart, marks: Sequence[Mark], span: tuple[float, float]) -> s
     head = f"<figure><figcaption>{escape(chart.title)}</figcaption>"
     if not values:
         return head + '<p class="legend">nothing is known of it</p></figure>'
-    ticks = _ticks(0.0 if chart.zero and min(values) >= 0 else min(values), max(values))
+    scale = _scale(chart.unit, max(values))
+    ticks = [tick * scale for tick in _ticks((0.0 if chart.zero and min(values) >= 0 else min(values)) / scale, max(values) / scale)]
     low, high = ticks[0], ticks[-1]
     begin, length = span[0], max(span[1] - span[0], 1e-9)
 
@@ -210,16 +219,29 @@ def _ticks(low: float, high: float) -> list[float]:
     return [i * step for i in range(first, last + 1)]
 
 
+_BYTES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
+
+
+def _scale(unit: str, largest: float) -> int:
+    """What one of the shown units is: round numbers of MiB are no round numbers of bytes."""
+    return next((size for _, size in _BYTES if unit == "bytes" and abs(largest) >= size), 1)
+
+
 def _figure_of(value: float, unit: str, largest: float) -> str:
     if unit == "bytes":
-        for name, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-            if abs(largest) >= size:
-                return f"{value / size:.4g} {name}"
+        scale = _scale(unit, largest)
+        return f"{value / scale:.4g} {next(name for name, size in _BYTES if size == scale)}"
     text = f"{value / 1e6:.4g}M" if abs(largest) >= 1e7 else f"{value / 1e3:.4g}k" if abs(largest) >= 1e4 else f"{value:.4g}"
-    return f"{text} {unit}" if unit and unit != "bytes" else text
+    return f"{text} {unit}" if unit else text
+
+
+def _date(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def _clock(seconds: float) -> str:
+    if seconds < 0:
+        return f"-{_clock(-seconds)}"
     days, rest = divmod(round(seconds), 86400)
     text = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
     return f"{days} d {text}" if days else text

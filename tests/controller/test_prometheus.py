@@ -19,8 +19,9 @@ import yaml
 from tests.controller.runs import carry_out, tiny
 from tests.deploy.test_alerts import RULES
 from tests.deploy.test_dashboard import expressions
-from vescale_ray import client
+from vescale_ray import client, dash
 from vescale_ray.controller.driver import ScheduledAction as Act
+from vescale_ray.page import render
 from vescale_ray.runfolder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,5 +134,8 @@ def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Pat
     started = (folder.read_state() or {})["started"]
     at, seconds = told["result"][0]["values"][-1]
     assert abs(float(seconds) - (at - started)) < 1.5, "but for the step under way, and the age of the scrape"
+    page = dash.from_prometheus(f"http://127.0.0.1:{prometheus.port}", "scraped", 0.1)
+    assert all(value is not None for chart in page.charts for series in chart.series for _, value in series.points[-1:])
+    assert all(chart.series for chart in page.charts) and page.goodput and len(page.marks) >= 2 and "<svg" in render(page)
     failed = {rule["name"]: rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"] if rule["health"] == "err"}
     assert not failed and sum(len(group["rules"]) for group in RULES) == 18

@@ -1,0 +1,164 @@
+"""The page of a run: whole, harmless HTML that shows what the run's lines say, from the folder and from a Prometheus alike."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.parse import parse_qs, urlparse
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vescale_ray import cli, dash
+from vescale_ray.errors import BadInput
+from vescale_ray.page import Chart, Mark, Page, Series, few, render, thinned
+from vescale_ray.runfolder import RunFolder, RunFolderError
+
+BEGAN = 1_700_000_000.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """Ten steps: a worker is lost after five of them, one step is done again; ``<`` in a reason."""
+    run = RunFolder(tmp_path / "r").create()
+    (tmp_path / "r" / "config.yaml").write_text("run: {name: r}\n")
+    run.append_event({"time": BEGAN, "event": "run_started", "generation": 0, "step": 0})
+    for i, step in enumerate([1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]):
+        memory = {str(r): (300 + r) << 20 for r in range(3 if i < 5 else 2)}
+        values = {"loss": 3.0 - i / 10, "bpb": None if i == 2 else 4.0 - i / 10, "tokens": step * 64, "tokens_per_second": 100.0 + i}
+        more = {"world": len(memory), "generation": 1 + (i >= 5), "grad_norm": 1.0, "step_seconds": 0.5, "memory": memory}
+        run.append_metrics({"step": step, "time": BEGAN + 3 + i, "lr": 1e-3, **values, **more})
+    about = {"from": 3, "to": 2, "direction": "shrink", "reason": "<script>alert(1)</script>", "pause_seconds": 1.5, "steps_replayed": 1}
+    run.append_event({"time": BEGAN + 8, "event": "rescaled", "generation": 2, "step": 5, "source": "peer", "phases": {}, **about})
+    goodput = {"productive": 5.0, "lost": {"startup": 2.0, "failure": 3.0}}
+    run.write_state({"run": "r", "state": "DONE", "steps": 10, "started": BEGAN, "goodput": goodput, "error": "a & b"})
+    return run
+
+
+def drawing(text: str) -> list[ET.Element]:
+    return [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing(folder: RunFolder) -> None:
+    text = render(dash.from_folder(folder))
+    assert not re.search(r"(?i)<script|<link|<img|@import|url\(|src=|href=|javascript:|http", text)
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text and "a &amp; b" in text
+    assert len(drawing(text)) == 6, "every picture is well-formed XML"
+
+
+def test_it_shows_what_the_lines_say(folder: RunFolder) -> None:
+    page = dash.from_folder(folder)
+    charts = {chart.title: chart for chart in page.charts}
+    assert list(charts)[:2] == ["Tokens per second (of each step)", "Resident memory by rank"], "throughput and memory first"
+    assert [value for _, value in charts["Loss, bits per byte"].series[0].points][1:4] == [3.9, None, 3.7]
+    assert [series.name for series in charts["Resident memory by rank"].series] == ["rank 0", "rank 1", "rank 2"]
+    assert charts["Resident memory by rank"].series[2].points[-1] == (BEGAN + 13, None), "a rank that is gone has no line"
+    assert page.marks == (Mark(BEGAN + 8, "3 → 2 workers: <script>alert(1)</script>", False),)
+    text = render(page)
+    assert "steps that count 5.0 s (50.0%)" in text and "failure 3.0 s (30.0%)" in text
+    assert "10 of 10" in text and "1.50 s" in text and ">0:00:08<" in text
+    assert "400 MiB" in text, "round numbers of MiB"
+
+
+def test_a_line_is_where_its_values_are() -> None:
+    chart = Chart("t", (Series("a", [(0.0, 0.0), (5.0, 10.0), (10.0, None), (10.0, 5.0)]),))
+    (svg,) = drawing(render(Page("r", "s", 0.0, (), (chart,))))
+    (path,) = [one for one in svg.iter() if one.tag == "path"]
+    points = [tuple(map(float, xy.split())) for xy in re.split("[ML]", path.attrib["d"])[1:]]
+    left, right, top, bottom = 64.0, 608.0, 10.0, 186.0
+    assert points == [(left, bottom), ((left + right) / 2, top), (right, (top + bottom) / 2)]
+    assert path.attrib["d"].count("M") == 2, "nothing is drawn over a gap"
+
+
+values = st.one_of(st.none(), st.floats(-1e6, 1e6))
+
+
+@given(st.lists(values, max_size=300), st.integers(1, 20))
+def test_thinning_out_keeps_the_extremes_the_ends_and_the_order(numbers: list[float | None], columns: int) -> None:
+    points = [(float(i), value) for i, value in enumerate(numbers)]
+    kept = thinned(points, (0.0, float(max(1, len(points) - 1))), columns)
+    shown, there = ([value for _, value in some if value is not None] for some in (kept, points))
+    assert [at for at, _ in kept] == sorted(at for at, _ in kept) and set(kept) <= set(points) | {(at, None) for at, _ in points}
+    assert len([v for v in numbers if v is None]) > 0 or len(kept) <= max(2 * columns, 4 * (columns + 1))
+    if there:
+        assert (min(shown), max(shown), shown[0], shown[-1]) == (min(there), max(there), there[0], there[-1])
+
+
+@given(st.lists(st.lists(values, min_size=1, max_size=5), max_size=8))
+def test_any_values_make_a_page(rows: list[list[float | None]]) -> None:
+    charts = tuple(Chart(f"c{i}", (Series("s", [(float(j), v) for j, v in enumerate(row)]),), "bytes") for i, row in enumerate(rows))
+    assert len(drawing(render(Page("r", "s", 0.0, (), charts)))) == sum(any(v is not None for v in row) for row in rows)
+
+
+def test_of_a_thousand_ranks_the_largest_and_the_smallest_are_shown() -> None:
+    series = [Series(f"rank {r}", [(0.0, float(r)), (1.0, None if r == 0 else 5.0 * r)]) for r in range(1000)]
+    assert few(series) == (Series("largest of 1000", [(0.0, 999.0), (1.0, 4995.0)]), Series("smallest", [(0.0, 0.0), (1.0, 5.0)]))
+
+
+class _Prometheus(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        asked = parse_qs(urlparse(self.path).query)["query"][0]
+        result = []
+        if "vescale_run_info" in asked:
+            result = [{"metric": {"run": "there"}, "value": [1, "1"]}]
+        elif '"there"' in asked:
+            labels = {"run": "there", "rank": "0", "cause": "startup"}
+            result = [{"metric": labels, "values": [[BEGAN, "2"], [BEGAN + 60, "NaN" if "loss" in asked else "3"]]}]
+        body = json.dumps({"status": "success", "data": {"result": result}}).encode()
+        self.send_response(200 if "refuse" not in self.path else 400)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def prometheus() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Prometheus)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_from_a_prometheus_the_page_has_the_same_pictures(prometheus: str, folder: RunFolder, tmp_path: Path) -> None:
+    """What a real one answers: tests/controller/test_prometheus.py."""
+    page = dash.from_prometheus(prometheus, "there", 2.0)
+    titles = [re.sub(", mean of .*", "", chart.title) for chart in page.charts]
+    assert titles == [chart.title for chart in dash.from_folder(folder).charts]
+    assert page.marks == (Mark(BEGAN + 60, "2 → 3 workers", True),)
+    assert page.goodput == {"productive": 3.0, "lost": {"startup": 3.0}}
+    out = tmp_path / "p.html"
+    done = CliRunner().invoke(cli.cli, ["dash", "--prometheus", prometheus, "--run", "there", "--out", str(out)])
+    assert done.exit_code == 0 and len(drawing(out.read_text())) == 6
+
+
+def test_wrong_calls_are_one_sentence(prometheus: str, tmp_path: Path, folder: RunFolder) -> None:
+    with pytest.raises(BadInput, match="has nothing of run 'other' in the last 1 hours; it knows there"):
+        dash.from_prometheus(prometheus, "other", 1.0)
+    with pytest.raises(BadInput, match="refuses the query"):
+        dash.from_prometheus(f"{prometheus}/refuse", "there", 1.0)
+    with pytest.raises(BadInput, match="no answer"):
+        dash.from_prometheus("http://127.0.0.1:9", "there", 1.0)
+    with pytest.raises(BadInput, match="give the address of a Prometheus"):
+        dash.from_prometheus("localhost:9090", "there", 1.0)
+    empty = RunFolder(tmp_path / "empty").create()
+    (empty.path / "config.yaml").write_text("run: {name: r}\n")
+    with pytest.raises(BadInput, match="no step has been completed yet"):
+        dash.from_folder(empty)
+    runner = CliRunner()
+    for arguments in (["--run", "x"], ["--prometheus", prometheus], [str(folder.path), "--prometheus", prometheus, "--run", "there"]):
+        with pytest.raises(BadInput):
+            runner.invoke(cli.cli, ["dash", *arguments], standalone_mode=False, catch_exceptions=False)
+    with pytest.raises(BadInput, match="can't be written"):
+        runner.invoke(cli.cli, ["dash", str(folder.path), "--out", "/proc/x.html"], standalone_mode=False, catch_exceptions=False)
+    with pytest.raises(RunFolderError):
+        runner.invoke(cli.cli, ["dash", str(tmp_path / "none")], standalone_mode=False, catch_exceptions=False)
