@@ -307,6 +307,31 @@ def dash(run_folder: str | None, out: str | None, prometheus: str | None, name: 
 
 
 @cli.command()
+@click.argument("file", required=False, metavar="[RUN.yaml]")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per check.")
+def doctor(file: str | None, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Check whether this machine is fit to run; with RUN.yaml also the run's storage, port and Ray cluster.
+
+    Exit code 1 if something would make a run fail.
+    """
+    from vescale_ray.config import load_config
+    from vescale_ray.controller.doctor import examine
+
+    signs = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+    worst = OK
+    for finding in examine(load_config(file, overrides) if file else None):
+        if as_json:
+            click.echo(json.dumps(finding.to_json()))
+        else:
+            click.echo(f"{signs[finding.verdict]}  {finding.check:<14}  {finding.text}")
+            if finding.remedy:
+                click.echo(f"{'':22}-> {finding.remedy}")
+        worst = FAILED if finding.verdict == "fail" else worst
+    return worst
+
+
+@cli.command()
 @click.argument("runs", default="runs")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def ls(runs: str, as_json: bool) -> int:

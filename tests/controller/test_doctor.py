@@ -1,0 +1,146 @@
+"""The doctor finds what is wrong with a machine, says what to do, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.controller.runs import tiny
+from vescale_ray import cli
+from vescale_ray.checkpoint.faulty import Fault, FaultyStore
+from vescale_ray.checkpoint.memory import MemoryStore
+from vescale_ray.controller import doctor
+
+CONSTRAINTS = (Path(__file__).resolve().parents[2] / "constraints.txt").read_text()
+
+
+def test_storage_that_works_is_left_as_it_was(tmp_path: Path) -> None:
+    assert doctor.storage(str(tmp_path / "a" / "b")).verdict == "ok"
+    assert not list(tmp_path.iterdir()), "not even a folder stays"
+    (tmp_path / "mine" / "attempts" / "other").mkdir(parents=True)
+    (tmp_path / "mine" / "attempts" / "other" / ".tmp-1").write_text("of a save that is going on")
+    assert doctor.storage(str(tmp_path / "mine")).verdict == "ok"
+    assert [path.name for path in (tmp_path / "mine").rglob("*")] == ["attempts", "other", ".tmp-1"]
+
+
+class Twice(MemoryStore):
+    def put(self, key: str, data: bytes) -> None:
+        self.objects.pop(key, None)
+        super().put(key, data)
+
+
+class Late(MemoryStore):
+    def clock(self) -> float:
+        return time.time() - 90
+
+
+@pytest.mark.parametrize(
+    ("store", "verdict", "words"),
+    [
+        (MemoryStore(), "ok", "written, read, listed"),
+        (FaultyStore(MemoryStore(), [Fault("put", "error", code=28)]), "fail", "can't be written (No space left on device)"),
+        (FaultyStore(MemoryStore(), [Fault("get", "flip")]), "fail", "what was written is not there"),
+        (FaultyStore(MemoryStore(), [Fault("list", "stale")]), "fail", "what was written is not there"),
+        (FaultyStore(MemoryStore(), [Fault("get", "error", code=13)]), "fail", "was written, but can't be used (Permission denied)"),
+        (Twice(), "fail", "creates one name twice"),
+        (Late(), "warn", "90 s apart"),
+    ],
+)
+def test_storage_that_does_not_do_what_a_checkpoint_needs_is_found(store: object, verdict: str, words: str, monkeypatch) -> None:
+    monkeypatch.setattr("vescale_ray.checkpoint.store.store_of", lambda root: store)
+    found = doctor.storage("memory://x")
+    assert (found.verdict, words in found.text) == (verdict, True), found
+    assert bool(found.remedy) == (verdict != "ok")
+    objects = getattr(store, "store", store).objects
+    assert not objects, "the probe is taken away again"
+
+
+def test_a_folder_that_can_not_be_written_is_found(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert doctor.storage(str(tmp_path / "file" / "x")).verdict == "fail"
+
+
+def test_packages_that_are_missing_or_of_another_release_are_found(monkeypatch) -> None:
+    for name, release in doctor.TESTED.items():
+        assert f"\n{name}=={release}." in CONSTRAINTS, "what the tests run with"
+        assert doctor.package(name).verdict == "ok"
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.0")
+    assert doctor.package("torch") == doctor.Finding("torch", "warn", "9.0; tested with 2.13", doctor.package("torch").remedy)
+
+    def gone(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", gone)
+    assert doctor.package("ray").verdict == "fail" and "pip install" in doctor.package("ray").remedy
+    monkeypatch.setattr(sys, "version_info", (3, 10, 1))
+    assert doctor.python().verdict == "fail"
+
+
+def test_limits_of_the_machine_are_found(monkeypatch, tmp_path: Path) -> None:
+    Usage = namedtuple("Usage", "total used free")
+    for free, verdict in ((64 << 20, "fail"), (8 << 30, "ok")):
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path, free=free: Usage(1, 1, free))
+        found = doctor.shared_memory()
+        assert found.verdict == verdict and ("shm-size" in found.remedy) == (verdict == "fail")
+    monkeypatch.undo()
+    assert doctor.shared_memory(str(tmp_path / "none")).verdict == "fail"
+    for limit, verdict in (((1024, 1 << 20), "warn"), ((1 << 20, 1 << 20), "ok"), ((1024, 4096), "warn")):
+        monkeypatch.setattr(resource, "getrlimit", lambda what, limit=limit: limit)
+        assert doctor.open_files().verdict == verdict
+    assert "hard limit, 4096" in doctor.open_files().remedy
+
+
+def test_an_interface_that_is_not_there_is_found(monkeypatch) -> None:
+    here = socket.if_nameindex()[0][1]
+    for wanted, verdict in (("nope0", "fail"), (f"={here}", None), ("^docker", None), (here[:1], None)):
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", wanted)
+        found = doctor.network()
+        assert (found.verdict == "fail") == (verdict == "fail"), (wanted, found)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope1")
+    assert "GLOO_SOCKET_IFNAME = nope1" in doctor.network().text and here in doctor.network().remedy
+
+
+def test_a_port_in_use_and_a_cluster_that_does_not_answer_are_found(monkeypatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert doctor.port("127.0.0.1", taken.getsockname()[1]).verdict == "fail"
+    assert doctor.port("127.0.0.1", 0).verdict == "ok"
+    began = time.monotonic()
+    found = doctor.ray_cluster("127.0.0.1:1", wait_s=3.0)
+    assert found.verdict == "fail" and time.monotonic() - began < 15, "it is ended, and not waited for"
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert doctor.ray_cluster(None).verdict == "ok"
+
+
+def test_a_check_that_breaks_is_a_finding_of_its_own(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "gpus", lambda: 1 // 0)
+    found = {one.check: one for one in doctor.examine(tiny(tmp_path, "d"))}
+    assert found["gpus"].verdict == "fail" and "ZeroDivisionError" in found["gpus"].text
+    assert {"storage", "run folder", "metrics port", "ray cluster"} <= set(found)
+
+
+def test_the_command_line_tells_it_and_fails_if_a_run_would(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(doctor, "RAY_S", 1.0)
+    path = tmp_path / "run.yaml"
+    path.write_text(tiny(tmp_path, "d").to_yaml())
+    told = CliRunner().invoke(cli.cli, ["doctor", str(path), "--json"], standalone_mode=False)
+    findings = [json.loads(line) for line in told.output.splitlines()]
+    assert {one["verdict"] for one in findings} <= {"ok", "warn"} and told.return_value == 0, told.output
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        told = CliRunner().invoke(cli.cli, ["doctor", str(path), f"metrics.port={taken.getsockname()[1]}"], standalone_mode=False)
+    assert told.return_value == 1 and "FAIL  metrics port" in told.output and "-> another run" in told.output
+    assert os.listdir(tmp_path) == ["run.yaml"] or set(os.listdir(tmp_path)) == {"run.yaml", "text.txt"}
