@@ -205,6 +205,13 @@ class Crew:
         """Take back all places that wait for workers."""
         self._nursery.wish.remote(0, ())
 
+    def leave(self, node: str) -> bool:
+        """Have nothing of the run on ``node``, which is about to go; False and not done while a worker is there, or may yet turn up."""
+        if any(member.info is None or member.info.node == node for member in self.members.values()):
+            return False
+        self._nursery.retire.remote(node)
+        return True
+
     def alive(self, worker: str) -> bool:
         return worker in self.members
 

@@ -3,6 +3,7 @@ own on this machine that is ended by its id. The head has a dashboard, so that j
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.controller.runs import alive, environment, until
+from tests.controller.runs import alive, environment, parents, until
 
 UP_S = 60.0
 STORE = str(100 << 20)
@@ -65,8 +66,22 @@ class Started:
         return process
 
     def add(self, cpus: int, **env: str) -> subprocess.Popen[bytes]:
-        """Have a node join; the process of its ``ray start --block``, which is there before the node is."""
-        return self._start([f"--address={self.address}", f"--num-cpus={cpus}"], **env)
+        """Have a node join; the process of its ``ray start --block``. One at a time: two that start at once on one machine take the same
+        names for their sockets."""
+        node = self._start([f"--address={self.address}", f"--num-cpus={cpus}"], **env)
+        until(self._all_there, UP_S, "the node")
+        return node
+
+    def _all_there(self) -> bool:
+        with urllib.request.urlopen(f"{self.dashboard}/api/v0/nodes?limit=100", timeout=10) as answer:
+            found = json.load(answer)["data"]["result"]["result"]
+        assert all(node.poll() is None for node in self._nodes), self.text()
+        return sum(node["state"] == "ALIVE" for node in found) == len(self._nodes)
+
+    @staticmethod
+    def raylet_of(node: subprocess.Popen[bytes]) -> int | None:
+        """Process id of a node's raylet, if it lives."""
+        return next((pid for pid, parent in parents().items() if parent == node.pid and "raylet/raylet" in title_of(pid)), None)
 
     def _answers(self) -> bool:
         assert self.head.poll() is None, self.text()
@@ -87,7 +102,7 @@ class Started:
         for name in filter(str.isdigit, os.listdir("/proc")):
             try:
                 if mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0") and alive(int(name)):
-                    found[int(name)] = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                    found[int(name)] = title_of(int(name))
             except OSError:
                 continue
         return found
@@ -116,6 +131,14 @@ class Started:
             process.wait(10)
         shutil.rmtree(self._folder, ignore_errors=True)
         Path(f"{self._folder}.txt").unlink(missing_ok=True)
+
+
+def title_of(pid: int) -> str:
+    """Command line of a process; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def free_ports(count: int) -> list[int]:

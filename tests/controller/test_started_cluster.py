@@ -3,6 +3,8 @@ Kubernetes and spot markets tell it."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.controller.hanging import SLOWLY
-from tests.controller.runs import Finished, tiny, until
-from tests.controller.soak import MODEL
+from tests.controller.runs import Finished, alive, parents, tiny, until
+from tests.controller.soak import MODEL, start_driver
 from tests.controller.started import Started, started
 from vescale_ray import checkpoint
 from vescale_ray.controller.driver import RunResult
@@ -119,3 +121,66 @@ def test_a_job_that_is_stopped_has_made_a_checkpoint_and_the_next_submission_goe
     assert accounting.exact and accounting.due == STEPS * config.global_batch
     generations = [(event["source"], event["step"]) for event in finished.of("generation")]
     print(f", generations {generations}, steps replayed {accounting.replayed_steps}", end="")
+
+
+NOTICE_S = 20
+
+
+@pytest.mark.parametrize("wanted", ["the others go on", "a replacement is awaited"])
+def test_a_node_that_is_told_to_go_with_sigterm_is_left_before_it_goes_and_no_step_is_lost(wanted: str, tmp_path: Path) -> None:
+    """`ray start --block` gives notice of itself, waits for ``RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S`` at most, and takes its node along."""
+    needed = wanted == "a replacement is awaited"
+    changes: dict[str, Any] = {"elastic_workers": 3, "elastic_deterministic": True, "train_steps": 1_000_000, "checkpoint_every": 0}
+    if needed:
+        changes |= {"elastic_min_workers": 3, "elastic_replace_lost": True}
+    with started(0, **{SLOWLY: "0.01"}) as cluster:
+        leaving = cluster.add(2, RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=str(NOTICE_S))
+        cluster.add(3 if needed else 2)
+        config = tiny(tmp_path, "told", ray_address=cluster.address, ray_cpus_per_worker=1.0, data_eval_samples=0, **changes, **MODEL)
+        folder, output = RunFolder(config.run_folder), tmp_path / "told.txt"
+        driver = start_driver(config, output)
+
+        def events(*kinds: str) -> list[dict[str, Any]]:
+            return [event for event in folder.read_events() if event["event"] in kinds]
+
+        def steps() -> int:
+            assert driver.poll() is None, output.read_text()
+            return max((int(line["step"]) for line in folder.read_metrics()), default=0)
+
+        until(lambda: steps() >= 20, 120, "step 20")
+        raylet, of = cluster.raylet_of(leaving), parents()
+        assert raylet is not None
+        there = [event for event in events("worker_started") if of[event["pid"]] == raylet]
+        (node,), theirs = {event["node"] for event in there}, [event["pid"] for event in there]
+        assert 1 <= len(theirs) <= 2
+        ended: list[float] = []
+
+        def gone() -> bool:
+            if not ended and not alive(raylet):
+                ended.append(time.time())
+            return bool(ended) and leaving.poll() is not None and bool(events("rescaled"))
+
+        began = time.time()
+        leaving.terminate()
+        until(gone, NOTICE_S + 40, "the end of the node")
+        (event,) = events("rescaled")
+        left_at, gone_at = event["time"] - began, ended[0] - began
+        assert left_at < min(gone_at, NOTICE_S), "the job goes on before the node goes"
+        assert gone_at < max(left_at + 5, NOTICE_S - 2), "nothing of the run is left there that it would have to wait for"
+        assert not any(alive(pid) for pid in theirs)
+        at = steps()
+        print(
+            f"\n{wanted}: left {left_at:.2f} s after SIGTERM, pause {event['pause_seconds']:.2f} s, the node went {gone_at:.1f} s after it",
+            end="",
+        )
+        left = 3 if needed else 3 - len(theirs)
+        assert (event["from"], event["to"], event["source"], event["steps_replayed"]) == (3, left, "memory", 0)
+        (notice,) = events("node_draining")
+        assert notice["node"] == node and 0 < notice["seconds_left"] <= NOTICE_S
+        until(lambda: steps() >= at + 50, 60, "50 more steps")
+        os.kill(driver.pid, signal.SIGTERM)
+        driver.wait(100)
+        assert not events("worker_lost", "generation_failed"), "the node that has gone took nothing along"
+        finished = Finished(config, RunResult("STOPPED", 0, 0, None, None, folder.path))
+        assert "STOPPED" in output.read_text() and finished.accounting().exact and finished.accounting().replayed_steps == 0
+        assert len(events("checkpoint_saved")) == (2 if needed else 1), "at once where training can't do without the node, and at the end"
