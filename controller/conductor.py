@@ -21,7 +21,7 @@ from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
 from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.cadence import Cadence
-from vescale_ray.controller.crew import Crew, Heard, Lost, News, Ready
+from vescale_ray.controller.crew import Crew, Heard, Lost, News, Ready, Told
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.evidence import Evidence
 from vescale_ray.controller.hang import HangWatch
@@ -66,6 +66,8 @@ TICK_S = 0.1
 """Longest wait for news in one round of the loop."""
 ADOPT_S = 3.0
 """A restarted controller hears the workers for this long before it goes on with those that have answered."""
+OUTLINE_S = 0.5
+"""After that it goes on without having heard what the layouts follow from."""
 SILENT_S = 1.0
 """Of those that could join, one that has owed an answer for so long is the last to be taken."""
 AHEAD = 4
@@ -270,7 +272,6 @@ class Conductor:
                 commit=source.commit,
                 resume=source.resume,
                 evaluate=self._evaluation_due(source.step),
-                outline=rank == 0 and not self._keeper.layouts.told,
             )
         if ledger.shift is not None:
             ledger.shift.spend("plan", time.monotonic() - began)
@@ -302,13 +303,21 @@ class Conductor:
                 else:
                     self._steering.steer(world)
                     if self._ledger.all_filled:
-                        self._keeper.layouts.ahead(worlds_ahead(world.size, self.desk.target))
+                        self._plan_ahead(world)
                 continue
             first_sign = first_sign or time.monotonic()
             if not broken and (lost or any(self._fault(w, world) for w in living)):
                 broken = True
                 self._break(world, inside)
             self._end_laggards(inside, first_sign)
+
+    def _plan_ahead(self, world: World) -> None:
+        """Have the layouts that may come next planned while the workers train; what they follow from is any member's to tell."""
+        layouts = self._keeper.layouts
+        if layouts.told:
+            layouts.ahead(worlds_ahead(world.size, self.desk.target))
+        else:
+            self._crew.ask_outline(world.members)
 
     def _is_out(self, worker: str, world: World) -> bool:
         report = self._crew.report(worker)
@@ -436,6 +445,10 @@ class Conductor:
         while time.monotonic() < deadline and not all(w in heard or not self._crew.alive(w) for w in world.members):
             # Books are kept from here on too: what comes in now is not told twice.
             heard |= {n.report.worker for n in self._tick() if isinstance(n, Heard)}
+            self._plan_ahead(world)
+        # What comes next may be a recovery: it is numbered by the layouts, too.
+        self._wait(lambda: not self._crew.asking_outline, OUTLINE_S)
+        self._plan_ahead(world)
         reports = [self._crew.report(w) for w in world.members]
         if any(report is not None and report.ticket < world.ticket for report in reports):
             self._crew.fence(world.members, world.ticket)
@@ -484,6 +497,8 @@ class Conductor:
                 case Heard(report):
                     self._hangs.heard(report, time.monotonic())
                     self._hear(report)
+                case Told(Outlined(outline)):
+                    self._keeper.layouts.take(outline)
                 case Lost(worker, info, reason):
                     if info is not None and info.node in self._steering.nodes.draining:
                         one = replace(one, cause=Cause.NODE)
@@ -524,8 +539,6 @@ class Conductor:
                     ledger.filled(report.worker, item)
                 case Evaluated():
                     ledger.evaluation(item)
-                case Outlined():
-                    self._keeper.layouts.take(item.outline)
                 case Saved():
                     self._saves.heed(item)
                 case Damaged():

@@ -20,7 +20,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.protocol import Places
-from vescale_ray.workers.messages import Order, Report, Ticket, WorkerInfo
+from vescale_ray.workers.messages import Order, Outlined, Report, Ticket, WorkerInfo
 
 POLL_WAIT_S = 0.5
 """A worker with nothing to tell answers after this long."""
@@ -66,7 +66,14 @@ class Lost:
     cause: Cause = Cause.KILLED
 
 
-News = Ready | Heard | Lost
+@dataclass(frozen=True)
+class Told:
+    """A worker has answered :meth:`Crew.ask_outline`; None: it does not know yet."""
+
+    outlined: Outlined | None
+
+
+News = Ready | Heard | Lost | Told
 
 
 @dataclass
@@ -81,6 +88,7 @@ class Member:
     seen: int = -1
     hello: Any = None
     lifeline: Any = None
+    outline: Any = None
     poll: Any = None
     poll_sent: float = 0.0
     next_poll: float = 0.0
@@ -90,7 +98,7 @@ class Member:
     sentenced: float = 0.0
 
     def pending(self) -> list[Any]:
-        return [ref for ref in (self.hello, self.lifeline, self.poll) if ref is not None]
+        return [ref for ref in (self.hello, self.lifeline, self.outline, self.poll) if ref is not None]
 
 
 class Crew:
@@ -254,6 +262,19 @@ class Crew:
         """Have ``flags`` carried into the next step; None, or why it could not be."""
         return self._tell({worker: self.members[worker].handle.ask.remote(ticket, flags)}).get(worker)
 
+    def ask_outline(self, workers: Iterable[str]) -> None:
+        """Have the first of ``workers`` that answers at all tell what the layouts follow from, unless one is just asked."""
+        if self.asking_outline:
+            return
+        member = next((m for w in workers if (m := self.members.get(w)) is not None and m.report is not None and m.verdict is None), None)
+        if member is not None:
+            member.outline = member.handle.outlined.remote()
+
+    @property
+    def asking_outline(self) -> bool:
+        """Whether a worker owes an answer to :meth:`ask_outline`."""
+        return any(member.outline is not None for member in self.members.values())
+
     def fence(self, workers: Iterable[str], ticket: Ticket) -> None:
         """Close a generation. Not waited for: a worker that does not hear of it is killed later anyway."""
         for worker in workers:
@@ -341,6 +362,9 @@ class Crew:
                 member.seen = max(member.seen, value.items[-1][0])
             member.seen = max(member.seen, 0)
             return [Heard(value)]
+        if ref == member.outline:
+            member.outline = None
+            return [Told(value)]
         member.lifeline = None  # a newer controller has taken it
         return []
 
@@ -349,6 +373,8 @@ class Crew:
             member.hello = member.handle.hello.remote(HELLO_WAIT_S)
         elif ref == member.poll:
             member.poll, member.next_poll = None, time.monotonic() + POLL_GAP_S
+        elif ref == member.outline:
+            member.outline = None
         else:
             member.lifeline = member.handle.lifeline.remote(self._epoch)
 

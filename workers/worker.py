@@ -94,6 +94,7 @@ class Worker:
         self._info: WorkerInfo | None = None
         self._warm_error: str | None = None
         self._lifeline = 0
+        self._outlined: Outlined | None = None
         self._lines = Lines()
         """Of the group that the training thread is in."""
         self._pulse: Pulse | None = None
@@ -137,6 +138,12 @@ class Worker:
         at = self._pulse.where()
         slow = self._pulse.unhurried or at.compiling
         return replace(report, beats=self._pulse.beats, where=at.text, waiting=at.waiting, unhurried=slow)
+
+    @ray.method(concurrency_group="control")
+    def outlined(self) -> Outlined | None:
+        """What the layouts at every world size follow from; None before this worker has first built a model. All keep it, so that a
+        controller that was restarted can have it again."""
+        return self._outlined
 
     @ray.method(concurrency_group="control")
     def stacks(self) -> str:
@@ -326,8 +333,7 @@ class Worker:
                     Phase.TRAINING,
                     trainer.completed,
                 )
-                if order.outline:
-                    self._publish(Outlined(order.ticket, outline_of(trainer)), None, None)
+                self._outlined = self._outlined or Outlined(outline_of(trainer))  # the same at every world size
                 if order.evaluate:
                     self._evaluate(trainer, order.ticket)
                 while trainer.completed < config.train.steps:

@@ -343,17 +343,26 @@ def test_a_lost_worker_is_replaced_when_that_is_wanted(home: Path) -> None:
 
 
 @pytest.mark.slow
-def test_where_an_optimizer_keeps_matrices_whole_a_growth_moves_no_more_than_it_must(home: Path) -> None:
+@pytest.mark.parametrize("restarted", [False, True], ids=["", "after a restart of the controller"])
+def test_where_an_optimizer_keeps_matrices_whole_a_growth_moves_no_more_than_it_must(restarted: bool, home: Path) -> None:
+    import ray
+
     layout = trained("soap", home)
     before, after = layout.ranks[3], layout.ranks[4]
     common = [[common_bytes(one, other) for other in after] for one in before]
     least = sum(map(owned_bytes, after)) - most_kept([*common, [0] * 4])
-    config = tiny(home, "soap", model_dim=64, model_ffn=176, train_slots=8, train_steps=5000, train_optimizer="soap", checkpoint_every=0)
+    shape = {"model_dim": 64, "model_ffn": 176, "train_slots": 8}
+    config = tiny(home, f"soap-{restarted}", train_steps=5000, train_optimizer="soap", checkpoint_every=0, **shape)
     folder = RunFolder(config.run_folder)
     seen: set[str] = set()
 
     def watch(status: Mapping[str, Any]) -> None:
-        if status["state"] == "RUNNING" and status["step"] >= 5 and "asked" not in seen:
+        if status["state"] != "RUNNING" or status["step"] < 5:
+            return
+        if restarted and "killed" not in seen:
+            seen.add("killed")
+            ray.kill(ray.get_actor(controller_name(status["info"]["run_id"]), NAMESPACE), no_restart=False)
+        elif "asked" not in seen and status["info"]["controller_epoch"] == ("2" if restarted else "1"):
             seen.add("asked")
             client.request(folder, "rescale", {"workers": 4})
         elif "grow/manual" in status["rescales"] and "stopped" not in seen:
@@ -364,3 +373,5 @@ def test_where_an_optimizer_keeps_matrices_whole_a_growth_moves_no_more_than_it_
     (event,) = finished.of("rescaled")
     assert (event["from"], event["to"], event["source"]) == (3, 4, "memory")
     assert event["moved_bytes"] == least > 0
+    assert bool(finished.of("controller_restarted")) == restarted
+    nothing_left(finished)
