@@ -27,6 +27,7 @@ from vescale_ray.controller.evidence import Evidence
 from vescale_ray.controller.hang import HangWatch
 from vescale_ray.controller.hang_report import end_hung
 from vescale_ray.controller.keeper import Keeper
+from vescale_ray.controller.laggards import Laggards
 from vescale_ray.controller.ledger import Ledger, Shift
 from vescale_ray.controller.memo import Memo, write_memo
 from vescale_ray.controller.protocol import (
@@ -72,8 +73,6 @@ SILENT_S = 1.0
 """Of those that could join, one that has owed an answer for so long is the last to be taken."""
 AHEAD = 4
 """Layouts are planned for so many workers more or fewer than there are."""
-FORM_S = 15.0
-"""Bound of forming a group, on the workers (``groups.FORM_SECONDS``)."""
 
 
 class Conductor:
@@ -100,6 +99,7 @@ class Conductor:
             root, spec.run_id, crew, ledger, saves, self._take_number, self._wait, spec.bounds.save, self._cadence, config.max_workers
         )
         self._steering = Steering(spec, config, crew, ledger, saves, self.desk, self._cadence, list(memo.leavers), self._enter)
+        self._laggards = Laggards(config.elastic, spec.bounds, crew, ledger, self._keeper)
         patience = config.elastic.hang_timeout_s
         self._hangs = HangWatch(None if patience == "auto" else patience, config.elastic.collective_timeout_s)
         self._inherited: Ticket | None = None
@@ -309,7 +309,11 @@ class Conductor:
             if not broken and (lost or any(self._fault(w, world) for w in living)):
                 broken = True
                 self._break(world, inside)
-            self._end_laggards(inside, first_sign)
+            out, spares = [w for w in living if w not in inside], self._steering.outside(world.members)
+            ready = [w for w in spares if w in self._crew.ready()]
+            late = self._laggards.late(time.monotonic() - first_sign, inside, out, ready)
+            if late:
+                self._evidence.hung(end_hung(self._crew, self._ledger, world, late))
 
     def _plan_ahead(self, world: World) -> None:
         """Have the layouts that may come next planned while the workers train; what they follow from is any member's to tell."""
@@ -336,20 +340,6 @@ class Conductor:
             self._ledger.begin_shift("failure", world.size)
             self._enter(RunState.RESCALING)
         self._crew.fence(inside, world.ticket)
-
-    def _end_laggards(self, inside: list[str], first_sign: float) -> None:
-        """Kill whoever is in a generation that is over for longer than can be: it is hung, and would hold up everyone."""
-        reports = {w: self._crew.report(w) for w in inside}
-        waiting = {w: r.phase if r is not None else "unheard of" for w, r in reports.items() if r is None or r.phase is not Phase.SAVING}
-        bound = policy.park_bound([str(p) for p in waiting.values()], self._spec.bounds.park, FORM_S, self._ledger.step_seconds)
-        late = {w: f"still {phase} {bound:.1f} s after the others had left" for w, phase in waiting.items() if not self._crew.doomed(w)}
-        if late and time.monotonic() - first_sign < bound + self._config.elastic.collective_timeout_s:
-            # Who answers, and waits for a rank that is not there any more, is no culprit: its collective has a bound of its own.
-            silent = self._crew.silent(bound / 2)
-            late = {w: why for w, why in late.items() if w in silent or (report := reports[w]) is None or not report.waiting}
-        if late and time.monotonic() - first_sign > bound:
-            assert self._ledger.world is not None
-            self._evidence.hung(end_hung(self._crew, self._ledger, self._ledger.world, late))
 
     def _end(self, world: World, living: list[str], gone: dict[str, Lost], first_sign: float | None) -> Ending:
         faults = {w: fault for w in living if (fault := self._fault(w, world)) is not None}

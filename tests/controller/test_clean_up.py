@@ -273,8 +273,9 @@ def test_ctrl_c_while_a_rescale_or_a_growth_waits_makes_a_checkpoint_says_how_to
         last = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", driver.text()).strip().splitlines()[-1]
         said = re.fullmatch(r"vescale-ray: interrupted; nothing is left running; resume at step (\d+) with: vescale-ray (train .+)", last)
         assert said and int(said[1]) == newest.step, last
+        said_to_do = shlex.split(said[2])
     # The command as it stands there, of one of them.
-    command = [sys.executable, "-m", "vescale_ray.cli", *shlex.split(said[2]), f"train.steps={newest.step + 20}"]
+    command = [sys.executable, "-m", "vescale_ray.cli", *said_to_do, f"train.steps={newest.step + 20}"]
     resumed = subprocess.run(command, cwd=driver.where, env=environment(), capture_output=True, text=True, timeout=120)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     lines = driver.folder.read_all_metrics()

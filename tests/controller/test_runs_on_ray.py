@@ -270,6 +270,42 @@ def test_workers_that_hang_in_any_way_are_found_within_two_seconds_named_and_end
     nothing_left(finished)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("replaced", [True, False], ids=["another takes its place", "nobody would"])
+def test_a_survivor_that_waits_on_for_a_lost_rank_is_ended_early_only_where_that_costs_nothing(replaced: bool, home: Path) -> None:
+    """Now and then gloo does not notice that a peer has died. Here it is code of the model that waits, which no cut connection ends."""
+    bound = 8
+    elastic = {"elastic_workers": 4, "elastic_replace_lost": replaced, "elastic_collective_timeout_s": bound}
+    model = {"model_factory": "tests.controller.hanging:model", "model_units": ["body"]}
+    config = tiny(home, f"waits-{replaced}", train_steps=100_000, checkpoint_every=0, **elastic, **model)
+    struck: list[float] = []
+
+    def watch(status: Mapping[str, Any]) -> None:
+        if status["state"] == "RUNNING" and status["step"] >= 20 and not struck:
+            hang(pid_of(config, status, 2), "wait")
+            time.sleep(0.3)
+            struck.append(time.time())
+            os.kill(pid_of(config, status, 0), signal.SIGKILL)  # its copy is with rank 1, that of rank 2 with rank 3
+        elif struck and status["rescales"] and status["world"] == (4 if replaced else 2):
+            client.request(RunFolder(config.run_folder), "stop", {})
+
+    finished = carry_out(config, watch=watch)
+    assert finished.result.state == "STOPPED", finished.result
+    (event,) = finished.of("hang")
+    ((worker, why),) = event["workers"].items()
+    after = event["time"] - struck[0]
+    first = finished.of("rescaled")[0]
+    print(f"\n{why}: ended {after:.2f} s after the loss", end="")
+    assert worker == finished.generations()[0][2]
+    assert (first["to"], first["source"]) == (2, "peer") and first["steps_replayed"] <= 1
+    if replaced:
+        assert 3.0 <= after < bound and why.startswith("waits for a rank that is gone")
+    else:
+        assert bound + 3.0 <= after < bound + 6.0 and why.startswith(f"still training {bound + 3.0:.1f} s after the others had left")
+    assert finished.accounting().exact
+    nothing_left(finished)
+
+
 def test_a_run_that_fails_again_and_again_says_why_with_the_tracebacks_of_all_workers(home: Path) -> None:
     model = {"model_factory": "tests.controller.hanging:model", "model_units": ["body"]}
     limits = {"elastic_workers": 2, "elastic_max_recoveries_without_progress": 1}
