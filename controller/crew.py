@@ -91,6 +91,9 @@ class Member:
     outline: Any = None
     poll: Any = None
     poll_sent: float = 0.0
+    ordered: float = 0.0
+    """When it was last given an order; ``told``: when it was asked for its last report."""
+    told: float = 0.0
     next_poll: float = 0.0
     verdict: str | None = None
     """Why we are killing it, since ``sentenced``."""
@@ -239,6 +242,11 @@ class Crew:
         member = self.members.get(worker)
         return member.report if member else None
 
+    def stale(self, worker: str) -> bool:
+        """Whether its last report may be of before its last order: then it does not tell what the worker does now."""
+        member = self.members.get(worker)
+        return member is not None and member.told <= member.ordered
+
     def info(self, worker: str) -> WorkerInfo | None:
         member = self.members.get(worker)
         return member.info if member else None
@@ -256,7 +264,10 @@ class Crew:
 
     def order(self, orders: Mapping[str, Order]) -> dict[str, str]:
         """Give each worker its order, all at once; those that did not take theirs, with the reason."""
-        return self._tell({w: self.members[w].handle.give_order.remote(order) for w, order in orders.items() if w in self.members})
+        refused = self._tell({w: self.members[w].handle.give_order.remote(order) for w, order in orders.items() if w in self.members})
+        for worker in orders.keys() & self.members.keys():
+            self.members[worker].ordered = time.monotonic()
+        return refused
 
     def ask(self, worker: str, ticket: Ticket, flags: int) -> str | None:
         """Have ``flags`` carried into the next step; None, or why it could not be."""
@@ -357,7 +368,7 @@ class Crew:
             self._nursery.station.remote(value.node)
             return [Ready(value)]
         if ref == member.poll:
-            member.poll, member.next_poll, member.report = None, now + POLL_GAP_S, value
+            member.poll, member.next_poll, member.report, member.told = None, now + POLL_GAP_S, value, member.poll_sent
             if value.items:
                 member.seen = max(member.seen, value.items[-1][0])
             member.seen = max(member.seen, 0)

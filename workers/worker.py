@@ -82,7 +82,7 @@ class Worker:
         self._worker = worker
         self._config_tree = config
         self._change = threading.Condition()
-        self._phase = Phase.WARMING
+        self._phase = self._resting = Phase.WARMING
         self._ticket = NO_TICKET
         self._fenced = NO_TICKET
         self._fault: Fault | None = None
@@ -165,6 +165,8 @@ class Worker:
             if self._order is not None or self._phase not in (Phase.PARKED, Phase.FINISHED, Phase.IDLE):
                 raise Refused(f"{self._worker}: is {self._phase} in {self._ticket}; it takes an order of {order.ticket} when it is parked")
             self._order = order
+            if isinstance(order, Save):  # from now on, not from when the training thread comes to it: who asks next shall know
+                self._resting, self._phase = self._phase, Phase.SAVING
             self._change.notify_all()
 
     @ray.method(concurrency_group="control")
@@ -451,10 +453,7 @@ class Worker:
         self._settle(Phase.PARKED, fault)
 
     def _save(self, order: Save) -> None:
-        with self._change:
-            before, ticket = self._phase, self._ticket
-            self._phase = Phase.SAVING
-            self._change.notify_all()
+        ticket = self._ticket
         held = {shards.rank: shards for shards in self._snapshots.shards(order.resume.generation, order.resume.step)}
         for rank in order.ranks:
             if rank in held:
@@ -464,7 +463,7 @@ class Worker:
                 resume = order.resume
                 self._publish(Saved(ticket, order.attempt, resume.step, order.epoch, rank, resume.world, None, missing, 0.0), None, None)
         with self._change:
-            self._phase = before
+            self._phase = self._resting
             self._change.notify_all()
 
     def _write(self, shards: Shards, ticket: Ticket, attempt: str, epoch: int) -> None:
