@@ -21,13 +21,14 @@ from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
 from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.cadence import Cadence
-from vescale_ray.controller.crew import Crew, Heard, Lost, News, Ready
+from vescale_ray.controller.crew import Crew, Heard, Lost, News, Ready, Told
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.evidence import Evidence
 from vescale_ray.controller.goodput import Loss
 from vescale_ray.controller.hang import HangWatch
 from vescale_ray.controller.hang_report import end_hung
 from vescale_ray.controller.keeper import Keeper
+from vescale_ray.controller.laggards import Laggards
 from vescale_ray.controller.ledger import Ledger, Shift
 from vescale_ray.controller.memo import Memo, write_memo
 from vescale_ray.controller.protocol import (
@@ -67,12 +68,12 @@ TICK_S = 0.1
 """Longest wait for news in one round of the loop."""
 ADOPT_S = 3.0
 """A restarted controller hears the workers for this long before it goes on with those that have answered."""
+OUTLINE_S = 0.5
+"""After that it goes on without having heard what the layouts follow from."""
 SILENT_S = 1.0
 """Of those that could join, one that has owed an answer for so long is the last to be taken."""
 AHEAD = 4
 """Layouts are planned for so many workers more or fewer than there are."""
-FORM_S = 15.0
-"""Bound of forming a group, on the workers (``groups.FORM_SECONDS``)."""
 
 
 class Conductor:
@@ -99,6 +100,7 @@ class Conductor:
             root, spec.run_id, crew, ledger, saves, self._take_number, self._wait, spec.bounds.save, self._cadence, config.max_workers
         )
         self._steering = Steering(spec, config, crew, ledger, saves, self.desk, self._cadence, list(memo.leavers), self._enter)
+        self._laggards = Laggards(config.elastic, spec.bounds, crew, ledger, self._keeper)
         patience = config.elastic.hang_timeout_s
         self._hangs = HangWatch(None if patience == "auto" else patience, config.elastic.collective_timeout_s)
         self._inherited: Ticket | None = None
@@ -275,7 +277,6 @@ class Conductor:
                 commit=source.commit,
                 resume=source.resume,
                 evaluate=self._evaluation_due(source.step),
-                outline=rank == 0 and not self._keeper.layouts.told,
             )
         if ledger.shift is not None:
             ledger.shift.spend("plan", time.monotonic() - began)
@@ -307,13 +308,25 @@ class Conductor:
                 else:
                     self._steering.steer(world)
                     if self._ledger.all_filled:
-                        self._keeper.layouts.ahead(worlds_ahead(world.size, self.desk.target))
+                        self._plan_ahead(world)
                 continue
             first_sign = first_sign or time.monotonic()
             if not broken and (lost or any(self._fault(w, world) for w in living)):
                 broken = True
                 self._break(world, inside)
-            self._end_laggards(inside, first_sign)
+            out, spares = [w for w in living if w not in inside], self._steering.outside(world.members)
+            ready = [w for w in spares if w in self._crew.ready()]
+            late = self._laggards.late(time.monotonic() - first_sign, inside, out, ready)
+            if late:
+                self._evidence.hung(end_hung(self._crew, self._ledger, world, late))
+
+    def _plan_ahead(self, world: World) -> None:
+        """Have the layouts that may come next planned while the workers train; what they follow from is any member's to tell."""
+        layouts = self._keeper.layouts
+        if layouts.told:
+            layouts.ahead(worlds_ahead(world.size, self.desk.target))
+        else:
+            self._crew.ask_outline(world.members)
 
     def _is_out(self, worker: str, world: World) -> bool:
         report = self._crew.report(worker)
@@ -332,20 +345,6 @@ class Conductor:
             self._ledger.begin_shift("failure", world.size)
             self._enter(RunState.RESCALING)
         self._crew.fence(inside, world.ticket)
-
-    def _end_laggards(self, inside: list[str], first_sign: float) -> None:
-        """Kill whoever is in a generation that is over for longer than can be: it is hung, and would hold up everyone."""
-        reports = {w: self._crew.report(w) for w in inside}
-        waiting = {w: r.phase if r is not None else "unheard of" for w, r in reports.items() if r is None or r.phase is not Phase.SAVING}
-        bound = policy.park_bound([str(p) for p in waiting.values()], self._spec.bounds.park, FORM_S, self._ledger.step_seconds)
-        late = {w: f"still {phase} {bound:.1f} s after the others had left" for w, phase in waiting.items() if not self._crew.doomed(w)}
-        if late and time.monotonic() - first_sign < bound + self._config.elastic.collective_timeout_s:
-            # Who answers, and waits for a rank that is not there any more, is no culprit: its collective has a bound of its own.
-            silent = self._crew.silent(bound / 2)
-            late = {w: why for w, why in late.items() if w in silent or (report := reports[w]) is None or not report.waiting}
-        if late and time.monotonic() - first_sign > bound:
-            assert self._ledger.world is not None
-            self._evidence.hung(end_hung(self._crew, self._ledger, self._ledger.world, late))
 
     def _end(self, world: World, living: list[str], gone: dict[str, Lost], first_sign: float | None) -> Ending:
         faults = {w: fault for w in living if (fault := self._fault(w, world)) is not None}
@@ -442,6 +441,10 @@ class Conductor:
         while time.monotonic() < deadline and not all(w in heard or not self._crew.alive(w) for w in world.members):
             # Books are kept from here on too: what comes in now is not told twice.
             heard |= {n.report.worker for n in self._tick() if isinstance(n, Heard)}
+            self._plan_ahead(world)
+        # What comes next may be a recovery: it is numbered by the layouts, too.
+        self._wait(lambda: not self._crew.asking_outline, OUTLINE_S)
+        self._plan_ahead(world)
         reports = [self._crew.report(w) for w in world.members]
         if any(report is not None and report.ticket < world.ticket for report in reports):
             self._crew.fence(world.members, world.ticket)
@@ -490,6 +493,8 @@ class Conductor:
                 case Heard(report):
                     self._hangs.heard(report, time.monotonic())
                     self._hear(report)
+                case Told(Outlined(outline)):
+                    self._keeper.layouts.take(outline)
                 case Lost(worker, info, reason):
                     if info is not None and info.node in self._steering.nodes.draining:
                         one = replace(one, cause=Cause.NODE)
@@ -530,8 +535,6 @@ class Conductor:
                     ledger.filled(report.worker, item)
                 case Evaluated():
                     ledger.evaluation(item)
-                case Outlined():
-                    self._keeper.layouts.take(item.outline)
                 case Saved():
                     self._saves.heed(item)
                 case Damaged():

@@ -20,7 +20,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.protocol import Places
-from vescale_ray.workers.messages import Order, Report, Ticket, WorkerInfo
+from vescale_ray.workers.messages import Order, Outlined, Report, Ticket, WorkerInfo
 
 POLL_WAIT_S = 0.5
 """A worker with nothing to tell answers after this long."""
@@ -66,7 +66,14 @@ class Lost:
     cause: Cause = Cause.KILLED
 
 
-News = Ready | Heard | Lost
+@dataclass(frozen=True)
+class Told:
+    """A worker has answered :meth:`Crew.ask_outline`; None: it does not know yet."""
+
+    outlined: Outlined | None
+
+
+News = Ready | Heard | Lost | Told
 
 
 @dataclass
@@ -81,8 +88,12 @@ class Member:
     seen: int = -1
     hello: Any = None
     lifeline: Any = None
+    outline: Any = None
     poll: Any = None
     poll_sent: float = 0.0
+    ordered: float = 0.0
+    """When it was last given an order; ``told``: when it was asked for its last report."""
+    told: float = 0.0
     next_poll: float = 0.0
     verdict: str | None = None
     """Why we are killing it, since ``sentenced``."""
@@ -90,7 +101,7 @@ class Member:
     sentenced: float = 0.0
 
     def pending(self) -> list[Any]:
-        return [ref for ref in (self.hello, self.lifeline, self.poll) if ref is not None]
+        return [ref for ref in (self.hello, self.lifeline, self.outline, self.poll) if ref is not None]
 
 
 class Crew:
@@ -205,6 +216,13 @@ class Crew:
         """Take back all places that wait for workers."""
         self._nursery.wish.remote(0, ())
 
+    def leave(self, node: str) -> bool:
+        """Have nothing of the run on ``node``, which is about to go; False and not done while a worker is there, or may yet turn up."""
+        if any(member.info is None or member.info.node == node for member in self.members.values()):
+            return False
+        self._nursery.retire.remote(node)
+        return True
+
     def alive(self, worker: str) -> bool:
         return worker in self.members
 
@@ -224,6 +242,11 @@ class Crew:
         member = self.members.get(worker)
         return member.report if member else None
 
+    def stale(self, worker: str) -> bool:
+        """Whether its last report may be of before its last order: then it does not tell what the worker does now."""
+        member = self.members.get(worker)
+        return member is not None and member.told <= member.ordered
+
     def info(self, worker: str) -> WorkerInfo | None:
         member = self.members.get(worker)
         return member.info if member else None
@@ -241,11 +264,27 @@ class Crew:
 
     def order(self, orders: Mapping[str, Order]) -> dict[str, str]:
         """Give each worker its order, all at once; those that did not take theirs, with the reason."""
-        return self._tell({w: self.members[w].handle.give_order.remote(order) for w, order in orders.items() if w in self.members})
+        refused = self._tell({w: self.members[w].handle.give_order.remote(order) for w, order in orders.items() if w in self.members})
+        for worker in orders.keys() & self.members.keys():
+            self.members[worker].ordered = time.monotonic()
+        return refused
 
     def ask(self, worker: str, ticket: Ticket, flags: int) -> str | None:
         """Have ``flags`` carried into the next step; None, or why it could not be."""
         return self._tell({worker: self.members[worker].handle.ask.remote(ticket, flags)}).get(worker)
+
+    def ask_outline(self, workers: Iterable[str]) -> None:
+        """Have the first of ``workers`` that answers at all tell what the layouts follow from, unless one is just asked."""
+        if self.asking_outline:
+            return
+        member = next((m for w in workers if (m := self.members.get(w)) is not None and m.report is not None and m.verdict is None), None)
+        if member is not None:
+            member.outline = member.handle.outlined.remote()
+
+    @property
+    def asking_outline(self) -> bool:
+        """Whether a worker owes an answer to :meth:`ask_outline`."""
+        return any(member.outline is not None for member in self.members.values())
 
     def fence(self, workers: Iterable[str], ticket: Ticket) -> None:
         """Close a generation. Not waited for: a worker that does not hear of it is killed later anyway."""
@@ -329,11 +368,14 @@ class Crew:
             self._nursery.station.remote(value.node)
             return [Ready(value)]
         if ref == member.poll:
-            member.poll, member.next_poll, member.report = None, now + POLL_GAP_S, value
+            member.poll, member.next_poll, member.report, member.told = None, now + POLL_GAP_S, value, member.poll_sent
             if value.items:
                 member.seen = max(member.seen, value.items[-1][0])
             member.seen = max(member.seen, 0)
             return [Heard(value)]
+        if ref == member.outline:
+            member.outline = None
+            return [Told(value)]
         member.lifeline = None  # a newer controller has taken it
         return []
 
@@ -342,6 +384,8 @@ class Crew:
             member.hello = member.handle.hello.remote(HELLO_WAIT_S)
         elif ref == member.poll:
             member.poll, member.next_poll = None, time.monotonic() + POLL_GAP_S
+        elif ref == member.outline:
+            member.outline = None
         else:
             member.lifeline = member.handle.lifeline.remote(self._epoch)
 

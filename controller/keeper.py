@@ -140,7 +140,8 @@ class Keeper:
                 if attempt in self._results:
                     return self._results[attempt]
             self.abandon()
-            # Who still writes for the attempt that has failed can neither write again nor join: its order would be refused.
+            # Who still writes for the attempt that has failed can neither write again nor join: its order would be refused. Nor
+            # does it count as a holder.
             self._wait(lambda: not any(self._writes(w) for w in workers), self._save_s)
             problem = next(iter(refused.values()), problem)
         return SaveResult("", self._ledger.step, 0, 0.0, error=problem)
@@ -152,7 +153,7 @@ class Keeper:
 
     def _writes(self, worker: str) -> bool:
         report = self._crew.report(worker)
-        return report is not None and report.phase is Phase.SAVING
+        return report is not None and (report.phase is Phase.SAVING or self._crew.stale(worker))
 
     def _held(self, workers: Iterable[str]) -> Mapping[str, Sequence[Holding]]:
         reports = {w: self._crew.report(w) for w in workers if self._crew.alive(w)}

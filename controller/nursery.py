@@ -161,6 +161,14 @@ class Nursery:
             if node != self._node and node not in self._agents:
                 self._agents[node] = start_agent(node)
 
+    def retire(self, node: str) -> None:
+        """End the agent of ``node``, which is about to go and has no worker any more. Ray lets a node that drains go once nothing is on it,
+        and waits for its deadline otherwise."""
+        with self._lock:
+            agent = self._agents.pop(node, None)
+        if agent is not None:
+            ray.kill(agent, no_restart=True)
+
     def _agent(self, node: str) -> Any:
         self.station(node)
         return self._agents[node]

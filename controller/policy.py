@@ -244,11 +244,13 @@ def spread_saving(holders: Mapping[int, Sequence[str]], owners: Sequence[str]) -
     return {worker: tuple(sorted(ranks)) for worker, ranks in ranks_of.items()}
 
 
-def park_bound(phases: Collection[str], park_s: float, form_s: float, step_s: float | None) -> float:
-    """Seconds from the first sign that a generation is over until whoever is still in it must be hung.
+def laggard_bound(phase: str, waits: bool, park_s: float, form_s: float, step_s: float | None, collective_s: float) -> float:
+    """Seconds from the first sign that a generation is over until a worker that is still in it is ended.
 
-    A rank that computes notices nothing before its next collective, at most a step away; one that forms waits for the absent
-    to the end of the forming's own bound.
+    A rank that computes notices nothing before its next collective, at most a step away. One that forms waits for the absent to the end
+    of the forming's own bound, and may build besides. One that answers and ``waits`` for another rank is no culprit: what it waits in
+    began by then and ends by itself after ``collective_s``; the rest is for letting go.
     """
     bound = max(park_s, 3.0 * (step_s or 0.0))
-    return max(bound, 2.0 * form_s) if "forming" in phases or "giving" in phases else bound
+    own = max(bound, 2.0 * form_s) if phase in ("forming", "giving") else bound
+    return max(own, collective_s + bound) if waits else own

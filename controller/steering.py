@@ -59,6 +59,7 @@ class Steering:
         self.failed_hires = 0
         self.stragglers = Stragglers(config, ledger, spec.capacity, spec.bounds.start)
         self._drained: frozenset[str] = frozenset()
+        self._left: frozenset[str] = frozenset()
         self._aim = 0
 
     def steer(self, world: World) -> None:
@@ -125,6 +126,7 @@ class Steering:
         draining = self.nodes.draining
         fresh = draining.keys() - self._drained
         self._drained = frozenset(draining)
+        self._left = frozenset(node for node in draining if node in self._left or self._crew.leave(node))
         leaving = self.leaving(world.members)
         for node in sorted(fresh):
             left = draining[node] - time.time()

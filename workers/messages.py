@@ -124,7 +124,6 @@ class Join:
         commit: name of the checkpoint to read, for ``Origin.CHECKPOINT``.
         resume: what the workers hold and start from, for ``Origin.MEMORY``.
         evaluate: evaluate before the first step.
-        outline: tell what the layouts of all world sizes follow from (:class:`Outlined`).
         save_prefix: of the identifiers under which periodic checkpoints are written; the same on every rank.
     """
 
@@ -136,7 +135,6 @@ class Join:
     commit: str | None = None
     resume: Resume | None = None
     evaluate: bool = False
-    outline: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,9 +175,8 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Outlined:
-    """What is planned at every world size; None where the layouts don't follow from it."""
+    """Answer of a worker: what the layouts at every world size follow from; None where they don't follow from anything but themselves."""
 
-    ticket: Ticket
     outline: Outline | None
 
 
@@ -246,7 +243,7 @@ class Skipped:
     step: int
 
 
-Item = Stepped | Evaluated | Filled | Outlined | Saved | Damaged | Skipped
+Item = Stepped | Evaluated | Filled | Saved | Damaged | Skipped
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class Worker:
         self._worker = worker
         self._config_tree = config
         self._change = threading.Condition()
-        self._phase = Phase.WARMING
+        self._phase = self._resting = Phase.WARMING
         self._ticket = NO_TICKET
         self._fenced = NO_TICKET
         self._fault: Fault | None = None
@@ -94,6 +94,7 @@ class Worker:
         self._info: WorkerInfo | None = None
         self._warm_error: str | None = None
         self._lifeline = 0
+        self._outlined: Outlined | None = None
         self._lines = Lines()
         """Of the group that the training thread is in."""
         self._pulse: Pulse | None = None
@@ -139,6 +140,12 @@ class Worker:
         return replace(report, beats=self._pulse.beats, where=at.text, waiting=at.waiting, unhurried=slow)
 
     @ray.method(concurrency_group="control")
+    def outlined(self) -> Outlined | None:
+        """What the layouts at every world size follow from; None before this worker has first built a model. All keep it, so that a
+        controller that was restarted can have it again."""
+        return self._outlined
+
+    @ray.method(concurrency_group="control")
     def stacks(self) -> str:
         """The Python stacks of all threads of this process; before them the collective that it waits in, if it does, as ``in: ..``."""
         collective = self._pulse.collective() if self._pulse is not None else ""
@@ -158,6 +165,8 @@ class Worker:
             if self._order is not None or self._phase not in (Phase.PARKED, Phase.FINISHED, Phase.IDLE):
                 raise Refused(f"{self._worker}: is {self._phase} in {self._ticket}; it takes an order of {order.ticket} when it is parked")
             self._order = order
+            if isinstance(order, Save):  # from now on, not from when the training thread comes to it: who asks next shall know
+                self._resting, self._phase = self._phase, Phase.SAVING
             self._change.notify_all()
 
     @ray.method(concurrency_group="control")
@@ -326,8 +335,7 @@ class Worker:
                     Phase.TRAINING,
                     trainer.completed,
                 )
-                if order.outline:
-                    self._publish(Outlined(order.ticket, outline_of(trainer)), None, None)
+                self._outlined = self._outlined or Outlined(outline_of(trainer))  # the same at every world size
                 if order.evaluate:
                     self._evaluate(trainer, order.ticket)
                 between: dict[str, float] = {}
@@ -452,10 +460,7 @@ class Worker:
         self._settle(Phase.PARKED, fault)
 
     def _save(self, order: Save) -> None:
-        with self._change:
-            before, ticket = self._phase, self._ticket
-            self._phase = Phase.SAVING
-            self._change.notify_all()
+        ticket = self._ticket
         held = {shards.rank: shards for shards in self._snapshots.shards(order.resume.generation, order.resume.step)}
         for rank in order.ranks:
             if rank in held:
@@ -465,7 +470,7 @@ class Worker:
                 resume = order.resume
                 self._publish(Saved(ticket, order.attempt, resume.step, order.epoch, rank, resume.world, None, missing, 0.0), None, None)
         with self._change:
-            self._phase = before
+            self._phase = self._resting
             self._change.notify_all()
 
     def _write(self, shards: Shards, ticket: Ticket, attempt: str, epoch: int) -> None:

@@ -21,7 +21,7 @@ import ray
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
-from ray.util.placement_group import placement_group_table
+from ray.util.placement_group import placement_group, placement_group_table
 
 system = json.loads(sys.argv[1])
 head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100 << 20}
@@ -56,6 +56,11 @@ def drain(node, seconds):
 def groups():
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
     return [[g["name"], g["state"], g["bundles_to_node_id"].get(0)] for g in placement_group_table().values()]
+
+def want(name, bundles):
+    # What a job of its own waits for.
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
+    placement_group([{"CPU": count} for count in bundles], strategy="STRICT_SPREAD", name=name)
 
 def asked():
     # What an autoscaler would read.
@@ -138,6 +143,10 @@ class Nodes:
     def groups(self) -> list[tuple[str, str, str | None]]:
         """Name, state and node of every placement group."""
         return [tuple(group) for group in self._call("groups")]
+
+    def want(self, name: str, *cpus: float) -> None:
+        """Have another job wait for a placement group with a bundle of so many CPUs on each of as many nodes."""
+        self._call("want", name, cpus)
 
     def asked(self) -> int:
         """Placement groups without a place, as Ray's autoscaler is told of them."""

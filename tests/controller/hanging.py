@@ -10,6 +10,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -47,6 +48,8 @@ def act(way: str) -> None:
             ctypes.PyDLL(None).sleep(FOR_S)  # unlike CDLL it keeps the interpreter's lock
         case "sleep":
             time.sleep(FOR_S)
+        case "wait":
+            torch.futures.Future().wait()  # looks like a collective that nobody comes to, and that no time-out ends
         case "exit":
             os._exit(13)
         case "raise":
@@ -63,8 +66,9 @@ def model() -> nn.Module:
 
 
 def hang(pid: int, way: str) -> None:
-    """Have the worker of this process hang in its next forward: in code that ``sleep``s, that sleeps with the interpreter's ``lock``, or
-    ``stop`` it. Or have it ``raise``, ``raise again`` in every forward from now on, ``exit``, or fail in a ``collective``."""
+    """Have the worker of this process hang in its next forward: in code that ``sleep``s, that sleeps with the interpreter's ``lock``, that
+    ``wait``s as for other ranks, or ``stop`` it. Or have it ``raise``, ``raise again`` in every forward from now on, ``exit``, or fail in a
+    ``collective``."""
     if way == "stop":
         os.kill(pid, signal.SIGSTOP)
         return

@@ -95,6 +95,17 @@ def alive(pid: int) -> bool:
         return False
 
 
+def parents() -> dict[int, int]:
+    """The parent of every process of the machine."""
+    found = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            found[int(name)] = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    return found
+
+
 def until(condition: Callable[[], bool], seconds: float, what: str) -> float:
     """Seconds until ``condition`` held; fails the test after ``seconds``."""
     begin = time.monotonic()

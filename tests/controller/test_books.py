@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,8 @@ from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import FINAL, TRANSITIONS, RunState, Source, World, check_transition
 from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.messages import Evaluated, Filled, Origin, Saved, Stepped, Ticket
+from vescale_ray.workers.messages import Evaluated, Filled, Origin, Phase, Report, Save, Saved, Stepped, Ticket
+from vescale_ray.workers.snapshot import Holding
 from vescale_ray.workers.trainer import StepRecord
 
 # ------------------------------------------------------------------------------------------------------------------- states
@@ -233,6 +235,62 @@ def test_a_checkpoint_that_can_not_be_read_back_is_not_resumed_from_whenever_tha
         if order == "told after the commit":
             keeper.damaged("bad")
         assert keeper._bad == {"c7"} and len(noted) == 1, order
+
+
+class Writers:
+    """Two parked workers that hold each other's shards. ``b`` dies of its first order; ``a`` is at its own for 5 rounds, refuses another
+    meanwhile, and its reports come 3 rounds late."""
+
+    TICKET = Ticket(4, 1)
+
+    def __init__(self) -> None:
+        self.round, self.ordered, self.refused, self.living = 10, 0, 0, {"a", "b"}
+        self.results: list[SaveResult] = []
+        self.keeper: Any = None
+
+    def report(self, worker: str) -> Report:
+        held = (Holding(4, 2, 41, (0, 1)),)
+        seen = self.round - 3
+        phase = Phase.SAVING if worker == "a" and self.ordered and self.ordered <= seen < self.ordered + 5 else Phase.FINISHED
+        return Report(worker, self.TICKET, phase, 41, (), held if phase is Phase.FINISHED else (), None, 0)
+
+    def alive(self, worker: str) -> bool:
+        return worker in self.living
+
+    def stale(self, worker: str) -> bool:
+        return worker == "a" and self.round - 3 <= self.ordered
+
+    def order(self, orders: Mapping[str, Save]) -> dict[str, str]:
+        if self.ordered and self.round < self.ordered + 5:
+            self.refused += 1
+            return dict.fromkeys(orders, "is saving")
+        self.ordered = self.round
+        self.living.discard("b")
+        if orders.keys() == {"a"}:
+            self.results.append(SaveResult(orders["a"].attempt, 41, orders["a"].epoch, 0.1, Kept("c41", "/c41", 41)))
+        return {}
+
+    def wait(self, until: Callable[[], bool], seconds: float) -> bool:
+        for _ in range(100):
+            if until():
+                return True
+            self.round += 1
+            self.keeper.collect()
+        return False
+
+
+def test_a_last_checkpoint_is_written_by_who_is_left_though_it_is_still_at_the_one_that_the_dead_had_a_part_in(tmp_path: Path) -> None:
+    """That it is tells the controller a moment later than the next order would come, and each refusal counted as a try."""
+    crew, numbers = Writers(), iter(range(5, 100))
+    books: Any = SimpleNamespace(saved=lambda _: None, last_save=None, world=generation(4, 40, "a", "b"), step=41)
+    saves: Any = SimpleNamespace(
+        results=lambda: [crew.results.pop()] if crew.results else [], abandon=lambda _: [], committing=lambda _: False
+    )
+    cadence: Any = SimpleNamespace(saved=lambda _: None)
+    crew.keeper = Keeper(str(tmp_path), "run", crew, books, saves, lambda: next(numbers), crew.wait, 1.0, cadence, 8)  # type: ignore[arg-type]
+    result = crew.keeper.save(["a", "b"])
+    assert result is not None and result.kept is not None and result.error is None
+    assert crew.refused == 0 and crew.living == {"a"}
 
 
 def test_votes_that_come_again_after_a_restart_change_nothing(tmp_path: Path) -> None:

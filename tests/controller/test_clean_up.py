@@ -7,11 +7,15 @@ process group, not the session) and by a mark in their environment, neither of w
 from __future__ import annotations
 
 import os
+import pty
+import re
+import shlex
 import signal
 import subprocess
 import sys
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +28,18 @@ from vescale_ray.runfolder import RunFolder
 
 pytestmark = pytest.mark.timeout(240)
 GONE_S = 15.0
+AT_TERMINAL = """
+import os, runpy
+os.close(os.open(os.ttyname(0), os.O_RDWR))  # the first one that the head of a session opens is the one whose keys are signals
+runpy.run_module("vescale_ray.cli", run_name="__main__")
+"""
 
 
 class Driver:
-    """A driver process, and how its descendants are recognized."""
+    """A driver process, and how its descendants are recognized; with ``terminal`` it is `vescale-ray train` at a terminal of its own."""
 
-    def __init__(self, folder: Path, *actions: str, **changes: Any) -> None:
+    def __init__(self, folder: Path, *actions: str, terminal: bool = False, **changes: Any) -> None:
+        self.where = folder
         self.config: RunConfig = tiny(folder, "clean", ray_address="local", data_eval_samples=0, **changes)
         self.folder = RunFolder(self.config.run_folder)
         self.mark = f"CLEAN_UP_TEST={uuid.uuid4().hex}"
@@ -38,9 +48,29 @@ class Driver:
         name, _, value = self.mark.partition("=")
         command = [sys.executable, "-m", "tests.controller.drive", str(path), *actions]
         self.output = open(folder / "output.txt", "w+", encoding="utf-8")
-        self.process = subprocess.Popen(
-            command, env=environment(**{name: value}), start_new_session=True, stdout=self.output, stderr=self.output
-        )
+        self._keys = -1
+        at: dict[str, Any] = {"stdout": self.output, "stderr": self.output}
+        if terminal:
+            self._keys, screen = pty.openpty()
+            command = [sys.executable, "-c", AT_TERMINAL, "train", str(path)]
+            at = {"stdin": screen, "stdout": screen, "stderr": screen}
+            threading.Thread(target=self._read, args=(self._keys,), daemon=True).start()
+        self.process = subprocess.Popen(command, cwd=folder, env=environment(**{name: value}), start_new_session=True, **at)
+        if terminal:
+            os.close(screen)
+
+    def _read(self, keys: int) -> None:
+        """Keep what the terminal shows."""
+        while True:
+            try:
+                text = os.read(keys, 4096)
+            except OSError:
+                return  # nobody has it open any more
+            self.output.write(text.decode(errors="replace"))
+
+    def type(self, keys: bytes) -> None:
+        """Press keys at the terminal."""
+        os.write(self._keys, keys)
 
     def processes(self) -> set[int]:
         """Every living process of the driver's session or with its mark, itself apart."""
@@ -91,6 +121,8 @@ class Driver:
                 pass
         self.process.wait(10)
         self.output.close()
+        if self._keys >= 0:
+            os.close(self._keys)
 
 
 @pytest.fixture
@@ -200,3 +232,51 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, drivers: list[Driv
     driver.process.wait(30)
     nothing_left(driver, set(), ray_folders(driver))
     assert driver.process.returncode != 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ctrl_c_while_a_rescale_or_a_growth_waits_makes_a_checkpoint_says_how_to_resume_and_leaves_nothing(
+    tmp_path: Path, drivers: list[Driver]
+) -> None:
+    """At a terminal: the key itself. One run waits for a worker that a person has asked for, the other for places that there are none."""
+    common: dict[str, Any] = {"train_steps": 100_000, "checkpoint_every": 0, "elastic_workers": 2, "ray_cpus_per_worker": 1.0}
+    growing = {"ray_num_cpus": 2, "elastic_max_workers": 4, "elastic_grow": True, "elastic_demand": 2}
+    by_wish: dict[str, Driver] = {}
+    for wish, changes in (("growth", growing), ("rescale", {"ray_num_cpus": 3, "elastic_max_workers": 3})):
+        (tmp_path / wish).mkdir()
+        by_wish[wish] = Driver(tmp_path / wish, terminal=True, **common, **changes)
+        drivers.append(by_wish[wish])
+    for wish, driver in by_wish.items():
+        driver.wait_for_step(5)
+        left = driver.sockets() & listening(), ray_folders(driver)
+
+        def status(driver: Driver = driver) -> Mapping[str, Any]:
+            return client.request(driver.folder, "status")
+
+        if wish == "growth":
+            until(lambda status=status: status()["places_wanted"] == 2, 60, "the wishes")  # type: ignore[misc]
+        else:
+            client.request(driver.folder, "rescale", {"workers": 3})
+        reached = max(line["step"] for line in driver.folder.read_metrics())
+        driver.type(b"\x03")
+        code = driver.process.wait(90)
+        seconds = nothing_left(driver, *left)
+        newest, state = checkpoint.latest(driver.config.checkpoint_root), driver.folder.read_state()
+        assert code == 130, driver.text()
+        assert newest is not None and newest.step >= reached and checkpoint.verify(driver.config.checkpoint_root).ok
+        assert state is not None and (state["state"], state["step"]) == ("STOPPED", newest.step)
+        events = driver.folder.read_events()
+        sizes = {len(event["workers"]) for event in events if event["event"] == "generation"}
+        print(f"\n{wish}: step {newest.step}, worlds {sizes}, nothing left {seconds:.1f} s after the driver's end", end="")
+        assert sizes == {2}, "it did not wait for what it had wished for"
+        last = re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", driver.text()).strip().splitlines()[-1]
+        said = re.fullmatch(r"vescale-ray: interrupted; nothing is left running; resume at step (\d+) with: vescale-ray (train .+)", last)
+        assert said and int(said[1]) == newest.step, last
+        said_to_do = shlex.split(said[2])
+    # The command as it stands there, of one of them.
+    command = [sys.executable, "-m", "vescale_ray.cli", *said_to_do, f"train.steps={newest.step + 20}"]
+    resumed = subprocess.run(command, cwd=driver.where, env=environment(), capture_output=True, text=True, timeout=120)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    lines = driver.folder.read_all_metrics()
+    assert [line["step"] for line in lines] == list(range(1, newest.step + 21)), "no step is lost, none is done again"

@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.controller.cues import CONTROLLER, Cue, cues, played
-from tests.controller.runs import Finished, carry_out, tiny, until
+from tests.controller.clusters import TUNED, cluster
+from tests.controller.cues import CONTROLLER, FOLDER, Cue, cues, played
+from tests.controller.runs import Finished, carry_out, parents, tiny, until
+from tests.controller.soak import start_driver
 from tests.controller.test_runs_on_ray import nothing_left
 from vescale_ray import checkpoint, client
 from vescale_ray.config import RunConfig
+from vescale_ray.controller.driver import RunResult
 from vescale_ray.controller.driver import ScheduledAction as Act
 from vescale_ray.runfolder import RunFolder
 
@@ -75,8 +78,7 @@ def test_at_whatever_moment_a_worker_fails_in_whatever_way_the_run_ends_with_the
         assert played() == len(moments), finished.events
     print(f"\n{way}: {time.monotonic() - began:.0f} s, worlds {[len(g) for g in finished.generations()]}", end="")
     assert finished.result.state == "DONE", finished.result
-    assert finished.losses == calm.losses
-    assert finished.accounting().exact
+    is_the_same(finished, calm)
     failed = finished.of("generation_failed")
     if way == "controller":
         assert not failed and not finished.of("worker_lost") and len(finished.generations()) == 1, "nobody stopped for it"
@@ -86,11 +88,65 @@ def test_at_whatever_moment_a_worker_fails_in_whatever_way_the_run_ends_with_the
         assert bool(finished.of("worker_lost")) == (way in ENDS)
     if way == "controller and worker":
         assert finished.of("controller_restarted")
+    nothing_left(finished)
+
+
+MANY = {"train_slots": 12, "checkpoint_every": 5}
+"""So that 6 workers have two slots each, 4 have three; and what can't be had from copies is from step 10."""
+
+
+@pytest.fixture(scope="module")
+def calm_of_many(home: Path, ray_here: None) -> Finished:
+    return carry_out(config_of(home, "calm-of-many", elastic_workers=1, **MANY))
+
+
+def is_the_same(finished: Finished, calm: Finished) -> None:
+    """Every loss, and every bit of the last checkpoint."""
+    assert finished.losses == calm.losses
+    assert finished.accounting().exact
     roots = [run.config.checkpoint_root for run in (finished, calm)]
     ours, theirs = (checkpoint.open(root) for root in roots)
     assert ours.commit.step == STEPS and checkpoint.verify(roots[0]).ok
     assert checkpoint.diff(ours, theirs).equal, "the weights or the optimizer's state differ in a bit"
+
+
+@pytest.mark.parametrize("ranks", [(0, 2), (1, 2)], ids=["apart", "neighbours"])
+def test_two_workers_that_are_killed_at_once_in_the_first_and_in_the_last_step_cost_no_bit(
+    ranks: tuple[int, int], home: Path, calm_of_many: Finished
+) -> None:
+    first = [Cue("kill", 1, 1, rank=rank, together=2) for rank in (1, 4)]
+    last = [Cue("kill", 2, 3 * STEPS, rank=rank, together=2) for rank in ranks]  # of the 4 that are left, with three slots each
+    with cues(*first, *last):
+        finished = carry_out(config_of(home, f"two-{ranks[0]}-{ranks[1]}", elastic_workers=6, **MANY))
+        assert played() == 4, finished.events
+    assert finished.result.state == "DONE", finished.result
+    assert [len(members) for members in finished.generations()] == [6, 4, 2], "each time both were lost in one failure"
+    begun, ended = finished.of("rescaled")
+    assert (begun["from"], begun["to"], begun["step"], begun["steps_replayed"]) == (6, 4, 0, 0)
+    source, again = ("peer", 1) if ranks == (0, 2) else ("checkpoint", STEPS - 10)
+    assert (ended["from"], ended["to"], ended["source"]) == (4, 2, source) and ended["steps_replayed"] <= again
+    is_the_same(finished, calm_of_many)
     nothing_left(finished)
+
+
+@pytest.mark.timeout(400)
+def test_a_node_that_is_lost_in_the_first_step_and_another_in_the_last_cost_no_bit(tmp_path: Path, calm_of_many: Finished) -> None:
+    parts = [Cue("node", 1, 1, rank=0), Cue("node", 2, 3 * STEPS, rank=0)]
+    stage, output = tmp_path / "cues", tmp_path / "nodes.txt"
+    with cluster(2, 2, 2, system=TUNED, **{FOLDER: str(stage)}) as nodes, cues(*parts, folder=stage):
+        more = {**MANY, "ray_address": nodes.address, "ray_cpus_per_worker": 1.0}
+        config = config_of(tmp_path, "nodes", elastic_workers=6, **more)
+        driver = start_driver(config, output)
+        driver.wait(200)
+        assert played(stage) == 2 and f"DONE {STEPS}" in output.read_text(), output.read_text()
+    finished = Finished(config, RunResult("DONE", STEPS, STEPS, None, None, config.run_folder))
+    begun, ended = finished.of("rescaled")
+    assert (begun["from"], begun["to"], begun["step"], begun["steps_replayed"]) == (6, 4, 0, 0)
+    assert (ended["from"], ended["to"], ended["source"]) == (4, 2, "peer") and ended["steps_replayed"] <= 1
+    print(f"\npauses {begun['pause_seconds']:.2f} s, {ended['pause_seconds']:.2f} s", end="")
+    nodes_of = {event["worker"]: event["node"] for event in finished.of("worker_started")}
+    assert [len({nodes_of[worker] for worker in members}) for members in finished.generations()] == [3, 2, 1]
+    is_the_same(finished, calm_of_many)
 
 
 def processes(title: bytes) -> list[int]:
@@ -108,16 +164,6 @@ def processes(title: bytes) -> list[int]:
 
 def controller_process() -> int | None:
     return next(iter(processes(CONTROLLER)), None)
-
-
-def parents() -> dict[int, int]:
-    found = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            found[int(name)] = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    return found
 
 
 def answers(run: RunFolder, epoch: int) -> int | None:

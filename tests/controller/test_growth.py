@@ -121,6 +121,39 @@ def test_a_run_grows_into_nodes_that_stay_asks_for_more_and_heeds_a_rescale(tmp_
 
 
 @pytest.mark.slow
+def test_room_that_another_job_waits_for_goes_to_it_and_what_waits_for_more_than_there_is_holds_nothing(tmp_path: Path) -> None:
+    """Ray gives a place to whoever has waited for it before a run that grows has seen it free for long enough; it reserves none for a job
+    whose places are not all there."""
+    with cluster(2) as nodes:
+        changes: dict[str, Any] = {"ray_address": nodes.address, "train_steps": 100_000, "ray_cpus_per_worker": 1.0, "checkpoint_every": 0}
+        elastic = {"elastic_workers": 2, "elastic_max_workers": 4, "elastic_grow_after_s": AFTER_S, "elastic_grow_gap_s": GAP_S}
+        run = Driven(tiny(tmp_path, "queue", elastic_grow=True, **elastic, **changes), tmp_path)
+
+        def place(name: str) -> tuple[str, str | None]:
+            return next((state, node) for of, state, node in nodes.groups() if of == name)
+
+        run.wait(lambda: len(run.folder.read_metrics()) >= 5, 120, "step 5")
+        nodes.want("fits", 2.0)
+        node = nodes.add(2)
+        run.wait(lambda: place("fits") == ("CREATED", node), 30, "its place")
+        time.sleep(3 * AFTER_S)
+        assert not run.of("growth"), "all that came was another's"
+
+        nodes.want("gang", 1.0, 1.0)
+        nodes.add(2)
+        run.wait(lambda: bool(run.rescales()), 120, "the growth")
+        assert run.rescales() == [(2, 4, "growth")] and place("gang")[0] == "PENDING"
+
+        # What is given back goes to whoever waits.
+        client.request(run.folder, "rescale", {"workers": 2})
+        nodes.add(2)
+        run.wait(lambda: place("gang")[0] == "CREATED", 60, "the places of the gang")
+        time.sleep(AFTER_S + GAP_S)
+        assert run.rescales()[1:] == [(4, 2, "manual")]
+        assert run.stop().accounting().exact
+
+
+@pytest.mark.slow
 def test_places_that_were_asked_for_go_with_the_run_also_when_its_controller_or_its_driver_is_killed(tmp_path: Path) -> None:
     with cluster(2) as nodes:
         changes: dict[str, Any] = {"ray_address": nodes.address, "train_steps": 100_000, "ray_cpus_per_worker": 1.0, "elastic_workers": 2}

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from tests.controller.clusters import TUNED, Nodes, cluster
-from tests.controller.runs import Finished, alive, until
+from tests.controller.runs import Finished, alive, parents, until
 from tests.controller.soak import config_of, start_driver
-from tests.controller.test_fault_matrix import parents
 from vescale_ray.controller.driver import RunResult
 from vescale_ray.runfolder import RunFolder
 

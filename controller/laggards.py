@@ -1,0 +1,70 @@
+"""Who is ended because it is still in a generation that is over: it is hung, and everyone else waits for it.
+
+Who answers and waits for a rank that is gone is no culprit. Mostly it is out as soon as its connections are cut (`workers/lines.py`);
+but gloo does not notice the end of every message, and then it waits for the collective's own bound. So it is ended early only where that
+costs nothing that is not had again at once: what it holds is elsewhere, too, and another worker takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vescale_ray.config import ElasticSection
+from vescale_ray.controller import policy
+from vescale_ray.controller.crew import Crew
+from vescale_ray.controller.keeper import Keeper
+from vescale_ray.controller.ledger import Ledger
+from vescale_ray.controller.protocol import Bounds
+from vescale_ray.workers.messages import Origin, Phase
+
+FORM_S = 15.0
+"""Bound of forming a group, on the workers (``groups.FORM_SECONDS``)."""
+
+
+class Laggards:
+    """Tells who is late. Used from the conductor's thread alone."""
+
+    def __init__(self, elastic: ElasticSection, bounds: Bounds, crew: Crew, ledger: Ledger, keeper: Keeper) -> None:
+        self._elastic, self._bounds = elastic, bounds
+        self._crew, self._ledger, self._keeper = crew, ledger, keeper
+
+    def late(self, since: float, inside: Sequence[str], out: Sequence[str], outside: Sequence[str]) -> dict[str, str]:
+        """Whom to end now, each with the reason.
+
+        Args:
+            since: seconds since the first sign that the generation is over.
+            inside: members (and leavers) that are still in it.
+            out: members that have left it and live.
+            outside: warm workers that are in no generation.
+        """
+        silent = self._crew.silent(self._bounds.park / 2)
+        found: dict[str, str] = {}
+        waiting: dict[str, float] = {}
+        for worker in inside:
+            report = self._crew.report(worker)
+            if self._crew.doomed(worker) or (report is not None and report.phase is Phase.SAVING):
+                continue
+            phase = str(report.phase) if report is not None else "unheard of"
+            waits = report is not None and report.waiting and worker not in silent
+            bound = self._bound(phase, waits)
+            if since > bound:
+                found[worker] = f"still {phase} {bound:.1f} s after the others had left"
+            elif waits and since > (early := self._bound(phase, waits=False)):
+                waiting[worker] = early
+        if waiting and self._dispensable(out, outside):
+            for worker, early in waiting.items():
+                found[worker] = f"waits for a rank that is gone, {early:.1f} s after the others had left; another takes its place"
+        return found
+
+    def _bound(self, phase: str, waits: bool) -> float:
+        collective_s = self._elastic.collective_timeout_s
+        return policy.laggard_bound(phase, waits, self._bounds.park, FORM_S, self._ledger.step_seconds, collective_s)
+
+    def _dispensable(self, out: Sequence[str], outside: Sequence[str]) -> bool:
+        """Whether those that are out lose nothing by going on alone: all of the newest step is with them, they are enough, and there will
+        be as many as before."""
+        comes = bool(outside) or self._elastic.replace_lost or self._elastic.grow
+        if not comes or len(out) < self._elastic.min_workers:
+            return False
+        source = self._keeper.source(out, out)
+        return source.origin is Origin.MEMORY and source.step >= self._ledger.step

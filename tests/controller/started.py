@@ -1,0 +1,163 @@
+"""A Ray cluster as people and KubeRay start it: a `ray start --head --block` and any number of `ray start --block`, each a process of its
+own on this machine that is ended by its id. The head has a dashboard, so that jobs can be submitted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.controller.runs import alive, environment, parents, until
+
+UP_S = 60.0
+STORE = str(100 << 20)
+
+
+class Started:
+    """The head, and what joins it.
+
+    Args:
+        cpus: of the head.
+        env: of all processes, jobs included.
+
+    Attributes:
+        address: of the control store, for ``ray.address``.
+        dashboard: its URL, for ``ray job submit``.
+        head: the process that ended ends the cluster.
+    """
+
+    def __init__(self, cpus: int, **env: str) -> None:
+        self._mark = uuid.uuid4().hex
+        self._folder = tempfile.mkdtemp(prefix="rs-", dir="/tmp")  # short: its sockets' names may have 107 bytes
+        # A head that is told to go would drain itself first, for half a minute.
+        self._env = environment(**{"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", **env, "STARTED_TEST": self._mark})
+        self._env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{self._env['PATH']}"
+        port, board = free_ports(2)
+        self.address, self.dashboard = f"127.0.0.1:{port}", f"http://127.0.0.1:{board}"
+        self._nodes: list[subprocess.Popen[bytes]] = []
+        try:
+            self.head = self._start(
+                ["--head", f"--port={port}", f"--temp-dir={self._folder}", f"--num-cpus={cpus}", "--include-dashboard=true"],
+                ["--dashboard-host=127.0.0.1", f"--dashboard-port={board}"],
+            )
+            until(self._answers, UP_S, "the dashboard")
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, *words: list[str], **env: str) -> subprocess.Popen[bytes]:
+        (agent,) = free_ports(1)
+        common = ["--block", "--node-ip-address=127.0.0.1", f"--dashboard-agent-listen-port={agent}", f"--object-store-memory={STORE}"]
+        command = ["ray", "start", *common, *(word for group in words for word in group)]
+        with open(f"{self._folder}.txt", "ab") as out:
+            process = subprocess.Popen(command, env={**self._env, **env}, stdout=out, stderr=out, start_new_session=True)
+        self._nodes.append(process)
+        return process
+
+    def add(self, cpus: int, **env: str) -> subprocess.Popen[bytes]:
+        """Have a node join; the process of its ``ray start --block``. One at a time: two that start at once on one machine take the same
+        names for their sockets."""
+        node = self._start([f"--address={self.address}", f"--num-cpus={cpus}"], **env)
+        until(self._all_there, UP_S, "the node")
+        return node
+
+    def _all_there(self) -> bool:
+        with urllib.request.urlopen(f"{self.dashboard}/api/v0/nodes?limit=100", timeout=10) as answer:
+            found = json.load(answer)["data"]["result"]["result"]
+        assert all(node.poll() is None for node in self._nodes), self.text()
+        return sum(node["state"] == "ALIVE" for node in found) == len(self._nodes)
+
+    @staticmethod
+    def raylet_of(node: subprocess.Popen[bytes]) -> int | None:
+        """Process id of a node's raylet, if it lives."""
+        return next((pid for pid, parent in parents().items() if parent == node.pid and "raylet/raylet" in title_of(pid)), None)
+
+    def _answers(self) -> bool:
+        assert self.head.poll() is None, self.text()
+        try:
+            with urllib.request.urlopen(f"{self.dashboard}/api/version", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def text(self) -> str:
+        """What all ``ray start`` have said."""
+        return Path(f"{self._folder}.txt").read_text()
+
+    def processes(self) -> dict[int, str]:
+        """All living processes of the cluster and its jobs, with their titles: the mark in their environment says so."""
+        found = {}
+        mark = f"STARTED_TEST={self._mark}".encode()
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                if mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0") and alive(int(name)):
+                    found[int(name)] = title_of(int(name))
+            except OSError:
+                continue
+        return found
+
+    def of_runs(self) -> dict[int, str]:
+        """Those that belong to a run: its driver, its actors."""
+        words = ("vescale-ray", "vescale_ray", "ray::Worker", "ray::Controller", "ray::Nursery", "ray::Agent")
+        return {pid: title for pid, title in self.processes().items() if any(word in title for word in words)}
+
+    def close(self) -> None:
+        for process in self._nodes:
+            if process.poll() is None:
+                process.terminate()
+        deadline = time.monotonic() + 10
+        while self.processes() and time.monotonic() < deadline:
+            [process.poll() for process in self._nodes]
+            time.sleep(0.1)
+        while left := self.processes():
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            [process.poll() for process in self._nodes]
+        for process in self._nodes:
+            process.wait(10)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        Path(f"{self._folder}.txt").unlink(missing_ok=True)
+
+
+def title_of(pid: int) -> str:
+    """Command line of a process; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on just now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+@contextmanager
+def started(cpus: int, **env: str) -> Iterator[Started]:
+    """:class:`Started`, gone afterwards."""
+    cluster = Started(cpus, **env)
+    try:
+        yield cluster
+    finally:
+        cluster.close()

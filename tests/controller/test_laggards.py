@@ -1,0 +1,98 @@
+"""Who is ended because it is still in a generation that is over: from reports and a clock alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from vescale_ray.config import ElasticSection
+from vescale_ray.controller.laggards import FORM_S, Laggards
+from vescale_ray.controller.protocol import Bounds, Source
+from vescale_ray.workers.messages import Origin, Phase, Report, Ticket
+
+PARK_S, COLLECTIVE_S, STEP = Bounds().park, 20.0, 41
+
+
+@dataclass
+class Scene:
+    """Three workers: ``a`` and ``b`` are out, and hold all of ``held``'s step; ``c`` is as its report says."""
+
+    report: Report | None
+    elastic: dict[str, Any] = field(default_factory=dict)
+    held: Source = field(default_factory=lambda: Source(Origin.MEMORY, STEP))
+    silent: Sequence[str] = ()
+    doomed: Sequence[str] = ()
+    spares: Sequence[str] = ()
+
+    def late(self, since: float) -> dict[str, str]:
+        scene = self
+
+        class Crew:
+            def report(self, worker: str) -> Report | None:
+                assert worker == "c"
+                return scene.report
+
+            def silent(self, seconds: float) -> list[str]:
+                return list(scene.silent)
+
+            def doomed(self, worker: str) -> bool:
+                return worker in scene.doomed
+
+        class Ledger:
+            step, step_seconds = STEP, 0.5
+
+        class Keeper:
+            def source(self, members: Sequence[str], holders: Sequence[str]) -> Source:
+                assert set(holders) == set(members) == {"a", "b"}, "not what the one still has that may have to be ended"
+                return scene.held
+
+        section = ElasticSection(**{"workers": 3, "collective_timeout_s": COLLECTIVE_S, **self.elastic})
+        laggards = Laggards(section, Bounds(), Crew(), Ledger(), Keeper())  # type: ignore[arg-type]
+        return laggards.late(since, ["c"], ["a", "b"], list(self.spares))
+
+    def ended(self) -> float:
+        """After how many seconds it is ended; to 0.1 s."""
+        at = next((tenth / 10 for tenth in range(1000) if self.late(tenth / 10)), float("inf"))
+        assert all(self.late(at + later) for later in (0.1, 1.0, 100.0)) or at == float("inf")
+        return at
+
+
+def report(phase: Phase, waiting: bool = False) -> Report:
+    return Report("c", Ticket(3, 1), phase, STEP, (), (), None, 0, waiting=waiting)
+
+
+AFTER = 0.1
+WAITS = report(Phase.TRAINING, waiting=True)
+
+
+def test_whoever_computes_or_answers_nothing_is_ended_when_a_step_would_be_over_long_since() -> None:
+    assert Scene(report(Phase.TRAINING)).ended() == pytest.approx(PARK_S + AFTER)
+    assert Scene(WAITS, silent=["c"]).ended() == pytest.approx(PARK_S + AFTER), "what it said before it fell silent is old"
+    assert Scene(None).ended() == pytest.approx(PARK_S + AFTER)
+    assert Scene(report(Phase.FORMING)).ended() == Scene(report(Phase.GIVING)).ended() == pytest.approx(2 * FORM_S + AFTER)
+
+
+def test_nobody_is_ended_twice_nor_while_it_writes_a_checkpoint() -> None:
+    assert Scene(report(Phase.TRAINING), doomed=["c"]).ended() == Scene(report(Phase.SAVING)).ended() == float("inf")
+
+
+def test_whoever_waits_in_a_collective_is_given_the_time_after_which_that_ends_and_no_more() -> None:
+    assert Scene(WAITS).ended() == pytest.approx(COLLECTIVE_S + PARK_S + AFTER)
+    forming = report(Phase.FORMING, waiting=True)
+    assert Scene(forming).ended() == pytest.approx(2 * FORM_S + AFTER), "the two bounds count side by side"
+    assert Scene(forming, {"collective_timeout_s": 40.0}).ended() == pytest.approx(40.0 + PARK_S + AFTER)
+
+
+@pytest.mark.parametrize("elastic", [{"replace_lost": True}, {"grow": True}, {}], ids=["replaced", "grows", "a spare"])
+def test_where_another_takes_its_place_and_nothing_is_lost_whoever_waits_is_ended_at_once(elastic: dict[str, Any]) -> None:
+    spares = [] if elastic else ["s"]
+    early = pytest.approx(PARK_S + AFTER)
+    assert Scene(WAITS, elastic, spares=spares).ended() == early
+    assert "another takes its place" in Scene(WAITS, elastic, spares=spares).late(PARK_S + 1)["c"]
+    late = pytest.approx(COLLECTIVE_S + PARK_S + AFTER)
+    lost = [Source(Origin.MEMORY, STEP - 1), Source(Origin.CHECKPOINT, STEP), Source(Origin.FRESH, 0)]
+    assert [Scene(WAITS, elastic, held, spares=spares).ended() for held in lost] == [late] * 3, "its shard is needed"
+    assert Scene(WAITS, {**elastic, "min_workers": 3}, spares=spares).ended() == late, "the others are too few"
