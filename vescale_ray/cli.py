@@ -249,6 +249,31 @@ def status(run_folder: str | None, as_json: bool) -> int:
 
 @cli.command()
 @click.argument("run_folder", required=False)
+@click.option("--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between two looks.")
+@click.option("--once", is_flag=True, help="One look, and return; so also where there is no terminal.")
+def top(run_folder: str | None, interval: float, once: bool) -> int:
+    """Watch a running job: speed, loss, workers, where the time goes, what happens. Ctrl-C ends it, not the job.
+
+    Without RUN_FOLDER: the newest under ./runs.
+    """
+    from rich.console import Console
+
+    from vescale_ray import client
+    from vescale_ray import top as screen
+
+    try:
+        end = screen.show(_folder(run_folder), interval, Console(), once=once)
+    except client.RunNotAlive as error:
+        raise Failed(str(error)) from None
+    except KeyboardInterrupt:
+        return OK
+    if end:
+        click.echo(end)
+    return OK
+
+
+@cli.command()
+@click.argument("run_folder", required=False)
 def stop(run_folder: str | None) -> int:
     """End a run after a checkpoint. Without RUN_FOLDER: the newest under ./runs."""
     from vescale_ray import client

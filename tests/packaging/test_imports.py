@@ -18,7 +18,7 @@ LAYERS: list[set[str]] = [
     {"fsdp", "models", "data", "config", "checkpoint", "client", "state_dict"},
     {"optim"},
     {"report", "page"},
-    {"workers", "progress", "dash"},
+    {"workers", "progress", "dash", "top"},
     {"controller"},
     {"cli_base"},
     {"cli_ckpt"},
@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
 DATA_ONLY = {"configs", "deploy"}
 RANK = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 MAY_IMPORT_RAY = {"controller", "workers"}
-TORCH_FREE = {"geometry", "errors", "config", "schedule", "runfolder", "client", "progress", "report", "demo", "page", "dash"}
+TORCH_FREE = {"geometry", "errors", "config", "schedule", "runfolder", "client", "progress", "report", "demo", "page", "dash", "top"}
 TORCH_FREE |= {"cli", "cli_base", "cli_ckpt"}
 
 

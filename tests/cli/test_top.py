@@ -1,0 +1,113 @@
+"""The live view shows what the controller says, ends with the run, and is plain text where there is no terminal."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from tests.deploy.test_alerts import full_snapshot
+from vescale_ray import cli, client, top
+from vescale_ray.controller.metrics import Histogram, MetricsServer, RunSnapshot
+from vescale_ray.runfolder import RunFolder
+
+NOW = 1_700_000_000.0
+SNAPSHOT = replace(
+    full_snapshot(),
+    step=30,
+    steps=120,
+    loss=2.5,
+    tokens_per_second=12345.0,
+    world=2,
+    world_target=3,
+    world_min=1,
+    world_max=4,
+    generation=7,
+    rescales={("shrink", "failure"): 2, ("grow", "manual"): 1},
+    step_seconds=Histogram().observe(0.25).observe(0.75),
+    last_step_time=NOW - 5,
+    productive_seconds=75.0,
+    lost_seconds={"failure": 25.0},
+    memory={0: 100 << 20, 1: 300 << 20},
+    workers={0: {"worker": "w-a", "node": "n1"}, 1: {"worker": "w-b", "node": "n2"}},
+    slowness={0: 1.0, 1: 3.25},
+    stragglers={"w-b": {"rank": 1, "factor": 3.25, "since_step": 9, "node": "n2"}},
+    checkpoint_time=NOW - 7300,
+    checkpoint_step=20,
+)
+
+
+def drawn(snapshot: RunSnapshot, events: list[dict[str, object]], rows: int = 5) -> str:
+    console = Console(file=io.StringIO(), width=130, force_terminal=False)
+    console.print(top.picture(snapshot.to_json(), events, NOW, rows))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b" not in text, "no control characters where there is no terminal"
+    return str(text)
+
+
+def test_it_shows_what_the_controller_says() -> None:
+    events = [{"time": NOW - 60 * i, "event": "worker_lost", "step": i, "worker": f"w{i}", "reason": "[bold]x"} for i in range(9, 0, -1)]
+    text = drawn(SNAPSHOT, events)
+    for words in (
+        "30 of 120",
+        "2.5000",
+        "12,345 tokens/s, 0.5 s a step, last step 5 s ago",
+        "2 of 3 wanted (1 to 4), generation 7, 3 rescales",
+        "75.0% of 100.0 s in steps that count; lost: failure 25.0 s",
+        "step 20, 2 h 1 min ago",
+        "300 MiB",
+        "3.25",
+    ):
+        assert words in text, (words, text)
+    assert "w5 lost: [bold]x" in text and "w6 lost" not in text, "the newest five, and no markup"
+
+
+def test_of_a_run_that_has_just_begun_it_shows_that() -> None:
+    text = drawn(RunSnapshot("r", "PENDING"), [])
+    assert "PENDING" in text and "none yet" in text and "0 of 0" in text
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[tuple[RunFolder, MetricsServer]]:
+    folder = RunFolder(tmp_path / "r").create()
+    (folder.path / "config.yaml").write_text("run: {name: r}\n")
+    server = MetricsServer("127.0.0.1", 0, lambda: SNAPSHOT, None, "t")
+    folder.write_control(server.url(), "t")
+    folder.write_state({"run": "r", "state": "RUNNING", "step": 30, "steps": 120})
+    folder.append_event({"time": time.time(), "event": "run_started", "generation": 0, "step": 0})
+    try:
+        yield folder, server
+    finally:
+        server.close()
+
+
+def test_without_a_terminal_it_is_drawn_once(run: tuple[RunFolder, MetricsServer]) -> None:
+    told = CliRunner().invoke(cli.cli, ["top", str(run[0].path)], standalone_mode=False)
+    assert told.return_value == 0 and "12,345 tokens/s" in told.output and "started" in told.output and "\x1b" not in told.output
+
+
+def test_on_a_terminal_it_goes_on_until_the_run_ends_and_says_how(run: tuple[RunFolder, MetricsServer]) -> None:
+    folder, server = run
+
+    def end() -> None:
+        folder.write_state({"run": "r", "state": "DONE", "step": 120, "steps": 120})
+        server.close()
+
+    threading.Timer(0.5, end).start()
+    out = io.StringIO()
+    said = top.show(folder, 0.1, Console(file=out, force_terminal=True, width=120, height=40), once=False)
+    assert "it is done, with 120 steps" in said and out.getvalue().count("12,345 tokens/s") > 2, "drawn again and again"
+
+
+def test_of_a_run_that_is_not_alive_it_says_so(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r").create()
+    (folder.path / "config.yaml").write_text("run: {name: r}\n")
+    with pytest.raises(client.RunNotAlive):
+        top.show(folder, 0.1, Console(file=io.StringIO()), once=True)

@@ -1,0 +1,132 @@
+"""A running job, live on a terminal: ``vescale-ray top``. Where there is no terminal, one picture of it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from vescale_ray import client
+from vescale_ray.report import describe_event, goodput_line
+from vescale_ray.runfolder import Record, RunFolder
+
+EVENTS = 8
+COLOURS = {"RUNNING": "green", "DONE": "green", "FAILED": "red", "RESCALING": "yellow", "STOPPING": "yellow"}
+
+
+def show(folder: RunFolder, interval_s: float, console: Console, *, once: bool) -> str:
+    """Draw the run until it ends (or is no longer reached); what there is to say then.
+
+    Args:
+        interval_s: between two looks.
+        once: draw it once and return; so also where ``console`` is no terminal.
+
+    Raises:
+        client.RunNotAlive: it is not running now.
+    """
+    tail, recent = folder.tail_events(), deque[Record](maxlen=200)
+    status = client.request(folder, "status", timeout_s=3)
+    recent.extend(tail.read())
+    if once or not console.is_terminal:
+        console.print(picture(status, recent, time.time(), EVENTS))
+        return ""
+    with Live(picture(status, recent, time.time(), EVENTS), console=console, auto_refresh=False, screen=True) as live:
+        while True:
+            time.sleep(interval_s)
+            recent.extend(tail.read())
+            try:
+                status = client.request(folder, "status", timeout_s=3)
+            except (client.RunNotAlive, client.CommandRefused) as end:
+                return str(end)
+            room = max(3, console.height - 18 - int(status.get("world") or 0))
+            live.update(picture(status, recent, time.time(), room), refresh=True)
+
+
+def picture(status: Mapping[str, Any], events: Sequence[Record] | deque[Record], now: float, rows: int) -> RenderableType:
+    """One look at the run: its head, its ranks, its newest ``rows`` events."""
+    parts: list[RenderableType] = [_head(status, now), _ranks(status)]
+    story = [(e, words) for e in events if (words := describe_event(e)) is not None][-rows:]
+    if story:
+        table = Table.grid(padding=(0, 2))
+        for event, (what, pause) in story:
+            ago = f"{_span(now - float(event['time']))} ago"
+            step = "" if event.get("step") is None else f"step {event['step']}"
+            table.add_row(Text(ago, "dim"), step, Text(what + ("" if pause is None else f", paused {pause:.2f} s")))
+        parts.append(Panel(table, title="events", title_align="left"))
+    return Group(*parts)
+
+
+def _head(s: Mapping[str, Any], now: float) -> RenderableType:
+    state = str(s.get("state"))
+    step, steps = int(s.get("step") or 0), int(s.get("steps") or 0)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_row("state", Text(state, COLOURS.get(state, "cyan")))
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(ProgressBar(total=max(1, steps), completed=step, width=30), f"{step:,} of {steps:,}")
+    grid.add_row("step", bar)
+    speed = s.get("tokens_per_second")
+    loss = "none yet" if s.get("loss") is None else f"{s['loss']:.4f} ({s.get('bpb') or 0:.3f} bits/byte)"
+    grid.add_row("loss", f"{loss}, gradient norm {_shown(s.get('grad_norm'))}, learning rate {_shown(s.get('learning_rate'))}")
+    mean = s.get("step_seconds") or {}
+    took = f", {mean['sum'] / mean['count']:.3g} s a step" if mean.get("count") else ""
+    last = s.get("last_step_time")
+    grid.add_row("speed", f"{speed or 0:,.0f} tokens/s{took}" + (f", last step {_span(now - float(last))} ago" if last else ""))
+    spares = f", {s.get('spares')} of {s['spares_target']} spares" if s.get("spares_target") else ""
+    bounds = f"{s.get('world')} of {s.get('world_target')} wanted ({s.get('world_min')} to {s.get('world_max')}){spares}"
+    changes = f"{sum((s.get('rescales') or {}).values())} rescales, {s.get('replayed_steps') or 0} steps replayed"
+    grid.add_row("workers", f"{bounds}, generation {s.get('generation')}, {changes}")
+    if s.get("productive_seconds") is not None:
+        grid.add_row("time", goodput_line({"productive": s["productive_seconds"], "lost": s.get("lost_seconds") or {}}))
+    saved = s.get("checkpoint_time")
+    kept = "none yet" if not saved else f"step {s.get('checkpoint_step')}, {_span(now - float(saved))} ago"
+    failed = s.get("checkpoint_failures") or 0
+    grid.add_row("checkpoint", kept + (f", {failed} failed" if failed else ""))
+    if s.get("error"):
+        grid.add_row("error", Text(" ".join(str(s["error"]).split()), "red"))
+    return Panel(grid, title=f"vescale-ray: {s.get('run')}", title_align="left")
+
+
+def _ranks(s: Mapping[str, Any]) -> RenderableType:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for name in ("rank", "worker", "node"):
+        table.add_column(name)
+    for name in ("memory", "slots", "own time for a slot", "slowness"):
+        table.add_column(name, justify="right")
+    of = {name: s.get(name) or {} for name in ("workers", "memory", "slots", "slot_seconds", "slowness")}
+    slow = {str(one.get("rank")) for one in (s.get("stragglers") or {}).values()}
+    for rank in sorted(set(of["workers"]) | set(of["memory"]), key=int):
+        who, memory, seconds = of["workers"].get(rank, {}), of["memory"].get(rank), of["slot_seconds"].get(rank)
+        table.add_row(
+            str(rank),
+            str(who.get("worker", "-")),
+            str(who.get("node", "-"))[:12],
+            "-" if memory is None else f"{memory / (1 << 20):,.0f} MiB",
+            str(of["slots"].get(rank, "-")),
+            "-" if seconds is None else f"{seconds:.4f} s",
+            _shown(of["slowness"].get(rank)),
+            style="red" if rank in slow else "",
+        )
+    return Panel(table, title="ranks", title_align="left")
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _span(seconds: float) -> str:
+    """How long, in the two largest units."""
+    whole = max(0, round(seconds))
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min"
+    return f"{whole // 3600} h {whole // 60 % 60} min" if whole < 172800 else f"{whole // 86400} d {whole // 3600 % 24} h"
