@@ -129,7 +129,10 @@ class Controller:
         return self._conductor.desk.command(action, body)
 
     def _serve(self, host: str, remembered: int, wanted: int) -> MetricsServer:
-        """Listen where the run listened before, if it can be: whoever scrapes it need not notice the restart."""
+        """Listen where the run listened before, if it can be: whoever scrapes it need not notice the restart.
+
+        A port that another process has is no reason not to train: then it is any free one, and a warning.
+        """
 
         def listen(port: int) -> MetricsServer:
             return MetricsServer(host, port, lambda: self._ledger.snapshot, self._take, self._spec.token)
@@ -139,7 +142,12 @@ class Controller:
                 return listen(remembered)
             except PortInUse:
                 pass
-        return listen(wanted)
+        try:
+            return listen(wanted)
+        except PortInUse:
+            server = listen(0)
+            self._ledger.warn(f"metrics.port = {wanted}: in use on {host}; metrics and commands are served on port {server.port} instead")
+            return server
 
     def _meta(self, step: int) -> dict[str, Any]:
         """What is recorded with a checkpoint."""

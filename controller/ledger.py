@@ -81,6 +81,7 @@ class Ledger:
         self.control_url: str | None = None
         self.error: str | None = None
         self.warning: str | None = None
+        self._unwritable = False
         self.evaluated: set[int] = set()
         self.known: dict[str, WorkerInfo] = {}
         """Every worker that was ever warm."""
@@ -539,7 +540,15 @@ class Ledger:
                 return
             self._waiting.popleft()
 
+    def warn(self, text: str) -> None:
+        """Tell of something that does not stop the training: in the log, in run.json (the first one), as an event."""
+        _log.warning("%s", text)
+        self.warning = self.warning or text
+        self.event("warning", text=text)
+
     def _warn(self, error: OSError) -> None:
-        if self.warning is None:
-            self.warning = f"{self.folder.path}: can't be written ({error.strerror or error}); training goes on, lines wait in memory"
-            _log.warning("%s", self.warning)
+        if not self._unwritable:
+            self._unwritable = True
+            text = f"{self.folder.path}: can't be written ({error.strerror or error}); training goes on, lines wait in memory"
+            self.warning = self.warning or text
+            _log.warning("%s", text)

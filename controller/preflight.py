@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -123,12 +124,14 @@ def _check_writable(root: str) -> None:
 
 
 def _check_port(host: str, port: int) -> None:
-    """The controller listens later; that another process has the port is better known now."""
+    """That this machine has no such address is known now. A port that is in use stops no run: the controller, perhaps on another machine,
+    takes a free one, and says so."""
     if port == 0:
         return
-    from vescale_ray.controller.metrics import MetricsServer, RunSnapshot
+    from vescale_ray.controller.metrics import MetricsServer, PortInUse, RunSnapshot
 
-    MetricsServer(host, port, lambda: RunSnapshot("", ""), None, "").close()
+    with suppress(PortInUse):
+        MetricsServer(host, port, lambda: RunSnapshot("", ""), None, "").close()
 
 
 def _expected(config: RunConfig) -> dict[str, _Expected]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -354,14 +353,6 @@ def test_a_corpus_that_is_empty_or_missing_is_refused(elsewhere: Path, capsys: p
     (elsewhere / "empty").mkdir()
     assert "is empty; give a file or folder that holds text" in refused(capsys, "data.corpus=empty")
     assert "no such file or folder" in refused(capsys, "data.corpus=missing")
-
-
-def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        assert f"metrics.port = {port}: in use" in refused(capsys, f"metrics.port={port}")
 
 
 def test_an_output_folder_that_can_not_be_written_is_refused(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:

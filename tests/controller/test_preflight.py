@@ -78,8 +78,9 @@ def test_a_folder_that_can_not_be_written(tmp_path: Path) -> None:
     assert "set checkpoint.dir to a folder or URL that can" in refused(tiny(tmp_path, "r", checkpoint_dir=str(tmp_path / "file" / "x")))
 
 
-def test_a_port_in_use(tmp_path: Path, port: int) -> None:
-    assert f"metrics.port = {port}: in use" in refused(tiny(tmp_path, "r", metrics_port=port))
+def test_an_address_that_this_machine_has_not_is_refused_and_a_port_in_use_is_not(tmp_path: Path, port: int) -> None:
+    assert "can't be listened on" in refused(tiny(tmp_path, "r", metrics_host="192.0.2.1", metrics_port=port))
+    preflight.check(tiny(tmp_path, "r", metrics_port=port))
 
 
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import random
 import re
 import signal
+import socket
 import time
 import urllib.request
 from collections.abc import Mapping
@@ -224,8 +225,14 @@ def test_a_run_keeps_its_checkpoints_on_s3_and_resumes_from_there(home: Path, un
 @pytest.mark.slow
 def test_with_an_automatic_interval_checkpoints_come_by_the_clock_and_say_why(home: Path, undisturbed: Finished) -> None:
     keep = {"checkpoint_auto_min_s": 0.2, "checkpoint_auto_max_s": 0.4, "checkpoint_keep_last": 3, "checkpoint_keep_best": 1}
-    finished = carry_out(tiny(home, "auto", checkpoint_every="auto", **keep))
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        finished = carry_out(tiny(home, "auto", checkpoint_every="auto", metrics_port=port, **keep))
     assert finished.result.state == "DONE", finished.result
+    (warning,) = finished.of("warning")
+    assert f"metrics.port = {port}: in use on 127.0.0.1; metrics and commands are served on port" in warning["text"]
     saved = [event["step"] for event in finished.of("checkpoint_saved")]
     assert len(saved) >= 3 and saved == sorted(saved) and saved[-1] == STEPS
     assert all(event["stall_seconds"] > 0 for event in finished.of("checkpoint_saved")[:-1])
