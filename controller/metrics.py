@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -33,6 +32,7 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.samples import Sample
 
 from vescale_ray.errors import BadInput
 
@@ -174,9 +174,7 @@ class MetricsServer:
     """
 
     def __init__(self, host: str, port: int, snapshot: Callable[[], RunSnapshot], control: Control | None, token: str) -> None:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_SnapshotCollector(snapshot))
-        handler = type("Handler", (_Handler,), {"registry": registry, "snapshot": staticmethod(snapshot), "token": token, "timeout": 10.0})
+        handler = type("Handler", (_Handler,), {"snapshot": staticmethod(snapshot), "token": token, "timeout": 10.0})
         handler.control = staticmethod(control) if control is not None else None  # type: ignore[attr-defined]
         server_type = type("Server", (_Server,), {"address_family": socket.AF_INET6 if ":" in host else socket.AF_INET})
         try:
@@ -212,7 +210,6 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    registry: CollectorRegistry
     snapshot: Callable[[], RunSnapshot]
     control: Control | None
     token: str
@@ -222,9 +219,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/metrics":
-            encode, content_type = choose_encoder(self.headers.get("Accept", ""))
             try:
-                body = encode(self.registry)
+                body, content_type = exposition(self.snapshot(), self.headers.get("Accept", ""))
             except Exception as error:
                 return self._json(500, {"error": f"no snapshot: {_one_line(error)}"})
             return self._send(200, body, content_type)
@@ -288,12 +284,67 @@ class _Handler(BaseHTTPRequestHandler):
         """Scrapes come every few seconds: they are no news."""
 
 
-class _SnapshotCollector:
-    def __init__(self, snapshot: Callable[[], RunSnapshot]) -> None:
-        self._snapshot = snapshot
+class RankFamily(Metric):
+    """A family with one sample for each rank, written fast: prometheus_client takes 25 ms for the five families of 1,024 ranks."""
 
-    def collect(self) -> Iterator[Metric]:
-        return families(self._snapshot())
+    def __init__(self, name: str, text: str, kind: str, run: str, rows: Sequence[tuple[int, Mapping[str, str], float]]) -> None:
+        super().__init__(name, text, kind)
+        self._series = f"{name}_info" if kind == "info" else name
+        self._run, self._rows = run, rows
+        self.samples = _Samples(self._sample, rows)  # type: ignore[assignment]
+
+    def _sample(self, row: tuple[int, Mapping[str, str], float]) -> Sample:
+        rank, more, value = row
+        return Sample(self._series, {"run": self._run, "rank": str(rank), **more}, value)
+
+    def lines(self, openmetrics: bool) -> str:
+        """The family as text."""
+        about, kind = (self.name, self.type) if openmetrics or self.type != "info" else (self._series, "gauge")
+        begin = f'{self._series}{{run="{_escaped(self._run)}",rank="'
+        head = f"# HELP {about} {self.documentation}\n# TYPE {about} {kind}\n"
+        if not any(more for _, more, _ in self._rows):
+            return head + "".join([f'{begin}{rank}"}} {value!r}\n' for rank, _, value in self._rows])
+        rest = ["".join([f',{key}="{_escaped(text)}"' for key, text in more.items()]) for _, more, _ in self._rows]
+        return head + "".join([f'{begin}{row[0]}"{more}}} {row[2]!r}\n' for row, more in zip(self._rows, rest, strict=True)])
+
+
+class _Samples(Sequence[Sample]):
+    """Samples that are made when they are asked for."""
+
+    def __init__(self, make: Callable[[Any], Sample], rows: Sequence[Any]) -> None:
+        self._make, self._rows = make, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return [self._make(row) for row in self._rows[index]] if isinstance(index, slice) else self._make(self._rows[index])
+
+
+class _Given:
+    """What prometheus_client's encoders want of a registry."""
+
+    def __init__(self, members: Sequence[Metric]) -> None:
+        self._members = members
+
+    def collect(self) -> Sequence[Metric]:
+        return self._members
+
+
+def exposition(snapshot: RunSnapshot, accept: str) -> tuple[bytes, str]:
+    """The snapshot as Prometheus' text or OpenMetrics, whichever ``accept`` (of HTTP) asks for; and the content type."""
+    encode, content_type = choose_encoder(accept)
+    everything = list(families(snapshot))
+    body: bytes = encode(_Given([family for family in everything if not isinstance(family, RankFamily)]))  # type: ignore[arg-type]
+    openmetrics = "openmetrics" in content_type
+    ranks = "".join([family.lines(openmetrics) for family in everything if isinstance(family, RankFamily)]).encode()
+    if openmetrics:
+        return body.removesuffix(b"# EOF\n") + ranks + b"# EOF\n", content_type
+    return body + ranks, content_type
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") if not text.isalnum() else text
 
 
 def families(s: RunSnapshot) -> Iterator[Metric]:
@@ -319,10 +370,7 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
         yield family
 
     def by_rank(name: str, text: str, values: Mapping[int, float]) -> Iterator[Metric]:
-        family = GaugeMetricFamily(name, text, labels=[*run, "rank"])
-        for rank, value in sorted(values.items()):
-            family.add_metric([*labels, str(rank)], float(value))
-        yield family
+        yield RankFamily(name, text, "gauge", s.run, [(rank, {}, float(value)) for rank, value in sorted(values.items())])
 
     def histogram(name: str, text: str, value: Histogram, **extra: str) -> Iterator[Metric]:
         family = HistogramMetricFamily(name, text, labels=[*run, *extra])
@@ -382,10 +430,8 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
     yield from by_rank("vescale_worker_slowness_ratio", "The rank's own time for a slot, relative to the usual rank's.", s.slowness)
     yield from by_rank("vescale_worker_slots", "Slots of the global batch that the rank does.", s.slots)
     yield from gauge("vescale_stragglers", "Workers that have been slower than the others for long.", len(s.stragglers))
-    worker = InfoMetricFamily("vescale_worker", "Which worker holds the rank, and on which node.", labels=[*run, "rank"])
-    for rank, about in sorted(s.workers.items()):
-        worker.add_metric([*labels, str(rank)], {key: str(value) for key, value in about.items()})
-    yield worker
+    who = [(rank, {key: str(value) for key, value in about.items()}, 1.0) for rank, about in sorted(s.workers.items())]
+    yield RankFamily("vescale_worker", "Which worker holds the rank, and on which node.", "info", s.run, who)
 
     yield from gauge("vescale_checkpoint_last_step", "Step of the newest committed checkpoint.", s.checkpoint_step)
     yield from gauge("vescale_checkpoint_last_success_timestamp_seconds", "When the newest checkpoint was committed.", s.checkpoint_time)
