@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.controller.conftest import SECRET
 from tests.controller.hanging import hang
 from tests.controller.runs import STEPS, Finished, alive, carry_out, print_figures, tiny, worst_difference
 from tests.workers.test_moved_bytes import common_bytes, most_kept, owned_bytes, trained
@@ -209,7 +210,16 @@ def test_a_run_keeps_its_checkpoints_on_s3_and_resumes_from_there(home: Path, un
         host, port = server.get_host_and_port()
         root = f"s3://bucket/runs/on-s3?endpoint=http://{host}:{port}"
         urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT"), timeout=10).close()
-        stopped = carry_out(tiny(home, "on-s3", elastic_workers=2, checkpoint_dir=root), Act(17, "stop"))
+        folder = RunFolder(home / "on-s3")
+        served: list[str] = []
+
+        def watch(status: Mapping[str, Any]) -> None:
+            if status["step"] and not served:
+                for page in ("metrics", "status"):
+                    served.append(urllib.request.urlopen(f"{status['url']}/{page}", timeout=10).read().decode())
+                served.append(folder.read_control()["token"])  # type: ignore[index]
+
+        stopped = carry_out(tiny(home, "on-s3", elastic_workers=2, checkpoint_dir=root), Act(17, "stop"), watch=watch)
         assert stopped.result.state == "STOPPED", stopped.result
         newest = checkpoint.latest(root)
         assert newest is not None and newest.step == stopped.result.step and checkpoint.verify(root).ok
@@ -217,9 +227,24 @@ def test_a_run_keeps_its_checkpoints_on_s3_and_resumes_from_there(home: Path, un
         assert resumed.result.state == "DONE" and resumed.result.checkpoint == checkpoint.latest(root).path
         assert worst_difference(resumed.losses, undisturbed.losses) < CLOSE
         assert not (resumed.config.run_folder / "checkpoints").exists()
+        no_secret_is_told(folder, served)
     finally:
         server.stop()
     nothing_left(resumed)
+
+
+def no_secret_is_told(folder: RunFolder, served: list[str]) -> None:
+    """Neither the storage's key nor the token of the run's commands: in what it serves, writes or logs, its checkpoints included."""
+    import ray
+
+    *pages, token = served
+    assert len(pages) == 2 and len(token) > 20
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    texts = {str(path): path.read_bytes() for top in (folder.path, logs) for path in top.rglob("*") if path.is_file()}
+    assert any("events.jsonl" in name for name in texts) and any("worker-" in name for name in texts)
+    texts |= {f"page {i}": page.encode() for i, page in enumerate(pages)}
+    for secret in (SECRET, token):
+        assert [name for name, text in texts.items() if secret.encode() in text and not name.endswith("control.json")] == []
 
 
 @pytest.mark.slow
