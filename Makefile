@@ -10,7 +10,7 @@ OURS   := vescale_ray controller workers checkpoint deploy benchmarks tests
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help install demo test test-slow gpu-check lint types clean
+.PHONY: help install demo test test-slow gpu-check manifests lint types clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make test       lint, types and all tests but the slow ones"
 	@echo "make test-slow  the slow ones: chaos, scale, whole demo, a soak of VESCALE_SOAK_MINUTES (30)"
 	@echo "make gpu-check  everything that needs a GPU; skipped without one"
+	@echo "make manifests  write deploy/kuberay from the code that renders it"
 	@echo "make lint       ruff and mypy only"
 	@echo "make clean      remove build outputs and caches (not .venv, not runs/)"
 
@@ -42,6 +43,9 @@ test-slow: $(STAMP)
 
 gpu-check: $(STAMP)
 	$(BIN)/python benchmarks/gpu_check.py
+
+manifests: $(STAMP)
+	$(BIN)/python -m vescale_ray.k8s deploy/kuberay
 
 lint: $(STAMP) types
 	$(BIN)/ruff check $(wildcard $(OURS))
