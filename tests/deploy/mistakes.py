@@ -85,6 +85,14 @@ KUBERNETES = [
     )
 ]
 
+_queued = put("RayJob:metadata.labels", {"kueue.x-k8s.io/queue-name": "q"})
+
+
+def _seven_groups(documents: Documents) -> None:
+    groups = at(documents, f"{CLUSTER}.workerGroupSpecs")
+    groups += [{**groups[0], "groupName": f"g{index}"} for index in range(6)]
+
+
 _secret = {"name": "r", "key": "k"}
 OPERATORS = [
     Mistake("rules", what, spoil, words)
@@ -124,6 +132,11 @@ OPERATORS = [
             ),
             "excludes REDIS_PASSWORD",
         ),
+        ("a queue, and a cluster that outlives the job", _queued, "frees its quota"),
+        ("a queue, and autoscaling that Kueue has not heard of", _queued, "only with the annotation"),
+        ("a queue, and seven groups", both(_queued, _seven_groups), "6 worker groups at most, here are 7"),
+        ("a queue, and a group named head", both(_queued, put(WORKER_GROUP, groupName="head")), "keeps the group name head"),
+        ("a queue, and a cluster that is there", both(_queued, drop(JOB, "rayClusterSpec")), "no job with a clusterSelector"),
         ("fault tolerance without a Redis", put(CLUSTER, gcsFaultToleranceOptions={}), "has no redisAddress"),
     )
 ]

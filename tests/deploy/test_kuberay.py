@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,7 @@ def test_overlays_can_be_combined(kind: str, chosen: tuple[str, ...], config: Ru
     assert ("kueue.x-k8s.io/queue-name" in ray["metadata"]["labels"]) == ray["spec"].get("suspend", False) == ("kueue" in chosen)
     assert ("gcsFaultToleranceOptions" in cluster) == ("gcs-ft" in chosen)
     assert [group["groupName"] for group in cluster["workerGroupSpecs"]] == ["workers", "spot"][: 1 + ("spot" in chosen)]
+    assert (ray["metadata"].get("annotations") == {"kueue.x-k8s.io/elastic-job": "true"}) == ("kueue" in chosen)
     if kind == "job":
         assert ("deletionStrategy" in ray["spec"]) != ray["spec"].get("shutdownAfterJobFinishes", False)
 
@@ -238,6 +241,21 @@ def test_what_yaml_readers_disagree_on_is_quoted() -> None:
     for word in ("on", "NO", "1e3", "0o7", "0x10", "1:30", "null", "1_000"):
         assert f'"{word}"' in text
     assert "# because\n#   as it is\nkept: v" in text
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, whose YAML reader is asked, is not installed")
+def test_kubectl_reads_the_same_as_we_do(loaded: dict[str, Documents], tmp_path: Path) -> None:
+    names = ["setup.yaml", "rayjob-spot.yaml", "podmonitor.yaml"]
+    for name in names:
+        (tmp_path / name).write_text((KUBERAY / name).read_text())
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump({"resources": names}))
+    done = subprocess.run(["kubectl", "kustomize", str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+    def by_name(documents: Documents) -> dict[tuple[str, str], Any]:
+        return {(one["kind"], one["metadata"]["name"]): one for one in documents}
+
+    assert by_name(list(yaml.safe_load_all(done.stdout))) == by_name([one for name in names for one in loaded[name]])
 
 
 # ---------------------------------------------------------------------------------------------------------------- mistakes

@@ -12,6 +12,7 @@ from vescale_ray.k8s import pods
 from vescale_ray.k8s.emit import Why
 from vescale_ray.k8s.options import RAY_VERSION, Options, Sizes, port_of
 from vescale_ray.k8s.pods import ROLE_LABEL, RUN_LABEL
+from vescale_ray.k8s.rules import KUEUES_ELASTIC, KUEUES_LABEL
 
 Document = dict[str, Any]
 WEEK_S = 7 * 24 * 3600
@@ -145,9 +146,7 @@ def _job(c: RunConfig, o: Options, s: Sizes) -> Document:
             "Time for the last checkpoint when the job is stopped; Ray's own 3 s are too few. Nothing is installed at run time.",
         ),
     }
-    metadata_labels = _of_run(s)
     if o.has("kueue"):
-        metadata_labels = {**metadata_labels, "kueue.x-k8s.io/queue-name": str(o.queue)}
         spec["suspend"] = Why(True, "Kueue starts it when the queue has room for all of the first pods; it stops by deleting them.")
         spec["shutdownAfterJobFinishes"] = Why(True, "Needed with suspend, and excludes deletionRules.")
         spec["ttlSecondsAfterFinished"] = KEPT_AFTER_SUCCESS_S
@@ -168,23 +167,33 @@ def _job(c: RunConfig, o: Options, s: Sizes) -> Document:
         reason = "After success the cluster goes soon, after a failure there is an hour to look at it; the record stays for a week."
         spec["deletionStrategy"] = {"deletionRules": Why(rules, reason)}
     spec["rayClusterSpec"] = _cluster_spec(c, o, s)
-    return _document("ray.io/v1", "RayJob", s.name, o, metadata_labels, spec=spec)
+    return _ray("RayJob", o, s, spec)
 
 
 def _cluster(c: RunConfig, o: Options, s: Sizes) -> Document:
     spec = _cluster_spec(c, o, s)
-    metadata_labels = _of_run(s)
     if o.has("kueue"):
-        metadata_labels = {**metadata_labels, "kueue.x-k8s.io/queue-name": str(o.queue)}
         spec = {"suspend": Why(True, "Kueue starts it when the queue has room for all of the first pods."), **spec}
-    return _document("ray.io/v1", "RayCluster", s.name, o, metadata_labels, spec=spec)
+    return _ray("RayCluster", o, s, spec)
+
+
+def _ray(kind: str, o: Options, s: Sizes, spec: dict[str, Any]) -> Document:
+    if not o.has("kueue"):
+        return _document("ray.io/v1", kind, s.name, o, _of_run(s), spec=spec)
+    document = _document("ray.io/v1", kind, s.name, o, {**_of_run(s), KUEUES_LABEL: str(o.queue)}, spec=spec)
+    document["metadata"]["annotations"] = Why(
+        {KUEUES_ELASTIC: "true"},
+        "Kueue takes a job that is autoscaled only with this: 0.18 or later, before that (from 0.16) with its feature gate "
+        "ElasticJobsViaWorkloadSlices. What the autoscaler adds has to find quota, too.",
+    )
+    return document
 
 
 def _cluster_spec(c: RunConfig, o: Options, s: Sizes) -> dict[str, Any]:
     spec: dict[str, Any] = {
         "rayVersion": RAY_VERSION,
         "authOptions": Why({"mode": "token"}, "Without it whoever reaches the dashboard runs code. The operator makes the Secret."),
-        "enableInTreeAutoscaling": Why(True, "Kueue 0.16 or later, for this with autoscaling.") if o.has("kueue") else True,
+        "enableInTreeAutoscaling": True,
         "autoscalerOptions": {
             "version": "v2",
             "idleTimeoutSeconds": Why(300, "More than a node ever waits for its peers, or nodes would come and go."),

@@ -19,6 +19,9 @@ LONGEST = {"RayJob": 47, "RayCluster": 53}
 """Names: the operator appends to them, and a Service's name has 63 characters."""
 LONGEST_ACCOUNT = 50
 """Of the head's service account: what is longer loses its beginning on the way, and is not found."""
+KUEUES_LABEL, KUEUES_ELASTIC = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/elastic-job"
+KUEUES_GROUPS = 6
+"""A Kueue workload has 8 pod sets: the head's, the submitter's, the groups'."""
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _ORDER = ("DeleteWorkers", "DeleteCluster", "DeleteSelf")
 
@@ -37,6 +40,8 @@ def rule_problems(document: Tree) -> Iterator[str]:
     if kind == "RayJob":
         yield from _job(spec)
     cluster = spec.get("rayClusterSpec") if kind == "RayJob" else spec
+    if KUEUES_LABEL in (document["metadata"].get("labels") or {}):
+        yield from _kueue(spec, cluster, annotations, in_job=kind == "RayJob")
     if cluster:
         yield from _cluster(cluster, annotations, in_job=kind == "RayJob")
         yield from _pods(cluster, spec)
@@ -207,6 +212,25 @@ def _fault_tolerance(spec: Tree, annotations: Tree, head: Tree, env: Tree, in_jo
         yield "gcsFaultToleranceOptions.redisPassword.value is a password in plain text: take it from a Secret with valueFrom"
     if in_job and options.get("externalStorageNamespace"):
         yield "externalStorageNamespace in a RayJob: a retry would read the state of the cluster that failed; leave it out"
+
+
+# ---------------------------------------------------------------------------------------------------------------- Kueue's
+
+
+def _kueue(spec: Tree, cluster: Tree | None, annotations: Tree, in_job: bool) -> Iterator[str]:
+    """What its webhooks for RayJob and RayCluster refuse."""
+    if cluster is None:
+        yield "Kueue takes no job with a clusterSelector"
+        return
+    if in_job and not spec.get("shutdownAfterJobFinishes"):
+        yield "Kueue takes no job without shutdownAfterJobFinishes: true, which frees its quota"
+    if cluster.get("enableInTreeAutoscaling") and annotations.get(KUEUES_ELASTIC) != "true":
+        yield f'Kueue takes autoscaling only with the annotation {KUEUES_ELASTIC}: "true"'
+    groups = cluster.get("workerGroupSpecs") or []
+    if len(groups) > KUEUES_GROUPS:
+        yield f"Kueue takes {KUEUES_GROUPS} worker groups at most, here are {len(groups)}"
+    if [one for one in groups if one.get("groupName") == "head"]:
+        yield "Kueue keeps the group name head for itself"
 
 
 # ------------------------------------------------------------------------------------------------------------- ours: pods
