@@ -180,6 +180,17 @@ OURS = [
     )
 ]
 
+NAMES = [
+    Mistake("rules", what, spoil, words)
+    for what, spoil, words in (
+        ("a ConfigMap's name in capitals", put("ConfigMap:metadata", name="Run"), "a name takes lower-case letters"),
+        ("a namespace with a dot", put("PodDisruptionBudget:metadata", namespace="a.b"), "the namespace a.b takes"),
+        ("a label with a blank", put("RayJob:metadata.labels", team="a b"), "the label team has the value a b"),
+        ("a pod's label that is too long", put(f"{WORKER_GROUP}.template.metadata.labels", x="a" * 64), "63 at most"),
+        ("a label whose key is none", put("NetworkPolicy:spec.podSelector.matchLabels", {"a/b/c": "d"}), "a/b/c is no key of a label"),
+    )
+]
+
 REFERENCES = [
     Mistake("references", what, spoil, words)
     for what, spoil, words in (
@@ -224,4 +235,4 @@ REFERENCES = [
     )
 ]
 
-MISTAKES = [*FIELDS, *KUBERNETES, *OPERATORS, *OURS, *REFERENCES]
+MISTAKES = [*FIELDS, *KUBERNETES, *OPERATORS, *OURS, *NAMES, *REFERENCES]

@@ -69,7 +69,7 @@ class Walk:
         command.make_context(command.name, rest)
         if words[:2] == ["k8s", "render"]:
             assert main(words) == 0
-            self.documents += list(yaml.safe_load_all(self._capsys.readouterr().out))
+            self.documents += list(yaml.load_all(self._capsys.readouterr().out, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
             if output:
                 self._files.add(output)
 

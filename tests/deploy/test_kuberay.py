@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import math
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from tests.deploy.kubernetes import core_problems, document_problems, schema_of
 from tests.deploy.mistakes import MISTAKES, Mistake
@@ -185,6 +189,37 @@ def test_pods_hold_as_many_workers_as_their_gpus(config: RunConfig) -> None:
     assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (1, 1, 2)
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert limits["nvidia.com/gpu"] == "8" and int(limits["cpu"]) >= 8 * config.ray.cpus_per_worker
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    each=st.sampled_from([0.25, 0.3, 0.5, 0.9, 1, 2]),
+    gpus=st.integers(1, 8),
+    bounds=st.lists(st.integers(1, 40), min_size=3, max_size=3).map(sorted),
+    spares=st.integers(0, 3),
+    spot=st.booleans(),
+)
+def test_pods_are_as_few_as_hold_the_workers(each: float, gpus: int, bounds: list[int], spares: int, spot: bool, config: RunConfig) -> None:
+    assume(gpus >= each)
+    fewest, first, most = bounds
+    counts = {"workers": first, "min_workers": fewest, "max_workers": most, "spares": spares}
+    run = config.model_copy(
+        update={
+            "elastic": config.elastic.model_copy(update=counts),
+            "train": config.train.model_copy(update={"slots": 40}),
+            "ray": config.ray.model_copy(update={"gpus_per_worker": each}),
+        }
+    )
+    room = math.floor(Fraction(gpus) / Fraction(str(each)))
+    least, wanted, limit = (-(-n // room) for n in (fewest, first + spares, most + spares))
+    options = Options(gpus=gpus, overlays=frozenset({"spot"} if spot else ()))
+    if spot and least == limit:
+        with pytest.raises(ManifestError, match="none may be pre-empted"):
+            documents(run, options, "job")
+        return
+    groups = cluster_of(documents(run, options, "job"))["workerGroupSpecs"]
+    sums = [sum(group[key] for group in groups) for key in ("minReplicas", "replicas", "maxReplicas")]
+    assert sums == [least, wanted, limit]
 
 
 def test_a_run_without_gpus_gets_none_and_no_room_to_spare() -> None:

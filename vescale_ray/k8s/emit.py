@@ -16,6 +16,7 @@ import yaml
 
 WIDTH = 140
 _PLAIN = re.compile(r"[A-Za-z/][\w ./:=@%+$()-]*|\d+(?:m|[KMGT]i)")
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML was built with it
 _WORDS = {"y", "yes", "n", "no", "on", "off", "true", "false", "null"}
 
 
@@ -41,7 +42,7 @@ def plain(tree: Any) -> Any:
 def to_yaml(documents: Sequence[Any], head: str) -> str:
     """The documents as one YAML text, below the comment ``head``."""
     text = "\n".join([*_comment(head, 0), *("\n".join(["---", *_lines(document, 0)]) for document in documents)]) + "\n"
-    if list(yaml.safe_load_all(text)) != [plain(document) for document in documents]:
+    if list(yaml.load_all(text, Loader=_LOADER)) != [plain(document) for document in documents]:
         raise AssertionError("what was written does not read back as what was meant")
     return text
 

@@ -81,7 +81,13 @@ def _network(c: RunConfig, o: Options, s: Sizes) -> Iterator[Document]:
     own = {"podSelector": {"matchLabels": _of_run(s)}}
     egress: list[Any] = [
         {"to": [own]},
-        {"to": [{"namespaceSelector": {}}], "ports": [{"protocol": "UDP", "port": 53}, *tcp(53)]},
+        Why(
+            {
+                "to": [{"namespaceSelector": {}}, {"ipBlock": {"cidr": "169.254.20.10/32"}}],
+                "ports": [{"protocol": "UDP", "port": 53}, *tcp(53)],
+            },
+            "DNS; the address is that of the cache which some clusters run on each node.",
+        ),
     ]
     if s.outside:
         egress.append(Why({"ports": tcp(*s.outside)}, "The object store of checkpoint.dir."))

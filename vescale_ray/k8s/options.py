@@ -11,6 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 from vescale_ray import __version__
 from vescale_ray.config import RunConfig
 from vescale_ray.errors import BadInput
+from vescale_ray.k8s import names
 
 KINDS = ("job", "cluster", "setup", "monitor")
 OVERLAYS = ("spot", "kueue", "gcs-ft")
@@ -120,7 +121,7 @@ def sizes(config: RunConfig, options: Options, kind: str) -> Sizes:
         raise ManifestError(problem)
     need_gpus, need_cpus = config.ray.gpus_per_worker, config.ray.cpus_per_worker
     gpus = options.gpus if options.gpus is not None else math.ceil(need_gpus)
-    per_pod = int(gpus / need_gpus) if need_gpus else max(1, int(options.cpus / need_cpus) if options.cpus and need_cpus else 1)
+    per_pod = places(gpus, need_gpus) if need_gpus else max(1, places(options.cpus, need_cpus) if options.cpus and need_cpus else 1)
     # Without GPUs it is the CPUs that say how many workers fit, so that there must be none to spare.
     cpus = options.cpus if options.cpus is not None else max(1, math.ceil(per_pod * need_cpus) + (2 if gpus else 0))
     if per_pod < 1:
@@ -150,6 +151,11 @@ def sizes(config: RunConfig, options: Options, kind: str) -> Sizes:
         object_store=quantity(options.shm) // 2,
         outside=_outside(config),
     )
+
+
+def places(has: float, each: float) -> int:
+    """How many times ``each`` fits into ``has``; Ray counts in ten-thousandths, so that 0.9 hold three times 0.3."""
+    return math.floor(has / each + 1e-6)
 
 
 def quantity(text: str) -> int:
@@ -189,8 +195,22 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
     if quantity(o.shm) >= quantity(o.memory):
         yield f"--shm {o.shm} is not less than --memory {o.memory}, which it counts against: lower the one or raise the other"
     for flag, text in (("--spot-label", o.spot_label), ("--monitor-label", o.monitor_label)):
-        if not re.fullmatch(r"[\w./-]+=[\w.-]+", text):
-            yield f"{flag} {text}: write KEY=VALUE"
+        if not names.is_label(text):
+            yield f"{flag} {text}: write KEY=VALUE, as Kubernetes takes a label"
+    for flag, text in (("--namespace", o.namespace), ("--monitoring", o.monitoring)):
+        if not names.is_namespace(text):
+            yield f"{flag} {text}: give lower-case letters, digits and '-', 63 at most"
+    others = {"--claim": o.claim, "--service-account": o.service_account, "--priority-class": o.priority_class}
+    for flag, name in {**others, "--storage-class": o.storage_class}.items():
+        if name is not None and not names.is_name(name):
+            yield f"{flag} {name}: give lower-case letters, digits, '-' and '.'"
+    if o.queue is not None and not (o.queue and names.is_label_value(o.queue)):
+        yield f"--queue {o.queue}: give the name of a local queue"
+    for flag, url in (("--prometheus", o.prometheus), ("--grafana", o.grafana)):
+        if url is not None and not re.fullmatch(r"https?://[^\s/]+\S*", url):
+            yield f"{flag} {url}: give a URL, for example http://{flag.removeprefix('--')}.monitoring:9090"
+    if o.redis is not None and not re.fullmatch(r"(rediss?://)?[\w.-]+:\d+", o.redis):
+        yield f"--redis {o.redis}: give HOST:PORT"
     if o.has("kueue") and o.queue is None:
         yield "--overlay kueue: give the local queue as --queue NAME"
     if o.queue is not None and not o.has("kueue"):
@@ -207,6 +227,8 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
         yield f"ray.address = {c.ray.address}: the pods are the cluster; set ray.address=auto"
     if c.metrics.port == 0:
         yield "metrics.port = 0: Prometheus can't be told a port that changes; set metrics.port=9464"
+    if 0 < c.metrics.port < 1024:
+        yield f"metrics.port = {c.metrics.port}: only root could listen there, and the pods are not; set metrics.port=9464"
     if c.metrics.host in ("127.0.0.1", "localhost", "::1"):
         yield f"metrics.host = {c.metrics.host}: no other pod could read the metrics; set metrics.host=0.0.0.0"
     on_volume = {"run.dir": c.run.dir, "checkpoint.dir": c.checkpoint.dir, "data.corpus": c.data.corpus}

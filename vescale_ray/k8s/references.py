@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from vescale_ray.config import ConfigError, RunConfig, parse_config
+from vescale_ray.k8s.options import places
 from vescale_ray.k8s.rules import pod_templates
 
 Tree = Mapping[str, Any]
@@ -233,16 +234,16 @@ def _fits(config: RunConfig, cluster: Tree, head: Tree, workers: Mapping[str, Tr
     need = config.resources_per_worker
     groups = cluster.get("workerGroupSpecs") or ()
     rooms = {name: _places(pod, need) for name, pod in workers.items()}
-    for name, places in rooms.items():
-        if places < 1:
+    for name, room in rooms.items():
+        if room < 1:
             yield f"{name}: no worker of the run fits into a pod (it needs {need})"
-    bounds = [(places, group) for places, group in zip(rooms.values(), groups, strict=True)]
+    bounds = list(zip(rooms.values(), groups, strict=True))
     for key, wanted, field in (
         ("elastic.max_workers", config.max_workers, "maxReplicas"),
         ("elastic.workers", config.elastic.workers, "replicas"),
         ("elastic.min_workers", config.elastic.min_workers, "minReplicas"),
     ):
-        room = sum(places * group.get(field, 0) for places, group in bounds)
+        room = sum(each * group.get(field, 0) for each, group in bounds)
         if room < wanted:
             yield f"{field} make room for {room} workers, {key} of the run is {wanted}"
     paths = {"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir, "data.corpus": config.data.corpus}
@@ -259,4 +260,4 @@ def _places(pod: Tree, need: Mapping[str, float]) -> int:
     """Workers that fit into the pod, as Ray counts."""
     limits = (pod["containers"][0].get("resources") or {}).get("limits") or {}
     has = {"CPU": float(str(limits.get("cpu", "0")).removesuffix("m") or 0), "GPU": float(limits.get("nvidia.com/gpu", 0))}
-    return min((int(has[name] / amount) for name, amount in need.items()), default=1)
+    return min((places(has[name], amount) for name, amount in need.items()), default=1)

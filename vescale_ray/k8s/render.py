@@ -13,7 +13,7 @@ from vescale_ray.k8s.emit import plain, to_yaml
 from vescale_ray.k8s.fields import OnCore, field_problems
 from vescale_ray.k8s.options import KINDS, OPERATOR, OVERLAYS, ManifestError, Options, sizes
 from vescale_ray.k8s.references import Name, reference_problems
-from vescale_ray.k8s.rules import rule_problems
+from vescale_ray.k8s.rules import LONGEST, rule_problems
 
 ABOUT = {
     "job": "A training run as a KubeRay RayJob: a Ray cluster of its own, which goes when the run is done.",
@@ -89,7 +89,8 @@ def problems(
     found = [problem for one in documents for problem in field_problems(one, on_core)]
     yield from found
     if not found:  # the others rely on the shape
-        for one in documents:
+        # Ray's resources first: what is wrong with a run's name is said best of them.
+        for one in sorted(documents, key=lambda document: document["kind"] not in LONGEST):
             yield from rule_problems(one)
         yield from reference_problems(documents, outside)
 

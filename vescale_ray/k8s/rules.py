@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from vescale_ray.k8s.names import name_problems
 from vescale_ray.k8s.options import GRACE_MARGIN_S
 
 Tree = Mapping[str, Any]
@@ -27,15 +28,18 @@ _ORDER = ("DeleteWorkers", "DeleteCluster", "DeleteSelf")
 
 
 def rule_problems(document: Tree) -> Iterator[str]:
-    """One sentence for each rule that a RayJob or RayCluster breaks; nothing for other kinds."""
+    """One sentence for each rule that a document breaks: of a RayJob or RayCluster all, of other kinds those for names and labels."""
     kind = document.get("kind")
     if kind not in LONGEST:
+        yield from name_problems(document)
         return
     name, spec = str(document["metadata"]["name"]), document["spec"]
     if len(name) > LONGEST[kind]:
         yield f"the name {name} has {len(name)} characters: a {kind} takes {LONGEST[kind]} at most; give a shorter one with --name"
     if not _DNS_1035.fullmatch(name):
         yield f"the name {name} is none for a {kind}: give lower-case letters, digits and '-', a letter first, with --name"
+    else:
+        yield from name_problems(document)
     annotations = document["metadata"].get("annotations") or {}
     if kind == "RayJob":
         yield from _job(spec)
@@ -301,6 +305,8 @@ def _container(where: str, container: Tree) -> Iterator[str]:
     if context.get("privileged"):
         yield f"{where}: privileged gives it the node"
     tag = str(container.get("image", "")).rpartition("/")[2]
+    if re.search(r"\s", str(container.get("image", " "))):
+        yield f"{where}: the image's name {container.get('image')!r} holds a blank"
     if "@sha256:" not in tag and tag.partition(":")[2] in ("", "latest"):
         yield f"{where}: the image {container.get('image')} has no fixed tag: a later pod could get another version; give one with --image"
     requests, limits = resources.get("requests"), resources.get("limits")
