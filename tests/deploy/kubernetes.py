@@ -11,7 +11,6 @@ from typing import Any
 import jsonschema
 from referencing import Registry, Resource
 
-VERSION = "1.37"
 FOLDER = files("kubernetes_validate") / "kubernetes-json-schema" / "v1.37.0-local-strict"
 
 

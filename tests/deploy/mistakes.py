@@ -171,6 +171,8 @@ OURS = [
         ("the node's network", put(WORKER, hostNetwork=True), "gives a pod the node's own"),
         ("a folder of the node", add(f"{WORKER}.volumes", {"name": "x", "hostPath": {"path": "/"}}), "is a folder of the node"),
         ("a temporary folder without a limit", put(f"{WORKER}.volumes.1", emptyDir={}), "could fill the node"),
+        ("the autoscaler's capabilities", drop(f"{CLUSTER}.autoscalerOptions", "securityContext"), "autoscalerOptions: securityContext"),
+        ("an autoscaler without its token", drop(f"{CLUSTER}.autoscalerOptions", "volumeMounts"), "could not reach Kubernetes' API"),
         ("capabilities", drop(f"{WORKER}.containers.0", "securityContext"), "drop ALL"),
         ("the latest image", put(f"{HEAD}.containers.0", image="registry:5000/x:latest"), "no fixed tag"),
         ("two images", put(f"{HEAD}.containers.0", image="x:2"), "must be the same everywhere"),

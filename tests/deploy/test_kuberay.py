@@ -13,6 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from hypothesis import assume, given, settings
@@ -26,7 +27,7 @@ from vescale_ray.k8s.defaults import FILES, example, rendered
 from vescale_ray.k8s.emit import Why, to_yaml
 from vescale_ray.k8s.fields import CUSTOM, field_problems
 from vescale_ray.k8s.references import reference_problems
-from vescale_ray.k8s.rules import rule_problems
+from vescale_ray.k8s.rules import TOKEN_FOLDER, rule_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBERAY = ROOT / "deploy" / "kuberay"
@@ -94,6 +95,8 @@ def test_the_committed_manifests_are_those_that_the_code_renders() -> None:
 def test_every_committed_document_keeps_to_kubernetes_strict_schemas(name: str, loaded: dict[str, Documents]) -> None:
     for document in loaded[name]:
         assert (schema_of(document) is None) == ((document["apiVersion"], document["kind"]) in CUSTOM)
+        if name == "setup.yaml":  # the package's own way, which reads its schemas anew each time, agrees with ours
+            assert kubernetes_validate.validate(document, "1.37", strict=True) == "1.37"
         assert not list(document_problems(document))
         assert not list(field_problems(document, core_problems))
 
@@ -150,7 +153,7 @@ def test_rays_own_autoscaler_sees_the_nodes_that_are_meant(loaded: dict[str, Doc
 
 def test_the_autoscalers_token_lies_where_ray_looks_for_it() -> None:
     provider = pytest.importorskip("ray.autoscaler._private.kuberay.node_provider")
-    assert Path(provider.IN_CLUSTER_TOKEN_PATH).parent == Path(provider.IN_CLUSTER_CA_CERT_PATH).parent == Path(pods.TOKEN_FOLDER)
+    assert Path(provider.IN_CLUSTER_TOKEN_PATH).parent == Path(provider.IN_CLUSTER_CA_CERT_PATH).parent == Path(TOKEN_FOLDER)
 
 
 def test_the_metrics_ports_are_rays() -> None:
@@ -160,6 +163,19 @@ def test_the_metrics_ports_are_rays() -> None:
     autoscaler, dashboard = (folder / name for name in ("autoscaler/_private/constants.py", "dashboard/consts.py"))
     assert f'"AUTOSCALER_METRIC_PORT", {pods.AUTOSCALER_METRICS_PORT})' in autoscaler.read_text()
     assert f'"DASHBOARD_METRIC_PORT", {pods.DASHBOARD_METRICS_PORT})' in dashboard.read_text()
+
+
+def test_the_variables_that_are_set_for_ray_are_ones_that_it_reads(config: RunConfig) -> None:
+    """A renamed one would be ignored in silence, and a drain be as short as Ray's own."""
+    ray = importlib.util.find_spec("ray")
+    assert ray is not None and ray.origin is not None
+    made = documents(config, Options(prometheus="http://p:9090", grafana="http://g:3000"), "job")
+    names = {one["name"] for pod in (head_of(made), worker_of(made)) for one in pod["containers"][0]["env"]}
+    names |= yaml.safe_load(spec_of(made)["runtimeEnvYAML"])["env_vars"].keys()
+    places = ("_private/ray_constants.py", "dashboard/modules/job/job_supervisor.py", "dashboard/modules/metrics/metrics_head.py")
+    read = "".join((Path(ray.origin).parent / place).read_text() for place in places)
+    ours = {name for name in names if name.startswith("RAY_")}
+    assert len(ours) == 5 and all(f'"{name}"' in read for name in ours)
 
 
 def test_versions_are_those_of_the_constraints(loaded: dict[str, Documents]) -> None:

@@ -1,8 +1,9 @@
 """The fields of Ray's and the Prometheus operator's own resources, as far as a manifest of ours may use them.
 
 Kubernetes refuses a field that it does not know in its own kinds; in a custom resource a mistyped one is dropped without a word, therefore
-this table. Written from KubeRay's ``ray.io/v1`` types (``research/deploy.md`` 1.2) and from ``monitoring.coreos.com/v1``. What is
-Kubernetes' own inside of them (a pod template, a volume mount) is named by :class:`Core` and checked by whoever has Kubernetes' schemas.
+this table. Written from KubeRay's ``ray.io/v1`` types (``research/deploy.md`` 1.2; without what is behind feature gates that are off) and
+from ``monitoring.coreos.com/v1``. What is Kubernetes' own inside of them (a pod template, a volume mount) is named by
+:class:`Core` and checked by whoever has Kubernetes' schemas.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ AUTOSCALER = Fields(
         "envFrom": Each(Core("envfromsource")),
         "volumeMounts": Each(Core("volumemount")),
         "securityContext": Core("securitycontext"),
+        "command": Each(TEXT),
+        "args": Each(TEXT),
     }
 )
 CREDENTIAL = Fields({"value": TEXT, "valueFrom": Core("envvarsource")})
@@ -81,7 +84,14 @@ FAULT_TOLERANCE = Fields(
         "redisPassword": CREDENTIAL,
         "externalStorageNamespace": TEXT,
         "storage": Fields(
-            {"size": TEXT, "storageClassName": TEXT, "claimName": TEXT, "deletionPolicy": One(("Delete", "Retain"))},
+            {
+                "size": TEXT,
+                "storageClassName": TEXT,
+                "accessModes": Each(TEXT),
+                "claimName": TEXT,
+                "subPath": TEXT,
+                "deletionPolicy": One(("DeleteWithCluster", "Retain")),
+            },
         ),
     }
 )
@@ -123,7 +133,7 @@ CLUSTER_SPEC = Fields(
         "enableInTreeAutoscaling": FLAG,
         "autoscalerOptions": AUTOSCALER,
         "gcsFaultToleranceOptions": FAULT_TOLERANCE,
-        "authOptions": Fields({"mode": One(("token", "disabled")), "secretName": TEXT}),
+        "authOptions": Fields({"mode": One(("token", "disabled")), "secretName": TEXT, "enableK8sTokenAuth": FLAG}),
         "tlsOptions": Fields({"enabled": FLAG}),
         "headServiceAnnotations": TEXTS,
         "managedBy": One(("ray.io/kuberay-operator", "kueue.x-k8s.io/multikueue")),

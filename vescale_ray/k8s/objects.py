@@ -12,7 +12,7 @@ from vescale_ray.k8s import pods
 from vescale_ray.k8s.emit import Why
 from vescale_ray.k8s.options import RAY_VERSION, Options, Sizes, port_of
 from vescale_ray.k8s.pods import ROLE_LABEL, RUN_LABEL
-from vescale_ray.k8s.rules import KUEUES_ELASTIC, KUEUES_LABEL
+from vescale_ray.k8s.rules import KUEUES_ELASTIC, KUEUES_LABEL, TOKEN_FOLDER
 
 Document = dict[str, Any]
 WEEK_S = 7 * 24 * 3600
@@ -206,7 +206,7 @@ def _cluster_spec(c: RunConfig, o: Options, s: Sizes) -> dict[str, Any]:
             "upscalingMode": "Default",
             "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "1Gi"}},
             "securityContext": pods.CONTAINER_SECURITY,
-            "volumeMounts": [{"name": "kube-api", "mountPath": pods.TOKEN_FOLDER, "readOnly": True}],
+            "volumeMounts": [{"name": "kube-api", "mountPath": TOKEN_FOLDER, "readOnly": True}],
         },
     }
     if o.has("gcs-ft"):

@@ -10,7 +10,6 @@ from vescale_ray.k8s.options import Options, Sizes, quantity
 
 CONFIG_FOLDER, CONFIG_FILE = "/etc/vescale-ray", "run.yaml"
 RUN_LABEL, ROLE_LABEL = "vescale-ray/run", "vescale-ray/role"
-TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
 GCS_PORT, DASHBOARD_PORT, RAY_METRICS_PORT, AUTOSCALER_METRICS_PORT, DASHBOARD_METRICS_PORT = 6379, 8265, 8080, 44217, 44227
 USER = 1000
 """The image's."""

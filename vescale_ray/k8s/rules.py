@@ -20,6 +20,8 @@ LONGEST = {"RayJob": 47, "RayCluster": 53}
 """Names: the operator appends to them, and a Service's name has 63 characters."""
 LONGEST_ACCOUNT = 50
 """Of the head's service account: what is longer loses its beginning on the way, and is not found."""
+TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
+"""Where a client of Kubernetes' API looks for its token: Ray's autoscaler, too."""
 KUEUES_LABEL, KUEUES_ELASTIC = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/elastic-job"
 KUEUES_GROUPS = 6
 """A Kueue workload has 8 pod sets: the head's, the submitter's, the groups'."""
@@ -257,6 +259,8 @@ def _pods(cluster: Tree, spec: Tree) -> Iterator[str]:
         yield 'headGroupSpec.rayStartParams.num-cpus must be "0": a worker on the head could take the run down with it'
     if (cluster.get("authOptions") or {}).get("mode") != "token":
         yield "authOptions.mode must be token: whoever reaches the dashboard could run code on the cluster"
+    if cluster.get("enableInTreeAutoscaling"):
+        yield from _autoscalers_container(cluster)
     for where, pod in templates:
         yield from _security(where, pod)
         for container in pod.get("containers") or ():
@@ -264,6 +268,15 @@ def _pods(cluster: Tree, spec: Tree) -> Iterator[str]:
     images = {str(container.get("image")) for _, pod in templates for container in pod.get("containers") or ()}
     if len(images) > 1:
         yield f"the pods have different images ({', '.join(sorted(images))}): Ray's and our versions must be the same everywhere"
+
+
+def _autoscalers_container(cluster: Tree) -> Iterator[str]:
+    """The one that the operator adds to the head, as far as it is ours to say."""
+    options = cluster.get("autoscalerOptions") or {}
+    yield from _privileges("autoscalerOptions", options)
+    paths = [str(mount.get("mountPath", "")).rstrip("/") for mount in options.get("volumeMounts") or ()]
+    if TOKEN_FOLDER not in paths:
+        yield f"autoscalerOptions.volumeMounts has nothing at {TOKEN_FOLDER}: the autoscaler could not reach Kubernetes' API"
 
 
 def _grace(where: str, pod: Tree) -> Iterator[str]:
@@ -299,11 +312,8 @@ def _security(where: str, pod: Tree) -> Iterator[str]:
 
 
 def _container(where: str, container: Tree) -> Iterator[str]:
-    context, resources = container.get("securityContext") or {}, container.get("resources") or {}
-    if context.get("allowPrivilegeEscalation") is not False or "ALL" not in (context.get("capabilities") or {}).get("drop", ()):
-        yield f"{where}: securityContext must say allowPrivilegeEscalation: false and drop ALL capabilities"
-    if context.get("privileged"):
-        yield f"{where}: privileged gives it the node"
+    resources = container.get("resources") or {}
+    yield from _privileges(where, container)
     tag = str(container.get("image", "")).rpartition("/")[2]
     if re.search(r"\s", str(container.get("image", " "))):
         yield f"{where}: the image's name {container.get('image')!r} holds a blank"
@@ -322,3 +332,11 @@ def _container(where: str, container: Tree) -> Iterator[str]:
     for port in ports:
         if len(str(port.get("name", ""))) > 15:
             yield f"{where}: the port's name {port['name']} has more than 15 characters"
+
+
+def _privileges(where: str, container: Tree) -> Iterator[str]:
+    context = container.get("securityContext") or {}
+    if context.get("allowPrivilegeEscalation") is not False or "ALL" not in (context.get("capabilities") or {}).get("drop", ()):
+        yield f"{where}: securityContext must say allowPrivilegeEscalation: false and drop ALL capabilities"
+    if context.get("privileged"):
+        yield f"{where}: privileged gives it the node"
