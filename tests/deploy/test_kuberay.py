@@ -24,7 +24,7 @@ from tests.deploy.mistakes import MISTAKES, Mistake
 from vescale_ray.config import RunConfig, load_config
 from vescale_ray.k8s import ManifestError, Options, documents, pods, render
 from vescale_ray.k8s.defaults import FILES, example, rendered
-from vescale_ray.k8s.emit import Why, to_yaml
+from vescale_ray.k8s.emit import Why, plain, to_yaml
 from vescale_ray.k8s.fields import CUSTOM, field_problems
 from vescale_ray.k8s.references import reference_problems
 from vescale_ray.k8s.rules import TOKEN_FOLDER, rule_problems
@@ -307,6 +307,26 @@ def test_kubectl_reads_the_same_as_we_do(loaded: dict[str, Documents], tmp_path:
         return {(one["kind"], one["metadata"]["name"]): one for one in documents}
 
     assert by_name(list(yaml.safe_load_all(done.stdout))) == by_name([one for name in names for one in loaded[name]])
+
+
+_texts = st.text(max_size=12) | st.text(alphabet="a1eE.:#-'\"\\ \n\t|>&*!%@`{}[],?~=_", max_size=10)
+_scalars = st.none() | st.booleans() | st.integers() | _texts | _texts.map(lambda text: text + "\n")
+_trees = st.recursive(
+    _scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(_texts, inner, max_size=7)
+        | inner.map(lambda value: value if isinstance(value, Why) else Why(value, "why\n# so"))
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(_texts, _trees, min_size=1, max_size=4))
+def test_whatever_is_written_reads_back(tree: dict[str, Any]) -> None:
+    text = to_yaml([tree, {"x": tree}], "of two documents")
+    assert list(yaml.safe_load_all(text)) == [plain(tree), {"x": plain(tree)}]  # PyYAML's own reader; the code asks libyaml's
 
 
 # ---------------------------------------------------------------------------------------------------------------- mistakes

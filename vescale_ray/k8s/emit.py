@@ -16,13 +16,15 @@ import yaml
 
 WIDTH = 140
 _PLAIN = re.compile(r"[A-Za-z/][\w ./:=@%+$()-]*|\d+(?:m|[KMGT]i)")
+_BLOCK = re.compile(r"[!-~][ -~]*\n(?:(?:[!-~ ][ -~]*)?\n)*(?<!\n\n)")
+"""Texts of several lines that can be shown as they are: of plain letters, not indented at the beginning, with one line's end at the end."""
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML was built with it
 _WORDS = {"y", "yes", "n", "no", "on", "off", "true", "false", "null"}
 
 
 @dataclass(frozen=True)
 class Why:
-    """A value, and why it is what it is."""
+    """A value, and why it is what it is. In a list or a mapping; not of another ``Why``."""
 
     value: Any
     reason: str
@@ -64,12 +66,16 @@ def _lines(tree: Any, indent: int) -> Iterator[str]:
             if isinstance(value, Why):
                 yield from _comment(value.reason, indent)
                 value = value.value
-            short = _flow(value)
-            if short is not None and indent + 2 + len(short) <= WIDTH:
+            short = _scalar(value) if _is_leaf(value) else _flow(value)
+            if short is not None and (_is_leaf(value) or indent + 2 + len(short) <= WIDTH):
                 yield f"{pad}- {short}"
             else:
                 first, *rest = list(_lines(value, indent + 2))
                 yield from _hang(pad, first, rest)
+
+
+def _is_leaf(value: Any) -> bool:
+    return not isinstance(value, (Mapping, list, tuple))
 
 
 def _hang(pad: str, first: str, rest: Sequence[str]) -> Iterator[str]:
@@ -84,10 +90,10 @@ def _hang(pad: str, first: str, rest: Sequence[str]) -> Iterator[str]:
 
 def _pair(start: str, value: Any, indent: int) -> Iterator[str]:
     short = _flow(value)
-    if isinstance(value, str) and "\n" in value:
+    if isinstance(value, str) and _BLOCK.fullmatch(value):
         yield f"{start} |"
-        yield from (" " * (indent + 2) + line if line else "" for line in value.rstrip("\n").split("\n"))
-    elif short is not None and len(start) + 1 + len(short) <= WIDTH:
+        yield from (" " * (indent + 2) + line if line else "" for line in value.removesuffix("\n").split("\n"))
+    elif short is not None and (_is_leaf(value) or len(start) + 1 + len(short) <= WIDTH):
         yield f"{start} {short}"
     else:
         yield start
@@ -109,7 +115,7 @@ def _flow(value: Any, nested: bool = False) -> str | None:
         if any(isinstance(one, (Mapping, list, tuple, Why)) for one in value):
             return None
         return "[" + ", ".join(_scalar(one) for one in value) + "]"
-    if isinstance(value, str) and "\n" in value:
+    if isinstance(value, str) and _BLOCK.fullmatch(value):
         return None
     return _scalar(value)
 
@@ -118,7 +124,7 @@ def _scalar(value: Any) -> str:
     if not isinstance(value, str):
         return json.dumps(value)
     safe = _PLAIN.fullmatch(value) and value.lower() not in _WORDS and ": " not in value and not value.endswith((":", " "))
-    return value if safe else json.dumps(value)
+    return value if safe else yaml.safe_dump(value, default_style='"', width=float("inf")).removesuffix("\n")
 
 
 def _comment(text: str, indent: int) -> list[str]:
