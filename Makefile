@@ -12,7 +12,7 @@ OURS   := vescale_ray controller workers checkpoint deploy benchmarks tests
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help install demo test test-slow grafana-types gpu-check lint types clean
+.PHONY: help install demo test test-slow grafana-types gpu-check manifests lint types clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test       lint, types and all tests but the slow ones"
 	@echo "make test-slow  the slow ones: chaos, scale, whole demo, a soak of VESCALE_SOAK_MINUTES (30)"
 	@echo "make gpu-check  everything that needs a GPU; skipped without one"
+	@echo "make manifests  write deploy/kuberay and deploy/grafana from the code that makes them"
 	@echo "make lint       ruff and mypy only"
 	@echo "make clean      remove build outputs and caches (not .venv, not runs/)"
 
@@ -30,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "$$($(PYTHON) --version) found; Python 3.11 to 3.13 is needed: make PYTHON=python3.11 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,plots]"
-	@command -v promtool >/dev/null || $(PROMETHEUS) >/dev/null 2>&1 || \
+	@command -v promtool >/dev/null || { $(PROMETHEUS); } >/dev/null 2>&1 || \
 		echo "Prometheus is not installed, and can't be from here (root and apt-get are needed): the tests that need it are skipped"
 	@touch $(STAMP)
 
@@ -50,6 +51,10 @@ grafana-types:
 
 gpu-check: $(STAMP)
 	$(BIN)/python benchmarks/gpu_check.py
+
+manifests: $(STAMP)
+	$(BIN)/python -m vescale_ray.k8s deploy/kuberay
+	$(BIN)/python -m vescale_ray.deploy.dashboard > deploy/grafana/vescale.json
 
 lint: $(STAMP) types
 	$(BIN)/ruff check $(wildcard $(OURS))

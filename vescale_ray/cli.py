@@ -1,4 +1,4 @@
-"""The command line: ``vescale-ray train demo status stop rescale ls ckpt plan``.
+"""The command line: ``vescale-ray train demo status stop rescale ls ckpt k8s plan``.
 
 Exit codes: 0 done; 1 it failed; 2 what you gave can't be used; 130 interrupted. Errors are one line with the remedy; a
 traceback only with --debug. torch, Ray and pydantic are imported inside the commands: ``vescale-ray --help`` needs none of them.
@@ -21,6 +21,7 @@ import click
 from vescale_ray import __version__
 from vescale_ray.cli_base import BAD_INPUT, FAILED, INTERRUPTED, OK, Failed, Group
 from vescale_ray.cli_ckpt import ckpt
+from vescale_ray.cli_k8s import k8s
 from vescale_ray.errors import BadInput
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def cli(debug: bool) -> None:
 
 
 cli.add_command(ckpt)
+cli.add_command(k8s)
 
 
 # ------------------------------------------------------------------------------------------------------------------- runs

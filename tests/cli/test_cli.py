@@ -99,7 +99,9 @@ def test_help_imports_neither_torch_nor_ray_nor_numpy_nor_pydantic() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["train"], ["demo"], ["status"], ["stop"], ["rescale"], ["ls"], ["ckpt"], ["ckpt", "ls"], ["ckpt", "verify"]]
+    "command",
+    [[], *([word] for word in ("train", "demo", "status", "stop", "rescale", "ls", "ckpt", "k8s"))]
+    + [["ckpt", "ls"], ["ckpt", "verify"], ["k8s", "render"]],
 )
 def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, *command, "--help")

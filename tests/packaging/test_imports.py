@@ -17,18 +17,18 @@ LAYERS: list[set[str]] = [
     {"dtensor", "collectives", "redistribute", "transfer", "dbuffer", "emulation", "runfolder", "schedule"},
     {"fsdp", "models", "data", "config", "checkpoint", "client", "state_dict"},
     {"optim"},
-    {"report", "page"},
+    {"report", "page", "k8s"},
     {"workers", "progress", "dash", "top"},
     {"controller"},
     {"cli_base"},
-    {"cli_ckpt"},
+    {"cli_ckpt", "cli_k8s"},
     {"cli", "demo"},
 ]
 DATA_ONLY = {"configs", "deploy"}
 RANK = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 MAY_IMPORT_RAY = {"controller", "workers"}
 TORCH_FREE = {"geometry", "errors", "config", "schedule", "runfolder", "client", "progress", "report", "demo", "page", "dash", "top"}
-TORCH_FREE |= {"cli", "cli_base", "cli_ckpt"}
+TORCH_FREE |= {"cli", "cli_base", "cli_ckpt", "cli_k8s", "k8s"}
 
 
 def part_of(module: str) -> str:

@@ -54,7 +54,7 @@ def test_the_wheel_holds_the_data_files_the_licence_and_the_entry_point(wheel: P
     archive = zipfile.ZipFile(wheel)
     names = set(archive.namelist())
     assert {"vescale_ray/py.typed", "vescale_ray/configs/demo.yaml", "vescale_ray/configs/cluster.yaml"} <= names
-    assert {"vescale_ray/deploy/rayjob.yaml", "vescale_ray/deploy/prometheus.yml", "vescale_ray/deploy/Dockerfile"} <= names
+    assert {f"vescale_ray/deploy/{name}" for name in ("kuberay/rayjob.yaml", "kuberay/setup.yaml", "prometheus.yml", "Dockerfile")} <= names
     info = next(name.split("/")[0] for name in names if ".dist-info/" in name)
     assert "vescale-ray = vescale_ray.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
     metadata = archive.read(f"{info}/METADATA").decode()
@@ -69,7 +69,7 @@ def test_the_wheel_works_where_nothing_else_of_the_project_is_and_does_not_exten
         "import vescale_ray.controller.metrics\n"
         "assert len(list(vescale_ray.__path__)) == 1, list(vescale_ray.__path__)\n"
         "assert 'site' in vescale_ray.checkpoint.__file__\n"
-        "assert (r.files('vescale_ray.deploy') / 'rayjob.yaml').is_file()\n"
+        "assert (r.files('vescale_ray.deploy') / 'kuberay' / 'rayjob.yaml').is_file()\n"
         "from vescale_ray.demo import demo_config; print(demo_config().train.steps)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}

@@ -1,0 +1,115 @@
+"""``vescale-ray k8s render``: what it prints can be applied, and what it won't print it says in one sentence."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from vescale_ray.cli import main
+from vescale_ray.cli_k8s import k8s
+from vescale_ray.k8s import KINDS, OVERLAYS, Options
+from vescale_ray.k8s.defaults import rendered
+
+CLUSTER = str(Path(inspect.getfile(main)).parent / "configs" / "cluster.yaml")
+
+
+def said(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = main(["k8s", "render", *args])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_the_defaults_are_the_committed_job(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, CLUSTER) == (0, dict(rendered())["rayjob.yaml"], "")
+
+
+def test_overrides_reach_the_run_in_the_manifest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(capsys, CLUSTER, "train.steps=7", "--name", "x7", "--kind", "cluster")
+    documents = {one["kind"]: one for one in yaml.safe_load_all(out)}
+    assert code == 0 and documents["RayCluster"]["metadata"]["name"] == "x7"
+    assert yaml.safe_load(documents["ConfigMap"]["data"]["run.yaml"])["train"]["steps"] == 7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_json_holds_the_same_documents(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, text, _ = said(capsys, CLUSTER, "--kind", kind)
+    code, out, _ = said(capsys, CLUSTER, "--kind", kind, "--json")
+    one = json.loads(out)
+    assert code == 0 and (one["apiVersion"], one["kind"]) == ("v1", "List")
+    assert one["items"] == list(yaml.safe_load_all(text))
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["none.yaml"], "none.yaml: no such file"),
+        (["train.steps=5"], "give the run's YAML file first"),
+        ([CLUSTER, "trian.steps=5"], "did you mean train.steps?"),
+        ([CLUSTER, "--kind", "pod"], "'pod' is not one of"),
+        ([CLUSTER, "--overlay", "spott"], "--overlay spott: give one of spot, kueue, gcs-ft"),
+        ([CLUSTER, "--overlay", "kueue"], "give the local queue as --queue NAME"),
+        ([CLUSTER, "--queue", "q"], "add --overlay kueue"),
+        ([CLUSTER, "--overlay", "gcs-ft"], "give the Redis that keeps Ray's state"),
+        ([CLUSTER, "--redis", "r:1"], "add --overlay gcs-ft"),
+        ([CLUSTER, "--kind", "setup", "--overlay", "spot"], "overlays change a job or a cluster"),
+        ([CLUSTER, "--overlay", "spot", "elastic.min_workers=16", "elastic.workers=16"], "none may be pre-empted"),
+        ([CLUSTER, "--name", "a" * 48], "has 48 characters: a RayJob takes 47 at most; give a shorter one with --name"),
+        ([CLUSTER, "--name", "Big_Run"], "give lower-case letters"),
+        ([CLUSTER, "--kind", "cluster", "--name", "a" * 51], "the operator cuts it to 50"),
+        ([CLUSTER, "--image", "train"], "has no fixed tag"),
+        ([CLUSTER, "--memory", "64G"], "--memory 64G: give a whole size with its unit"),
+        ([CLUSTER, "--shm", "64Gi"], "--shm 64Gi is not less than --memory 64Gi"),
+        ([CLUSTER, "--gpus", "0"], "--gpus 0 is less than ray.gpus_per_worker = 1"),
+        ([CLUSTER, "--gpus", "8", "--cpus", "16"], "--cpus 16 is less than 8 workers of ray.cpus_per_worker = 4 need"),
+        ([CLUSTER, "--gpus", "1", "ray.gpus_per_worker=0", "train.device=cpu"], "no worker would use them"),
+        ([CLUSTER, "--drain-s", "0"], "0 is not in the range"),
+        ([CLUSTER, "--spot-label", "spot"], "--spot-label spot: write KEY=VALUE"),
+        ([CLUSTER, "--spot-label", "a b=c"], "--spot-label a b=c: write KEY=VALUE"),
+        ([CLUSTER, "--namespace", "Team A"], "--namespace Team A: give lower-case letters"),
+        ([CLUSTER, "--claim", "My_Claim"], "--claim My_Claim: give lower-case letters"),
+        ([CLUSTER, "--overlay", "kueue", "--queue", "my queue"], "--queue my queue: give the name of a local queue"),
+        ([CLUSTER, "--overlay", "gcs-ft", "--redis", "redis"], "--redis redis: give HOST:PORT"),
+        ([CLUSTER, "--grafana", "grafana:3000"], "--grafana grafana:3000: give a URL"),
+        ([CLUSTER, "--image", "a b:1"], "holds a blank"),
+        ([CLUSTER, "metrics.port=80"], "only root could listen there"),
+        ([CLUSTER, "--mount", "shared"], "--mount shared: give an absolute folder"),
+        ([CLUSTER, "--mount", "/data"], "run.dir = /mnt/shared/runs is not on the volume that all pods share"),
+        ([CLUSTER, "checkpoint.dir=/scratch/ck"], "checkpoint.dir = /scratch/ck is not on the volume"),
+        ([CLUSTER, "metrics.port=0"], "set metrics.port=9464"),
+        ([CLUSTER, "metrics.port=8265"], "two ports have the containerPort 8265"),
+        ([CLUSTER, "metrics.host=127.0.0.1"], "set metrics.host=0.0.0.0"),
+        ([CLUSTER, "ray.address=ray://head:10001"], "set ray.address=auto"),
+    ],
+)
+def test_what_breaks_a_rule_is_not_printed_and_said_in_one_sentence(
+    args: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = said(capsys, *args)
+    assert (code, out) == (2, "")
+    assert words in err and err.startswith("vescale-ray: ") and err.count("\n") == 1
+
+
+def test_every_option_has_a_flag_with_the_same_default_and_a_use() -> None:
+    command = k8s.commands["render"]
+    flags = {param.name: param for param in command.params if isinstance(param, click.Option)}
+    beside = {"kind", "as_json"}  # not of the options, but of the command
+    assert flags.keys() - beside == {field.name for field in fields(Options)}
+    given = command.make_context("render", ["run.yaml"]).params
+    defaults = {field.name: field.default for field in fields(Options) if field.name != "overlays"}
+    assert {name: given[name] for name in defaults} == defaults and given["overlays"] == ()
+    assert set(str(flags["overlays"].metavar).split("|")) == set(OVERLAYS)
+    kinds = flags["kind"].type
+    assert isinstance(kinds, click.Choice) and tuple(kinds.choices) == KINDS
+
+
+def test_the_example_in_the_help_works(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["k8s", "render", "--help"]) == 0
+    example = capsys.readouterr().out.partition("Example: vescale-ray k8s render run.yaml ")[2].partition("|")[0].split()
+    code, out, _ = said(capsys, CLUSTER, *example)
+    assert code == 0 and example[1] in out and "groupName: spot" in out

@@ -1,0 +1,154 @@
+"""The image's Dockerfile is linted, and agrees with the package, the pods and Ray; no engine builds it here."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tomllib
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from vescale_ray.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    text = re.sub(r"\\\n", " ", "\n".join(line for line in text.splitlines() if not line.strip().startswith("#")))
+    lines = [line.split(None, 1) for line in text.splitlines() if line.strip()]
+    return [(word.upper(), rest) for word, rest in lines]
+
+
+def complaints(text: str) -> Iterator[str]:
+    """What a reviewer would send back."""
+    stages: list[list[tuple[str, str]]] = []
+    for word, rest in instructions(text):
+        if word == "FROM":
+            stages.append([])
+        if stages:
+            stages[-1].append((word, rest))
+    bases = {rest.split()[0] for stage in stages for word, rest in stage if word == "FROM"}
+    for base in bases:
+        version = re.fullmatch(r"python:3\.(\d+)\.\d+-slim-bookworm(@sha256:[0-9a-f]{64})?", base)
+        if not version or int(version[1]) not in (11, 12, 13):
+            yield f"base {base} is no exact version of a Python that the package supports"
+    if len(bases) > 1:
+        yield "the wheel is built with another Python than it is installed in"
+    last = stages[-1]
+    words = [word for word, _ in last]
+    users = [rest for word, rest in last if word == "USER"]
+    if not users or users[-1].split(":")[0] in ("0", "root"):
+        yield "it runs as root"
+    elif [word for word in words[words.index("USER") :] if word in ("RUN", "COPY", "ADD")]:
+        yield "something is installed as the user of the pods, who could change it"
+    if "HEALTHCHECK" not in words or ("HEALTHCHECK", "NONE") in last:
+        yield "it has no healthcheck"
+    for word, rest in [pair for stage in stages for pair in stage]:
+        if word == "ADD":
+            yield "ADD fetches and unpacks: use COPY"
+        if word == "RUN" and "pip install" in rest:
+            for flag in ("--no-cache-dir", "constraints.txt"):
+                if flag not in rest:
+                    yield f"a pip install is without {flag}"
+        if word == "RUN" and re.search(r"curl|wget|apt-get", rest):
+            yield "something is fetched that no constraint pins"
+        if word in ("CMD", "ENTRYPOINT") and re.search(r"\b(pip|apt-get|curl|git|wget)\b", rest):
+            yield "the network is used at start"
+        if word in ("CMD", "ENTRYPOINT") and not rest.startswith("["):
+            yield "a shell would keep SIGTERM from the program"
+        if word in ("ENV", "ARG") and re.search(r"(?i)(token|password|secret|_key)\b\S*=\S", rest):
+            yield "a secret stays in the image"
+    if not [rest for word, rest in last if word == "RUN" and ".whl" in rest]:
+        yield "the wheel is not what is installed"
+    if "RAY_USAGE_STATS_ENABLED=0" not in " ".join(rest for word, rest in last if word == "ENV"):
+        yield "Ray would report its use over the network"
+
+
+def test_the_dockerfile_is_as_it_should_be() -> None:
+    assert list(complaints(DOCKERFILE)) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("FROM python:3.11.14-slim-bookworm\n", "FROM python:3.11-slim\n", "no exact version"),
+        ("FROM python:3.11.14-slim-bookworm\n", "FROM python:latest\n", "no exact version"),
+        ("FROM python:3.11.14-slim-bookworm\n", "FROM python:3.12.1-slim-bookworm\n", "another Python"),
+        ("USER 1000:1000\n", "", "runs as root"),
+        ("USER 1000:1000\n", "USER root\n", "runs as root"),
+        ("WORKDIR /home/ray\n", "RUN pip install --no-cache-dir -c constraints.txt x\n", "who could change it"),
+        ("HEALTHCHECK --interval", "LABEL --interval", "no healthcheck"),
+        ("COPY deploy ./deploy", "ADD https://example.com/deploy.tar.gz .", "use COPY"),
+        (" -c constraints.txt build", " build", "without constraints.txt"),
+        ("--no-cache-dir --disable-pip-version-check -c /opt", "-c /opt", "without --no-cache-dir"),
+        ("RUN groupadd", "RUN curl -s https://example.com | sh && groupadd", "no constraint pins"),
+        ('CMD ["vescale-ray", "--help"]', 'CMD ["sh", "-c", "pip install x && vescale-ray"]', "network is used at start"),
+        ('CMD ["vescale-ray", "--help"]', "CMD vescale-ray --help", "keep SIGTERM"),
+        ("HF_HUB_OFFLINE=1", "WANDB_API_KEY=abc", "a secret stays"),
+        ('"$(echo /opt/vescale-ray/dist/*.whl)[plots,s3]"', "vescale-ray", "not what is installed"),
+        ("RAY_USAGE_STATS_ENABLED=0", "RAY_X=0", "report its use"),
+    ],
+)
+def test_a_mistake_in_the_dockerfile_is_caught(old: str, new: str, words: str) -> None:
+    assert old in DOCKERFILE
+    head, _, tail = DOCKERFILE.rpartition(old)  # the last stage, where both have it
+    assert [one for one in complaints(head + new + tail) if words in one]
+
+
+def test_the_image_holds_all_that_the_wheel_is_built_from_and_nothing_that_is_not_there() -> None:
+    copied = {
+        source for word, rest in instructions(DOCKERFILE) if word == "COPY" and "--from" not in rest for source in rest.split()[:-1]
+    }
+    assert all((ROOT / source).exists() for source in copied), copied
+    folders = {folder.split("/")[0] for folder in PROJECT["tool"]["setuptools"]["package-dir"].values()}
+    assert folders | {"pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]} <= copied
+
+
+def test_the_extras_that_the_image_installs_exist() -> None:
+    (extras,) = re.findall(r"\.whl\)\[([\w,]+)\]", DOCKERFILE)
+    assert set(extras.split(",")) <= PROJECT["project"]["optional-dependencies"].keys()
+
+
+def test_the_image_runs_as_the_user_of_the_pods() -> None:
+    job: dict[str, Any] = next(
+        one for one in yaml.safe_load_all((DEPLOY / "kuberay" / "rayjob.yaml").read_text()) if one["kind"] == "RayJob"
+    )
+    context = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["securityContext"]
+    (user,) = [rest for word, rest in instructions(DOCKERFILE) if word == "USER"]
+    assert user == f"{context['runAsUser']}:{context['runAsGroup']}"
+
+
+def test_the_healthcheck_asks_where_rays_agent_answers() -> None:
+    ray = importlib.util.find_spec("ray")  # its sources are read: importing its dashboard takes seconds
+    assert ray is not None and ray.origin is not None
+    folder = Path(ray.origin).parent
+    ((port, path),) = re.findall(r"http://127\.0\.0\.1:(\d+)(/\S+)'", DOCKERFILE)
+    assert f"DEFAULT_DASHBOARD_AGENT_LISTEN_PORT = {port}\n" in (folder / "_private" / "ray_constants.py").read_text()
+    assert f'@routes.get("{path}")' in (folder / "dashboard" / "modules" / "reporter" / "healthz_agent.py").read_text()
+
+
+# -------------------------------------------------------------------------------------------------------------- other files
+
+
+def test_the_files_come_with_the_package() -> None:
+    names = {entry.name for entry in files("vescale_ray.deploy").iterdir()}
+    assert {"kuberay", "grafana", "prometheus.yml", "alerts.yml", "Dockerfile"} <= names
+
+
+def test_prometheus_scrapes_the_port_of_the_example_and_rays_own_list_of_nodes() -> None:
+    prometheus = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
+    assert set(prometheus) == {"global", "rule_files", "scrape_configs"}
+    assert all((DEPLOY / file).is_file() for file in prometheus["rule_files"])
+    jobs = {one["job_name"]: one for one in prometheus["scrape_configs"]}
+    example = load_config(ROOT / "vescale_ray" / "configs" / "cluster.yaml")
+    assert jobs["vescale-ray"]["metrics_path"] == "/metrics"
+    assert jobs["vescale-ray"]["static_configs"][0]["targets"] == [f"127.0.0.1:{example.metrics.port}"]
+    assert jobs["ray"]["file_sd_configs"][0]["files"] == ["/tmp/ray/prom_metrics_service_discovery.json"]

@@ -1,0 +1,92 @@
+"""``vescale-ray k8s ..``: manifests for Kubernetes, on standard output. Talks to no cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vescale_ray.cli_base import OK, Group
+
+
+@click.group(cls=Group)
+def k8s() -> None:
+    """Manifests of a run for Kubernetes with KubeRay."""
+
+
+def _of(name: str) -> Any:
+    """The default of a field of Options, without importing them for ``--help`` of something else."""
+    from vescale_ray.k8s.options import Options
+
+    return getattr(Options, name)
+
+
+_Count = click.IntRange(min=1)
+
+
+@k8s.command("render")
+@click.argument("file", metavar="RUN.yaml")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--kind",
+    type=click.Choice(["job", "cluster", "setup", "monitor"]),
+    default="job",
+    show_default=True,
+    help="job: the run with a cluster of its own; cluster: one that stays; setup: what a namespace needs once; monitor: PodMonitors.",
+)
+@click.option(
+    "--overlay", "overlays", multiple=True, metavar="spot|kueue|gcs-ft", help="Of job or cluster; may be given several times."
+)
+@click.option("--image", default=lambda: _of("image"), help="Of every pod, with a fixed tag. Default: a placeholder.")
+@click.option("--name", help="Of the objects. Default: run.name.")
+@click.option("--namespace", default="vescale-ray", show_default=True)
+@click.option("--claim", default="training-runs", show_default=True, help="Volume claim that all pods mount.")
+@click.option("--mount", default="/mnt/shared", show_default=True, metavar="FOLDER", help="Where; run.dir must lie there.")
+@click.option("--gpus", type=click.IntRange(min=0), help="Of a worker pod. Default: ray.gpus_per_worker, rounded up.")
+@click.option("--cpus", type=_Count, help="Of a worker pod. Default: what its workers ask for, and 2 more beside GPUs.")
+@click.option("--memory", default="64Gi", show_default=True, metavar="SIZE", help="Of a worker pod.")
+@click.option("--shm", default="16Gi", show_default=True, metavar="SIZE", help="Of its /dev/shm, a part of --memory.")
+@click.option("--scratch", default="20Gi", show_default=True, metavar="SIZE", help="Of every pod's /tmp.")
+@click.option("--head-cpus", type=_Count, default=4, show_default=True)
+@click.option("--head-memory", default="16Gi", show_default=True, metavar="SIZE")
+@click.option("--queue", help="Kueue's local queue, with --overlay kueue.")
+@click.option("--redis", metavar="HOST:PORT", help="Keeps Ray's state, with --overlay gcs-ft; its password is in the Secret NAME-redis.")
+@click.option(
+    "--drain-s", type=_Count, default=100, show_default=True, help="Seconds to save and move state when a pod or the job is to end."
+)
+@click.option("--service-account", help="An existing one for all pods. Default: two without rights are made.")
+@click.option("--priority-class", help="An existing one for all pods. Default: the two of --kind setup.")
+@click.option(
+    "--spot-label",
+    default="karpenter.sh/capacity-type=spot",
+    show_default=True,
+    metavar="KEY=VALUE",
+    help="What the provider labels pre-emptible nodes with.",
+)
+@click.option("--deadline-s", type=_Count, default=2592000, show_default=True, help="The job is ended after so long.")
+@click.option("--monitoring", default="monitoring", show_default=True, help="Namespace of Prometheus.")
+@click.option("--monitor-label", default="release=prometheus", show_default=True, metavar="KEY=VALUE", help="Of PodMonitors.")
+@click.option("--prometheus", metavar="URL", help="For the figures in Ray's dashboard.")
+@click.option("--grafana", metavar="URL", help="The same.")
+@click.option("--volume-size", default="1Ti", show_default=True, metavar="SIZE", help="Of the claim in --kind setup.")
+@click.option("--storage-class", help="Of the claim in --kind setup. Default: the cluster's.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, a List that kubectl takes, too.")
+def render(file: str, overrides: tuple[str, ...], kind: str, overlays: tuple[str, ...], as_json: bool, **given: Any) -> int:
+    """Write the manifest of the run that RUN.yaml describes, after checking it against KubeRay's rules.
+
+    \b
+    Example: vescale-ray k8s render run.yaml --image registry.example.com/train:3 --overlay spot | kubectl apply -f -
+    """
+    from vescale_ray.config import ConfigError, load_config
+    from vescale_ray.k8s import Options, documents, render
+
+    if "=" in file and not Path(file).exists():
+        raise ConfigError(f"{file}: give the run's YAML file first, then the overrides")
+    config, options = load_config(file, overrides), Options(overlays=frozenset(overlays), **given)
+    text = render(config, options, kind)
+    if as_json:
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": documents(config, options, kind)})
+    click.echo(text.rstrip("\n"))
+    return OK

@@ -1,0 +1,263 @@
+"""What the documents say of each other: names, labels, ports, mounts, and the run's configuration inside of them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import yaml
+
+from vescale_ray.config import ConfigError, RunConfig, parse_config
+from vescale_ray.k8s.options import places
+from vescale_ray.k8s.rules import pod_templates
+
+Tree = Mapping[str, Any]
+Name = tuple[str, str]
+"""Kind and name."""
+MADE_BY_KUBERNETES: frozenset[Name] = frozenset({("ConfigMap", "kube-root-ca.crt")})
+
+
+def reference_problems(documents: Sequence[Tree], outside: AbstractSet[Name] = frozenset()) -> Iterator[str]:
+    """One sentence for each thing that one document says of another, and that is not so.
+
+    Args:
+        outside: objects that are there without being among the documents.
+    """
+    names = [(str(one["kind"]), str(one["metadata"]["name"])) for one in documents]
+    for kind, name in sorted({pair for pair in names if names.count(pair) > 1}):
+        yield f"{kind} {name} is there twice"
+    spaces = {one["metadata"]["namespace"] for one in documents if "namespace" in one["metadata"]}
+    if len(spaces) > 1:
+        yield f"the documents are in different namespaces: {', '.join(sorted(spaces))}"
+    known = set(names) | set(outside) | MADE_BY_KUBERNETES
+    pods = list(_pods(documents))
+    for pod in pods:
+        yield from _names(pod, known, documents)
+        yield from _mounts(pod)
+    yield from _selectors(documents, pods)
+    for one in documents:
+        if one["kind"] in ("RayJob", "RayCluster"):
+            yield from _secrets(one, outside)
+            yield from _run(one, documents)
+
+
+class _Pod:
+    """A pod template, with where it stands."""
+
+    def __init__(self, where: str, template: Tree, more_mounts: Sequence[Tree] = ()) -> None:
+        self.where = where
+        self.labels: Tree = (template.get("metadata") or {}).get("labels") or {}
+        self.spec: Tree = template["spec"]
+        self.containers: Sequence[Tree] = self.spec.get("containers") or ()
+        self.more_mounts = more_mounts
+        self.ports = {port["name"]: port["containerPort"] for one in self.containers for port in one.get("ports") or ()}
+
+
+def _clusters(documents: Sequence[Tree]) -> Iterator[Tree]:
+    for one in documents:
+        if one["kind"] == "RayCluster":
+            yield one["spec"]
+        elif one["kind"] == "RayJob" and one["spec"].get("rayClusterSpec"):
+            yield one["spec"]["rayClusterSpec"]
+
+
+def _pods(documents: Sequence[Tree]) -> Iterator[_Pod]:
+    for cluster in _clusters(documents):
+        sidecar = (cluster.get("autoscalerOptions") or {}).get("volumeMounts") or ()
+        yield _Pod("headGroupSpec", cluster["headGroupSpec"]["template"], sidecar)
+        for group in cluster.get("workerGroupSpecs") or ():
+            yield _Pod(f"worker group {group.get('groupName')}", group["template"])
+    for one in documents:
+        if one["kind"] == "RayJob" and "submitterPodTemplate" in one["spec"]:
+            yield _Pod("submitterPodTemplate", one["spec"]["submitterPodTemplate"])
+
+
+# ------------------------------------------------------------------------------------------------------------------- pods
+
+
+def _names(pod: _Pod, known: AbstractSet[Name], documents: Sequence[Tree]) -> Iterator[str]:
+    wanted: list[Name] = []
+    for field, kind in (("serviceAccountName", "ServiceAccount"), ("priorityClassName", "PriorityClass")):
+        if field in pod.spec:
+            wanted.append((kind, pod.spec[field]))
+    for volume in pod.spec.get("volumes") or ():
+        if "configMap" in volume:
+            wanted.append(("ConfigMap", volume["configMap"]["name"]))
+            yield from _items(pod, volume["configMap"], documents)
+        if "secret" in volume:
+            wanted.append(("Secret", volume["secret"]["secretName"]))
+        if "persistentVolumeClaim" in volume:
+            wanted.append(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
+        for source in (volume.get("projected") or {}).get("sources") or ():
+            wanted += [(kind, source[key]["name"]) for key, kind in (("configMap", "ConfigMap"), ("secret", "Secret")) if key in source]
+    if "serviceAccountName" not in pod.spec:
+        yield f"{pod.where}: it has no serviceAccountName, and would share the namespace's default account"
+    for kind, name in wanted:
+        if (kind, name) not in known:
+            yield f"{pod.where}: there is no {kind} {name}"
+
+
+def _items(pod: _Pod, source: Tree, documents: Sequence[Tree]) -> Iterator[str]:
+    maps = {one["metadata"]["name"]: one.get("data") or {} for one in documents if one["kind"] == "ConfigMap"}
+    data = maps.get(source["name"])
+    for item in source.get("items") or ():
+        if data is not None and item["key"] not in data:
+            yield f"{pod.where}: ConfigMap {source['name']} has no key {item['key']}"
+
+
+def _mounts(pod: _Pod) -> Iterator[str]:
+    volumes = [volume["name"] for volume in pod.spec.get("volumes") or ()]
+    mounts = [*(mount for one in pod.containers for mount in one.get("volumeMounts") or ()), *pod.more_mounts]
+    mounted = {mount["name"] for mount in mounts}
+    for name in sorted(mounted - set(volumes)):
+        yield f"{pod.where}: {name} is mounted, but no volume has this name"
+    for name in sorted(set(volumes) - mounted):
+        yield f"{pod.where}: nothing mounts the volume {name}"
+    for one in pod.containers:
+        paths = [mount["mountPath"].rstrip("/") for mount in one.get("volumeMounts") or ()]
+        for path in sorted({path for path in paths if paths.count(path) > 1}):
+            yield f"{pod.where}: two volumes are mounted at {path}"
+        token = [mount for mount in one.get("volumeMounts") or () if mount["name"] in _token_volumes(pod)]
+        if token:
+            yield f"{pod.where}, container {one['name']}: mounts a token of Kubernetes' API; only the autoscaler may"
+
+
+def _token_volumes(pod: _Pod) -> set[str]:
+    return {
+        volume["name"]
+        for volume in pod.spec.get("volumes") or ()
+        if any("serviceAccountToken" in source for source in (volume.get("projected") or {}).get("sources") or ())
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ by selectors
+
+
+def _matching(selector: Tree, pods: Sequence[_Pod]) -> list[_Pod]:
+    labels = (selector.get("matchLabels") or {}).items()
+    return [pod for pod in pods if labels <= pod.labels.items()]
+
+
+def _selectors(documents: Sequence[Tree], pods: Sequence[_Pod]) -> Iterator[str]:
+    if not pods:
+        return
+    covered: set[int] = set()
+    for one in documents:
+        spec, where = one.get("spec") or {}, f"{one['kind']} {one['metadata']['name']}"
+        if one["kind"] == "PodDisruptionBudget":
+            if not _matching(spec["selector"], pods):
+                yield f"{where}: its selector matches no pod"
+        elif one["kind"] == "PodMonitor":
+            matching = _matching(spec["selector"], pods)
+            if not matching:
+                yield f"{where}: its selector matches no pod"
+            for endpoint in spec["podMetricsEndpoints"]:
+                yield from (f"{where}: {pod.where} has no port {endpoint['port']}" for pod in matching if endpoint["port"] not in pod.ports)
+        elif one["kind"] == "NetworkPolicy":
+            matching = _matching(spec["podSelector"], pods)
+            covered |= {id(pod) for pod in matching}
+            if not matching:
+                yield f"{where}: its podSelector matches no pod"
+            declared = {port for pod in matching for port in pod.ports.values()}
+            for rule in spec.get("ingress") or ():
+                for port in rule.get("ports") or ():
+                    if port["port"] not in declared:
+                        yield f"{where}: lets in port {port['port']}, which none of its pods declares"
+            for rule in [*(spec.get("ingress") or ()), *(spec.get("egress") or ())]:
+                for peer in [*(rule.get("from") or ()), *(rule.get("to") or ())]:
+                    if "podSelector" in peer and "namespaceSelector" not in peer and not _matching(peer["podSelector"], pods):
+                        yield f"{where}: a podSelector in it matches no pod"
+    yield from (f"{pod.where}: no NetworkPolicy covers it" for pod in pods if id(pod) not in covered)
+    for pod in pods:
+        for spread in pod.spec.get("topologySpreadConstraints") or ():
+            if not (spread["labelSelector"].get("matchLabels") or {}).items() <= pod.labels.items():
+                yield f"{pod.where}: its topologySpreadConstraints count other pods"
+
+
+# ---------------------------------------------------------------------------------------------------------------- the run
+
+
+def _secrets(document: Tree, outside: AbstractSet[Name]) -> Iterator[str]:
+    """Secrets are made by hand, so that no password is ever in a manifest: those that are read must be declared."""
+    cluster = next(_clusters([document]), {})
+    options = cluster.get("gcsFaultToleranceOptions") or {}
+    for key in ("redisPassword", "redisUsername"):
+        reference = ((options.get(key) or {}).get("valueFrom") or {}).get("secretKeyRef")
+        if reference and ("Secret", reference["name"]) not in outside:
+            yield f"gcsFaultToleranceOptions.{key}: there is no Secret {reference['name']}"
+
+
+def _run(document: Tree, documents: Sequence[Tree]) -> Iterator[str]:
+    """What the cluster is made for: the configuration in the head's ConfigMap."""
+    cluster = next(_clusters([document]), None)
+    if cluster is None:
+        return
+    templates = dict(pod_templates(cluster))
+    head = templates.pop("headGroupSpec")
+    files = dict(_files(head, documents))
+    path = next(iter(files), None)
+    if document["kind"] == "RayJob":
+        words = shlex.split(document["spec"].get("entrypoint", ""))
+        if words[:2] != ["vescale-ray", "train"] or len(words) < 3:
+            yield f"the entrypoint {' '.join(words)} is not vescale-ray train RUN.yaml"
+            return
+        path = words[2]
+        if path not in files:
+            yield f"the entrypoint reads {path}, but no ConfigMap is mounted there"
+            return
+    if path is None:
+        yield "no ConfigMap with a run is mounted on the head"
+        return
+    try:
+        config = parse_config(yaml.safe_load(files[path]) or {})
+    except (yaml.YAMLError, ConfigError) as error:
+        yield f"the run in {path} can't be read: {' '.join(str(error).split())}"
+        return
+    yield from _fits(config, cluster, head, templates)
+
+
+def _files(pod: Tree, documents: Sequence[Tree]) -> Iterator[tuple[str, str]]:
+    maps = {one["metadata"]["name"]: one.get("data") or {} for one in documents if one["kind"] == "ConfigMap"}
+    volumes = {one["name"]: one["configMap"] for one in pod.get("volumes") or () if "configMap" in one}
+    for mount in pod["containers"][0].get("volumeMounts") or ():
+        if mount["name"] in volumes:
+            for key, text in maps.get(volumes[mount["name"]]["name"], {}).items():
+                yield f"{mount['mountPath'].rstrip('/')}/{key}", text
+
+
+def _fits(config: RunConfig, cluster: Tree, head: Tree, workers: Mapping[str, Tree]) -> Iterator[str]:
+    ports = {port["name"]: port["containerPort"] for port in head["containers"][0].get("ports") or ()}
+    if ports.get("vescale-metrics") != config.metrics.port:
+        yield f"the head's port vescale-metrics is {ports.get('vescale-metrics')}, metrics.port of the run {config.metrics.port}"
+    need = config.resources_per_worker
+    groups = cluster.get("workerGroupSpecs") or ()
+    rooms = {name: _places(pod, need) for name, pod in workers.items()}
+    for name, room in rooms.items():
+        if room < 1:
+            yield f"{name}: no worker of the run fits into a pod (it needs {need})"
+    bounds = list(zip(rooms.values(), groups, strict=True))
+    for key, wanted, field in (
+        ("elastic.max_workers", config.max_workers, "maxReplicas"),
+        ("elastic.workers", config.elastic.workers, "replicas"),
+        ("elastic.min_workers", config.elastic.min_workers, "minReplicas"),
+    ):
+        room = sum(each * group.get(field, 0) for each, group in bounds)
+        if room < wanted:
+            yield f"{field} make room for {room} workers, {key} of the run is {wanted}"
+    paths = {"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir, "data.corpus": config.data.corpus}
+    for where, pod in [("headGroupSpec", head), *workers.items()]:
+        claims = {one["name"] for one in pod.get("volumes") or () if "persistentVolumeClaim" in one}
+        roots = [m["mountPath"].rstrip("/") + "/" for m in pod["containers"][0].get("volumeMounts") or () if m["name"] in claims]
+        for key, path in paths.items():
+            if path and "://" not in path and not (key == "data.corpus" and path == "stdlib"):
+                if not any(f"{path}/".startswith(root) for root in roots):
+                    yield f"{where}: {key} = {path} is not on a volume that it mounts"
+
+
+def _places(pod: Tree, need: Mapping[str, float]) -> int:
+    """Workers that fit into the pod, as Ray counts."""
+    limits = (pod["containers"][0].get("resources") or {}).get("limits") or {}
+    has = {"CPU": float(str(limits.get("cpu", "0")).removesuffix("m") or 0), "GPU": float(limits.get("nvidia.com/gpu", 0))}
+    return min((places(has[name], amount) for name, amount in need.items()), default=1)

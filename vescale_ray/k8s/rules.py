@@ -1,0 +1,342 @@
+"""What KubeRay's operator refuses although its schema takes it, and what we demand of every pod.
+
+The operator's rules are those of its ``validation.go`` (``research/deploy.md`` 1.2); it would report a breach in the resource's status,
+after the manifest was applied. Ours are the ones whose breach is found at the worst time: at a pre-emption, or by an intruder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from vescale_ray.k8s.names import name_problems
+from vescale_ray.k8s.options import GRACE_MARGIN_S
+
+Tree = Mapping[str, Any]
+LONGEST = {"RayJob": 47, "RayCluster": 53}
+"""Names: the operator appends to them, and a Service's name has 63 characters."""
+LONGEST_ACCOUNT = 50
+"""Of the head's service account: what is longer loses its beginning on the way, and is not found."""
+TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
+"""Where a client of Kubernetes' API looks for its token: Ray's autoscaler, too."""
+KUEUES_LABEL, KUEUES_ELASTIC = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/elastic-job"
+KUEUES_GROUPS = 6
+"""A Kueue workload has 8 pod sets: the head's, the submitter's, the groups'."""
+_DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_ORDER = ("DeleteWorkers", "DeleteCluster", "DeleteSelf")
+
+
+def rule_problems(document: Tree) -> Iterator[str]:
+    """One sentence for each rule that a document breaks: of a RayJob or RayCluster all, of other kinds those for names and labels."""
+    kind = document.get("kind")
+    if kind not in LONGEST:
+        yield from name_problems(document)
+        return
+    name, spec = str(document["metadata"]["name"]), document["spec"]
+    if len(name) > LONGEST[kind]:
+        yield f"the name {name} has {len(name)} characters: a {kind} takes {LONGEST[kind]} at most; give a shorter one with --name"
+    if not _DNS_1035.fullmatch(name):
+        yield f"the name {name} is none for a {kind}: give lower-case letters, digits and '-', a letter first, with --name"
+    else:
+        yield from name_problems(document)
+    annotations = document["metadata"].get("annotations") or {}
+    if kind == "RayJob":
+        yield from _job(spec)
+    cluster = spec.get("rayClusterSpec") if kind == "RayJob" else spec
+    if KUEUES_LABEL in (document["metadata"].get("labels") or {}):
+        yield from _kueue(spec, cluster, annotations, in_job=kind == "RayJob")
+    if cluster:
+        yield from _cluster(cluster, annotations, in_job=kind == "RayJob")
+        yield from _pods(cluster, spec)
+
+
+# -------------------------------------------------------------------------------------------------- the operator's: RayJob
+
+
+def _job(spec: Tree) -> Iterator[str]:
+    mode, selector, cluster = spec.get("submissionMode", "K8sJobMode"), spec.get("clusterSelector"), spec.get("rayClusterSpec")
+    shutdown, rules = spec.get("shutdownAfterJobFinishes", False), (spec.get("deletionStrategy") or {}).get("deletionRules")
+    if spec.get("suspend") and not shutdown:
+        yield "suspend: true needs shutdownAfterJobFinishes: true"
+    if spec.get("ttlSecondsAfterFinished", 0) > 0 and not shutdown:
+        yield "ttlSecondsAfterFinished needs shutdownAfterJobFinishes: true"
+    if rules is not None and shutdown:
+        yield "deletionRules and shutdownAfterJobFinishes exclude each other"
+    if rules is not None:
+        yield from _deletion(rules, autoscaling=bool(cluster and cluster.get("enableInTreeAutoscaling")), selects=bool(selector))
+    if not cluster and not selector:
+        yield "a RayJob needs rayClusterSpec or clusterSelector"
+    if selector and spec.get("suspend"):
+        yield "clusterSelector excludes suspend"
+    if selector and spec.get("backoffLimit", 0) > 0:
+        yield "clusterSelector excludes backoffLimit"
+    if selector and mode == "SidecarMode":
+        yield "clusterSelector excludes SidecarMode"
+    if mode == "InteractiveMode" and spec.get("backoffLimit", 0) > 0:
+        yield "InteractiveMode excludes backoffLimit"
+    if mode == "SidecarMode":
+        for field in ("submitterPodTemplate", "submitterConfig"):
+            if field in spec:
+                yield f"SidecarMode excludes {field}"
+        if cluster and cluster["headGroupSpec"]["template"]["spec"].get("restartPolicy", "Never") != "Never":
+            yield "SidecarMode needs restartPolicy: Never on the head"
+    if mode != "InteractiveMode" and not str(spec.get("entrypoint", "")).strip():
+        yield "a RayJob that submits needs an entrypoint"
+    yield from _runtime_env(spec.get("runtimeEnvYAML", ""))
+
+
+def _deletion(rules: Sequence[Tree], autoscaling: bool, selects: bool) -> Iterator[str]:
+    ttl: dict[str, dict[str, int]] = {}
+    if not rules:
+        yield "deletionRules is empty: leave deletionStrategy out"
+    for index, rule in enumerate(rules):
+        policy, when = rule["policy"], rule["condition"]
+        states = [f"{key} {when[key]}" for key in ("jobStatus", "jobDeploymentStatus") if key in when]
+        if len(states) != 1:
+            yield f"deletionRules[{index}]: a condition names either jobStatus or jobDeploymentStatus"
+            continue
+        if policy == "DeleteWorkers" and (autoscaling or selects):
+            yield f"deletionRules[{index}]: DeleteWorkers excludes {'autoscaling' if autoscaling else 'clusterSelector'}"
+        if policy == "DeleteCluster" and selects:
+            yield f"deletionRules[{index}]: DeleteCluster excludes clusterSelector"
+        known = ttl.setdefault(states[0], {})
+        if policy in known:
+            yield f"deletionRules[{index}]: {policy} for {states[0]} is there twice"
+        known[policy] = when.get("ttlSeconds", 0)
+    for state, known in ttl.items():
+        times = [(known[policy], policy) for policy in _ORDER if policy in known]
+        for (earlier, first), (later, second) in zip(times, times[1:], strict=False):
+            if later < earlier:
+                yield f"deletionRules: {second} after {later} s for {state} comes before {first} after {earlier} s"
+
+
+def _runtime_env(text: str) -> Iterator[str]:
+    try:
+        env = yaml.safe_load(text) or {}
+    except yaml.YAMLError:
+        yield "runtimeEnvYAML is not valid YAML"
+        return
+    if not isinstance(env, dict):
+        yield "runtimeEnvYAML holds no mapping"
+        return
+    for key in ("pip", "uv", "conda", "py_modules", "working_dir"):
+        if key in env:
+            yield f"runtimeEnvYAML has {key}: nothing is fetched or installed at run time; put it into the image"
+    variables = env.get("env_vars") or {}
+    if not all(isinstance(value, str) for value in variables.values()):
+        yield "runtimeEnvYAML.env_vars: values must be texts, numbers in quotes"
+    wait = str(variables.get("RAY_JOB_STOP_WAIT_TIME_S", ""))
+    if not wait.isdigit() or int(wait) <= 3:
+        yield "runtimeEnvYAML.env_vars.RAY_JOB_STOP_WAIT_TIME_S: without more than Ray's 3 s a job that is stopped makes no checkpoint"
+
+
+# ---------------------------------------------------------------------------------------------- the operator's: RayCluster
+
+
+def _env(container: Tree) -> dict[str, Tree]:
+    return {one["name"]: one for one in container.get("env") or ()}
+
+
+def _cluster(spec: Tree, annotations: Tree, in_job: bool) -> Iterator[str]:
+    head, workers = spec["headGroupSpec"], spec.get("workerGroupSpecs") or []
+    groups = [("headGroupSpec", head), *((f"worker group {one.get('groupName')}", one) for one in workers)]
+    for where, group in groups:
+        if not group["template"].get("spec", {}).get("containers"):
+            yield f"{where} has no container"
+            return
+        params = group.get("rayStartParams") or {}
+        if group.get("resources") and {"num-cpus", "num-gpus", "memory", "resources"} & params.keys():
+            yield f"{where}: resources stand in rayStartParams and in resources: use one of them"
+        if "labels" in params:
+            yield f"{where}: rayStartParams.labels is not taken: use the group's labels"
+    container = head["template"]["spec"]["containers"][0]
+    env = _env(container)
+    yield from _autoscaling(spec, groups, env)
+    yield from _fault_tolerance(spec, annotations, head, env, in_job)
+    account = str(head["template"]["spec"].get("serviceAccountName", ""))
+    if len(account) > LONGEST_ACCOUNT:
+        cut = f"has {len(account)} characters, the operator cuts it to {LONGEST_ACCOUNT}"
+        yield f"the head's serviceAccountName {account} {cut}: give a shorter --name"
+    names = [one.get("groupName") for one in workers]
+    for name in sorted({str(name) for name in names if names.count(name) > 1}):
+        yield f"two worker groups have the name {name}"
+    for name in names:
+        if not _DNS_1035.fullmatch(str(name)):
+            yield f"the worker group's name {name} becomes a part of pods' names: give lower-case letters, digits and '-'"
+    if (spec.get("authOptions") or {}).get("mode") == "token":
+        version = re.match(r"(\d+)\.(\d+)", str(spec.get("rayVersion", "")))
+        if not version or (int(version[1]), int(version[2])) < (2, 52):
+            yield f"authOptions.mode: token needs rayVersion 2.52 or later; here it is {spec.get('rayVersion')}"
+
+
+def _autoscaling(spec: Tree, groups: Sequence[tuple[str, Tree]], env: Tree) -> Iterator[str]:
+    on, options = bool(spec.get("enableInTreeAutoscaling")), spec.get("autoscalerOptions") or {}
+    by_env = str(env.get("RAY_enable_autoscaler_v2", {}).get("value", ""))
+    if on and "version" in options and by_env:
+        yield "autoscalerOptions.version and RAY_enable_autoscaler_v2 are both set: use the first"
+    if not on and by_env in ("1", "true"):
+        yield "RAY_enable_autoscaler_v2 needs enableInTreeAutoscaling: true"
+    v2 = on and (options.get("version", "v2") == "v2" or by_env in ("1", "true"))
+    for where, group in groups:
+        if v2 and group["template"]["spec"].get("restartPolicy", "Never") != "Never":
+            yield f"{where}: autoscaler v2 needs restartPolicy: Never"
+    for where, group in groups[1:]:
+        for field in ("idleTimeoutSeconds", "priority"):
+            if field in group and not v2:
+                yield f"{where}: {field} needs autoscaler v2"
+        if on and group.get("suspend"):
+            yield f"{where}: suspend excludes autoscaling"
+        fewest, most = group.get("minReplicas"), group.get("maxReplicas")
+        if fewest is None or most is None:
+            yield f"{where}: minReplicas and maxReplicas must both be given"
+        elif not 0 <= fewest <= group.get("replicas", fewest) <= most:
+            yield f"{where}: minReplicas {fewest}, replicas {group.get('replicas', fewest)} and maxReplicas {most} must rise in this order"
+
+
+def _fault_tolerance(spec: Tree, annotations: Tree, head: Tree, env: Tree, in_job: bool) -> Iterator[str]:
+    options, params = spec.get("gcsFaultToleranceOptions"), head.get("rayStartParams") or {}
+    if params.get("redis-username") or "REDIS_USERNAME" in env:
+        yield "Redis' user name belongs into gcsFaultToleranceOptions.redisUsername"
+    if options is None:
+        if "RAY_REDIS_ADDRESS" in env:
+            yield "RAY_REDIS_ADDRESS needs gcsFaultToleranceOptions, which sets it"
+        return
+    for name in ("REDIS_PASSWORD", "RAY_REDIS_ADDRESS"):
+        if name in env:
+            yield f"gcsFaultToleranceOptions excludes {name} in the head's env"
+    if params.get("redis-password"):
+        yield "gcsFaultToleranceOptions excludes rayStartParams.redis-password: use its redisPassword"
+    for name in ("ray.io/external-storage-namespace", "ray.io/ft-enabled"):
+        if annotations.get(name):
+            yield f"gcsFaultToleranceOptions excludes the annotation {name}"
+    if options.get("backend", "redis") == "redis" and not options.get("redisAddress"):
+        yield "gcsFaultToleranceOptions has no redisAddress"
+    if "value" in (options.get("redisPassword") or {}):
+        yield "gcsFaultToleranceOptions.redisPassword.value is a password in plain text: take it from a Secret with valueFrom"
+    if in_job and options.get("externalStorageNamespace"):
+        yield "externalStorageNamespace in a RayJob: a retry would read the state of the cluster that failed; leave it out"
+
+
+# ---------------------------------------------------------------------------------------------------------------- Kueue's
+
+
+def _kueue(spec: Tree, cluster: Tree | None, annotations: Tree, in_job: bool) -> Iterator[str]:
+    """What its webhooks for RayJob and RayCluster refuse."""
+    if cluster is None:
+        yield "Kueue takes no job with a clusterSelector"
+        return
+    if in_job and not spec.get("shutdownAfterJobFinishes"):
+        yield "Kueue takes no job without shutdownAfterJobFinishes: true, which frees its quota"
+    if cluster.get("enableInTreeAutoscaling") and annotations.get(KUEUES_ELASTIC) != "true":
+        yield f'Kueue takes autoscaling only with the annotation {KUEUES_ELASTIC}: "true"'
+    groups = cluster.get("workerGroupSpecs") or []
+    if len(groups) > KUEUES_GROUPS:
+        yield f"Kueue takes {KUEUES_GROUPS} worker groups at most, here are {len(groups)}"
+    if [one for one in groups if one.get("groupName") == "head"]:
+        yield "Kueue keeps the group name head for itself"
+
+
+# ------------------------------------------------------------------------------------------------------------- ours: pods
+
+
+def pod_templates(cluster: Tree) -> Iterator[tuple[str, Tree]]:
+    """The name of each group and its pod's spec, the head first."""
+    yield "headGroupSpec", cluster["headGroupSpec"]["template"]["spec"]
+    for group in cluster.get("workerGroupSpecs") or ():
+        yield f"worker group {group.get('groupName')}", group["template"]["spec"]
+
+
+def _pods(cluster: Tree, spec: Tree) -> Iterator[str]:
+    templates = list(pod_templates(cluster))
+    for where, pod in templates:
+        yield from _grace(where, pod)
+    if "submitterPodTemplate" in spec:
+        templates.append(("submitterPodTemplate", spec["submitterPodTemplate"]["spec"]))
+    if (cluster["headGroupSpec"].get("rayStartParams") or {}).get("num-cpus") != "0":
+        yield 'headGroupSpec.rayStartParams.num-cpus must be "0": a worker on the head could take the run down with it'
+    if (cluster.get("authOptions") or {}).get("mode") != "token":
+        yield "authOptions.mode must be token: whoever reaches the dashboard could run code on the cluster"
+    if cluster.get("enableInTreeAutoscaling"):
+        yield from _autoscalers_container(cluster)
+    for where, pod in templates:
+        yield from _security(where, pod)
+        for container in pod.get("containers") or ():
+            yield from _container(f"{where}, container {container.get('name')}", container)
+    images = {str(container.get("image")) for _, pod in templates for container in pod.get("containers") or ()}
+    if len(images) > 1:
+        yield f"the pods have different images ({', '.join(sorted(images))}): Ray's and our versions must be the same everywhere"
+
+
+def _autoscalers_container(cluster: Tree) -> Iterator[str]:
+    """The one that the operator adds to the head, as far as it is ours to say."""
+    options = cluster.get("autoscalerOptions") or {}
+    yield from _privileges("autoscalerOptions", options)
+    paths = [str(mount.get("mountPath", "")).rstrip("/") for mount in options.get("volumeMounts") or ()]
+    if TOKEN_FOLDER not in paths:
+        yield f"autoscalerOptions.volumeMounts has nothing at {TOKEN_FOLDER}: the autoscaler could not reach Kubernetes' API"
+
+
+def _grace(where: str, pod: Tree) -> Iterator[str]:
+    if not pod.get("containers"):
+        return
+    container = pod["containers"][0]
+    drain = str(_env(container).get("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", {}).get("value", ""))
+    grace = pod.get("terminationGracePeriodSeconds")
+    if not drain.isdigit() or int(drain) < 1:
+        yield f"{where}: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S must be set: Ray's 30 s are a race against Kubernetes' 30 s"
+    elif not isinstance(grace, int) or grace < int(drain) + GRACE_MARGIN_S:
+        yield f"{where}: terminationGracePeriodSeconds {grace} must be {GRACE_MARGIN_S} s more than the drain of {drain} s"
+    if "ray stop" in str((container.get("lifecycle") or {}).get("preStop", "")):
+        yield f"{where}: preStop with `ray stop` cuts the drain short; leave it out"
+
+
+def _security(where: str, pod: Tree) -> Iterator[str]:
+    context = pod.get("securityContext") or {}
+    if context.get("runAsNonRoot") is not True or not context.get("runAsUser"):
+        yield f"{where}: securityContext must say runAsNonRoot: true and a runAsUser that is not 0"
+    if (context.get("seccompProfile") or {}).get("type") != "RuntimeDefault":
+        yield f"{where}: securityContext.seccompProfile must be RuntimeDefault"
+    if pod.get("automountServiceAccountToken") is not False:
+        yield f"{where}: automountServiceAccountToken must be false: training code needs no rights in the cluster"
+    for field in ("hostNetwork", "hostPID", "hostIPC"):
+        if pod.get(field):
+            yield f"{where}: {field} gives a pod the node's own"
+    for volume in pod.get("volumes") or ():
+        if "hostPath" in volume:
+            yield f"{where}: volume {volume.get('name')} is a folder of the node"
+        if "emptyDir" in volume and not (volume["emptyDir"] or {}).get("sizeLimit"):
+            yield f"{where}: volume {volume.get('name')} has no sizeLimit: it could fill the node"
+
+
+def _container(where: str, container: Tree) -> Iterator[str]:
+    resources = container.get("resources") or {}
+    yield from _privileges(where, container)
+    tag = str(container.get("image", "")).rpartition("/")[2]
+    if re.search(r"\s", str(container.get("image", " "))):
+        yield f"{where}: the image's name {container.get('image')!r} holds a blank"
+    if "@sha256:" not in tag and tag.partition(":")[2] in ("", "latest"):
+        yield f"{where}: the image {container.get('image')} has no fixed tag: a later pod could get another version; give one with --image"
+    requests, limits = resources.get("requests"), resources.get("limits")
+    if not requests or requests != limits:
+        yield f"{where}: requests and limits must be there and equal"
+    elif not str(limits.get("cpu", "")).isdigit() or "memory" not in limits:
+        yield f"{where}: resources need memory and whole CPUs, from which Ray counts its own"
+    ports = container.get("ports") or ()
+    for field in ("name", "containerPort"):
+        values = [port.get(field) for port in ports]
+        for value in sorted({str(one) for one in values if values.count(one) > 1}):
+            yield f"{where}: two ports have the {field} {value}"
+    for port in ports:
+        if len(str(port.get("name", ""))) > 15:
+            yield f"{where}: the port's name {port['name']} has more than 15 characters"
+
+
+def _privileges(where: str, container: Tree) -> Iterator[str]:
+    context = container.get("securityContext") or {}
+    if context.get("allowPrivilegeEscalation") is not False or "ALL" not in (context.get("capabilities") or {}).get("drop", ()):
+        yield f"{where}: securityContext must say allowPrivilegeEscalation: false and drop ALL capabilities"
+    if context.get("privileged"):
+        yield f"{where}: privileged gives it the node"
