@@ -34,7 +34,7 @@ _Count = click.IntRange(min=1)
     type=click.Choice(["job", "cluster", "setup", "monitor"]),
     default="job",
     show_default=True,
-    help="job: the run with a cluster of its own; cluster: one that stays; setup: what a namespace needs once; monitor: PodMonitors.",
+    help="job: the run with its own cluster; cluster: one that stays; setup: what a namespace needs once; monitor: what watches it.",
 )
 @click.option(
     "--overlay", "overlays", multiple=True, metavar="spot|kueue|gcs-ft", help="Of job or cluster; may be given several times."
@@ -67,7 +67,7 @@ _Count = click.IntRange(min=1)
 )
 @click.option("--deadline-s", type=_Count, default=2592000, show_default=True, help="The job is ended after so long.")
 @click.option("--monitoring", default="monitoring", show_default=True, help="Namespace of Prometheus.")
-@click.option("--monitor-label", default="release=prometheus", show_default=True, metavar="KEY=VALUE", help="Of PodMonitors.")
+@click.option("--monitor-label", default="release=prometheus", show_default=True, metavar="KEY=VALUE", help="Of PodMonitors and alerts.")
 @click.option("--prometheus", metavar="URL", help="For the figures in Ray's dashboard.")
 @click.option("--grafana", metavar="URL", help="The same.")
 @click.option("--volume-size", default="1Ti", show_default=True, metavar="SIZE", help="Of the claim in --kind setup.")

@@ -65,6 +65,8 @@ FIELDS = [
         ("one group in the place of a list", put(CLUSTER, workerGroupSpecs={}), "must be a list"),
         ("true as text", put(CLUSTER, enableInTreeAutoscaling="true"), "must be true or false"),
         ("a deadline of nothing", put(JOB, activeDeadlineSeconds=0), "whole number from 1"),
+        ("a rule without a query", drop("PrometheusRule:spec.groups.0.rules.0", "expr"), "has no expr"),
+        ("a rule with a mistyped field", put("PrometheusRule:spec.groups.1.rules.0", annotation={}), "did you mean annotations?"),
         ("a monitor without endpoints", drop("PodMonitor:spec", "podMetricsEndpoints"), "has no podMetricsEndpoints"),
     )
 ]

@@ -47,7 +47,7 @@ def loaded() -> dict[str, Documents]:
 
 @pytest.fixture(scope="module")
 def whole(loaded: dict[str, Documents]) -> str:
-    return json.dumps(loaded["rayjob.yaml"] + loaded["setup.yaml"] + loaded["podmonitor.yaml"])
+    return json.dumps(loaded["rayjob.yaml"] + loaded["setup.yaml"] + loaded["monitor.yaml"])
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_every_committed_document_keeps_to_kubernetes_strict_schemas(name: str, 
 
 @pytest.mark.parametrize("name", [name for name, (kind, _) in FILES.items() if kind in ("job", "cluster")])
 def test_every_committed_run_keeps_to_the_operators_rules_and_to_what_it_refers_to(name: str, loaded: dict[str, Documents]) -> None:
-    around = loaded[name] + loaded["setup.yaml"] + loaded["podmonitor.yaml"]
+    around = loaded[name] + loaded["setup.yaml"] + loaded["monitor.yaml"]
     assert not [problem for one in around for problem in rule_problems(one)]
     assert not list(reference_problems(around, REDIS if "gcs-ft" in name else frozenset()))
 
@@ -296,7 +296,7 @@ def test_what_yaml_readers_disagree_on_is_quoted() -> None:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, whose YAML reader is asked, is not installed")
 def test_kubectl_reads_the_same_as_we_do(loaded: dict[str, Documents], tmp_path: Path) -> None:
-    names = ["setup.yaml", "rayjob-spot.yaml", "podmonitor.yaml"]
+    names = ["setup.yaml", "rayjob-spot.yaml", "monitor.yaml"]
     for name in names:
         (tmp_path / name).write_text((KUBERAY / name).read_text())
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump({"resources": names}))

@@ -11,7 +11,7 @@ from vescale_ray.k8s.render import render
 
 FILES: dict[str, tuple[str, Options]] = {
     "setup.yaml": ("setup", Options()),
-    "podmonitor.yaml": ("monitor", Options()),
+    "monitor.yaml": ("monitor", Options()),
     "rayjob.yaml": ("job", Options()),
     "rayjob-spot.yaml": ("job", Options(overlays=frozenset({"spot"}))),
     "rayjob-kueue.yaml": ("job", Options(overlays=frozenset({"kueue"}), queue="training")),

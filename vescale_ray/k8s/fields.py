@@ -207,6 +207,14 @@ POD_MONITOR_SPEC = Fields(
     },
     frozenset({"selector", "podMetricsEndpoints"}),
 )
+RULE = Fields(
+    {"alert": TEXT, "record": TEXT, "expr": TEXT, "for": TEXT, "labels": TEXTS, "annotations": TEXTS},
+    frozenset({"expr"}),
+)
+PROMETHEUS_RULE_SPEC = Fields(
+    {"groups": Each(Fields({"name": TEXT, "interval": TEXT, "rules": Each(RULE)}, frozenset({"name", "rules"})))},
+    frozenset({"groups"}),
+)
 
 
 def _resource(spec: Fields) -> Fields:
@@ -217,6 +225,7 @@ CUSTOM: Mapping[tuple[str, str], Fields] = {
     ("ray.io/v1", "RayJob"): _resource(JOB_SPEC),
     ("ray.io/v1", "RayCluster"): _resource(CLUSTER_SPEC),
     ("monitoring.coreos.com/v1", "PodMonitor"): _resource(POD_MONITOR_SPEC),
+    ("monitoring.coreos.com/v1", "PrometheusRule"): _resource(PROMETHEUS_RULE_SPEC),
 }
 """By apiVersion and kind."""
 

@@ -1,8 +1,9 @@
-"""The documents: RayJob or RayCluster with what belongs to it, what a cluster needs once, and the PodMonitors."""
+"""The documents: RayJob or RayCluster with what belongs to it, what a cluster needs once, and what watches it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.resources import files
 from typing import Any
 
 import yaml
@@ -294,7 +295,7 @@ def setup(o: Options) -> list[Document]:
 
 
 def monitor(o: Options) -> list[Document]:
-    """PodMonitors for all runs of the namespace."""
+    """For all runs of the namespace: what the Prometheus operator scrapes, the alerts, and Grafana's dashboard."""
     key, _, value = o.monitor_label.partition("=")
 
     def endpoint(port: str) -> dict[str, Any]:
@@ -305,4 +306,10 @@ def monitor(o: Options) -> list[Document]:
     for role, ports in (("head", ("metrics", "as-metrics", "dash-metrics", "vescale-metrics")), ("worker", ("metrics",))):
         spec = {"selector": {"matchLabels": {ROLE_LABEL: role}}, "podMetricsEndpoints": [endpoint(port) for port in ports]}
         documents.append(_document("monitoring.coreos.com/v1", "PodMonitor", f"vescale-ray-{role}", o, {key: value}, spec=spec))
+    shipped = files("vescale_ray.deploy")
+    alerts = yaml.safe_load((shipped / "alerts.yml").read_text(encoding="utf-8"))
+    documents.append(_document("monitoring.coreos.com/v1", "PrometheusRule", "vescale-ray", o, {key: value}, spec=alerts))
+    board = {"vescale.json": (shipped / "grafana" / "vescale.json").read_text(encoding="utf-8")}
+    # The label that Grafana's sidecar of kube-prometheus-stack looks for.
+    documents.append(_document("v1", "ConfigMap", "vescale-ray-dashboard", o, {"grafana_dashboard": "1"}, data=board))
     return documents

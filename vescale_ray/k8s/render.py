@@ -20,7 +20,7 @@ ABOUT = {
     "cluster": "A Ray cluster that stays, to submit a run to by hand.",
     "setup": "What a namespace needs before the first run. To be applied by someone who may make namespaces and priority classes.\n"
     "Deleting all this deletes the volume claim, and with it the runs: delete single objects.",
-    "monitor": "PodMonitors for all runs of the namespace; only where the Prometheus operator is installed.",
+    "monitor": "What watches all runs of the namespace: PodMonitors and alerts, for the Prometheus operator, and a dashboard for Grafana.",
 }
 
 
