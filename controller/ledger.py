@@ -100,6 +100,7 @@ class Ledger:
         self._record: StepRecord | None = None
         self._state_written = 0.0
         self._executed = 0
+        self._sampled: tuple[int, int] | None = None
         self._replayed = 0
         self._step_seconds = Histogram()
         self._rescales: dict[tuple[str, str], int] = {}
@@ -218,7 +219,8 @@ class Ledger:
         self._line = line
         self._executed += 1
         self._step_seconds = self._step_seconds.observe(record.seconds)
-        self._write(lambda: self.folder.append_samples(record.index, record.generation, record.ids))
+        if self._sampled != (record.generation, record.index):
+            self._write(lambda: self.folder.append_samples(record.index, record.generation, record.ids))
         self._write(lambda: self.folder.append_metrics(line))
         return True
 
@@ -496,6 +498,9 @@ class Ledger:
         lines = self.folder.read_all_metrics()
         mine = [line for line in lines if float(line.get("time") or 0.0) >= self._started]
         self._executed = len(mine)
+        last = self.folder.last_samples()
+        # Of a step whose metrics had not been written when the controller was killed: it will be told again.
+        self._sampled = (int(last["generation"]), int(last["step"])) if last else None
         self._restore_goodput()
         for line in mine:
             between = {str(cause): float(seconds) for cause, seconds in (line.get("between_seconds") or {}).items()}

@@ -195,6 +195,24 @@ class RunFolder:
         """Every line of consumed ids as written, undone steps included."""
         return self._read_lines("samples.jsonl")
 
+    def last_samples(self) -> Record | None:
+        """The newest line of consumed ids; None if there is none. Reads the file's end alone, which grows to gigabytes."""
+        try:
+            with (self.path / "samples.jsonl").open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                length = 1 << 16
+                while True:
+                    start = max(0, size - length)
+                    file.seek(start)
+                    # What lies before the first line's end is a part of a line, unless it is the file's beginning.
+                    raw = file.read(size - start)
+                    found = _parse(raw if start == 0 else raw.partition(b"\n")[2])
+                    if found or start == 0:
+                        return found[-1] if found else None
+                    length *= 4
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
     def is_run(self) -> bool:
         """Whether a run has ever written here."""
         return self.config_path.is_file() or (self.path / "run.json").is_file()

@@ -129,6 +129,26 @@ def test_the_pause_of_a_recovery_counts_from_the_end_of_the_step_that_it_went_ba
     assert ledger.snapshot.rescales == {("shrink", "failure"): 1} and ledger.snapshot.replayed_steps == 2
 
 
+def test_a_step_of_which_the_samples_were_written_and_the_metrics_not_is_not_written_twice(ledger: Ledger) -> None:
+    """A controller that is killed between the two lines: its workers tell the next one of the step again."""
+    ledger.started()
+    first = generation(1, 0, "a", "b", origin=Origin.FRESH)
+    ledger.opened(first)
+    begin = time.time()
+    for i in range(3):
+        ledger.stepped(stepped(first, i, begin + i))
+    ledger.folder.append_samples(3, 1, list(range(36, 48)))
+    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
+    again.restore(first)
+    assert again.stepped(stepped(first, 3, begin + 3)) and again.stepped(stepped(first, 4, begin + 4))
+    assert [line["step"] for line in ledger.folder.read_all_samples()] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in ledger.folder.read_all_metrics()] == [1, 2, 3, 4, 5]
+    second = generation(2, 3, "a")
+    again.opened(second)
+    assert again.stepped(stepped(second, 3, begin + 9)), "a step that is done again is written again"
+    assert [line["step"] for line in ledger.folder.read_all_samples()] == [0, 1, 2, 3, 4, 3]
+
+
 def test_a_restarted_ledger_goes_on_with_the_accounts_of_the_time(ledger: Ledger) -> None:
     """From run.json, and from the lines of the steps since."""
     ledger.started()

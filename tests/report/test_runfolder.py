@@ -183,3 +183,16 @@ def test_the_newest_run_is_the_one_whose_state_changed_last(tmp_path: Path) -> N
     RunFolder(runs / "no-run").create()
     assert [run.path.name for run in list_runs(runs)] == ["b", "c", "a"]
     assert newest_run(runs).path.name == "a"
+
+
+@pytest.mark.parametrize("ids", [1, 3000, 40_000])
+def test_the_newest_samples_are_read_from_the_end_of_the_file(tmp_path: Path, ids: int) -> None:
+    run = RunFolder(tmp_path / "r").create()
+    assert run.last_samples() is None
+    for step in range(4):
+        run.append_samples(step, 1, list(range(step, step + ids)))
+        assert run.last_samples() == run.read_all_samples()[-1]
+    with (run.path / "samples.jsonl").open("ab") as file:
+        file.write(b'{"step": 9, "ids": [1, 2')  # cut short
+    newest = run.last_samples()
+    assert newest == run.read_all_samples()[-1] and newest["step"] == 3
