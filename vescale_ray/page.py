@@ -98,7 +98,7 @@ _STYLE = (
     "main{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:14px;margin-top:14px}"
     "figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:6px;padding:10px 12px}"
     "figcaption{font-weight:600}.legend{color:var(--dim);font-size:12px}"
-    ".legend i{display:inline-block;width:10px;height:3px;margin:0 4px 3px 10px}"
+    ".legend span{white-space:nowrap}.legend i{display:inline-block;width:10px;height:3px;margin:0 4px 3px 10px}"
     "svg{width:100%;height:auto;display:block}svg text{fill:var(--dim);font-size:11px}.grid{stroke:var(--line)}"
     ".bar{display:flex;height:22px;border-radius:4px;overflow:hidden}"
     "table{border-collapse:collapse}td,th{text-align:left;padding:2px 16px 2px 0;vertical-align:top}"
@@ -141,7 +141,8 @@ def _figure(chart: Chart, marks: Sequence[Mark], span: tuple[float, float]) -> s
         d = _path(thinned(series.points, span, COLUMNS), x, y, chart.steps)
         colour = PALETTE[index % len(PALETTE)]
         parts.append(f'<path d="{d}" fill="none" stroke="{colour}" stroke-width="1.6"><title>{escape(series.name)}</title></path>')
-    names = "".join(f'<i style="background:{PALETTE[i % len(PALETTE)]}"></i>{escape(s.name)}' for i, s in enumerate(chart.series))
+    colours = [PALETTE[i % len(PALETTE)] for i in range(len(chart.series))]
+    names = " ".join(f'<span><i style="background:{c}"></i>{escape(s.name)}</span>' for c, s in zip(colours, chart.series, strict=True))
     return f'{head}{"".join(parts)}</svg><div class="legend">{names if len(chart.series) > 1 else ""}</div></figure>'
 
 
@@ -194,9 +195,10 @@ def _path(points: Points, x: Callable[[float], float], y: Callable[[float], floa
 def _goodput(goodput: Mapping[str, Any] | None) -> str:
     if not goodput:
         return ""
-    shares = [("steps that count", float(goodput["productive"]), "#2e8b57")]
+    good, others = PALETTE[2], [colour for colour in PALETTE if colour != PALETTE[2]]
+    shares = [("steps that count", float(goodput["productive"]), good)]
     lost = sorted(goodput["lost"].items(), key=lambda item: -item[1])
-    shares += [(str(cause).replace("_", " "), float(seconds), PALETTE[(i + 1) % len(PALETTE)]) for i, (cause, seconds) in enumerate(lost)]
+    shares += [(str(cause).replace("_", " "), float(seconds), others[i % len(others)]) for i, (cause, seconds) in enumerate(lost)]
     whole = sum(seconds for _, seconds, _ in shares)
     if whole <= 0:
         return ""
@@ -204,7 +206,7 @@ def _goodput(goodput: Mapping[str, Any] | None) -> str:
     for name, seconds, colour in shares:
         share = seconds / whole
         bar += f'<div style="width:{share:.3%};background:{colour}" title="{escape(name)}: {seconds:.1f} s"></div>'
-        names += f'<i style="background:{colour}"></i>{escape(name)} {seconds:,.1f} s ({share:.1%})'
+        names += f'<span><i style="background:{colour}"></i>{escape(name)} {seconds:,.1f} s ({share:.1%})</span> '
     return f'<h2>Where the time went</h2><div class="bar">{bar}</div><div class="legend">{names}</div>'
 
 
