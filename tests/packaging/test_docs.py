@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 import pytest
 
+from tests.deploy.test_alerts import full_snapshot
 from vescale_ray.cli import cli
-from vescale_ray.controller.metrics import RunSnapshot, families
+from vescale_ray.controller.metrics import families
 from vescale_ray.runfolder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,22 +50,8 @@ def test_every_make_target_that_is_named_exists() -> None:
 
 def exported() -> set[str]:
     """Names of all families, as Prometheus shows them."""
-    snapshot = RunSnapshot(
-        "r",
-        "RUNNING",
-        loss=1.0,
-        bpb=1.0,
-        tokens_per_second=1.0,
-        grad_norm=1.0,
-        learning_rate=1.0,
-        last_step_time=1.0,
-        checkpoint_step=1,
-        checkpoint_time=1.0,
-        checkpoint_stall=1.0,
-        checkpoint_interval=1.0,
-    )
     suffix = {"counter": "_total", "info": "_info"}
-    return {family.name + suffix.get(family.type, "") for family in families(snapshot)}
+    return {family.name + suffix.get(family.type, "") for family in families(full_snapshot())}
 
 
 def test_the_documents_name_every_metric_and_no_other() -> None:
