@@ -11,7 +11,7 @@ import pytest
 
 from tests.deploy.test_alerts import full_snapshot
 from vescale_ray.cli import cli
-from vescale_ray.controller.metrics import families
+from vescale_ray.controller.metrics import RunSnapshot, families
 from vescale_ray.runfolder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
