@@ -50,7 +50,7 @@ RATIOS: dict[str, tuple[str, str, str, str | None, str]] = {
     "load_vs_dcp": ("dcp_load", "load", "x", "> 1", "the same against dcp.load(), which verifies nothing"),
 }
 BUDGET_MIB = 16
-"""What saving and loading may take beside tensors and buffer: two chunks of 4 MiB, threads' stacks, Python's objects."""
+"""What saving and loading may take beside tensors and buffer: buffers of 1 to 8 MiB, threads' stacks, Python's objects."""
 
 
 def main() -> int:

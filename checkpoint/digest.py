@@ -23,11 +23,11 @@ BLOCK_BYTES = 1 << 20
 """The unit of verification. A read of any range checks every block it touches, so it reads less than 2 blocks too many."""
 
 CHUNK_BYTES = 4 << 20
-"""The unit of writing and of reading back: two buffers of this size are all the memory that either takes beside the tensors.
+"""The unit of reading back in one stream: two buffers of this size are all the memory that it takes.
 
 Small enough that a chunk is still in the cache when it is hashed, and that touching fresh buffers costs little. Of 1, 2, 4, 8 and
-16 MiB, interleaved in one run (192 MiB, 12 rounds, 2 cores), 4 read fastest by median and 16 slowest in one stream; writes did not tell
-them apart. (A load has several streams, and asks for what :attr:`~.store.ObjectStore.request_bytes` says.)
+16 MiB, interleaved in one run (192 MiB, 12 rounds, 2 cores), 4 read fastest by median and 16 slowest. (Saves, and loads, which have
+several streams, take what :attr:`~.store.ObjectStore.request_bytes` says.)
 """
 
 T = TypeVar("T")

@@ -34,7 +34,8 @@ class PosixStore:
 
     request_bytes = 1 << 20
     """Two processes load 1 GiB, every block verified, from a local disk (2 cores, 22 interleaved rounds): requests of 1, 2 and 4 MiB in
-    8, 4 and 4 streams are 1.18, 1.16 and 1.03 times as fast as a raw read in requests of 16 MiB."""
+    8, 4 and 4 streams are 1.18, 1.16 and 1.03 times as fast as a raw read in requests of 16 MiB. Saves in chunks of 1, 2 and 4 MiB
+    are 1.08, 1.04 and 1.03 times as fast as a raw write (16 rounds)."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(os.fspath(root)))

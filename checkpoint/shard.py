@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from .arguments import whole
-from .digest import BLOCK_BYTES, CHUNK_BYTES, aligned_buffer, block_sums, digest_of, one_ahead, root_of, view_of
+from .digest import BLOCK_BYTES, aligned_buffer, block_sums, digest_of, one_ahead, root_of, view_of
 from .errors import SaveAborted, SaveFailed
 from .faults import fault_point
 from .layout import ObjectPlan, PlacedPiece, ShardPiece, plan_object
@@ -85,11 +85,11 @@ def write_shard(
     epoch: int,
     cancelled: Callable[[], bool] = lambda: False,
     block_bytes: int = BLOCK_BYTES,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> Vote:
     """Write this rank's pieces as one object; returns once it is durable.
 
-    Takes two chunks of memory (8 MiB) beside the tensors. The pieces must not change meanwhile.
+    Takes two chunks of memory beside the tensors. The pieces must not change meanwhile.
 
     Args:
         root: the checkpoint folder (or a store).
@@ -99,6 +99,7 @@ def write_shard(
         step, epoch: completed steps, and the incarnation of the run (its generation): together the order of commits.
         cancelled: asked before each chunk.
         block_bytes: bytes under one checksum, a multiple of 4096.
+        chunk_bytes: written at a time; by default the store's ``request_bytes``.
 
     Raises:
         ValueError: contradicting pieces, or values that JSON can't hold; before anything is written.
@@ -110,9 +111,11 @@ def write_shard(
     plan = plan_object(pieces, _about(attempt, rank, step, epoch))
     pinned = any(p.data.is_cuda for p in pieces)
     sums: list[int] = []
+    store = store_of(root)
+    chunk_bytes = store.request_bytes if chunk_bytes is None else chunk_bytes
     chunks = _copied(plan, sums, block_bytes, max(block_bytes, chunk_bytes // block_bytes * block_bytes), pinned, cancelled)
     raw = None if aux is None else encode_aux(aux)
-    return _write(store_of(root), chunks, plan.bytes, plan.pieces, sums, attempt, rank, raw, step, epoch, block_bytes)
+    return _write(store, chunks, plan.bytes, plan.pieces, sums, attempt, rank, raw, step, epoch, block_bytes)
 
 
 def write_staged(

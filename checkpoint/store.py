@@ -65,8 +65,8 @@ class ObjectStore(Protocol):
     """Immutable objects under keys such as ``data/<attempt>/r00000.safetensors``."""
 
     request_bytes: int
-    """What a read asks for at once if it may choose: small where asking costs nothing, so that the bytes are still in the processor's cache
-    when they are checked and copied; large where each request waits for an answer from afar. A power of two."""
+    """What is written, or asked for, at once where that may be chosen: small where a request costs nothing, so that the bytes are still in
+    the processor's cache when they are checked and copied; large where each waits for an answer from afar. A power of two."""
 
     def describe(self, key: str = "") -> str:
         """Where the object lies, for messages."""
