@@ -35,6 +35,8 @@ MOST_WAITING = 100_000
 STATE_GAP_S = 1.0
 """Between two writings of run.json while nothing but the step changes."""
 KEPT_TIMES = 20_000
+HEARD_S = 0.5
+"""Within it news of the workers are heard."""
 
 
 @dataclass
@@ -368,7 +370,8 @@ class Ledger:
         """Make a new snapshot; ``workers``: by rank, who it is and its resident bytes."""
         world, line, elastic = self.world, self._line, self._config.elastic
         if not self.all_filled or self.state in (RunState.CHECKPOINTING, RunState.DONE, RunState.FAILED):
-            self.goodput.advance(time.time())
+            # That the workers have their state is heard of a moment late: the step that they have begun is not to be taken for lost.
+            self.goodput.advance(time.time() - HEARD_S)
         self.snapshot = RunSnapshot(
             run=self._config.run.name,
             state=str(self.state),

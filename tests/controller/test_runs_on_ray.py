@@ -112,9 +112,9 @@ def time_is_accounted_for(finished: Finished) -> None:
     first: dict[int, float] = {}
     for line in lines:
         first.setdefault(line["step"], line["step_seconds"])
-    assert told["productive"] == pytest.approx(sum(first.values()), rel=0.03, abs=0.1)
+    assert told["productive"] == pytest.approx(sum(first.values()), rel=0.03, abs=0.3)
     again = sum(line["step_seconds"] for line in lines) - sum(first.values())
-    assert lost.get("replay", 0.0) == pytest.approx(again, rel=0.03, abs=0.05)
+    assert lost.get("replay", 0.0) == pytest.approx(again, rel=0.03, abs=0.2)
     assert lost["startup"] == pytest.approx(lines[0]["time"] - lines[0]["step_seconds"] - state["started"], abs=0.3)
     for cause, reasons in (("failure", {"failure"}), ("rescale", {"manual", "replacement", "drain"})):
         pauses = [e["pause_seconds"] for e in finished.of("rescaled") if e["reason"] in reasons]
