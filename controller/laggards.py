@@ -1,8 +1,9 @@
 """Who is ended because it is still in a generation that is over: it is hung, and everyone else waits for it.
 
-Who answers and waits for a rank that is gone is no culprit. Mostly it is out as soon as its connections are cut (`workers/lines.py`);
-but gloo does not notice the end of every message, and then it waits for the collective's own bound. So it is ended early only where that
-costs nothing that is not had again at once: what it holds is elsewhere, too, and another worker takes its place.
+Who answers and waits for a rank that is gone is no culprit. Mostly it is out as soon as its connections are cut (`workers/lines.py`) and
+its waits for messages given up (`vescale_ray/waits.py`); in a large collective of gloo's own it may wait for that one's bound. So it is
+ended early only where that costs nothing that is not had again at once: what it holds is elsewhere, too, and another worker takes its
+place.
 """
 
 from __future__ import annotations

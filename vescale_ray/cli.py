@@ -1,4 +1,4 @@
-"""The command line: ``vescale-ray train demo status stop rescale ls ckpt k8s plan``.
+"""The command line: ``vescale-ray train demo status top dash doctor stop rescale ls ckpt k8s plan``.
 
 Exit codes: 0 done; 1 it failed; 2 what you gave can't be used; 130 interrupted. Errors are one line with the remedy; a
 traceback only with --debug. torch, Ray and pydantic are imported inside the commands: ``vescale-ray --help`` needs none of them.

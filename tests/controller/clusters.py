@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.controller.runs import environment
+from tests.controller.runs import end_all, environment
 
 _HOLD = """
 import json, sys, threading, time
@@ -170,13 +169,7 @@ class Nodes:
 
     def kill(self) -> None:
         """SIGKILL everything at once."""
-        while left := self.processes():
-            for pid in left:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-            self._holder.poll()
+        end_all(self.processes, self._holder.poll)
         self._holder.wait(10)
 
     def close(self) -> None:

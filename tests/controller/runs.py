@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,19 @@ def parents() -> dict[int, int]:
         except OSError:
             continue
     return found
+
+
+def end_all(living: Callable[[], Iterable[int]], reap: Callable[[], object], seconds: float = 30.0) -> None:
+    """SIGKILL what is ``living``, again and again, until nothing is; ``reap`` waits for those that are this process' own."""
+    deadline = time.monotonic() + seconds
+    while left := list(living()):
+        assert time.monotonic() < deadline, f"processes that do not end: {left}"
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        reap()
 
 
 def until(condition: Callable[[], bool], seconds: float, what: str) -> float:

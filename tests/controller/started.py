@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.controller.runs import alive, environment, parents, until
+from tests.controller.runs import alive, end_all, environment, parents, until
 
 UP_S = 60.0
 STORE = str(100 << 20)
@@ -120,13 +119,7 @@ class Started:
         while self.processes() and time.monotonic() < deadline:
             [process.poll() for process in self._nodes]
             time.sleep(0.1)
-        while left := self.processes():
-            for pid in left:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-            [process.poll() for process in self._nodes]
+        end_all(self.processes, lambda: [process.poll() for process in self._nodes])
         for process in self._nodes:
             process.wait(10)
         shutil.rmtree(self._folder, ignore_errors=True)
