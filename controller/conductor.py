@@ -114,6 +114,7 @@ class Conductor:
         try:
             return self._conduct()
         finally:
+            self.desk.close()
             self._keeper.layouts.close()
 
     def _conduct(self) -> Outcome:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,8 @@ class Desk:
     def __init__(self, spec: RunSpec, config: RunConfig, crew: Crew, ledger: Ledger, memo: Memo, changed: Callable[[], None]) -> None:
         self._spec, self._config, self._crew, self._ledger, self._changed = spec, config, crew, ledger, changed
         self._commands: queue.Queue[tuple[str, dict[str, Any], queue.Queue[Any]]] = queue.Queue()
+        self._door = threading.Lock()
+        self._closed = False
         self.stop: str | None = memo.stop
         self.target = memo.target or config.elastic.workers
         self.ceiling = memo.ceiling or config.max_workers
@@ -52,7 +55,11 @@ class Desk:
             RequestRefused: it can't be done, or the loop did not come to it within ``wait_s``.
         """
         answer: queue.Queue[Any] = queue.Queue()
-        self._commands.put((action, body, answer))
+        with self._door:
+            if not self._closed:
+                self._commands.put((action, body, answer))
+            else:
+                answer.put(self._too_late(action))
         try:
             value = answer.get(timeout=wait_s)
         except queue.Empty:
@@ -74,11 +81,24 @@ class Desk:
                 answer.put(refusal)
         self._act()
 
+    def close(self) -> None:
+        """The loop is over, and nobody will heed: what has come in since, and what still comes, is answered at once."""
+        with self._door:
+            self._closed = True
+        while not self._commands.empty():
+            action, _, answer = self._commands.get_nowait()
+            answer.put(self._too_late(action))
+
     def want(self, workers: int, reason: str) -> None:
         """Go for another number of workers."""
         self.target = self._ledger.target = workers
         self.reason = reason
         self._changed()
+
+    def _too_late(self, action: str) -> dict[str, Any] | RequestRefused:
+        if action == "stop":
+            return {"ok": True, "message": f"the run is over, at step {self._ledger.step}"}
+        return RequestRefused(f"the run is over, at step {self._ledger.step}: {action} comes too late")
 
     def _do(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
         if action == "stop":

@@ -21,11 +21,12 @@ from vescale_ray import checkpoint
 from vescale_ray.config import CheckpointSection
 from vescale_ray.controller import metrics, watchdog
 from vescale_ray.controller.cadence import Cadence
+from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo, read_memo, write_memo
 from vescale_ray.controller.policy import Kept
-from vescale_ray.controller.protocol import FINAL, TRANSITIONS, RunState, Source, World, check_transition
+from vescale_ray.controller.protocol import FINAL, TRANSITIONS, RequestRefused, RunState, Source, World, check_transition
 from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Evaluated, Filled, Origin, Phase, Report, Save, Saved, Stepped, Ticket
@@ -127,6 +128,23 @@ def test_the_pause_of_a_recovery_counts_from_the_end_of_the_step_that_it_went_ba
     assert (event["phases"]["form"], event["phases"]["sync"]) == (0.2, 0.4)
     ledger.publish({})
     assert ledger.snapshot.rescales == {("shrink", "failure"): 1} and ledger.snapshot.replayed_steps == 2
+
+
+def test_commands_that_come_when_the_loop_is_over_are_answered_at_once(ledger: Ledger, tmp_path: Path) -> None:
+    """One that had come and was not heeded, and those after it: nobody waits 8 s for a run that is over."""
+    spec: Any = SimpleNamespace(schedule=(), capacity=None)
+    desk = Desk(spec, tiny(tmp_path, "books"), SimpleNamespace(), ledger, Memo("r1", 0), lambda: None)  # type: ignore[arg-type]
+    told: list[dict[str, Any]] = []
+    early = threading.Thread(target=lambda: told.append(desk.command("stop", {})))
+    early.start()
+    time.sleep(0.1)
+    began = time.monotonic()
+    desk.close()
+    early.join(5)
+    assert told == [{"ok": True, "message": "the run is over, at step 0"}] == [desk.command("stop", {})]
+    with pytest.raises(RequestRefused, match="the run is over, at step 0: rescale comes too late"):
+        desk.command("rescale", {"workers": 2})
+    assert time.monotonic() - began < 2.0
 
 
 def test_a_step_of_which_the_samples_were_written_and_the_metrics_not_is_not_written_twice(ledger: Ledger) -> None:
