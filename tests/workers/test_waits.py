@@ -38,6 +38,12 @@ def _exchange(state: State, how: str) -> tuple[str, float]:
                 splits = [0, 0]
                 splits[other] = LARGE
                 groups.all_to_all_bytes(theirs, mine, splits, splits)
+            elif how == "all-to-all":
+                splits = [0, 0]
+                splits[other] = LARGE
+                dist.all_to_all_single(theirs, mine, splits, splits)
+            elif how == "all-reduce":
+                dist.all_reduce(mine)
             else:
                 messages = Messages(dist.distributed_c10d._get_default_group(), 5, Lane(torch.device("cpu")))
                 if how != "send":
@@ -81,6 +87,23 @@ def test_a_wait_for_half_a_message_ends_when_the_lines_are_cut() -> None:
             said, left = fleet.results([0], timeout=40)[0]
             assert said.startswith("exchange: "), "it came whole before the other was stopped"
             assert left - began < 3.5, said
+
+
+@pytest.mark.timeout(240)
+def test_gloo_s_own_collectives_end_when_the_lines_are_cut_also_half_way_and_with_a_peer_that_lives() -> None:
+    """Muon's exchange is one, and the all-reduce between replicas. (Ended by a peer's death, too, at once.)"""
+    ways = ["all-to-all", "all-reduce"]
+    with Fleet(1 + len(ways)) as fleet:
+        for peer, how in enumerate(ways, 1):
+            prefix = fleet.prefix()
+            fleet.run_each({0: (fleet.port, prefix, 0, 2), peer: (fleet.port, prefix, 1, 2)}, _form)
+            fleet.run([0], _cut, 1.0)
+            fleet.start(peer, _stop_half_way, how)
+            began = time.monotonic()
+            fleet.start(0, _exchange, how)
+            said, left = fleet.results([0], timeout=40)[0]
+            assert said.startswith("exchange: "), "it was over before the other was stopped"
+            assert 0.9 < left - began < 3.0, said
 
 
 def test_messages_of_before_are_not_waited_for_once_they_are_given_up_and_later_ones_are() -> None:
