@@ -29,7 +29,7 @@ import torch.distributed as dist
 # happens while a group exists, the function objects keep that group, and its sockets, for ever. So: now, before any group.
 import torch.distributed.nn.functional
 
-from vescale_ray import waits
+from vescale_ray.messages import Messages
 from vescale_ray.workers.lines import Lines
 
 FORM_SECONDS = 15.0
@@ -250,25 +250,9 @@ def all_gather_bytes(payload: bytes, group: Any = None) -> list[bytes]:
     return [bytes(part[: int(length)].numpy()) for part, length in zip(everyone, lengths, strict=True)]
 
 
-def all_to_all_bytes(out: torch.Tensor, data: torch.Tensor, out_splits: list[int], in_splits: list[int], group: Any = None) -> None:
-    """Uneven all-to-all of uint8 CPU tensors: ``in_splits[j]`` bytes of ``data`` go to rank j, ``out_splits[i]`` come from i.
-
-    As messages between pairs of ranks, which is what gloo makes of it, too: a wait for them can be ended when a rank is lost
-    (:mod:`vescale_ray.waits`).
-    """
-    group, since = _group(group), waits.mark()
-    rank, world = group.rank(), group.size()
-    arriving, leaving = out.split(out_splits), data.split(in_splits)
-    arriving[rank].copy_(leaving[rank])
-    works = []
-    for distance in range(1, world):
-        source, target = (rank - distance) % world, (rank + distance) % world
-        if arriving[source].numel():
-            works.append(group.recv([arriving[source]], source, _MOVE))
-        if leaving[target].numel():
-            works.append(group.send([leaving[target]], target, _MOVE))
-    for work in works:
-        waits.wait(work, since)
+def messages(group: Any = None) -> Messages:
+    """Messages of moved shards, between this rank and others of the group."""
+    return Messages(_group(group), _MOVE)
 
 
 def _group(group: Any) -> Any:

@@ -1,9 +1,9 @@
 """Fill a new trainer's shards: from what the workers hold in memory, or from a checkpoint. And give shards to a checkpoint.
 
 From memory: every participant tells what it holds (old shards, its own and copies) and wants (its new shards); all of them
-compute the same plan, by interval arithmetic in one space of elements; then one uneven all-to-all moves what a rank does not
+compute the same plan, by interval arithmetic in one space of elements; then messages from rank to rank move what one does not
 have itself, and nothing else. The same code serves a shrink, a growth, a replacement and a death: they differ only in who
-holds what. Each message carries a checksum.
+holds what. What a rank sends another carries a checksum.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor
 
 from vescale_ray.geometry import Extent, FlatSpace, Route, routes
-from vescale_ray.workers.groups import GroupFailed, all_gather_bytes, all_to_all_bytes, collectives
+from vescale_ray.workers.groups import GroupFailed, all_gather_bytes, collectives, messages
 from vescale_ray.workers.shards import Piece, Shards, Span, aligned, dtype_of, export_shards, import_scalars, stored_pieces
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ _DIGEST_BYTES = 16
 """8 bytes of xxh3 and 8 of padding, so that the message after it stays aligned."""
 
 ROUND_BYTES = 256 << 20
-"""Most bytes that a rank packs, or receives, at a time: bounds the extra memory of a move, whatever the model's size."""
+"""Most bytes that a rank sends, or receives, at a time: bounds the extra memory of a move, whatever the model's size."""
+
+DIRECT_BYTES = 64 << 10
+"""Of a move that is a message of its own, at least. A message costs as much as packing and unpacking about so many bytes."""
 
 
 class ReshardError(ValueError):
@@ -150,12 +153,17 @@ def execute(held: Sequence[Shards], trainer: Trainer | None, group: Any = None, 
         wanted = [[Span.from_json(row) for row in one["want"]] for one in everyone]
         planned = plan(sources, wanted, round_bytes=round_bytes)
         me = _my_index(group)
-        for move in planned.local:
-            if move.dst == me:
-                source = _slice(pieces, move.src_piece, move.src_offset, move.numel)
-                _slice(wants, move.dst_piece, move.dst_offset, move.numel).copy_(source)
-        for moves in planned.rounds:
-            _exchange(moves, me, len(everyone), pieces, wants, group)
+
+        def copy_own() -> None:
+            for move in planned.local:
+                if move.dst == me:
+                    source = _slice(pieces, move.src_piece, move.src_offset, move.numel)
+                    _slice(wants, move.dst_piece, move.dst_offset, move.numel).copy_(source)
+
+        if not planned.rounds:
+            copy_own()
+        for turn, moves in enumerate(planned.rounds):
+            _exchange(moves, me, len(everyone), pieces, wants, group, copy_own if turn == 0 else lambda: None)
     if trainer is not None:
         import_scalars(trainer, next(one["scalars"] for one in everyone if one["scalars"] is not None))
     total = sum(span.nbytes for spans in wanted for span in spans)
@@ -381,37 +389,97 @@ def _slice(pieces: Sequence[Piece], index: int, offset: int, numel: int) -> Tens
     return pieces[index].data[offset : offset + numel]
 
 
-def _exchange(moves: Sequence[Move], me: int, world: int, pieces: Sequence[Piece], wants: Sequence[Piece], group: Any) -> None:
-    """One round: pack what others want, one uneven all-to-all of bytes, check, unpack."""
-    outgoing = [[move for move in moves if move.src == me and move.dst == rank] for rank in range(world)]
-    incoming = [[move for move in moves if move.dst == me and move.src == rank] for rank in range(world)]
-    sizes_out, sizes_in = [list(map(_message_bytes, side)) for side in (outgoing, incoming)]
-    packed = torch.zeros(sum(sizes_out), dtype=torch.uint8)
-    arrived = torch.empty(sum(sizes_in), dtype=torch.uint8)
-    end = 0
-    for batch, size in zip(outgoing, sizes_out, strict=True):
-        begin, end = end, end + size
-        if not batch:
-            continue
-        message = packed[begin:end]
-        for move, view in zip(batch, _views(message, batch), strict=True):
-            view.copy_(_slice(pieces, move.src_piece, move.src_offset, move.numel))
-        message[-_DIGEST_BYTES : -_DIGEST_BYTES + 8] = torch.frombuffer(bytearray(_digest(message)), dtype=torch.uint8)
-    all_to_all_bytes(arrived, packed, sizes_in, sizes_out, group)
-    end = 0
-    for rank, (batch, size) in enumerate(zip(incoming, sizes_in, strict=True)):
-        begin, end = end, end + size
-        if not batch:
-            continue
-        message = arrived[begin:end]
-        if bytes(message[-_DIGEST_BYTES : -_DIGEST_BYTES + 8].numpy()) != _digest(message):
-            raise TransferCorrupt(f"{size} bytes from participant {rank} to {me} arrived with a wrong checksum: the move must be repeated")
-        for move, view in zip(batch, _views(message, batch), strict=True):
-            _slice(wants, move.dst_piece, move.dst_offset, move.numel).copy_(view)
+def _exchange(
+    moves: Sequence[Move],
+    me: int,
+    world: int,
+    pieces: Sequence[Piece],
+    wants: Sequence[Piece],
+    group: Any,
+    meanwhile: Callable[[], None],
+) -> None:
+    """One round: large moves go from memory to memory, small ones together in a message, which ends with the checksum."""
+    posted = messages(group)
+    peers = [rank for rank in range(world) if rank != me]
+    incoming = [_Batch([move for move in moves if move.dst == me and move.src == rank]) for rank in peers]
+    outgoing = [_Batch([move for move in moves if move.src == me and move.dst == rank]) for rank in peers]
+    for rank, batch in zip(peers, incoming, strict=True):
+        for part in batch.opened([_slice(wants, move.dst_piece, move.dst_offset, move.numel) for move in batch.large]):
+            posted.receive(part, rank)
+    for rank, batch in zip(peers, outgoing, strict=True):
+        for part in batch.filled(lambda move: _slice(pieces, move.src_piece, move.src_offset, move.numel)):
+            posted.send(part, rank)
+    meanwhile()
+    posted.wait()
+    for rank, batch in zip(peers, incoming, strict=True):
+        if not batch.is_whole():
+            raise TransferCorrupt(
+                f"{batch.nbytes} bytes from participant {rank} to {me} arrived with a wrong checksum: the move must be repeated"
+            )
+        batch.deliver(lambda move: _slice(wants, move.dst_piece, move.dst_offset, move.numel))
 
 
-def _message_bytes(batch: Sequence[Move]) -> int:
-    return sum(aligned(move.nbytes) for move in batch) + _DIGEST_BYTES if batch else 0
+class _Batch:
+    """What one rank sends another in a round.
+
+    Attributes:
+        large: moves that are a message each, straight from and to the shards where these are in host memory.
+        small: moves that share the last message, each aligned, before the checksum of everything.
+    """
+
+    def __init__(self, moves: Sequence[Move]) -> None:
+        self.large = [move for move in moves if move.nbytes >= DIRECT_BYTES]
+        self.small = [move for move in moves if move.nbytes < DIRECT_BYTES]
+        self.nbytes = sum(move.nbytes for move in moves)
+        self._parts: list[Tensor] = []
+
+    def filled(self, of: Callable[[Move], Tensor]) -> Iterator[Tensor]:
+        """The messages, as bytes, with the values ``of`` the moves. What is large is on its way before all is counted."""
+        if not self.nbytes:
+            return
+        for move in self.large:
+            self._parts.append(of(move).cpu().view(torch.uint8))
+            yield self._parts[-1]
+        last = self._last()
+        for move, view in zip(self.small, _views(last, self.small), strict=True):
+            view.copy_(of(move))
+        last[-_DIGEST_BYTES : -_DIGEST_BYTES + 8] = torch.frombuffer(bytearray(self._digest()), dtype=torch.uint8)
+        yield last
+
+    def opened(self, targets: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Memory for the messages, as bytes: ``targets`` for the large ones, where these are in host memory."""
+        if not self.nbytes:
+            return
+        self._parts = [(t if t.device.type == "cpu" else torch.empty_like(t, device="cpu")).view(torch.uint8) for t in targets]
+        yield from self._parts
+        yield self._last()
+
+    def is_whole(self) -> bool:
+        """Whether what has arrived is what was sent."""
+        return not self.nbytes or bytes(self._parts[-1][-_DIGEST_BYTES : -_DIGEST_BYTES + 8].numpy()) == self._digest()
+
+    def deliver(self, to: Callable[[Move], Tensor]) -> None:
+        """Values to where they are wanted, if they are not there yet."""
+        if not self.nbytes:
+            return
+        for move, part in zip(self.large, self._parts, strict=False):
+            target = to(move)
+            if target.device.type != "cpu":
+                target.copy_(part.view(dtype_of(move.dtype)))
+        for move, view in zip(self.small, _views(self._parts[-1], self.small), strict=True):
+            to(move).copy_(view)
+
+    def _last(self) -> Tensor:
+        # Zeros: what is between the values is counted, too.
+        self._parts.append(torch.zeros(sum(aligned(move.nbytes) for move in self.small) + _DIGEST_BYTES, dtype=torch.uint8))
+        return self._parts[-1]
+
+    def _digest(self) -> bytes:
+        count = xxhash.xxh3_64()
+        for part in self._parts[:-1]:
+            count.update(part.numpy().data)
+        count.update(self._parts[-1][:-_DIGEST_BYTES].numpy().data)
+        return count.digest()
 
 
 def _views(message: Tensor, batch: Sequence[Move]) -> list[Tensor]:
@@ -421,7 +489,3 @@ def _views(message: Tensor, batch: Sequence[Move]) -> list[Tensor]:
         views.append(message[position : position + move.nbytes].view(dtype_of(move.dtype)))
         position += aligned(move.nbytes)
     return views
-
-
-def _digest(message: Tensor) -> bytes:
-    return xxhash.xxh3_64_digest(message[:-_DIGEST_BYTES].numpy().data)

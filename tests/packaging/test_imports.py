@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS: list[set[str]] = [
     {"errors", "geometry", "compat", "waiting", "waits"},
     {"planner", "placement"},
-    {"dtensor", "collectives", "redistribute", "transfer", "dbuffer", "emulation", "runfolder", "schedule"},
+    {"dtensor", "collectives", "messages", "redistribute", "transfer", "dbuffer", "emulation", "runfolder", "schedule"},
     {"fsdp", "models", "data", "config", "checkpoint", "client", "state_dict"},
     {"optim"},
     {"report", "page", "k8s"},

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.workers.fleet import Fleet, State
@@ -36,6 +35,7 @@ from tests.workers.tiny import (
 from vescale_ray import checkpoint
 from vescale_ray.config import RunConfig
 from vescale_ray.data.stream import SampleStream
+from vescale_ray.messages import Messages
 from vescale_ray.workers import groups, reshard
 from vescale_ray.workers.groups import GroupFailed
 from vescale_ray.workers.reshard import execute, restore_from_checkpoint, write_checkpoint_shard
@@ -245,8 +245,10 @@ def _flip_a_bit(state: State, whose: str) -> int:
     return int(copy.step)
 
 
-def test_a_bit_that_flips_on_the_way_is_noticed(text: str) -> None:
+@pytest.mark.parametrize("direct_bytes", [1 << 20, 512], ids=["packed", "direct"])
+def test_a_bit_that_flips_on_the_way_is_noticed(text: str, direct_bytes: int) -> None:
     with Fleet(2) as fleet:
+        fleet.run([0, 1], _set_direct_bytes, direct_bytes)
         run = Run(fleet, tiny(text, elastic_snapshot_every=0))
         run.fresh([0])
         run.train(1)
@@ -257,14 +259,18 @@ def test_a_bit_that_flips_on_the_way_is_noticed(text: str) -> None:
         assert "from participant 0 to 1 arrived with a wrong checksum" in fleet.outcomes([1])[1][1]
 
 
+def _set_direct_bytes(state: State, count: int) -> None:
+    reshard.DIRECT_BYTES = count
+
+
 def _receive_with_a_flipped_bit(state: State, *where: Any) -> None:
-    whole = reshard.all_to_all_bytes
+    class Flipping(Messages):
+        def wait(self) -> None:
+            first = self._under_way[0][1]
+            super().wait()
+            first[len(first) // 2] ^= 4
 
-    def flipping(out: torch.Tensor, *rest: Any) -> None:
-        whole(out, *rest)
-        out[len(out) // 2] ^= 4
-
-    setattr(reshard, "all_to_all_bytes", flipping)  # noqa: B010
+    setattr(reshard, "messages", lambda group: Flipping(groups._group(group), groups._MOVE))  # noqa: B010
     start_from_memory(state, *where)
 
 

@@ -185,8 +185,12 @@ def _transfer(state: State, port: int, prefix: str, rank: int, world: int) -> An
     texts = groups.all_gather_bytes(b"x" * rank, group)
     # Rank r sends the bytes r, 10 + r, 20 + r to ranks 0, 1, 2.
     data = torch.tensor([10 * j + rank for j in range(world)], dtype=torch.uint8)
-    out = torch.empty(world, dtype=torch.uint8)
-    groups.all_to_all_bytes(out, data, [1] * world, [1] * world, group)
+    out = torch.full((world,), 11 * rank, dtype=torch.uint8)
+    messages = groups.messages(group)
+    for other in {*range(world)} - {rank}:
+        messages.receive(out[other : other + 1], other)
+        messages.send(data[other : other + 1], other)
+    messages.wait()
     groups.close_transfer(group)
     return texts, out.tolist()
 

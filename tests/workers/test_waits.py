@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.workers.fleet import Fleet, State
 from vescale_ray import waits
-from vescale_ray.fsdp.comm import Lane, Messages
+from vescale_ray.messages import Messages
 from vescale_ray.workers import groups
 from vescale_ray.workers.groups import GroupFailed
 
@@ -34,22 +34,18 @@ def _exchange(state: State, how: str) -> tuple[str, float]:
     other = 1 - dist.get_rank()
     try:
         with groups.collectives("exchange"):
-            if how == "move":
-                splits = [0, 0]
-                splits[other] = LARGE
-                groups.all_to_all_bytes(theirs, mine, splits, splits)
-            elif how == "all-to-all":
+            if how == "all-to-all":
                 splits = [0, 0]
                 splits[other] = LARGE
                 dist.all_to_all_single(theirs, mine, splits, splits)
             elif how == "all-reduce":
                 dist.all_reduce(mine)
             else:
-                messages = Messages(dist.distributed_c10d._get_default_group(), 5, Lane(torch.device("cpu")))
+                messages = Messages(dist.distributed_c10d._get_default_group(), 5) if how == "both" else groups.messages()
                 if how != "send":
-                    messages._under_way.append((dist.irecv(theirs, other, tag=5), theirs))
+                    messages.receive(theirs, other)
                 if how != "receive":
-                    messages._under_way.append((dist.isend(mine, other, tag=5), mine))
+                    messages.send(mine, other)
                 messages.wait()
     except GroupFailed as failure:
         groups.dissolve()
@@ -70,7 +66,7 @@ def _cut(state: State, after_s: float) -> None:
 def test_a_wait_for_half_a_message_ends_when_the_lines_are_cut() -> None:
     """Without an abort it would take 15 s, the time limit of the group's connections. Each time the survivor goes on with another group,
     and the memory that was half written is its own again."""
-    ways = [("receive", "send"), ("both", "both"), ("move", "move")]
+    ways = [("receive", "send"), ("both", "both")]
     with Fleet(1 + len(ways)) as fleet:
         for peer, (survivors, dead) in enumerate(ways, 1):
             prefix = fleet.prefix()

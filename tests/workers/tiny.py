@@ -24,7 +24,7 @@ from vescale_ray.data.corpus import Corpus, load_corpus
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.schedule import lr_at
-from vescale_ray.workers import groups
+from vescale_ray.workers import groups, reshard
 from vescale_ray.workers.groups import GroupFailed
 from vescale_ray.workers.reshard import ReshardReport, execute, restore_from_checkpoint
 from vescale_ray.workers.shards import export_shards
@@ -33,6 +33,8 @@ from vescale_ray.workers.trainer import StepRecord, Trainer
 
 FullState = dict[tuple[str, str], np.ndarray]
 HOST = "127.0.0.1"
+reshard.DIRECT_BYTES = 1024
+"""Of these tensors some are larger, and some smaller."""
 
 
 def write_text(folder: Path) -> str:

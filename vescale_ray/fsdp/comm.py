@@ -12,7 +12,6 @@ or better, so the result is a function of the values alone.
 from __future__ import annotations
 
 import time
-import weakref
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -20,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 
-from vescale_ray import compat, waits
+from vescale_ray import compat
 from vescale_ray.fsdp.memory import NOWHERE, Buffer, Pool, may_stay
+from vescale_ray.messages import Messages
 
 _GATHER_TAG, _REDUCE_TAG = 0x56530001, 0x56530002
 """Keep our messages apart from a user's on the same process group. Messages of one tag arrive in the order they were sent."""
@@ -55,57 +55,6 @@ class Works:
         for work in works:
             work.wait()
         self._lane.waited_s += time.perf_counter() - began
-
-
-class Messages:
-    """Messages between this rank and others of a gloo group, all under way at once. A wait for them is bounded by the group's timeout, and
-    ended by :func:`~vescale_ray.waits.give_up`.
-
-    gloo stops reading from a peer at the first message for which nobody holds the Work any more, and all that the group does from then
-    on waits for its timeout. So what is dropped before it was waited for (a model that is deleted after an exception in its backward)
-    is kept, with its memory, until messages that the group sent later have arrived, or the group is gone.
-    """
-
-    __slots__ = ("_group", "_lane", "_since", "_tag", "_under_way")
-
-    _dropped: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[Any, torch.Tensor]]] = weakref.WeakKeyDictionary()
-    _failed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-    """Of no use any more: nothing is kept for them, so that their sockets can close."""
-
-    def __init__(self, group: dist.ProcessGroup, tag: int, lane: Lane) -> None:
-        self._group, self._tag, self._lane, self._since = weakref.ref(group), tag, lane, waits.mark()
-        self._under_way: list[tuple[Any, torch.Tensor]] = []
-
-    def exchange(self, received: torch.Tensor, source: int, sent: torch.Tensor, target: int) -> None:
-        """Receive from ``source`` and send to ``target``, ranks of the group."""
-        group = self._group()
-        self._under_way += [
-            (dist.irecv(received, group=group, tag=self._tag, group_src=source), received),
-            (dist.isend(sent, group=group, tag=self._tag, group_dst=target), sent),
-        ]
-
-    def wait(self) -> None:
-        # Taken out first: a failed Work keeps its exception, and with it frames, alive.
-        under_way, self._under_way = self._under_way, []
-        group = self._group()
-        earlier = self._dropped.pop(group, []) if group is not None and self._dropped else []
-        began = time.perf_counter()
-        try:
-            for works in (under_way, earlier):
-                while works:
-                    waits.wait(works.pop()[0], self._since)
-        except BaseException:
-            under_way.clear()
-            earlier.clear()
-            if group is not None:
-                self._failed.add(group)
-            raise
-        self._lane.waited_s += time.perf_counter() - began
-
-    def __del__(self) -> None:
-        group = self._group() if self._under_way else None
-        if group is not None and group not in self._failed:
-            self._dropped.setdefault(group, []).extend(self._under_way)
 
 
 class EventPending:
@@ -235,7 +184,8 @@ def all_gather(
         messages = Messages(group, _GATHER_TAG, lane)
         for distance in range(1, world):
             source, target = (rank - distance) % world, (rank + distance) % world
-            messages.exchange(out[source * size : (source + 1) * size], source, shard, target)
+            messages.receive(out[source * size : (source + 1) * size], source)
+            messages.send(shard, target)
         own = out[rank * size : (rank + 1) * size]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -317,7 +267,8 @@ def _exchange(mine: torch.Tensor, parts: list[torch.Tensor], group: dist.Process
     messages = Messages(group, _REDUCE_TAG, lane)
     for distance in range(1, world):
         source, target = (rank - distance) % world, (rank + distance) % world
-        messages.exchange(parts[source], source, mine[target], target)
+        messages.receive(parts[source], source)
+        messages.send(mine[target], target)
     return messages
 
 

@@ -1,0 +1,79 @@
+"""Messages between the ranks of a gloo group, from memory to memory: what the engine's collectives and moved shards are made of."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any, Protocol
+
+import torch
+
+from vescale_ray import waits
+
+
+class Clock(Protocol):
+    """Whoever counts the seconds for which a thread has stood still for messages."""
+
+    waited_s: float
+
+
+class Messages:
+    """Messages between this rank and others of a gloo group, all under way at once. A wait for them is bounded by the group's timeout, and
+    ended by :func:`~vescale_ray.waits.give_up`.
+
+    gloo stops reading from a peer at the first message for which nobody holds the Work any more, and all that the group does from then
+    on waits for its timeout. So what is dropped before it was waited for (a model that is deleted after an exception in its backward)
+    is kept, with its memory, until messages that the group sent later have arrived, or the group is gone.
+
+    Args:
+        group: one that ``torch.distributed`` knows, or a back end of its own.
+        tag: of one purpose; messages of one tag between two ranks arrive in the order they were sent.
+    """
+
+    __slots__ = ("_clock", "_group", "_since", "_tag", "_under_way")
+
+    _dropped: weakref.WeakKeyDictionary[Any, list[tuple[Any, torch.Tensor]]] = weakref.WeakKeyDictionary()
+    _failed: weakref.WeakSet[Any] = weakref.WeakSet()
+    """Of no use any more: nothing is kept for them, so that their sockets can close."""
+
+    def __init__(self, group: Any, tag: int, clock: Clock | None = None) -> None:
+        self._group, self._tag, self._clock, self._since = weakref.ref(group), tag, clock, waits.mark()
+        self._under_way: list[tuple[Any, torch.Tensor]] = []
+
+    def receive(self, received: torch.Tensor, source: int) -> None:
+        """From rank ``source`` of the group."""
+        self._under_way.append((self._alive().recv([received], source, self._tag), received))
+
+    def send(self, sent: torch.Tensor, target: int) -> None:
+        """To rank ``target`` of the group."""
+        self._under_way.append((self._alive().send([sent], target, self._tag), sent))
+
+    def wait(self) -> None:
+        # Taken out first: a failed Work keeps its exception, and with it frames, alive.
+        under_way, self._under_way = self._under_way, []
+        group = self._group()
+        earlier = self._dropped.pop(group, []) if group is not None and self._dropped else []
+        began = time.perf_counter()
+        try:
+            for works in (under_way, earlier):
+                while works:
+                    waits.wait(works.pop()[0], self._since)
+        except BaseException:
+            under_way.clear()
+            earlier.clear()
+            if group is not None:
+                self._failed.add(group)
+            raise
+        if self._clock is not None:
+            self._clock.waited_s += time.perf_counter() - began
+
+    def _alive(self) -> Any:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("gloo: the process group of a message is gone")
+        return group
+
+    def __del__(self) -> None:
+        group = self._group() if self._under_way else None
+        if group is not None and group not in self._failed:
+            self._dropped.setdefault(group, []).extend(self._under_way)
