@@ -7,6 +7,7 @@ import weakref
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from vescale_ray import waits
 
@@ -42,11 +43,21 @@ class Messages:
 
     def receive(self, received: torch.Tensor, source: int) -> None:
         """From rank ``source`` of the group."""
-        self._under_way.append((self._alive().recv([received], source, self._tag), received))
+        group = self._alive()
+        if isinstance(group, dist.ProcessGroup):  # torch's own call, which tools that watch communication see
+            work: Any = dist.irecv(received, group=group, tag=self._tag, group_src=source)
+        else:
+            work = group.recv([received], source, self._tag)
+        self._under_way.append((work, received))
 
     def send(self, sent: torch.Tensor, target: int) -> None:
         """To rank ``target`` of the group."""
-        self._under_way.append((self._alive().send([sent], target, self._tag), sent))
+        group = self._alive()
+        if isinstance(group, dist.ProcessGroup):
+            work: Any = dist.isend(sent, group=group, tag=self._tag, group_dst=target)
+        else:
+            work = group.send([sent], target, self._tag)
+        self._under_way.append((work, sent))
 
     def wait(self) -> None:
         # Taken out first: a failed Work keeps its exception, and with it frames, alive.
