@@ -20,6 +20,15 @@ from pathlib import Path
 from tests.controller.runs import alive, end_all, environment, parents, until
 
 UP_S = 60.0
+IDLE_S = 6.0
+HEAD_ID = "f" * 51 + "00000"
+AUTOSCALER = {
+    "RAY_FAKE_CLUSTER": "1",
+    "RAY_enable_autoscaler_v2": "1",
+    "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+    "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
+    "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
+}
 STORE = str(100 << 20)
 
 
@@ -28,6 +37,8 @@ class Started:
 
     Args:
         cpus: of the head.
+        autoscaled: the nodes that Ray's own autoscaler starts when something waits for them, each with one CPU, at most so many; it ends one
+            that was idle for :data:`IDLE_S`. They are processes of this machine, too.
         env: of all processes, jobs included.
 
     Attributes:
@@ -36,7 +47,7 @@ class Started:
         head: the process that ended ends the cluster.
     """
 
-    def __init__(self, cpus: int, **env: str) -> None:
+    def __init__(self, cpus: int, *, autoscaled: int = 0, **env: str) -> None:
         self._mark = uuid.uuid4().hex
         self._folder = tempfile.mkdtemp(prefix="rs-", dir="/tmp")  # short: its sockets' names may have 107 bytes
         # A head that is told to go would drain itself first, for half a minute.
@@ -45,8 +56,14 @@ class Started:
         port, board = free_ports(2)
         self.address, self.dashboard = f"127.0.0.1:{port}", f"http://127.0.0.1:{board}"
         self._nodes: list[subprocess.Popen[bytes]] = []
+        more: list[str] = []
+        if autoscaled:
+            more.append(f"--autoscaling-config={self._folder}/autoscaling.json")
+            Path(self._folder, "autoscaling.json").write_text(json.dumps(_autoscaling(self.address, autoscaled)))
+            self._env |= AUTOSCALER
         try:
             self.head = self._start(
+                more,
                 ["--head", f"--port={port}", f"--temp-dir={self._folder}", f"--num-cpus={cpus}", "--include-dashboard=true"],
                 ["--dashboard-host=127.0.0.1", f"--dashboard-port={board}"],
             )
@@ -72,10 +89,13 @@ class Started:
         return node
 
     def _all_there(self) -> bool:
-        with urllib.request.urlopen(f"{self.dashboard}/api/v0/nodes?limit=100", timeout=10) as answer:
-            found = json.load(answer)["data"]["result"]["result"]
         assert all(node.poll() is None for node in self._nodes), self.text()
-        return sum(node["state"] == "ALIVE" for node in found) == len(self._nodes)
+        return self.alive() == len(self._nodes)
+
+    def alive(self) -> int:
+        """Nodes that Ray calls alive."""
+        with urllib.request.urlopen(f"{self.dashboard}/api/v0/nodes?limit=100", timeout=10) as answer:
+            return sum(node["state"] == "ALIVE" for node in json.load(answer)["data"]["result"]["result"])
 
     @staticmethod
     def raylet_of(node: subprocess.Popen[bytes]) -> int | None:
@@ -126,6 +146,42 @@ class Started:
         Path(f"{self._folder}.txt").unlink(missing_ok=True)
 
 
+def _autoscaling(address: str, nodes: int) -> dict[str, object]:
+    """A configuration for Ray's autoscaler whose nodes are raylets that it starts on this machine (its ``fake_multinode`` provider)."""
+    worker = {"resources": {"CPU": 1, "object_store_memory": int(STORE)}, "node_config": {}, "min_workers": 0, "max_workers": nodes}
+    return {
+        "cluster_name": "tests",
+        "max_workers": nodes,
+        "upscaling_speed": 1.0,
+        "idle_timeout_minutes": IDLE_S / 60,
+        "provider": {
+            "type": "external",  # its own name would have it read a file that wheels of Ray lack
+            "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
+            "use_node_id_as_ip": True,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+            "gcs_address": address,
+            "head_node_id": HEAD_ID,
+            "launch_multiple": True,
+        },
+        "available_node_types": {"ray.head.default": {"resources": {}, "node_config": {}, "max_workers": 0}, "worker": worker},
+        "head_node_type": "ray.head.default",
+        "docker": {},
+        "auth": {},
+        "file_mounts": {},
+        "cluster_synced_files": [],
+        "file_mounts_sync_continuously": False,
+        "rsync_exclude": [],
+        "rsync_filter": [],
+        "initialization_commands": [],
+        "setup_commands": [],
+        "head_setup_commands": [],
+        "worker_setup_commands": [],
+        "head_start_ray_commands": [],
+        "worker_start_ray_commands": [],
+    }
+
+
 def title_of(pid: int) -> str:
     """Command line of a process; empty if it is gone."""
     try:
@@ -147,9 +203,9 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def started(cpus: int, **env: str) -> Iterator[Started]:
+def started(cpus: int, *, autoscaled: int = 0, **env: str) -> Iterator[Started]:
     """:class:`Started`, gone afterwards."""
-    cluster = Started(cpus, **env)
+    cluster = Started(cpus, autoscaled=autoscaled, **env)
     try:
         yield cluster
     finally:

@@ -1,0 +1,72 @@
+"""A run on a cluster that Ray's own autoscaler (the second version, as KubeRay uses it) makes larger and smaller. Its nodes are raylets that
+it starts on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.controller.runs import tiny, until
+from tests.controller.started import started
+from tests.controller.test_growth import Driven
+from vescale_ray import client
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+AFTER_S, GAP_S = 2.0, 2.0
+
+
+def test_the_autoscaler_starts_the_nodes_that_a_run_asks_for_and_ends_them_when_it_has_no_use_for_them(tmp_path: Path) -> None:
+    elastic = {"workers": 2, "max_workers": 4, "grow": True, "grow_after_s": AFTER_S, "grow_gap_s": GAP_S, "demand": 2}
+    changes: dict[str, Any] = {f"elastic_{key}": value for key, value in elastic.items()}
+    with started(2, autoscaled=3) as cluster:
+        changes |= {"ray_address": cluster.address, "ray_cpus_per_worker": 1.0, "train_steps": 100_000, "checkpoint_every": 0}
+        run = Driven(tiny(tmp_path, "autoscaled", **changes), tmp_path)
+
+        def world() -> int:
+            return int(run.status()["world"])
+
+        def driven_steps(count: int) -> None:
+            seen = len(run.folder.read_metrics())
+            run.wait(lambda: len(run.folder.read_metrics()) >= seen + count, 60, f"{count} steps more")
+
+        # 1. More nodes come, since the run asks for them, and not one more than it has use for.
+        run.wait(lambda: len(run.folder.read_metrics()) >= 5, 120, "step 5")
+        took = run.wait(lambda: cluster.alive() == 3, 90, "the nodes")
+        grown = run.wait(lambda: world() == 4, 120, "the growth")
+        print(f"\nnodes after {took:.1f} s, four workers {grown:.1f} s later", end="")
+        driven_steps(20)
+        assert cluster.alive() == 3 and run.status()["places_wanted"] == 0
+
+        # 2. Fewer workers, by command: what nobody uses goes, and nobody asks for it again.
+        client.request(run.folder, "rescale", {"workers": 2})
+        run.wait(lambda: world() == 2, 60, "the smaller world")
+        import time
+        time.sleep(25)
+        from ray.autoscaler.v2.sdk import get_cluster_status
+        st = get_cluster_status(cluster.address)
+        for n in [*st.active_nodes, *st.idle_nodes]: print(n.node_id[-6:], n.node_status, n.resource_usage and [(u.resource_name, u.used, u.total) for u in n.resource_usage.usage][:3], n.node_activity, n.resource_usage and n.resource_usage.idle_time_ms)
+        print(client.request(run.folder, "status"))
+        print(run.of("worker_started")); print(cluster.of_runs())
+        gone = run.wait(lambda: cluster.alive() < 3, 5, "the end of an idle node")
+        left = cluster.alive()
+        print(f"; idle nodes gone after {gone:.1f} s", end="")
+        driven_steps(40)
+        assert cluster.alive() <= left and run.status()["places_wanted"] == 0 and world() == 2
+
+        # 3. All again.
+        client.request(run.folder, "rescale", {"workers": 4})
+        run.wait(lambda: world() == 4, 180, "the second growth")
+        driven_steps(10)
+        assert not run.of("worker_lost"), "a node that went took nobody along"
+
+        # 4. A driver that is killed leaves no wish and no node behind.
+        os.kill(run.driver.pid, signal.SIGKILL)
+        run.driver.wait(10)
+        until(lambda: not cluster.of_runs(), 30, "the end of the run's processes")
+        until(lambda: cluster.alive() == 1, 90, "the end of the nodes")
+    losses = [line["step"] for line in run.folder.read_metrics()]
+    assert losses == list(range(1, len(losses) + 1)), "no step was lost or done twice"
