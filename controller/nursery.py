@@ -80,6 +80,8 @@ class Nursery:
         wanted = self._config["ray"]
         cpus, gpus = max(float(wanted["cpus_per_worker"]), LEAST_CPU), float(wanted["gpus_per_worker"])
         with self._lock:
+            if self._closed:
+                raise RuntimeError("the run is over: its nursery takes on nobody")
             worker = f"w{self._count}"
             self._count += 1
             group = next((wish for wish in self._wishes if _node_of(wish) not in (None, *avoid)), None)
@@ -189,8 +191,9 @@ class Nursery:
         return None
 
     def close(self) -> None:
-        """End all workers and agents, and give all places back."""
-        self._closed = True
+        """End all workers and agents, and give all places back. Nobody is hired after it: nobody would give that place back."""
+        with self._lock:
+            self._closed = True
         self.wish(0, ())
         for worker in list(self._children):
             self.dismiss(worker, None)
