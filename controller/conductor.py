@@ -169,7 +169,7 @@ class Conductor:
             target=self.desk.target,
             fewest=self._config.elastic.min_workers,
             ready=tuple(ready),
-            warming=len(self._crew.warming()),
+            warming=len(self._crew.warming()) + self._crew.hiring,
             replace_lost=self._config.elastic.replace_lost or self._config.elastic.grow,
             budget=self._budget,
             waited=waited,
@@ -189,7 +189,7 @@ class Conductor:
         while len(self._crew.ready()) < wanted:
             if len(self._steering.hire_failures) > self._config.elastic.max_recoveries_without_progress:
                 return self._failed(f"workers do not start: {self._steering.hire_failures[-1]}")
-            for _ in range(wanted - len(self._crew.ready()) - len(self._crew.warming())):
+            for _ in range(wanted - len(self._crew.ready()) - len(self._crew.warming()) - self._crew.hiring):
                 self._crew.hire()
             self._tick()
             if self.desk.stop:
@@ -219,7 +219,7 @@ class Conductor:
                 self._tick()
                 if len(self._crew.ready()) >= workers:
                     return True
-                if len(self._crew.ready()) + len(self._crew.warming()) < workers:
+                if len(self._crew.ready()) + len(self._crew.warming()) + self._crew.hiring < workers:
                     return False  # those that were to come have died
             return self.desk.stop is not None
         finally:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from vescale_ray.controller.awake import AwakeClock
 from vescale_ray.controller.budget import Cause
@@ -32,11 +32,13 @@ WISH_GAP_S = 0.5
 """Between two questions of what the placement groups have got."""
 SILENT_S = 1.0
 """On a node that does not answer, a worker that has owed an answer for so long is taken to be lost with it."""
+HIRE_S = 2.0
+"""A worker's hiring is waited for so long: it takes milliseconds where Ray's control store answers."""
 ORDER_S = 5.0
 """A worker that has not taken its order after so long is ended: it was free, and takes one within milliseconds."""
 ASK_S = 0.2
 """The others go on while a worker is asked for something: whoever watches them for hangs must not be away for long (``awake.GAP_S``)."""
-DEATH_S = 5.0
+DEATH_S = 1.0
 """A worker that was killed counts as dead after this long, whether Ray has said so or not."""
 
 
@@ -133,14 +135,30 @@ class Crew:
         """What the placement groups had got when :meth:`wish` last heard of it."""
         self._wishing: Any = None
         self._wished = 0.0
+        self._hirings: list[Any] = []
 
     # ------------------------------------------------------------------------------------------------------ who is there
 
-    def hire(self, avoid: Collection[str] = ()) -> str:
-        """Start a worker; it is ``Ready`` some time later. Places that wait for one are not taken on the nodes to ``avoid``."""
-        worker, handle = self._ask_nursery("hire", tuple(avoid))
-        self._enroll(worker, handle)
-        return str(worker)
+    def hire(self, avoid: Collection[str] = ()) -> None:
+        """Start a worker; it is ``Ready`` some time later. Places that wait for one are not taken on the nodes to ``avoid``.
+
+        Where Ray's control store does not answer soon the worker is one of :attr:`hiring` until it does.
+        """
+        self._hirings.append(self._nursery.hire.remote(tuple(avoid)))
+        self._enlist(HIRE_S)
+
+    @property
+    def hiring(self) -> int:
+        """Workers that were hired and are not there yet, not even as ``warming``."""
+        return len(self._hirings)
+
+    def _enlist(self, wait_s: float) -> None:
+        """Take in those whose hiring is done."""
+        if self._hirings:
+            done, self._hirings = ray.wait(self._hirings, num_returns=len(self._hirings), timeout=wait_s)
+            for ref in done:
+                worker, handle = self._answer(ref, wait_s)
+                self._enroll(worker, handle)
 
     def adopt(self, known: Mapping[str, WorkerInfo]) -> None:
         """Take over the workers that an earlier controller had hired; ``known``: those that were warm then. One of them may be
@@ -332,6 +350,7 @@ class Crew:
 
     def pump(self, timeout_s: float) -> list[News]:
         """What has happened, after at most ``timeout_s`` seconds; at once if something did."""
+        self._enlist(0.0)
         now = time.monotonic()
         self.clock()
         wake = now + timeout_s
@@ -425,11 +444,15 @@ class Crew:
         self.members[worker] = member
 
     def _ask_nursery(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        return self._answer(getattr(self._nursery, method).remote(*args), timeout_s or self._call_s)
+
+    def _answer(self, ref: Any, timeout_s: float) -> Any:
+        """The nursery's, within that time."""
         try:
-            return ray.get(getattr(self._nursery, method).remote(*args), timeout=timeout_s or self._call_s)
+            return ray.get(ref, timeout=timeout_s)
         except RayTaskError:
             raise
-        except (RayActorError, GetTimeoutError) as error:
+        except RayError as error:
             raise NurseryLost(f"the nursery actor does not answer ({type(error).__name__}): the workers that it owned are lost") from None
 
 

@@ -103,8 +103,8 @@ class Steering:
         if self._aim <= world.size:
             self._end_late_spares()
         unwanted = self.stragglers.unwanted(staying, self._aim, world.size + len(outside), self.failed_hires)
-        there = len(staying) - len(unwanted)
-        todo = policy.staffing(there, len(ready), len(outside) - len(ready), self._aim, self._config.elastic.spares)
+        there, warming = len(staying) - len(unwanted), len(outside) - len(ready) + self._crew.hiring
+        todo = policy.staffing(there, len(ready), warming, self._aim, self._config.elastic.spares)
         for _ in range(todo.hire + min(todo.spares, self.growth.spare_places(len(self.hire_failures)))):
             self._crew.hire(self.nodes.draining.keys())
             self.growth.hired()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.controller.cues import Cue, cues, played
-from tests.controller.runs import Finished, alive, carry_out, print_figures, tiny
+from tests.controller.runs import Finished, alive, carry_out, parents, print_figures, tiny
 from tests.controller.test_fault_matrix import controller_process
 from tests.controller.test_runs_on_ray import nothing_left, pid_of
 from vescale_ray import client
@@ -116,4 +116,43 @@ def test_a_worker_that_is_stopped_while_the_next_generation_forms_holds_it_up_fo
     (event,) = finished.of("rescaled")
     assert (event["from"], event["to"]) == (4, 2), "the two may have been neighbours: then it begins anew"
     assert event["pause_seconds"] < 10.0
+    nothing_left(finished)
+
+
+def control_store() -> int:
+    """Process id of the control store of this process' Ray."""
+    for pid, parent in parents().items():
+        if parent == os.getpid() and b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]:
+            return pid
+    raise AssertionError("there is none")
+
+
+def test_a_recovery_does_not_wait_for_rays_control_store_and_a_replacement_comes_when_that_is_back(tmp_path: Path) -> None:
+    """It stands still for 15 s. What gives a worker's place back waits for it, and so does a new place."""
+    play = Play(tmp_path, 3, elastic_replace_lost=True)
+    store, stopped, back = control_store(), [], []
+
+    def loses_one(pids: list[int]) -> None:
+        os.kill(store, signal.SIGSTOP)
+        stopped.append(time.time())
+        os.kill(pids[1], signal.SIGKILL)
+
+    def watch(status: Mapping[str, Any]) -> None:
+        if stopped and not back and time.time() - stopped[0] > 15.0:
+            os.kill(store, signal.SIGCONT)
+            back.append(time.time())
+        if not stopped or (back and "grow/replacement" in status["rescales"]):
+            play.watch(status)
+
+    play.act(3, loses_one)
+    try:
+        finished = carry_out(play.config, watch=watch)
+    finally:
+        os.kill(store, signal.SIGCONT)
+    print_figures("control store", finished.of("rescaled"))
+    assert finished.result.state == "STOPPED" and finished.accounting().exact, finished.result
+    shrunk, grown = finished.of("rescaled")
+    assert (shrunk["from"], shrunk["to"], shrunk["source"]) == (3, 2, "peer") and shrunk["steps_replayed"] <= 1
+    assert shrunk["time"] - stopped[0] < 8.0 and shrunk["time"] < back[0] < grown["time"]
+    assert (grown["from"], grown["to"]) == (2, 3)
     nothing_left(finished)
