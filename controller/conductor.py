@@ -14,14 +14,14 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
 from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.cadence import Cadence
-from vescale_ray.controller.crew import Crew, Heard, Lost, News, Ready, Told
+from vescale_ray.controller.crew import POLL_WAIT_S, Crew, Heard, Lost, News, Ready, Told
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.evidence import Evidence
 from vescale_ray.controller.goodput import Loss
@@ -169,7 +169,7 @@ class Conductor:
             target=self.desk.target,
             fewest=self._config.elastic.min_workers,
             ready=tuple(ready),
-            warming=len(self._crew.warming()),
+            warming=len(self._crew.warming()) + self._crew.hiring,
             replace_lost=self._config.elastic.replace_lost or self._config.elastic.grow,
             budget=self._budget,
             waited=waited,
@@ -189,7 +189,7 @@ class Conductor:
         while len(self._crew.ready()) < wanted:
             if len(self._steering.hire_failures) > self._config.elastic.max_recoveries_without_progress:
                 return self._failed(f"workers do not start: {self._steering.hire_failures[-1]}")
-            for _ in range(wanted - len(self._crew.ready()) - len(self._crew.warming())):
+            for _ in range(wanted - len(self._crew.ready()) - len(self._crew.warming()) - self._crew.hiring):
                 self._crew.hire()
             self._tick()
             if self.desk.stop:
@@ -219,7 +219,7 @@ class Conductor:
                 self._tick()
                 if len(self._crew.ready()) >= workers:
                     return True
-                if len(self._crew.ready()) + len(self._crew.warming()) < workers:
+                if len(self._crew.ready()) + len(self._crew.warming()) + self._crew.hiring < workers:
                     return False  # those that were to come have died
             return self.desk.stop is not None
         finally:
@@ -304,6 +304,7 @@ class Conductor:
                 return self._end(world, living, lost, first_sign)
             if len(living) == world.size and all(w in inside for w in living):
                 hung = self._hangs.verdict(world.members, time.monotonic())
+                hung = hung or (self._mute(world, inside) if not self._ledger.all_filled else {})
                 if hung:
                     self._evidence.hung(end_hung(self._crew, self._ledger, world, {w: f"it is hung: {why}" for w, why in hung.items()}))
                 else:
@@ -311,15 +312,30 @@ class Conductor:
                     if self._ledger.all_filled:
                         self._plan_ahead(world)
                 continue
-            first_sign = first_sign or time.monotonic()
+            first_sign = first_sign or self._crew.clock()
             if not broken and (lost or any(self._fault(w, world) for w in living)):
                 broken = True
                 self._break(world, inside)
             out, spares = [w for w in living if w not in inside], self._steering.outside(world.members)
             ready = [w for w in spares if w in self._crew.ready()]
-            late = self._laggards.late(time.monotonic() - first_sign, inside, out, ready)
+            late = {w: f"it is hung: {why}" for w, why in self._mute(world, inside).items()}
+            late |= self._laggards.late(self._crew.clock() - first_sign, [w for w in inside if w not in late], out, ready)
             if late:
                 self._evidence.hung(end_hung(self._crew, self._ledger, world, late))
+
+    def _mute(self, world: World, inside: Collection[str]) -> Mapping[str, str]:
+        """Who of those that the others wait for answers nothing, though nobody trains: while the group forms, or once it is broken. Not
+        where all are silent."""
+        found: dict[str, str] = {}
+        for worker in inside:
+            report = self._crew.report(worker)
+            if self._crew.doomed(worker) or (report is not None and report.phase is Phase.SAVING):
+                continue
+            trains = report is not None and report.ticket == world.ticket and report.phase is Phase.TRAINING
+            bound = min(self._hangs.bound_s, self._hangs.forming_s) if trains else self._hangs.forming_s
+            if worker in self._crew.silent(bound - POLL_WAIT_S):
+                found[worker] = f"it has answered nothing for {bound:.1f} s"
+        return found if any(self._crew.alive(w) and w not in found for w in world.members) else {}
 
     def _plan_ahead(self, world: World) -> None:
         """Have the layouts that may come next planned while the workers train; what they follow from is any member's to tell."""
@@ -355,7 +371,7 @@ class Conductor:
         ending = Ending(tuple(living), lost, faults, finished, {w: str(one.cause) for w, one in gone.items()})
         ledger = self._ledger
         if ledger.shift is not None:
-            ledger.shift.spend("fence", time.monotonic() - first_sign if first_sign is not None else 0.0)
+            ledger.shift.spend("fence", self._crew.clock() - first_sign if first_sign is not None else 0.0)
         if not ending.clean:
             self._keeper.abandon()
             own = {w: f for w, f in faults.items() if f.kind is not FaultKind.PEER}

@@ -11,13 +11,14 @@ Used from the conductor's thread alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
+from vescale_ray.controller.awake import AwakeClock
 from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.protocol import Places
 from vescale_ray.workers.messages import Order, Outlined, Report, Ticket, WorkerInfo
@@ -31,7 +32,13 @@ WISH_GAP_S = 0.5
 """Between two questions of what the placement groups have got."""
 SILENT_S = 1.0
 """On a node that does not answer, a worker that has owed an answer for so long is taken to be lost with it."""
-DEATH_S = 5.0
+HIRE_S = 2.0
+"""A worker's hiring is waited for so long: it takes milliseconds where Ray's control store answers."""
+ORDER_S = 5.0
+"""A worker that has not taken its order after so long is ended: it was free, and takes one within milliseconds."""
+ASK_S = 0.2
+"""The others go on while a worker is asked for something: whoever watches them for hangs must not be away for long (``awake.GAP_S``)."""
+DEATH_S = 1.0
 """A worker that was killed counts as dead after this long, whether Ray has said so or not."""
 
 
@@ -91,6 +98,8 @@ class Member:
     outline: Any = None
     poll: Any = None
     poll_sent: float = 0.0
+    owes_since: float = 0.0
+    """When the poll was sent, by the crew's clock."""
     ordered: float = 0.0
     """When it was last given an order; ``told``: when it was asked for its last report."""
     told: float = 0.0
@@ -111,25 +120,45 @@ class Crew:
         nursery: the actor that makes and ends them.
         call_s: bound of a call that only leaves a note.
         epoch: number of this controller's life: a worker's lifeline is held by the newest alone.
+
+    Attributes:
+        clock: tells how long others have said nothing. While this process stood still itself nobody was silent.
     """
 
     def __init__(self, nursery: Any, call_s: float, epoch: int) -> None:
         self._nursery = nursery
         self._call_s = call_s
         self._epoch = epoch
+        self.clock = AwakeClock()
         self.members: dict[str, Member] = {}
         self.places = Places()
         """What the placement groups had got when :meth:`wish` last heard of it."""
         self._wishing: Any = None
         self._wished = 0.0
+        self._hirings: list[Any] = []
 
     # ------------------------------------------------------------------------------------------------------ who is there
 
-    def hire(self, avoid: Collection[str] = ()) -> str:
-        """Start a worker; it is ``Ready`` some time later. Places that wait for one are not taken on the nodes to ``avoid``."""
-        worker, handle = self._ask_nursery("hire", tuple(avoid))
-        self._enroll(worker, handle)
-        return str(worker)
+    def hire(self, avoid: Collection[str] = ()) -> None:
+        """Start a worker; it is ``Ready`` some time later. Places that wait for one are not taken on the nodes to ``avoid``.
+
+        Where Ray's control store does not answer soon the worker is one of :attr:`hiring` until it does.
+        """
+        self._hirings.append(self._nursery.hire.remote(tuple(avoid)))
+        self._enlist(HIRE_S)
+
+    @property
+    def hiring(self) -> int:
+        """Workers that were hired and are not there yet, not even as ``warming``."""
+        return len(self._hirings)
+
+    def _enlist(self, wait_s: float) -> None:
+        """Take in those whose hiring is done."""
+        if self._hirings:
+            done, self._hirings = ray.wait(self._hirings, num_returns=len(self._hirings), timeout=wait_s)
+            for ref in done:
+                worker, handle = self._answer(ref, wait_s)
+                self._enroll(worker, handle)
 
     def adopt(self, known: Mapping[str, WorkerInfo]) -> None:
         """Take over the workers that an earlier controller had hired; ``known``: those that were warm then. One of them may be
@@ -257,21 +286,29 @@ class Crew:
 
     def silent(self, seconds: float) -> list[str]:
         """Warm workers that have owed an answer for longer than that."""
-        limit = time.monotonic() - seconds - POLL_WAIT_S
-        return [w for w, m in self.members.items() if m.poll is not None and m.poll_sent < limit and m.verdict is None]
+        limit = self.clock() - seconds - POLL_WAIT_S
+        return [w for w, m in self.members.items() if m.poll is not None and m.owes_since < limit and m.verdict is None]
 
     # ------------------------------------------------------------------------------------------------------------ orders
 
     def order(self, orders: Mapping[str, Order]) -> dict[str, str]:
         """Give each worker its order, all at once; those that did not take theirs, with the reason."""
-        refused = self._tell({w: self.members[w].handle.give_order.remote(order) for w, order in orders.items() if w in self.members})
+        refs = {w: self.members[w].handle.give_order.remote(order) for w, order in orders.items() if w in self.members}
+        refused = self._tell(refs, min(ORDER_S, self._call_s))
         for worker in orders.keys() & self.members.keys():
             self.members[worker].ordered = time.monotonic()
         return refused
 
-    def ask(self, worker: str, ticket: Ticket, flags: int) -> str | None:
-        """Have ``flags`` carried into the next step; None, or why it could not be."""
-        return self._tell({worker: self.members[worker].handle.ask.remote(ticket, flags)}).get(worker)
+    def ask(self, workers: Sequence[str], ticket: Ticket, flags: int) -> bool:
+        """Have one of ``workers`` carry ``flags`` into the next step, where all ranks see them; False if it could not be.
+
+        Two are tried, for :data:`ASK_S` each, first those that owe no answer: one that has just been stopped would say nothing.
+        """
+        silent = self.silent(0.0)
+        for worker in sorted((w for w in workers if w in self.members), key=lambda w: w in silent)[:2]:
+            if not self._tell({worker: self.members[worker].handle.ask.remote(ticket, flags)}, ASK_S):
+                return True
+        return False
 
     def ask_outline(self, workers: Iterable[str]) -> None:
         """Have the first of ``workers`` that answers at all tell what the layouts follow from, unless one is just asked."""
@@ -292,14 +329,14 @@ class Crew:
             if worker in self.members:
                 self.members[worker].handle.fence.remote(ticket)
 
-    def _tell(self, refs: dict[str, Any]) -> dict[str, str]:
+    def _tell(self, refs: dict[str, Any], bound_s: float) -> dict[str, str]:
         if not refs:
             return {}
-        done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._call_s)
+        done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=bound_s)
         failed: dict[str, str] = {}
         for worker, ref in refs.items():
             if ref not in done:
-                failed[worker] = f"took no order within {self._call_s:g} s"
+                failed[worker] = f"took no order within {bound_s:g} s"
                 continue
             try:
                 ray.get(ref)
@@ -313,7 +350,9 @@ class Crew:
 
     def pump(self, timeout_s: float) -> list[News]:
         """What has happened, after at most ``timeout_s`` seconds; at once if something did."""
+        self._enlist(0.0)
         now = time.monotonic()
+        self.clock()
         wake = now + timeout_s
         # Ray learns late of the death of a process on a node that is gone; we need not wait for it.
         overdue = [m for m in self.members.values() if m.verdict is not None and now - m.sentenced > DEATH_S]
@@ -324,7 +363,7 @@ class Crew:
                 if member.next_poll <= now:
                     known = (member.report.phase, member.report.ticket) if member.report else None
                     member.poll = member.handle.poll.remote(member.seen, known, POLL_WAIT_S)
-                    member.poll_sent = now
+                    member.poll_sent, member.owes_since = now, self.clock()
                 else:
                     wake = min(wake, member.next_poll)
         owner = {ref: member for member in self.members.values() for ref in member.pending()}
@@ -405,11 +444,15 @@ class Crew:
         self.members[worker] = member
 
     def _ask_nursery(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        return self._answer(getattr(self._nursery, method).remote(*args), timeout_s or self._call_s)
+
+    def _answer(self, ref: Any, timeout_s: float) -> Any:
+        """The nursery's, within that time."""
         try:
-            return ray.get(getattr(self._nursery, method).remote(*args), timeout=timeout_s or self._call_s)
+            return ray.get(ref, timeout=timeout_s)
         except RayTaskError:
             raise
-        except (RayActorError, GetTimeoutError) as error:
+        except RayError as error:
             raise NurseryLost(f"the nursery actor does not answer ({type(error).__name__}): the workers that it owned are lost") from None
 
 

@@ -88,8 +88,14 @@ class HangWatch:
             return self.fixed or math.inf
         if self._settled:
             return max(LEAST_S, FACTOR * max(self._steps))
-        known = max(self._steps, default=0.0) or self._earlier
-        return max(FIRST_S, FIRST * FACTOR * known) if known else math.inf
+        return self.forming_s if max(self._steps, default=0.0) or self._earlier else math.inf
+
+    @property
+    def forming_s(self) -> float:
+        """Seconds without an answer after which a worker hangs that is to form a generation with others; also before any step was seen."""
+        if self.fixed is not None:
+            return self.fixed or math.inf
+        return max(FIRST_S, FIRST * FACTOR * (max(self._steps, default=0.0) or self._earlier))
 
     def verdict(self, members: Collection[str], now: float) -> Mapping[str, str]:
         """Who hangs, with the reason; nobody, mostly."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from vescale_ray.config import ElasticSection
 from vescale_ray.controller import policy
 from vescale_ray.controller.crew import Crew
+from vescale_ray.controller.hang import FIRST_S
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.protocol import Bounds
@@ -43,23 +44,27 @@ class Laggards:
         waiting: dict[str, float] = {}
         for worker in inside:
             report = self._crew.report(worker)
-            if self._crew.doomed(worker) or (report is not None and report.phase is Phase.SAVING):
+            if self._crew.doomed(worker):
                 continue
             phase = str(report.phase) if report is not None else "unheard of"
             waits = report is not None and report.waiting and worker not in silent
-            bound = self._bound(phase, waits)
+            bound = self._bound(phase, waits, worker in silent)
             if since > bound:
                 found[worker] = f"still {phase} {bound:.1f} s after the others had left"
-            elif waits and since > (early := self._bound(phase, waits=False)):
+            elif waits and since > (early := self._bound(phase, False, False)):
                 waiting[worker] = early
         if waiting and self._dispensable(out, outside):
             for worker, early in waiting.items():
                 found[worker] = f"waits for a rank that is gone, {early:.1f} s after the others had left; another takes its place"
         return found
 
-    def _bound(self, phase: str, waits: bool) -> float:
+    def _bound(self, phase: str, waits: bool, silent: bool) -> float:
+        if phase == Phase.SAVING:
+            return self._bounds.save
+        # Whoever forms a group does not tell by that why it answers nothing.
+        form_s = FIRST_S / 2 if silent else FORM_S
         collective_s = self._elastic.collective_timeout_s
-        return policy.laggard_bound(phase, waits, self._bounds.park, FORM_S, self._ledger.step_seconds, collective_s)
+        return policy.laggard_bound(phase, waits, self._bounds.park, form_s, self._ledger.step_seconds, collective_s)
 
     def _dispensable(self, out: Sequence[str], outside: Sequence[str]) -> bool:
         """Whether those that are out lose nothing by going on alone: all of the newest step is with them, they are enough, and there will

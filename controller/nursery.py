@@ -6,6 +6,9 @@ for all could not shrink, would hold a draining node, and removing it would end 
 Ray's autoscaler what the run would use; the next worker moves into one that has got its place. Ray removes all of them with this actor.
 
 It holds the run's ``TCPStore``, through which process groups meet: on a worker it would die with it.
+
+Places are Ray's control store's to give and take, which may not answer for a while (its machine is busy, or it is restarted). So what asks
+it has threads and a lock of its own: a worker is ended all the same, and a recovery does not wait for the control store.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +55,9 @@ class Nursery:
     def __init__(self, config: Mapping[str, Any], tag: str) -> None:
         self._config = config
         self._tag = tag
+        self._placing = threading.Lock()
+        """Of the wishes, of who has no place yet, and of hiring."""
+        self._returns = ThreadPoolExecutor(1, thread_name_prefix="vescale-places")
         self._children: dict[str, _Child] = {}
         self._wishes: list[PlacementGroup] = []
         self._wished = 0
@@ -74,12 +81,15 @@ class Nursery:
                 self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
             return host, int(self._store.port)
 
+    @ray.method(concurrency_group="places")
     def hire(self, avoid: Collection[str] = ()) -> tuple[str, Any]:
         """Start a worker; its id and handle, at once. It comes up when Ray has a place for it: that of a wish, if one has got a place on
         another node than those to ``avoid``."""
         wanted = self._config["ray"]
         cpus, gpus = max(float(wanted["cpus_per_worker"]), LEAST_CPU), float(wanted["gpus_per_worker"])
-        with self._lock:
+        with self._placing:
+            if self._closed:
+                raise RuntimeError("the run is over: its nursery takes on nobody")
             worker = f"w{self._count}"
             self._count += 1
             group = next((wish for wish in self._wishes if _node_of(wish) not in (None, *avoid)), None)
@@ -96,14 +106,16 @@ class Nursery:
                 )
                 .remote(worker, self._config)
             )
-            self._children[worker] = _Child(handle, group)
             self._unplaced.add(worker)
+            with self._lock:
+                self._children[worker] = _Child(handle, group)
             return worker, handle
 
+    @ray.method(concurrency_group="places")
     def wish(self, count: int, avoid: Collection[str]) -> Places:
         """Have ``count`` wishes, none of them on the nodes to ``avoid``; those that still wait are taken back first. What all groups have
         got."""
-        with self._lock:
+        with self._placing:
             nodes = {wish: _node_of(wish) for wish in self._wishes}
             surplus = [wish for wish, node in nodes.items() if node in avoid]
             kept = sorted((wish for wish in self._wishes if wish not in surplus), key=lambda wish: nodes[wish] is None)
@@ -114,7 +126,9 @@ class Nursery:
             while len(self._wishes) < count and not self._closed:
                 self._wished += 1  # Ray wants each name once
                 self._wishes.append(self._group(f"wish{self._wished}"))
-            self._unplaced = {w for w in self._unplaced if w in self._children and _node_of(self._children[w].group) is None}
+            with self._lock:
+                groups = {w: self._children[w].group for w in self._unplaced if w in self._children}
+            self._unplaced = {worker for worker, group in groups.items() if _node_of(group) is None}
             return Places(tuple(nodes.get(wish) for wish in self._wishes), frozenset(self._unplaced))
 
     def _group(self, of: str) -> PlacementGroup:
@@ -134,8 +148,7 @@ class Nursery:
             child = self._children.pop(worker, None)
         sent = None if info is None else self._signal(info, signal.SIGKILL)
         if child is not None:
-            ray.kill(child.handle, no_restart=True)
-            remove_placement_group(child.group)
+            self._returns.submit(_give_back, child)
         return info is None or sent is not None
 
     def signal(self, info: WorkerInfo, number: int) -> bool:
@@ -167,7 +180,7 @@ class Nursery:
         with self._lock:
             agent = self._agents.pop(node, None)
         if agent is not None:
-            ray.kill(agent, no_restart=True)
+            self._returns.submit(ray.kill, agent, no_restart=True)
 
     def _agent(self, node: str) -> Any:
         self.station(node)
@@ -189,15 +202,22 @@ class Nursery:
         return None
 
     def close(self) -> None:
-        """End all workers and agents, and give all places back."""
-        self._closed = True
+        """End all workers and agents, and give all places back. Nobody is hired after it: nobody would give that place back."""
+        with self._placing:
+            self._closed = True
         self.wish(0, ())
-        for worker in list(self._children):
+        for worker in self.roster():
             self.dismiss(worker, None)
+        self._returns.shutdown()
         with self._lock:
             agents, self._agents = list(self._agents.values()), {}
         for agent in agents:
             ray.kill(agent, no_restart=True)
+
+
+def _give_back(child: _Child) -> None:
+    ray.kill(child.handle, no_restart=True)
+    remove_placement_group(child.group)
 
 
 def _node_of(group: PlacementGroup) -> str | None:
@@ -226,8 +246,9 @@ def _tag(name: str, run_id: str) -> str:
 
 def actor_of(config: Mapping[str, Any], run_id: str, node: str, namespace: str) -> Any:
     """Start a run's nursery on ``node``; its handle."""
+    groups: Any = {"concurrency_groups": {"places": 2}}
     return (
-        ray.remote(Nursery)
+        ray.remote(**groups)(Nursery)
         .options(
             name=nursery_name(run_id),
             namespace=namespace,

@@ -60,6 +60,7 @@ class Steering:
         self.stragglers = Stragglers(config, ledger, spec.capacity, spec.bounds.start)
         self._drained: frozenset[str] = frozenset()
         self._left: frozenset[str] = frozenset()
+        self._save_now = False
         self._aim = 0
 
     def steer(self, world: World) -> None:
@@ -102,8 +103,8 @@ class Steering:
         if self._aim <= world.size:
             self._end_late_spares()
         unwanted = self.stragglers.unwanted(staying, self._aim, world.size + len(outside), self.failed_hires)
-        there = len(staying) - len(unwanted)
-        todo = policy.staffing(there, len(ready), len(outside) - len(ready), self._aim, self._config.elastic.spares)
+        there, warming = len(staying) - len(unwanted), len(outside) - len(ready) + self._crew.hiring
+        todo = policy.staffing(there, len(ready), warming, self._aim, self._config.elastic.spares)
         for _ in range(todo.hire + min(todo.spares, self.growth.spare_places(len(self.hire_failures)))):
             self._crew.hire(self.nodes.draining.keys())
             self.growth.hired()
@@ -132,8 +133,9 @@ class Steering:
             left = draining[node] - time.time()
             workers = [w for w in leaving if (info := self._crew.info(w)) is not None and info.node == node]
             self._ledger.event("node_draining", node=node, workers=workers, seconds_left=left if left < float("inf") else None)
-        if fresh and leaving and world.size - len(leaving) < self._config.elastic.min_workers:
-            self._crew.ask(world.members[0], world.ticket, CHECKPOINT)
+        self._save_now |= bool(fresh and leaving) and world.size - len(leaving) < self._config.elastic.min_workers
+        if self._save_now:
+            self._save_now = not self._crew.ask(world.members, world.ticket, CHECKPOINT)
 
     def _save_if_due(self, world: World) -> None:
         """With ``checkpoint.every: auto``: keep the interval up to date, and ask for a checkpoint at the next boundary when it is over."""
@@ -143,7 +145,7 @@ class Steering:
         interval = self._cadence.news(now, self._ledger.failures)
         if interval is not None:
             self._ledger.interval_changed(interval)
-        if self._cadence.due(now, self._saves.busy) and self._crew.ask(world.members[0], world.ticket, CHECKPOINT) is None:
+        if self._cadence.due(now, self._saves.busy) and self._crew.ask(world.members, world.ticket, CHECKPOINT):
             self._cadence.begun(now)
 
     def _cannot_grow(self, world: World, outside: list[str]) -> bool:
@@ -175,9 +177,8 @@ class Steering:
         """Have one rank carry the wish into the step's exchange, where all see it: all stop at the same boundary."""
         from vescale_ray.workers.trainer import RESCALE, STOP
 
-        problem = self._crew.ask(world.members[0], world.ticket, STOP if stop else RESCALE)
-        if problem is not None:
-            return  # it is just leaving; what follows from that is seen in a moment
+        if not self._crew.ask(world.members, world.ticket, STOP if stop else RESCALE):
+            return  # they are just leaving, or one hangs: what follows from that is seen in a moment
         self.asked = world.ticket
         if stop:
             self._enter(RunState.STOPPING)

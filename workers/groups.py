@@ -17,7 +17,9 @@ import importlib
 import operator
 import re
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -75,6 +77,7 @@ def form(
     timeout_s: float,
     *,
     form_timeout_s: float = FORM_SECONDS,
+    closed: Callable[[], bool] | None = None,
 ) -> Lines:
     """Initialise the default process group of one attempt of one generation; its connections, for whoever may have to break them.
 
@@ -88,9 +91,10 @@ def form(
             exchanged through the host).
         timeout_s: bound of every collective in the group.
         form_timeout_s: bound of the meeting itself.
+        closed: whether the attempt was given up meanwhile, as somebody is known to be lost who has not come yet: then nobody waits for it.
 
     Raises:
-        GroupFailed: not all ranks came in time; nothing stays initialised, and a new prefix is needed.
+        GroupFailed: not all ranks came in time, or the attempt was ``closed``; nothing stays initialised, and a new prefix is needed.
         ValueError: a group is still initialised: dissolve it first.
     """
     if dist.is_initialized():
@@ -100,6 +104,7 @@ def form(
     failure, lines = None, Lines()
     try:
         store = _store(store_host, store_port, prefix, form_timeout_s)
+        _meet(store, world, form_timeout_s, closed)
         with lines.recorded():
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
@@ -207,7 +212,15 @@ def describe(error: BaseException) -> str:
 
 
 def open_transfer(
-    store_host: str, store_port: int, prefix: str, rank: int, world: int, timeout_s: float, *, form_timeout_s: float = FORM_SECONDS
+    store_host: str,
+    store_port: int,
+    prefix: str,
+    rank: int,
+    world: int,
+    timeout_s: float,
+    *,
+    form_timeout_s: float = FORM_SECONDS,
+    closed: Callable[[], bool] | None = None,
 ) -> Any:
     """A second (gloo) group beside the default one, for a move of shards that workers take part in who leave afterwards.
 
@@ -215,11 +228,12 @@ def open_transfer(
     to :func:`vescale_ray.workers.reshard.execute`, then to :func:`close_transfer`.
 
     Raises:
-        GroupFailed: not all came in time.
+        GroupFailed: not all came in time, or the attempt was ``closed``, as for :func:`form`.
     """
     failure = None
     try:
         store = _store(store_host, store_port, prefix, form_timeout_s)
+        _meet(store, world, form_timeout_s, closed)
         group: Any = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=form_timeout_s))
         group.set_timeout(timedelta(seconds=timeout_s))
         return group
@@ -280,6 +294,21 @@ def _forget_meshes() -> None:
                 operator.attrgetter(path)(sys.modules[module])()
             except AttributeError:
                 continue
+
+
+def _meet(store: Any, world: int, bound_s: float, closed: Callable[[], bool] | None) -> None:
+    """Wait until all ranks are at the store. What gloo does there next can't be ended when one of them is lost before it comes."""
+    began = time.monotonic()
+    if store.add("here", 1) >= world:
+        store.set("all here", b"1")
+    while not store.check(["all here"]):
+        waited = time.monotonic() - began
+        if closed is not None and closed():
+            raise RuntimeError(f"it was closed while {store.add('here', 0)} of {world} ranks were there")
+        if waited > bound_s:
+            raise RuntimeError(f"{store.add('here', 0)} of {world} ranks came in time")
+        # At most a twentieth is lost; many ranks ask less often, together as often as a few.
+        time.sleep(min(0.02 * max(1.0, world / 64), max(0.0005, waited / 20)))
 
 
 def _store(host: str, port: int, prefix: str, timeout_s: float) -> Any:

@@ -218,7 +218,10 @@ class Worker:
                 self._change.wait_for(lambda: self._order is not None)
                 order, self._order = self._order, None
                 if order is not None and not isinstance(order, Save) and order.ticket <= self._fenced:
-                    continue  # closed between the order and now
+                    # Closed between the order and now. The controller waits until this worker is out of that generation: it is.
+                    self._enter(order.ticket, Phase.PARKED)
+                    self._settle(Phase.PARKED, Fault(FaultKind.PEER, f"generation {order.ticket} was closed before it was begun"))
+                    continue
             if isinstance(order, Join):
                 self._join(order)
             elif isinstance(order, Give):
@@ -309,7 +312,14 @@ class Worker:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         begin = clock()
         lines = groups.form(
-            seat.store_host, seat.store_port, seat.prefix, seat.rank, seat.world, backend, config.elastic.collective_timeout_s
+            seat.store_host,
+            seat.store_port,
+            seat.prefix,
+            seat.rank,
+            seat.world,
+            backend,
+            config.elastic.collective_timeout_s,
+            closed=lambda: order.ticket <= self._fenced,
         )
         with self._change:
             self._lines = lines
@@ -402,6 +412,7 @@ class Worker:
             seat.world,
             self._config.elastic.collective_timeout_s,
             form_timeout_s=TRANSFER_FORM_SECONDS,
+            closed=lambda: order.ticket <= self._fenced,
         )
         report = execute(held, trainer, group)
         groups.close_transfer(group)

@@ -15,6 +15,7 @@ import pytest
 
 from tests.controller.clusters import cluster
 from tests.controller.runs import alive, environment, tiny, until
+from vescale_ray import client
 from vescale_ray.runfolder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -111,3 +112,46 @@ def test_where_training_can_not_do_without_the_node_a_checkpoint_is_made_and_a_r
         assert all(started[w] != node for w in events("generation")[-1]["workers"])
         os.kill(driver.pid, signal.SIGTERM)
         driver.communicate(timeout=100)
+
+
+def test_two_nodes_are_about_to_go_at_once_while_more_workers_are_asked_for_and_others_are_not_wanted_any_more(tmp_path: Path) -> None:
+    with cluster(2, 2, 2) as nodes:
+        folder, driver = start(tmp_path, nodes.address, elastic_workers=4, train_steps=100_000, ray_cpus_per_worker=1.0, checkpoint_every=0)
+
+        def steps() -> int:
+            return max((int(line["step"]) for line in folder.read_metrics()), default=0)
+
+        def events(kind: str) -> list[dict[str, Any]]:
+            return [event for event in folder.read_events() if event["event"] == kind]
+
+        until(lambda: steps() >= 20, 150, "step 20")
+        places = {event["worker"]: event["node"] for event in events("worker_started")}
+        stays = max(nodes.raylets, key=list(places.values()).count)
+        going = [node for node in nodes.raylets if node != stays]
+        # More and fewer in the same moment: the last word counts, and nobody who was hired for the first is left.
+        client.request(folder, "rescale", {"workers": 6})
+        for node in going:
+            nodes.drain(node, 20.0)
+        client.request(folder, "rescale", {"workers": 5})
+        until(lambda: {event["node"] for event in events("node_draining")} == set(going), 10, "the notices")
+
+        def here() -> list[str]:
+            started = {event["worker"]: event["node"] for event in events("worker_started")}
+            return [started[worker] for worker in events("generation")[-1]["workers"]]
+
+        until(lambda: set(here()) == {stays}, 20, "that nobody is on the nodes that go")
+        time.sleep(2)
+        told = events("rescaled")
+        print(f"\n{[(e['from'], e['to'], e['reason'], round(e['pause_seconds'], 2)) for e in told]}", end="")
+        assert all(e["steps_replayed"] == 0 and e["source"] == "memory" for e in told) and told[-1]["reason"] == "drain"
+        assert all(e["moved_bytes"] <= 1.02 * e["lower_bound_bytes"] for e in told)
+        assert len(here()) == 2, "as many as there is room for"
+        alive_now = {e["worker"] for e in events("worker_started") if alive(e["pid"])}
+        assert alive_now == set(events("generation")[-1]["workers"]), "nobody who was hired meanwhile waits for nothing"
+        for node in going:
+            nodes.end(node)
+        before = steps()
+        until(lambda: steps() >= before + 50, 60, "50 more steps")
+        os.kill(driver.pid, signal.SIGTERM)
+        output, _ = driver.communicate(timeout=100)
+        assert "STOPPED" in output and not events("worker_lost") and not events("generation_failed"), output

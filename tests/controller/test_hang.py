@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from vescale_ray.controller.awake import GAP_S, AwakeClock
+from vescale_ray.controller.crew import POLL_WAIT_S, Crew, Member
 from vescale_ray.controller.hang import FACTOR, FIRST, FIRST_S, LEAST_S, OWN_GAP_S, STEPS, HangWatch
 from vescale_ray.workers.messages import Phase, Report, Ticket
 
@@ -157,3 +159,28 @@ def test_a_smaller_worlds_slower_steps_don_t_lengthen_a_larger_ones_bound():
         play.watch.stepped(Ticket(4, 1), 0.5)
     play.watch.verdict(MEMBERS, play.now)
     assert play.watch.bound_s == LEAST_S
+
+
+def test_while_a_group_forms_only_silence_counts_and_is_given_the_time_of_the_first_steps():
+    assert HangWatch().forming_s == FIRST_S, "also before anybody has seen a step"
+    slow = Play(step=4.0)
+    assert slow.watch.forming_s == FIRST * FACTOR * 4.0
+    slow.watch.begin(Ticket(4, 1))
+    assert slow.watch.forming_s == FIRST * FACTOR * 4.0
+    assert HangWatch(fixed=7.0).forming_s == 7.0 and HangWatch(fixed=0.0).forming_s == float("inf")
+
+
+def test_nobody_was_silent_while_the_one_who_listens_stood_still():
+    """A controller that was stopped for longer than the bound ended workers whose answers it had, and had not come to."""
+    now = [100.0]
+    crew = Crew(nursery=None, call_s=1.0, epoch=1)
+    crew.clock = AwakeClock(lambda: now[0])
+    crew.members["a"] = Member("a", handle=None, hired=0.0, poll=object(), owes_since=crew.clock())
+    now[0] += 60.0
+    assert crew.silent(1.0) == []
+
+    def told() -> list[str]:
+        now[0] += 0.1
+        return crew.silent(1.0)
+
+    assert next(look for look in range(100) if told() == ["a"]) == pytest.approx((1.0 + POLL_WAIT_S - GAP_S) / 0.1, abs=1)

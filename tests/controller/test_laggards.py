@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vescale_ray.config import ElasticSection
+from vescale_ray.controller.hang import FIRST_S
 from vescale_ray.controller.laggards import FORM_S, Laggards
 from vescale_ray.controller.protocol import Bounds, Source
 from vescale_ray.workers.messages import Origin, Phase, Report, Ticket
@@ -72,11 +73,16 @@ def test_whoever_computes_or_answers_nothing_is_ended_when_a_step_would_be_over_
     assert Scene(report(Phase.TRAINING)).ended() == pytest.approx(PARK_S + AFTER)
     assert Scene(WAITS, silent=["c"]).ended() == pytest.approx(PARK_S + AFTER), "what it said before it fell silent is old"
     assert Scene(None).ended() == pytest.approx(PARK_S + AFTER)
-    assert Scene(report(Phase.FORMING)).ended() == Scene(report(Phase.GIVING)).ended() == pytest.approx(2 * FORM_S + AFTER)
+    for phase in (Phase.FORMING, Phase.GIVING):
+        assert Scene(report(phase)).ended() == pytest.approx(2 * FORM_S + AFTER)
+        assert Scene(report(phase), silent=["c"]).ended() == pytest.approx(FIRST_S + AFTER), "it is not the forming that it waits for"
 
 
-def test_nobody_is_ended_twice_nor_while_it_writes_a_checkpoint() -> None:
-    assert Scene(report(Phase.TRAINING), doomed=["c"]).ended() == Scene(report(Phase.SAVING)).ended() == float("inf")
+def test_nobody_is_ended_twice_and_whoever_writes_a_checkpoint_has_the_time_for_that_and_no_more() -> None:
+    assert Scene(report(Phase.TRAINING), doomed=["c"]).ended() == float("inf")
+    for silent in ([], ["c"]):
+        scene = Scene(report(Phase.SAVING), silent=silent)
+        assert not scene.late(Bounds().save) and scene.late(Bounds().save + AFTER)
 
 
 def test_whoever_waits_in_a_collective_is_given_the_time_after_which_that_ends_and_no_more() -> None:

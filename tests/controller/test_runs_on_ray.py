@@ -27,6 +27,7 @@ from vescale_ray import checkpoint, client
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.controller import controller_name
 from vescale_ray.controller.driver import ScheduledAction as Act
+from vescale_ray.controller.nursery import actor_of
 from vescale_ray.controller.protocol import NAMESPACE, TRANSITIONS, RunState
 from vescale_ray.runfolder import RunFolder
 
@@ -468,3 +469,17 @@ def test_where_an_optimizer_keeps_matrices_whole_a_growth_moves_no_more_than_it_
     assert event["moved_bytes"] == least > 0
     assert bool(finished.of("controller_restarted")) == restarted
     nothing_left(finished)
+
+
+def test_nobody_is_hired_by_a_nursery_that_was_closed() -> None:
+    """The controller may be about to, as the driver ends a run; nobody would give that worker's place back."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    tree = {"run": {"name": "closed"}, "ray": {"cpus_per_worker": 0.5, "gpus_per_worker": 0.0}}
+    nursery = actor_of(tree, "closed", ray.get_runtime_context().get_node_id(), NAMESPACE)
+    ray.get(nursery.close.remote(), timeout=30)
+    with pytest.raises(ray.exceptions.RayTaskError, match="the run is over"):
+        ray.get(nursery.hire.remote(), timeout=30)
+    ray.kill(nursery)
+    assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}

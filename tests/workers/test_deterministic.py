@@ -35,23 +35,28 @@ def facts(run: Run, steps: int) -> Facts:
 
 def check(got: Facts, expected: Facts) -> None:
     assert got[0] == expected[0]
+    assert len(got[0]) >= 8 and len({loss for loss, _ in got[0]}) == len(got[0]), "it trains"
     assert same_bits(got[1], expected[1])
     assert got[2] == expected[2]
 
 
-MUON = {"train_optimizer": "muon", "train_lr": 0.01}
-ADAM8 = {"train_optimizer": "adamw8bit", "train_activation_checkpointing": True}
+CLIP = {"train_grad_clip": 0.2}
+"""Below every norm of these runs: each step is clipped."""
+MUON = {"train_optimizer": "muon", "train_lr": 0.01, **CLIP}
+# The matrices of this model have 512 to 1792 elements: by default all of them would keep FP32 states.
+ADAM8 = {"train_optimizer": "adamw8bit", "train_optimizer_options": {"min_8bit_numel": 512, "block": 64}, **CLIP}
+ADAM8_AGAIN = {**ADAM8, "train_activation_checkpointing": True}
 BF16 = {"train_param_dtype": "bfloat16", "train_reduce_dtype": "bfloat16", "model_tie": True}
 SHAMPOO, SOAP = {"train_optimizer": "shampoo"}, {"train_optimizer": "soap", "train_threads": 2}
 DROPOUT = {"model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["body"], "train_grad_clip": 0}
 
 
+ALL: tuple[dict[str, Any], ...] = ({}, MUON, ADAM8_AGAIN, BF16, SHAMPOO, SOAP, DROPOUT)
+
+
 @pytest.mark.parametrize(
     ("changes", "worlds"),
-    [
-        (MUON, (1, 3, 4)),
-        *(pytest.param(changes, (1, 2, 3, 4, 5), marks=pytest.mark.slow) for changes in ({}, MUON, ADAM8, BF16, SHAMPOO, SOAP, DROPOUT)),
-    ],
+    [(MUON, (1, 3, 4)), *(pytest.param(changes, (1, 2, 3, 4, 5), marks=pytest.mark.slow) for changes in ALL)],
     ids=["muon", "all: adamw", "all: muon", "all: 8-bit", "all: bf16", "all: shampoo", "all: soap", "all: dropout"],
 )
 def test_every_number_of_workers_computes_the_same_bits(text: str, changes: dict[str, Any], worlds: tuple[int, ...]) -> None:
@@ -63,12 +68,27 @@ def test_every_number_of_workers_computes_the_same_bits(text: str, changes: dict
             run.fresh(list(range(world)))
             got = facts(run, 8)
             check(got, expected := expected or got)
+            is_what_it_says(got, changes)
             run.end()
 
 
-def test_rescales_and_a_death_leave_no_trace_in_the_bits(text: str) -> None:
+def is_what_it_says(got: Facts, changes: dict[str, Any]) -> None:
+    """The optimizer's own states are there, and every step was clipped that was to be."""
+    kinds = {kind: data.dtype for (name, kind), data in got[1].items() if name.startswith("layers.0.")}
+    if changes.get("train_optimizer") == "adamw8bit":
+        assert np.dtype("uint8") in kinds.values(), kinds
+    if changes.get("train_optimizer") == "muon":
+        assert "momentum_buffer" in kinds, kinds
+    if clip := changes.get("train_grad_clip"):
+        assert min(norm for _, norm in got[0]) > clip
+
+
+@pytest.mark.parametrize(
+    "changes", [ADAM8, *(pytest.param(changes, marks=pytest.mark.slow) for changes in ({}, MUON))], ids=["8-bit", "adamw", "muon"]
+)
+def test_rescales_and_a_death_leave_no_trace_in_the_bits(text: str, changes: dict[str, Any]) -> None:
     with Fleet(4) as fleet:
-        run = Run(fleet, tiny(text, elastic_deterministic=True))
+        run = Run(fleet, tiny(text, elastic_deterministic=True, **changes))
         run.fresh([0, 1])
         expected = facts(run, 12)
         run.end()
@@ -86,6 +106,7 @@ def test_rescales_and_a_death_leave_no_trace_in_the_bits(text: str) -> None:
         records = numbers([run.records[index] for index in sorted(run.records)])
         assert {run.records[index].world for index in run.records} == {2, 3, 4}
         check((records, *got[1:]), expected)
+        is_what_it_says(expected, changes)
 
 
 @pytest.fixture(scope="module")

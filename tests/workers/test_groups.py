@@ -152,6 +152,19 @@ def _form_alone(state: State, port: int) -> str:
     return "formed"
 
 
+def test_nobody_waits_for_who_has_not_come_once_the_attempt_is_closed() -> None:
+    """Otherwise a rank that is lost before it comes costs the whole bound of forming, 15 s."""
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    for number, form in enumerate((groups.form, groups.open_transfer)):
+        closed = threading.Event()
+        threading.Timer(0.3, closed.set).start()
+        began = time.monotonic()
+        words = ("gloo", 30.0) if form is groups.form else (30.0,)
+        with pytest.raises(GroupFailed, match="it was closed while 1 of 2 ranks were there"):
+            form(HOST, store.port, f"test/closed{number}", 0, 2, *words, closed=closed.is_set)  # type: ignore[operator]
+        assert 0.2 < time.monotonic() - began < 2.0 and not dist.is_initialized()
+
+
 def test_the_bound_of_a_collective_is_the_one_given_to_form_not_that_of_forming() -> None:
     with Fleet(2) as fleet:
         prefix = fleet.prefix()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from vescale_ray.workers.messages import Join, Origin, Phase, Save, Seat, Ticket
+from tests.controller.runs import until
+from vescale_ray.workers.messages import FaultKind, Join, Origin, Phase, Save, Seat, Ticket
 from vescale_ray.workers.worker import Refused, Worker
+
+LIVE = Worker._live
 
 
 @pytest.fixture
@@ -55,3 +59,28 @@ def test_a_busy_worker_takes_no_order_and_a_zombie_no_vote(worker: Any) -> None:
     assert worker._asked == 5
     old = Save(Ticket(4, 1), resume=None, ranks=(0,), attempt="a", epoch=1)  # type: ignore[arg-type]
     refused(lambda: worker.give_order(old), "4.1 comes too late")
+
+
+def test_whoever_was_to_join_a_generation_that_is_closed_before_it_begins_reports_that_it_is_out_of_it(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller waits for that: it ended the worker after 3 s, which had done nothing wrong."""
+
+    class Nothing:
+        def held(self) -> tuple[()]:
+            return ()
+
+    begun: list[Ticket] = []
+    monkeypatch.setattr(worker, "_warm_up", lambda: None)
+    monkeypatch.setattr(worker, "_join", lambda order: begun.append(order.ticket))
+    worker._snapshots = Nothing()
+    worker.give_order(join(5))
+    worker.fence(Ticket(5, 1))
+    threading.Thread(target=LIVE, args=(worker,), daemon=True).start()  # only now does its thread come to the order
+    until(lambda: worker._ticket == Ticket(5, 1), 5, "that it knows of the generation")
+    report = worker.poll(0, None, 0.0)
+    assert (report.ticket, report.phase, report.out, begun) == (Ticket(5, 1), Phase.PARKED, True, [])
+    assert report.fault.kind is FaultKind.PEER and "5.1 was closed before it was begun" in report.fault.text
+    worker.give_order(join(6))
+    until(lambda: bool(begun), 5, "the next generation")
+    assert begun == [Ticket(6, 1)]

@@ -1,0 +1,158 @@
+"""Hangs that meet something else: a command, a recovery, a loss, a controller that stood still itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.controller.cues import Cue, cues, played
+from tests.controller.runs import Finished, alive, carry_out, parents, print_figures, tiny
+from tests.controller.test_fault_matrix import controller_process
+from tests.controller.test_runs_on_ray import nothing_left, pid_of
+from vescale_ray import client
+from vescale_ray.runfolder import RunFolder
+
+pytestmark = [pytest.mark.usefixtures("ray_here"), pytest.mark.slow, pytest.mark.timeout(300)]
+MODEL = {"model_factory": "tests.controller.hanging:model", "model_units": ["body"]}
+COLLECTIVE_S = 25
+
+
+class Play:
+    """Acts of a run, one after another: each when the one before has had its effect and 25 more steps are done."""
+
+    def __init__(self, home: Path, workers: int, **changes: Any) -> None:
+        fixed = {"train_steps": 1_000_000, "checkpoint_every": 0, "elastic_collective_timeout_s": COLLECTIVE_S, "data_eval_samples": 0}
+        self.config = tiny(home, "play", elastic_workers=workers, **{**fixed, **MODEL, **changes})
+        self.folder = RunFolder(self.config.run_folder)
+        self.acts: list[Any] = []
+        self.worlds: list[int] = []
+        self.began: list[float] = []
+        self._from = 0
+
+    def act(self, world: int, what: Any) -> None:
+        """Do ``what`` (given the process ids by rank) once the world has ``world`` workers."""
+        self.acts.append(what)
+        self.worlds.append(world)
+
+    def watch(self, status: Mapping[str, Any]) -> None:
+        done = len(self.began)
+        awaited = self.worlds[done] if done < len(self.acts) else status["world"]
+        if status["state"] != "RUNNING" or status["step"] < self._from + 25 or status["world"] != awaited:
+            return
+        if done == len(self.acts):
+            client.request(self.folder, "stop", {})
+            return
+        pids = [pid_of(self.config, status, rank) for rank in range(status["world"])]
+        self.began.append(time.time())
+        self._from = status["step"]
+        self.acts[done](pids)
+
+    def finished(self) -> Finished:
+        finished = carry_out(self.config, watch=self.watch)
+        print_figures("play", finished.of("rescaled"))
+        assert finished.result.state == "STOPPED" and finished.accounting().exact, finished.result
+        nothing_left(finished)
+        return finished
+
+
+def stand_still(seconds: float) -> None:
+    """The controller's process, but nobody else."""
+    pid = controller_process()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGCONT)
+
+
+def test_a_controller_that_stood_still_itself_blames_nobody_for_it(tmp_path: Path) -> None:
+    play = Play(tmp_path, 3, elastic_collective_timeout_s=3)
+    for _ in range(3):
+        play.act(3, lambda pids: stand_still(8.0))
+    finished = play.finished()
+    assert not finished.of("worker_lost", "hang", "generation_failed") and len(finished.generations()) == 1
+
+
+def test_a_worker_that_hangs_as_something_else_happens_is_found_as_soon_as_ever(tmp_path: Path) -> None:
+    """Rank 0 is whom the controller would ask to carry a wish to the others."""
+    play = Play(tmp_path, 5)
+
+    def stopped_and_asked(pids: list[int]) -> None:
+        os.kill(pids[0], signal.SIGSTOP)
+        client.request(play.folder, "rescale", {"workers": 4})
+
+    def one_stopped_one_killed(pids: list[int]) -> None:
+        os.kill(pids[0], signal.SIGSTOP)
+        os.kill(pids[2], signal.SIGKILL)
+
+    play.act(5, stopped_and_asked)
+    play.act(4, one_stopped_one_killed)
+    finished = play.finished()
+    lost = finished.of("worker_lost")
+    (asked,) = [e["time"] - play.began[0] for e in lost if e["time"] < play.began[1]]
+    both = [e["time"] - play.began[1] for e in lost if e["time"] > play.began[1]]
+    print(f"\nended {asked:.2f} s after it hung and a rescale was asked for, {max(both):.2f} s after another was killed", end="")
+    assert asked < 2.5 and len(both) == 2 and max(both) < 2.5
+    assert [(e["from"], e["to"], e["source"]) for e in finished.of("rescaled")] == [(5, 4, "peer"), (4, 2, "peer")]
+    assert all(e["steps_replayed"] <= 1 for e in finished.of("rescaled"))
+    assert not any(alive(pid) for pid in finished.pids.values())
+
+
+def test_a_worker_that_is_stopped_while_the_next_generation_forms_holds_it_up_for_seconds_only(tmp_path: Path) -> None:
+    """It looks as if it formed a group, which may take long, and every other waits for it: only its silence tells."""
+    fixed: dict[str, Any] = {"train_steps": 60, "checkpoint_every": 0, "data_eval_samples": 0}
+    model = {"model_factory": "tests.controller.cues:model", "model_units": ["body"]}
+    config = tiny(tmp_path, "forming", elastic_workers=4, elastic_collective_timeout_s=COLLECTIVE_S, **fixed, **model)
+    with cues(Cue("kill", 1, 40), Cue("stop", 2, 0)):
+        finished = carry_out(config)
+        assert played() == 2
+    print_figures("forming", finished.of("rescaled"))
+    assert finished.result.state == "DONE" and finished.accounting().exact
+    (event,) = finished.of("rescaled")
+    assert (event["from"], event["to"]) == (4, 2), "the two may have been neighbours: then it begins anew"
+    assert event["pause_seconds"] < 10.0
+    nothing_left(finished)
+
+
+def control_store() -> int:
+    """Process id of the control store of this process' Ray."""
+    for pid, parent in parents().items():
+        if parent == os.getpid() and b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]:
+            return pid
+    raise AssertionError("there is none")
+
+
+def test_a_recovery_does_not_wait_for_rays_control_store_and_a_replacement_comes_when_that_is_back(tmp_path: Path) -> None:
+    """It stands still for 15 s. What gives a worker's place back waits for it, and so does a new place."""
+    play = Play(tmp_path, 3, elastic_replace_lost=True)
+    store, stopped, back = control_store(), [], []
+
+    def loses_one(pids: list[int]) -> None:
+        os.kill(store, signal.SIGSTOP)
+        stopped.append(time.time())
+        os.kill(pids[1], signal.SIGKILL)
+
+    def watch(status: Mapping[str, Any]) -> None:
+        if stopped and not back and time.time() - stopped[0] > 15.0:
+            os.kill(store, signal.SIGCONT)
+            back.append(time.time())
+        if not stopped or (back and "grow/replacement" in status["rescales"]):
+            play.watch(status)
+
+    play.act(3, loses_one)
+    try:
+        finished = carry_out(play.config, watch=watch)
+    finally:
+        os.kill(store, signal.SIGCONT)
+    print_figures("control store", finished.of("rescaled"))
+    assert finished.result.state == "STOPPED" and finished.accounting().exact, finished.result
+    shrunk, grown = finished.of("rescaled")
+    assert (shrunk["from"], shrunk["to"], shrunk["source"]) == (3, 2, "peer") and shrunk["steps_replayed"] <= 1
+    assert shrunk["time"] - stopped[0] < 8.0 and shrunk["time"] < back[0] < grown["time"]
+    assert (grown["from"], grown["to"]) == (2, 3)
+    nothing_left(finished)
