@@ -1,6 +1,6 @@
 """One agent per node: does on its machine what only a process there can: send signals, and fetch the stacks of a process that does not
 answer. An actor without logic and without torch, started when the node's first worker is warm, so that it is there when it is needed:
-starting one then would take longer than all the rest of a recovery.
+starting one then would take longer than all the rest of a recovery. It is ended with the node's last worker.
 """
 
 from __future__ import annotations

@@ -245,13 +245,6 @@ class Crew:
         """Take back all places that wait for workers."""
         self._nursery.wish.remote(0, ())
 
-    def leave(self, node: str) -> bool:
-        """Have nothing of the run on ``node``, which is about to go; False and not done while a worker is there, or may yet turn up."""
-        if any(member.info is None or member.info.node == node for member in self.members.values()):
-            return False
-        self._nursery.retire.remote(node)
-        return True
-
     def alive(self, worker: str) -> bool:
         return worker in self.members
 
@@ -404,7 +397,7 @@ class Crew:
                 member.hello = member.handle.hello.remote(HELLO_WAIT_S)
                 return []
             member.hello, member.info = None, value
-            self._nursery.station.remote(value.node)
+            self._nursery.station.remote(member.worker, value.node)
             return [Ready(value)]
         if ref == member.poll:
             member.poll, member.next_poll, member.report, member.told = None, now + POLL_GAP_S, value, member.poll_sent

@@ -40,8 +40,11 @@ LEAST_CPU = 0.001
 
 @dataclass
 class _Child:
+    """``node``: where it runs; None until it is warm."""
+
     handle: Any
     group: PlacementGroup
+    node: str | None = None
 
 
 class Nursery:
@@ -149,6 +152,8 @@ class Nursery:
         sent = None if info is None else self._signal(info, signal.SIGKILL)
         if child is not None:
             self._returns.submit(_give_back, child)
+        for node in {info.node if info else None, child.node if child else None} - {None}:
+            self._retire(str(node))
         return info is None or sent is not None
 
     def signal(self, info: WorkerInfo, number: int) -> bool:
@@ -168,23 +173,30 @@ class Nursery:
             return fetch_stacks(info.pid, info.born, info.stacks, wait_s)
         return str(self._on_node(info.node, wait_s + AGENT_S, "stacks", info.pid, info.born, info.stacks, wait_s) or "(its node is gone)")
 
-    def station(self, node: str) -> None:
-        """Have an agent on ``node``, if it is another one than this."""
+    def station(self, worker: str, node: str) -> None:
+        """Have an agent on ``node``, where ``worker`` is, if that is another one than this; for as long as a worker is there. A node with
+        any process on it is in use for Ray: its autoscaler would never end it, and one that drains would stay until its deadline."""
         with self._lock:
-            if node != self._node and node not in self._agents:
-                self._agents[node] = start_agent(node)
+            child = self._children.get(worker)
+            if child is not None:
+                child.node = node
+                self._have_agent(node)
 
-    def retire(self, node: str) -> None:
-        """End the agent of ``node``, which is about to go and has no worker any more. Ray lets a node that drains go once nothing is on it,
-        and waits for its deadline otherwise."""
+    def _have_agent(self, node: str) -> None:
+        if node != self._node and node not in self._agents:
+            self._agents[node] = start_agent(node)
+
+    def _retire(self, node: str) -> None:
+        """End the agent of ``node`` if no worker is there any more."""
         with self._lock:
-            agent = self._agents.pop(node, None)
+            agent = None if any(child.node == node for child in self._children.values()) else self._agents.pop(node, None)
         if agent is not None:
             self._returns.submit(ray.kill, agent, no_restart=True)
 
     def _agent(self, node: str) -> Any:
-        self.station(node)
-        return self._agents[node]
+        with self._lock:
+            self._have_agent(node)
+            return self._agents[node]
 
     def _on_node(self, node: str, wait_s: float, method: str, *args: Any) -> Any:
         """What the agent of ``node`` answers; None if the node is gone, and the process with it."""

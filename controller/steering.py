@@ -59,7 +59,6 @@ class Steering:
         self.failed_hires = 0
         self.stragglers = Stragglers(config, ledger, spec.capacity, spec.bounds.start)
         self._drained: frozenset[str] = frozenset()
-        self._left: frozenset[str] = frozenset()
         self._save_now = False
         self._aim = 0
 
@@ -127,7 +126,6 @@ class Steering:
         draining = self.nodes.draining
         fresh = draining.keys() - self._drained
         self._drained = frozenset(draining)
-        self._left = frozenset(node for node in draining if node in self._left or self._crew.leave(node))
         leaving = self.leaving(world.members)
         for node in sorted(fresh):
             left = draining[node] - time.time()

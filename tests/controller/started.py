@@ -37,8 +37,8 @@ class Started:
 
     Args:
         cpus: of the head.
-        autoscaled: the nodes that Ray's own autoscaler starts when something waits for them, each with one CPU, at most so many; it ends one
-            that was idle for :data:`IDLE_S`. They are processes of this machine, too.
+        autoscaled: nodes that Ray's own autoscaler starts when something waits for them, each with one CPU, at most so many; it ends
+            one that was idle for :data:`IDLE_S`. They are processes of this machine, too.
         env: of all processes, jobs included.
 
     Attributes:

@@ -1,5 +1,5 @@
-"""A run on a cluster that Ray's own autoscaler (the second version, as KubeRay uses it) makes larger and smaller. Its nodes are raylets that
-it starts on this machine."""
+"""A run on a cluster that Ray's own autoscaler (its second version, as with KubeRay) makes larger and smaller. Its nodes are raylets that it
+starts on this machine."""
 
 from __future__ import annotations
 
@@ -44,14 +44,7 @@ def test_the_autoscaler_starts_the_nodes_that_a_run_asks_for_and_ends_them_when_
         # 2. Fewer workers, by command: what nobody uses goes, and nobody asks for it again.
         client.request(run.folder, "rescale", {"workers": 2})
         run.wait(lambda: world() == 2, 60, "the smaller world")
-        import time
-        time.sleep(25)
-        from ray.autoscaler.v2.sdk import get_cluster_status
-        st = get_cluster_status(cluster.address)
-        for n in [*st.active_nodes, *st.idle_nodes]: print(n.node_id[-6:], n.node_status, n.resource_usage and [(u.resource_name, u.used, u.total) for u in n.resource_usage.usage][:3], n.node_activity, n.resource_usage and n.resource_usage.idle_time_ms)
-        print(client.request(run.folder, "status"))
-        print(run.of("worker_started")); print(cluster.of_runs())
-        gone = run.wait(lambda: cluster.alive() < 3, 5, "the end of an idle node")
+        gone = run.wait(lambda: cluster.alive() < 3, 60, "the end of an idle node")
         left = cluster.alive()
         print(f"; idle nodes gone after {gone:.1f} s", end="")
         driven_steps(40)
