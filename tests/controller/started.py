@@ -13,12 +13,13 @@ import tempfile
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.controller.runs import alive, end_all, environment, parents, until
 
+NOTHING: Mapping[str, str] = {}
 UP_S = 60.0
 IDLE_S = 6.0
 HEAD_ID = "f" * 51 + "00000"
@@ -47,7 +48,7 @@ class Started:
         head: the process that ended ends the cluster.
     """
 
-    def __init__(self, cpus: int, *, autoscaled: int = 0, **env: str) -> None:
+    def __init__(self, cpus: int, env: Mapping[str, str] = NOTHING, *, autoscaled: int = 0) -> None:
         self._mark = uuid.uuid4().hex
         self._folder = tempfile.mkdtemp(prefix="rs-", dir="/tmp")  # short: its sockets' names may have 107 bytes
         # A head that is told to go would drain itself first, for half a minute.
@@ -203,9 +204,9 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def started(cpus: int, *, autoscaled: int = 0, **env: str) -> Iterator[Started]:
+def started(cpus: int, env: Mapping[str, str] = NOTHING, *, autoscaled: int = 0) -> Iterator[Started]:
     """:class:`Started`, gone afterwards."""
-    cluster = Started(cpus, autoscaled=autoscaled, **env)
+    cluster = Started(cpus, env, autoscaled=autoscaled)
     try:
         yield cluster
     finally:

@@ -1,4 +1,4 @@
-"""A run on a cluster that Ray's own autoscaler (its second version, as with KubeRay) makes larger and smaller. Its nodes are raylets that it
+"""A run on a cluster that Ray's autoscaler (its second version, as with KubeRay) makes larger and smaller. Its nodes are raylets that it
 starts on this machine."""
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def test_a_job_that_is_stopped_has_made_a_checkpoint_and_the_next_submission_goe
     def steps() -> int:
         return max((int(line["step"]) for line in folder.read_metrics()), default=0)
 
-    with started(4, **{SLOWLY: "0.01"}) as cluster:
+    with started(4, {SLOWLY: "0.01"}) as cluster:
         jobs = Jobs(cluster, f"vescale-ray train {path}")
         assert not cluster.of_runs()
 
@@ -133,7 +133,7 @@ def test_a_node_that_is_told_to_go_with_sigterm_is_left_before_it_goes_and_no_st
     changes: dict[str, Any] = {"elastic_workers": 3, "elastic_deterministic": True, "train_steps": 1_000_000, "checkpoint_every": 0}
     if needed:
         changes |= {"elastic_min_workers": 3, "elastic_replace_lost": True}
-    with started(0, **{SLOWLY: "0.01"}) as cluster:
+    with started(0, {SLOWLY: "0.01"}) as cluster:
         leaving = cluster.add(2, RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=str(NOTICE_S))
         cluster.add(3 if needed else 2)
         config = tiny(tmp_path, "told", ray_address=cluster.address, ray_cpus_per_worker=1.0, data_eval_samples=0, **changes, **MODEL)
