@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -238,7 +237,11 @@ class Checkpoint:
             runs += _runs(extents, entry.base + start, entry.base + end, request)
         runs.sort()
         needed = sum(run[2] for run in runs)
-        breaks = [b[0] != a[0] or b[1] > a[1] + a[2] for a, b in pairwise(runs)]
+        contiguous, reach = 0, (-1, 0)
+        for index, start, size, *_ in runs:
+            if index != reach[0] or start > reach[1]:
+                contiguous, reach = contiguous + 1, (index, start)
+            reach = (index, max(reach[1], start + size))  # not this one's end: one asked for before may hold it whole
         planned = 0
         segments: list[Segment] = []
         first = 0
@@ -265,7 +268,7 @@ class Checkpoint:
             segments += _segments(index, low, high, max(block, chunk // block * block), runs[first:last])
             planned += high - low
             first = last
-        return ReadPlan(needed, planned, sum(breaks) + bool(runs), tuple(segments))
+        return ReadPlan(needed, planned, contiguous, tuple(segments))
 
     def require(self, wanted: Mapping[Pair, tuple[Sequence[int], torch.dtype]], among: Iterable[Pair] | None = None) -> dict[Pair, Pair]:
         """Check that the checkpoint has exactly the wanted (name, kind) pairs, with these shapes and dtypes.
