@@ -27,7 +27,7 @@ from .errors import CheckpointCorrupt, CheckpointMismatch
 from .layout import dtype_name
 from .manifest import Extents, Manifest, ManifestError, TensorEntry
 from .matching import Pair, StoredTensor, castable, label, match, some
-from .names import Globs, chosen, globs, nearest
+from .names import Globs, chosen, entry_of, globs, nearest
 from .saved_meta import check_saved_meta
 from .store import ALIGNMENT, KeyMissing, ObjectStore, RangeReader, Root, out_of_reach, store_of
 
@@ -119,11 +119,9 @@ class Checkpoint:
     def names(self, key: str = "model") -> dict[str, str]:
         """``{name within the entry: stored name}`` of one entry of the state that was saved, aliases of tied tensors included."""
         check_saved_meta(f"checkpoint {self.commit.path}", self.meta, optimizers=False)
-        others = [other for other in self.meta.get("models", ["model"]) if other != "model"]
         found = {}
         for name, stored in [*((n, n) for n in self.tensors), *self.aliases.items()]:
-            entry = next((other for other in others if name.startswith(f"{other}/")), "model")
-            if entry == key and "param" in self.tensors[stored].kinds:
+            if entry_of(name, self.meta.get("models", ["model"])) == key and "param" in self.tensors[stored].kinds:
                 found[name if key == "model" else name.removeprefix(f"{key}/")] = stored
         return found
 
