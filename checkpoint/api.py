@@ -110,7 +110,9 @@ def save(
         this = Attempt(verdict.attempt, step, verdict.epoch, world, rank, prepared.document, prepared.aliases, timeout_s)
         written: Vote | Exception
         try:
-            written = write_shard(store, this.name, rank, prepared.pieces, aux=prepared.aux, step=step, epoch=this.epoch, cancelled=watch)
+            written = write_shard(
+                store, this.name, rank, prepared.pieces, aux=prepared.aux, step=step, epoch=this.epoch, cancelled=watch, world=world
+            )
         except Exception as error:
             # Whatever it is, the other ranks must hear of it rather than wait.
             written = error

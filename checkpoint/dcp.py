@@ -48,7 +48,7 @@ from .errors import CheckpointMismatch
 from .foreign import OBJECT_BYTES, Imported, Progress, into_commit, into_state, is_root, state_of
 from .layout import dtype_name
 from .matching import castable
-from .names import Globs, NameTable, globs, table_of
+from .names import Globs, NameTable, entry_of, globs, table_of
 from .reader import BUDGET_BYTES, Checkpoint, Range, open_checkpoint
 from .saved_meta import check_saved_meta
 from .scalars import decode, unpack
@@ -116,8 +116,8 @@ def _ref(checkpoint: Checkpoint, stored: str, kind: str) -> Ref:
 
 def _local(checkpoint: Checkpoint, name: str) -> str:
     """A parameter's name within its own entry."""
-    entry = next((k for k in checkpoint.meta.get("models", []) if k != "model" and name.startswith(f"{k}/")), None)
-    return name if entry is None else name.removeprefix(f"{entry}/")
+    entry = entry_of(name, checkpoint.meta.get("models", []))
+    return name if entry == "model" else name.removeprefix(f"{entry}/")
 
 
 # ----------------------------------------------------------------------------------------------------- stock DCP reads ours
@@ -342,6 +342,7 @@ def import_dcp(
     source = together(lambda: DcpSource(folder, called, back, globs(include), globs(exclude)), group)
     from_first(lambda: _check_tied(source, aliases), group)
     source.tie(aliases)
+    together(source.check_room, group)
     meta = together(lambda: source.meta, group)
     return into_commit(
         source,

@@ -5,6 +5,7 @@ DCP's own writer is not used: it keeps a tensor of every name until a file is do
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pickle
@@ -28,6 +29,7 @@ from .dcp_files import Archives
 from .digest import as_bytes, view_of
 from .errors import CheckpointMismatch, ExportFailed
 from .foreign import Progress, local_folder, new_folder, publish, take_back
+from .layout import dtype_name
 from .matching import some
 from .names import Globs, chosen, globs
 from .reader import Checkpoint, open_checkpoint
@@ -107,6 +109,7 @@ def export_dcp(
         paths.update({key: planned[key] for key in leaves})
         if not leaves:
             raise CheckpointMismatch(f"checkpoint {checkpoint.commit.path} has nothing that fits {', '.join(globs(include))}")
+        _check_writable(leaves)
         items = list(_items(leaves))
         return _write_items(checkpoint, leaves, items[rank::world], place, rank, progress, files)
 
@@ -133,6 +136,15 @@ def export_dcp(
         raise
     names = sorted({info.relative_path for info in storage.values()})
     return DcpExported(tuple(names), tuple(leaves), sum(leaf.bytes for leaf in leaves.values() if isinstance(leaf, Ref)))
+
+
+def _check_writable(leaves: Mapping[str, Any]) -> None:
+    """Raises CheckpointMismatch for a tensor of a dtype that torch.save() does not know (int4 and its like)."""
+    for dtype, key in {leaf.dtype: key for key, leaf in leaves.items() if isinstance(leaf, Ref)}.items():
+        try:
+            torch.save(torch.empty(0, dtype=dtype), io.BytesIO())
+        except Exception:
+            raise CheckpointMismatch(f"{key!r} is {dtype_name(dtype)}, which torch.save() can't write: exclude it") from None
 
 
 def _items(leaves: Mapping[str, Any]) -> Iterator[_Item]:

@@ -14,7 +14,7 @@ import io
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeGuard, cast
@@ -142,6 +142,27 @@ class DcpFiles(Archives):
             if chunks > len(raw):  # one list under many names: each would be gone through again
                 raise ForeignFileError(f"malformed: {chunks} chunks in an index of {len(raw)} bytes")
             self.tensors[key] = _tensor(key, fields, storage)
+
+    def check_room(self, keys: Iterable[str]) -> None:
+        """Raises ForeignFileError if tensors claim more than the files hold: a chunk more than its archive, an archive what lies beyond its
+        file, or two the same bytes. Else a thousand bytes could become terabytes in a commit (an expanded tensor; one archive for many)."""
+        archives: dict[str, list[tuple[int, int, str]]] = {}
+        for key in keys:
+            tensor = self.tensors[key]
+            for chunk in tensor.chunks:
+                if math.prod(chunk.box[1]) * tensor.dtype.itemsize > chunk.info.length:
+                    raise ForeignFileError(
+                        f"{self.folder}: {key!r}: a chunk of shape {chunk.box[1]} is said to be in an archive of {chunk.info.length} bytes"
+                    )
+                archives.setdefault(chunk.info.relative_path, []).append((chunk.info.offset, chunk.info.length, key))
+        for name, held in archives.items():
+            position, size = 0, self._files.size(name)
+            for offset, length, key in sorted(held):
+                if offset < position:
+                    raise ForeignFileError(f"{self.folder / name}: {key!r} shares bytes with another tensor")
+                position = offset + length
+                if position > size:
+                    raise ForeignFileError(f"{self.folder / name}: ends before byte {position}, where {key!r} ends: truncated")
 
     def object(self, key: str) -> Any:
         """What was stored under ``key``, if it is a plain value."""

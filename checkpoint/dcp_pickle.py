@@ -173,7 +173,8 @@ class Machine:
     def _set(self, items: list[Any]) -> None:
         target = self.top(dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) not in self.keys:
+            # Of larger numbers thousands have one hash.
+            if type(key) not in self.keys or (type(key) is int and not -(1 << 63) <= key < 1 << 63):
                 raise self.odd("a dict's key is no text")
             target[key] = value
 
@@ -226,7 +227,7 @@ class Machine:
         if found in (_SIZE, _ORDERED, *_GETATTR) or (module, name) in _RECORDS or (module, name) in _IGNORED:
             self.push(found)
             return
-        dtype = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
+        dtype = vars(torch).get(name) if module == "torch" else None  # not getattr(), which imports some of torch's modules
         if not isinstance(dtype, torch.dtype):
             raise ForeignFileError(f"it refers to {short(module)}.{short(name)}, which is none of DCP's own classes: it is not read")
         self.push(dtype)

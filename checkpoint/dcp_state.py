@@ -7,6 +7,7 @@ flattened.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter
@@ -100,6 +101,10 @@ class DcpSource:
     def describe(self) -> str:
         return str(self._files.folder)
 
+    def check_room(self) -> None:
+        """Raises ForeignFileError if the tensors claim more bytes than the files have."""
+        self._files.check_room(self._keys.values())
+
     def read_into(self, name: str, kind: str, start: int, out: torch.Tensor) -> None:
         self._files.read_into(self._keys[name, kind], start, out)
 
@@ -175,9 +180,12 @@ class DcpSource:
     def _scalar(self, key: str) -> Any:
         if key not in self._files.tensors:
             return self._files.object(key)
-        out = torch.empty(1, dtype=self._files.tensors[key].dtype)
+        tensor = self._files.tensors[key]
+        if math.prod(tensor.shape) != 1:
+            raise ForeignFileError(f"{self.describe()}: {key!r} is a tensor of shape {tensor.shape}, not of one element: exclude it")
+        out = torch.empty(1, dtype=tensor.dtype)
         self._files.read_into(key, 0, out)
-        return out[0]
+        return out.view(tensor.shape)
 
     def _optimizer_meta(self, key: str, found: _Optimizer) -> dict[str, Any]:
         def encoded(what: str, value: Any) -> Any:

@@ -76,12 +76,18 @@ class CheckpointCorrupt(CheckpointError):
     def __str__(self) -> str:
         where = self.object if self.block is None else f"{self.object}, block {self.block}"
         holding = f" (holds {self.tensor})" if self.tensors else ""
-        return f"checkpoint is damaged: {where}{holding}: {self.reason}"
+        return printable(f"checkpoint is damaged: {where}{holding}: {self.reason}")
 
 
 def shortened(message: str, most: int = 1000) -> str:
-    """``message``; of a longer one its beginning and its end."""
-    return message if len(message) <= most else f"{message[: most - 200]} [..] {message[-190:]}"
+    """``message``, :func:`printable`; of a longer one its beginning and its end."""
+    return printable(message if len(message) <= most else f"{message[: most - 200]} [..] {message[-190:]}")
+
+
+def printable(message: str) -> str:
+    """``message`` with escapes for what names from a file may hold: ends of lines and terminals' commands, which would forge a log, and halves
+    of characters, which no log can encode."""
+    return message if message.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
 
 
 def describe_tensors(tensors: tuple[str, ...], limit: int = 4) -> str | None:

@@ -242,7 +242,7 @@ def into_commit(
         for cut in objects[index]:
             pieces.append(_piece(source, names[cut[0]], *cut, buffer[position:]))
             position += _room(source, *cut)
-        vote = write_shard(store, attempt, index, pieces, step=step, epoch=epoch)
+        vote = write_shard(store, attempt, index, pieces, step=step, epoch=epoch, world=len(objects))
         if progress is not None:
             progress(sum(p.data.numel() * p.dtype.itemsize for p in pieces))
         return vote.to_json()

@@ -318,7 +318,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_of(name: str) -> torch.dtype:
     """Raises ValueError for a name that this torch does not know."""
-    dtype = getattr(torch, name, None) if name.isidentifier() else None
+    dtype = vars(torch).get(name)  # not getattr(), which imports some of torch's modules
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {name!r} is not known to torch {torch.__version__}")
     if name.startswith("q"):

@@ -43,7 +43,7 @@ from .state import (
     stored_pairs,
 )
 from .store import ObjectStore, Root, store_of
-from .tensors import LocalPart, local_part
+from .tensors import LocalPart, check_target, local_part
 
 _log = logging.getLogger(__name__)
 PARTLY = "the state holds parts of it now: load again before it is used"
@@ -116,7 +116,7 @@ def load(
             device and an optimizer's states don't fit, the model has storage without values).
         CheckpointCorrupt: damaged, and no older one to go back to; the message says so if tensors hold parts of it.
         OSError: a checkpoint is out of reach (no permission, no file descriptor left): it may be whole, and is not passed over.
-        ValueError: a parameter or buffer on the meta device that would get no value.
+        ValueError: a parameter or buffer on the meta device that would get no value, or a tensor that can't be filled (expanded, sparse).
     """
     rank, world = ranks_of(group)
     state_of(state)
@@ -220,9 +220,12 @@ def _agreed(where: str, holder: Holder, among: Set[Pair], flat: Flat, choice: Ch
         among: the stored pairs that belong to the entries of the state, and may not be left over.
 
     Raises:
-        CheckpointMismatch: what doesn't fit.
+        CheckpointMismatch: what doesn't fit. ValueError: a tensor that can't be loaded into.
     """
-    wanted = {pair: (tuple(t.shape), t.dtype) for pair, t in flat.tensors.items() if choice.takes_pair(pair, flat)}
+    taken = {pair: tensor for pair, tensor in flat.tensors.items() if choice.takes_pair(pair, flat)}
+    for (name, _), tensor in taken.items():
+        check_target(name, tensor)
+    wanted = {pair: (tuple(t.shape), t.dtype) for pair, t in taken.items()}
     if flat.tensors and not wanted and choice.include != ("*",):
         there = some(list(dict.fromkeys(pair[0] for pair in flat.tensors)))
         raise CheckpointMismatch(f"{where}: no tensor of the state fits include={', '.join(choice.include)!r}; it has {there}")

@@ -25,6 +25,8 @@ from .errors import shortened
 from .layout import FORMAT, dtype_name, dtype_of
 from .store import ALIGNMENT
 
+_MOST_DEEP = 400
+"""Lists and objects within each other: JSON's own readers stop at some hundred more. Values of a state (100 deep) have tags between."""
 _DATA_KEY = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]{0,127}/r[0-9]{5,9}\.safetensors")
 _AUX_KEY = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]{0,127}/r[0-9]{5,9}\.aux\.json")
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
@@ -254,15 +256,17 @@ def check_meta(meta: Mapping[str, Any], what: str = "meta") -> None:
             raise ValueError(f"{path} is a {type(value).__name__}, which JSON can't hold; give numbers, strings, lists and dicts")
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    if depth > _MOST_DEEP:
+        raise ValueError(f"{path[:80]}.. is nested more than {_MOST_DEEP} deep, or holds itself; give flatter values")
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise ValueError(f"{path} has the key {key!r}; JSON keys are strings")
-            yield from _leaves(item, f"{path}.{key}")
+            yield from _leaves(item, f"{path}.{key}", depth + 1)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _leaves(item, f"{path}[{index}]")
+            yield from _leaves(item, f"{path}[{index}]", depth + 1)
     else:
         yield path, value
 

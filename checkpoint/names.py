@@ -28,6 +28,11 @@ def globs(patterns: Globs) -> tuple[str, ...]:
     return found
 
 
+def entry_of(name: str, entries: Iterable[str]) -> str:
+    """The entry of the state that the tensor stored as ``name`` belongs to: of those that it begins with the longest, else "model"."""
+    return max((entry for entry in entries if entry != "model" and name.startswith(f"{entry}/")), key=len, default="model")
+
+
 def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import tempfile
 import time
 import uuid
@@ -26,6 +27,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _TMP = ".tmp-"
 # fsync of a folder is not offered by every file system; these errors mean "not offered", not "failed".
 _NO_DIR_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
+_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -125,7 +127,9 @@ class PosixStore:
 
     def get(self, key: str) -> bytes:
         try:
-            return self._path(key).read_bytes()
+            if self.size(key) is not None:
+                return self._path(key).read_bytes()
+            raise FileNotFoundError
         except (FileNotFoundError, NotADirectoryError):
             raise KeyMissing(errno.ENOENT, "no such object", self.describe(key)) from None
 
@@ -143,9 +147,12 @@ class PosixStore:
 
     def size(self, key: str) -> int | None:
         try:
-            return self._path(key).stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
+            status = self._path(key).stat()
+        except OSError as error:
+            if error.errno not in _NOTHING:
+                raise
             return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None  # of a pipe or a device reading might never end
 
     def list(self, prefix: str) -> list[Entry]:
         top = self.root / prefix
@@ -158,9 +165,14 @@ class PosixStore:
                 if not is_key(path.relative_to(self.root).as_posix()):
                     continue
                 # Another collector may delete what we have just listed.
-                with suppress(FileNotFoundError):
+                try:
                     status = path.stat()
-                    found.append(Entry(path.relative_to(self.root).as_posix(), status.st_size, status.st_mtime))
+                except OSError as error:
+                    if error.errno not in _NOTHING:
+                        raise
+                else:
+                    if stat.S_ISREG(status.st_mode):
+                        found.append(Entry(path.relative_to(self.root).as_posix(), status.st_size, status.st_mtime))
         return sorted(found, key=lambda entry: entry.key)
 
     def clock(self) -> float:

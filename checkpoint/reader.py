@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from .errors import CheckpointCorrupt, CheckpointMismatch
 from .layout import dtype_name
 from .manifest import Extents, Manifest, ManifestError, TensorEntry
 from .matching import Pair, StoredTensor, castable, label, match, some
-from .names import Globs, chosen, globs, nearest
+from .names import Globs, chosen, entry_of, globs, nearest
 from .saved_meta import check_saved_meta
 from .store import ALIGNMENT, KeyMissing, ObjectStore, RangeReader, Root, out_of_reach, store_of
 
@@ -120,11 +119,9 @@ class Checkpoint:
     def names(self, key: str = "model") -> dict[str, str]:
         """``{name within the entry: stored name}`` of one entry of the state that was saved, aliases of tied tensors included."""
         check_saved_meta(f"checkpoint {self.commit.path}", self.meta, optimizers=False)
-        others = [other for other in self.meta.get("models", ["model"]) if other != "model"]
         found = {}
         for name, stored in [*((n, n) for n in self.tensors), *self.aliases.items()]:
-            entry = next((other for other in others if name.startswith(f"{other}/")), "model")
-            if entry == key and "param" in self.tensors[stored].kinds:
+            if entry_of(name, self.meta.get("models", ["model"])) == key and "param" in self.tensors[stored].kinds:
                 found[name if key == "model" else name.removeprefix(f"{key}/")] = stored
         return found
 
@@ -238,7 +235,11 @@ class Checkpoint:
             runs += _runs(extents, entry.base + start, entry.base + end, request)
         runs.sort()
         needed = sum(run[2] for run in runs)
-        breaks = [b[0] != a[0] or b[1] > a[1] + a[2] for a, b in pairwise(runs)]
+        contiguous, reach = 0, (-1, 0)
+        for index, start, size, *_ in runs:
+            if index != reach[0] or start > reach[1]:
+                contiguous, reach = contiguous + 1, (index, start)
+            reach = (index, max(reach[1], start + size))  # not this one's end: one asked for before may hold it whole
         planned = 0
         segments: list[Segment] = []
         first = 0
@@ -265,7 +266,7 @@ class Checkpoint:
             segments += _segments(index, low, high, max(block, chunk // block * block), runs[first:last])
             planned += high - low
             first = last
-        return ReadPlan(needed, planned, sum(breaks) + bool(runs), tuple(segments))
+        return ReadPlan(needed, planned, contiguous, tuple(segments))
 
     def require(self, wanted: Mapping[Pair, tuple[Sequence[int], torch.dtype]], among: Iterable[Pair] | None = None) -> dict[Pair, Pair]:
         """Check that the checkpoint has exactly the wanted (name, kind) pairs, with these shapes and dtypes.

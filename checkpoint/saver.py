@@ -481,7 +481,15 @@ class _Writer:
         assert job.slab is not None
         try:
             job.vote = write_staged(
-                self._store, job.slab, this.name, this.rank, aux=job.aux, step=this.step, epoch=this.epoch, cancelled=cancelled
+                self._store,
+                job.slab,
+                this.name,
+                this.rank,
+                aux=job.aux,
+                step=this.step,
+                epoch=this.epoch,
+                cancelled=cancelled,
+                world=this.world,
             )
         except Exception as error:
             return error

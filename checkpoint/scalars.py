@@ -1,4 +1,4 @@
-"""Scalars, tuples, 0-d tensors and plain values as JSON, and back."""
+"""Scalars, tuples, tensors of one element and plain values as JSON, and back."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from .layout import dtype_name, dtype_of
 
 
 def encode(what: str, value: Any) -> Any:
-    """A scalar, tuple or 0-d tensor as JSON: floats exactly (shortest round trip), non-finite ones as text."""
+    """A scalar, tuple or tensor of one element as JSON: floats exactly (shortest round trip), non-finite ones as text."""
     if isinstance(value, torch.Tensor):
-        if value.dim():
-            raise ValueError(f"{what} is a tensor of shape {tuple(value.shape)}; only 0-d tensors can stand there")
+        if value.numel() != 1:
+            raise ValueError(f"{what} is a tensor of shape {tuple(value.shape)}; only tensors of one element can stand there")
         local = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return {"dtype": dtype_name(value.dtype), "value": encode(what, local.item())}
+        number = encode(what, local.item())
+        for _ in range(value.dim()):
+            number = [number]
+        return {"dtype": dtype_name(value.dtype), "value": number}
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
     if isinstance(value, (list, tuple)):
@@ -44,20 +47,25 @@ def decode(value: Any, like: Any = None) -> Any:
     return value
 
 
+_MOST_DEEP = 100
+"""Lists and dicts within each other: taking them back takes some calls for each."""
+
 _TAGS = ("float", "items", "counter", "tensor")
 
 
-def pack(what: str, value: Any) -> Any:
+def pack(what: str, value: Any, depth: int = 0) -> Any:
     """A plain value (numbers, texts, lists, dicts; the state of a scheduler) as JSON. What JSON lacks has a tag: an infinity
     ``{"float": "inf"}``, a dict whose keys are no texts ``{"items": [[key, value], ..]}``, a Counter ``{"counter": [[key, count], ..]}``,
-    a 0-d tensor (a scheduler's learning rates, where the optimizer's are tensors) ``{"tensor": {"dtype": .., "value": ..}}``. A tuple
-    becomes a list.
+    a tensor of one element (a scheduler's learning rates, where the optimizer's are tensors) ``{"tensor": {"dtype": .., "value": ..}}``. A
+    tuple becomes a list.
 
     Raises:
         ValueError: what can't be stored, by its path.
     """
+    if depth > _MOST_DEEP:
+        raise ValueError(f"{what[:80]}.. is nested more than {_MOST_DEEP} deep, or holds itself; give flatter values")
     if isinstance(value, Mapping):
-        pairs = [[_key(what, key), pack(f"{what}.{key}", item)] for key, item in value.items()]
+        pairs = [[_key(what, key), pack(f"{what}.{key}", item, depth + 1)] for key, item in value.items()]
         if isinstance(value, Counter):
             return {"counter": pairs}
         if any(not isinstance(key, str) for key, _ in pairs) or (len(pairs) == 1 and pairs[0][0] in _TAGS):
@@ -66,7 +74,7 @@ def pack(what: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return {"tensor": encode(what, value)}
     if isinstance(value, (list, tuple)):
-        return [pack(f"{what}[{index}]", item) for index, item in enumerate(value)]
+        return [pack(f"{what}[{index}]", item, depth + 1) for index, item in enumerate(value)]
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(float(value))}
     if value is None or isinstance(value, (str, bool, int, float)):

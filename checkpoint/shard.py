@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from .arguments import whole
-from .digest import BLOCK_BYTES, aligned_buffer, block_sums, digest_of, one_ahead, root_of, view_of
+from .digest import BLOCK_BYTES, aligned_buffer, block_bytes_for, block_sums, digest_of, one_ahead, root_of, view_of
 from .errors import SaveAborted, SaveFailed
 from .faults import fault_point
 from .layout import ObjectPlan, PlacedPiece, ShardPiece, plan_object
@@ -84,7 +84,8 @@ def write_shard(
     step: int,
     epoch: int,
     cancelled: Callable[[], bool] = lambda: False,
-    block_bytes: int = BLOCK_BYTES,
+    world: int | None = None,
+    block_bytes: int | None = None,
     chunk_bytes: int | None = None,
 ) -> Vote:
     """Write this rank's pieces as one object; returns once it is durable.
@@ -98,7 +99,8 @@ def write_shard(
         aux: JSON-able state of this rank alone: random generators, ...
         step, epoch: completed steps, and the incarnation of the run (its generation): together the order of commits.
         cancelled: asked before each chunk.
-        block_bytes: bytes under one checksum, a multiple of 4096.
+        world: how many ranks write such an object, by which the blocks are chosen: a few ranks' small objects get small ones.
+        block_bytes: bytes under one checksum, a multiple of 4096; by default what suits ``world``, or 1 MiB if that is not given.
         chunk_bytes: written at a time; by default the store's ``request_bytes``.
 
     Raises:
@@ -109,6 +111,7 @@ def write_shard(
     _check(attempt, rank, step, epoch, block_bytes)
     check_meta(aux or {}, "aux")
     plan = plan_object(pieces, _about(attempt, rank, step, epoch))
+    block_bytes = block_bytes or _block_bytes(plan.bytes, world)
     pinned = any(p.data.is_cuda for p in pieces)
     sums: list[int] = []
     store = store_of(root)
@@ -128,7 +131,8 @@ def write_staged(
     step: int,
     epoch: int,
     cancelled: Callable[[], bool] = lambda: False,
-    block_bytes: int = BLOCK_BYTES,
+    world: int | None = None,
+    block_bytes: int | None = None,
     chunk_bytes: int = STAGED_CHUNK_BYTES,
 ) -> Vote:
     """As :func:`write_shard`, of an object that is staged in memory: written from there, without a copy.
@@ -144,6 +148,7 @@ def write_staged(
     _check(attempt, rank, step, epoch, block_bytes)
     layout = slab.layout
     assert layout is not None, "nothing is staged in the slab"
+    block_bytes = block_bytes or _block_bytes(layout.bytes, world)
     view = slab.buffer[: layout.bytes]
     head = layout.header(_about(attempt, rank, step, epoch))
     view[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
@@ -157,11 +162,15 @@ def encode_aux(aux: Mapping[str, Any]) -> bytes:
     return json.dumps(aux, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _check(attempt: str, rank: int, step: int, epoch: int, block_bytes: int) -> None:
+def _block_bytes(nbytes: int, world: int | None) -> int:
+    return BLOCK_BYTES if world is None else block_bytes_for(nbytes, world)
+
+
+def _check(attempt: str, rank: int, step: int, epoch: int, block_bytes: int | None) -> None:
     check_attempt(attempt)
     for what, value in (("rank", rank), ("step", step), ("epoch", epoch)):
         whole(what, value, remedy="give a number from 0 on")
-    if block_bytes <= 0 or block_bytes % ALIGNMENT:
+    if block_bytes is not None and (block_bytes <= 0 or block_bytes % ALIGNMENT):
         raise ValueError(f"block_bytes is {block_bytes}; give a multiple of {ALIGNMENT}")
 
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from .errors import CheckpointMismatch
 from .matching import Pair, StoredTensor
-from .names import NameTable, chosen, matches
+from .names import NameTable, chosen, entry_of, matches
 from .scalars import decode, encode, pack, unpack
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -165,7 +165,7 @@ def flatten_targets(state: Mapping[str, Any], checkpoint: Saved, choice: Choice,
 def stored_pairs(state: Mapping[str, Any], checkpoint: Saved) -> set[Pair]:
     """The stored (name, kind) pairs that belong to the entries of ``state``: what a strict load must find a place for."""
     meta = checkpoint.meta
-    models = [key for key in meta.get("models", ["model"]) if key != "model"]
+    models = meta.get("models", ["model"])
     wanted = {key for key, value in state.items() if _is_tensors(value)}
     kinds = {
         _kind(key, state_key)
@@ -175,7 +175,7 @@ def stored_pairs(state: Mapping[str, Any], checkpoint: Saved) -> set[Pair]:
     }
     pairs = set()
     for name, tensor in checkpoint.tensors.items():
-        entry = next((key for key in models if name.startswith(f"{key}/")), "model")
+        entry = entry_of(name, models)
         for kind in tensor.kinds:
             if (kind == "param" and entry in wanted) or kind in kinds or (kind == "state" and name.rpartition("/")[2] in kinds):
                 pairs.add((name, kind))
@@ -215,7 +215,7 @@ def restore_values(state: State, checkpoint: Saved, flat: Flat, choice: Choice) 
 
 def flatten_models(state: Mapping[str, Any]) -> Flat:
     """The tensors of a state's modules and dicts of tensors, by name."""
-    flat = Flat()
+    flat, owner = Flat(), dict[str, str]()
     for key, value in state.items():
         if not _is_tensors(value):
             continue
@@ -223,14 +223,21 @@ def flatten_models(state: Mapping[str, Any]) -> Flat:
         prefix = "" if key == "model" else f"{key}/"
         items = value.state_dict(keep_vars=True) if isinstance(value, nn.Module) else value
         for raw_name, tensor in items.items():
+            if not isinstance(raw_name, str):
+                raise ValueError(f"state entry {key!r} holds a tensor under the key {raw_name!r}; give texts")
             name = prefix + canonical(raw_name)
             if not isinstance(tensor, torch.Tensor):
                 raise ValueError(f"{name!r} of state entry {key!r} is a {type(tensor).__name__}, no tensor; give it as an entry of its own")
+            owner[name] = key
             if id(tensor) in flat.names:
                 flat.aliases[name] = flat.names[id(tensor)]
                 continue
             flat.names[id(tensor)] = name
             flat.add(name, "param", tensor)
+    for name, key in owner.items():
+        found = entry_of(name, flat.models)
+        if found != key:
+            raise ValueError(f"tensor {name!r} of state entry {key!r} would be taken for one of the entry {found!r}: rename one of them")
     return flat
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.nn.parameter import is_lazy
 
 from vescale_ray.geometry import intervals
 
@@ -52,8 +53,8 @@ class LocalPart:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def flat(self) -> torch.Tensor:
-        """The elements as a flat tensor; shared with ``local`` where that is contiguous."""
-        return self.local.contiguous().view(-1)
+        """The elements as a flat tensor; with :attr:`shared` those of ``local`` itself."""
+        return self.local.resolve_conj().resolve_neg().contiguous().view(-1)
 
     def pieces(self, flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Each interval with its elements, a view of ``flat``."""
@@ -65,19 +66,17 @@ class LocalPart:
     @property
     def shared(self) -> bool:
         """Whether writing into :meth:`flat` writes into the tensor."""
-        return self.local.is_contiguous()
+        return self.local.is_contiguous() and not self.local.is_conj() and not self.local.is_neg()
 
 
 def local_part(name: str, tensor: torch.Tensor, world: int, rank: int) -> LocalPart:
     """This rank's part of ``tensor``. A plain tensor counts as replicated over all ``world`` ranks.
 
     Raises:
-        ValueError: a pending reduction, a placement other than Shard and Replicate, a quantized type, or no data: with the remedy.
+        ValueError: a pending reduction, a placement other than Shard and Replicate, no data, or what :func:`check_dense` refuses: with the
+            remedy.
     """
-    if tensor.layout != torch.strided:
-        raise ValueError(f"tensor {name!r} has layout {tensor.layout}; only dense tensors can be stored: call to_dense() first")
-    if tensor.is_quantized:
-        raise ValueError(f"tensor {name!r} is of the quantized type {tensor.dtype}, whose scales are not stored: call dequantize() first")
+    check_dense(name, tensor)
     with torch.no_grad():
         if hasattr(tensor, "local_intervals"):
             part = _ragged(name, tensor)
@@ -92,6 +91,25 @@ def local_part(name: str, tensor: torch.Tensor, world: int, rank: int) -> LocalP
     if part.local.numel() != held:
         raise ValueError(f"tensor {name!r}: the local part has {part.local.numel()} elements, its intervals {held}")
     return part
+
+
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError, with the remedy, for a tensor that is no box of elements."""
+    if is_lazy(tensor):
+        raise ValueError(f"tensor {name!r} is a lazy module's, which has no shape yet: call the module once first")
+    if tensor.is_nested:
+        raise ValueError(f"tensor {name!r} is a nested tensor; only dense ones can be stored: give its values() and offsets() as two")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"tensor {name!r} has layout {tensor.layout}; only dense tensors can be stored: call to_dense() first")
+    if tensor.is_quantized:
+        raise ValueError(f"tensor {name!r} is of the quantized type {tensor.dtype}, whose scales are not stored: call dequantize() first")
+
+
+def check_target(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a tensor that can't be loaded into."""
+    check_dense(name, tensor)
+    if any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(f"tensor {name!r} is expanded: several elements are one in memory, which can't be loaded into: clone() it first")
 
 
 def _one(start: int, end: int) -> Sequence[tuple[int, int]]:

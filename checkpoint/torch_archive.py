@@ -117,7 +117,7 @@ class _ArchiveMachine(Machine):
         if (module, name) in _CALLS or (module, name) in _STORAGES or (module, name) == _UNTYPED:
             self.push(Global(module, name))
             return
-        dtype = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
+        dtype = vars(torch).get(name) if module == "torch" else None
         if not isinstance(dtype, torch.dtype):
             raise ForeignFileError(f"it refers to {short(module)}.{short(name)}, which only unpickling could make: it is not read")
         self.push(dtype)

@@ -209,7 +209,7 @@ def write_checkpoint_shard(shards: Shards, root: Any, attempt: str, *, epoch: in
 
     aux = stored_aux(shards.rank, shards.scalars)
     epoch = shards.generation if epoch is None else epoch
-    return write_shard(root, attempt, shards.rank, stored_pieces(shards), aux=aux, step=shards.step, epoch=epoch)
+    return write_shard(root, attempt, shards.rank, stored_pieces(shards), aux=aux, step=shards.step, epoch=epoch, world=shards.world)
 
 
 def stored_aux(rank: int, scalars: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -129,6 +129,7 @@ class Writer:
                 step=staged.step,
                 epoch=staged.generation,
                 cancelled=lambda: job.cancelled,
+                world=staged.world,
             )
         except Exception as error:
             problem = describe(error)

@@ -158,9 +158,9 @@ def test_damage_and_missing_names_are_errors(folder):
         dcp.load({"w": torch.zeros(3)}, storage_reader=ckpt.DcpReader(folder))
     victim = next((folder / "data" / commit.attempt).glob("*.safetensors"))
     raw = bytearray(victim.read_bytes())
-    raw[-5000] ^= 1
+    raw[5000] ^= 1
     victim.write_bytes(raw)
-    with pytest.raises(BaseException, match="checkpoint is damaged: .* block 0"):
+    with pytest.raises(BaseException, match="checkpoint is damaged: .* block 1 "):
         dcp.load({"w": torch.zeros(3000)}, storage_reader=ckpt.DcpReader(folder))
 
 
@@ -381,6 +381,14 @@ def test_an_export_is_read_back_before_it_counts(folder, monkeypatch):
         ckpt.export_dcp(folder / "a", None, folder / "dcp")
 
 
+def test_what_torch_can_not_save_is_not_exported_and_said(folder):
+    ckpt.save({"model": {"w": torch.ones(3), "q": torch.ones(3, dtype=torch.uint8).view(torch.int4)}}, folder / "a", 1)
+    with pytest.raises(ckpt.CheckpointMismatch, match="'model.q' is int4, which torch.save.* can't write: exclude it"):
+        ckpt.export_dcp(folder / "a", None, folder / "dcp")
+    assert not (folder / "dcp").exists()
+    ckpt.export_dcp(folder / "a", None, folder / "dcp", exclude="model.q")
+
+
 # ---------------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -409,6 +417,18 @@ def test_an_object_that_only_pickle_could_read_is_refused_and_can_be_excluded(fo
         ckpt.import_dcp(folder / "dcp", folder / "root")
     ckpt.import_dcp(folder / "dcp", folder / "root", exclude="thing")
     assert ckpt.open(folder / "root").meta["state"] == {"other": {"n": 3}}
+
+
+def test_a_hyperparameter_of_several_numbers_is_not_taken_for_the_first(folder):
+    group = {"lr": torch.tensor([0.5]), "scales": torch.arange(3.0), "params": ["w"]}
+    stock(folder / "dcp", optim={"state": {"w": {"step": torch.tensor(1.0)}}, "param_groups": [group]})
+    with pytest.raises(ckpt.ForeignFileError, match=r"scales' is a tensor of shape \(3,\), not of one element: exclude it"):
+        ckpt.import_dcp(folder / "dcp", folder / "root")
+    group.pop("scales")
+    stock(folder / "dcp2", optim={"state": {"w": {"step": torch.tensor(1.0)}}, "param_groups": [group]})
+    ckpt.import_dcp(folder / "dcp2", folder / "root")
+    (saved,) = ckpt.open(folder / "root").meta["optimizers"]["optimizer"]["groups"]
+    assert saved["hyper"]["lr"] == {"dtype": "float32", "value": [0.5]}
 
 
 @pytest.mark.parametrize("which", ["milestones", "sequence", "plateau"])

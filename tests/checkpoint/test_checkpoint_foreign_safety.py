@@ -133,6 +133,11 @@ def attacks() -> dict[str, tuple[bytes, str]]:
         "a call": (pickle.dumps(print), "refers to builtins.print, which is none of DCP's own classes"),
         "a class by its old name": (b"cos\nsystem\n(S'true'\ntR.", "refers to os.system"),
         "an attribute of torch": (b"ctorch\nload\n.", "refers to torch.load"),
+        "a module that torch imports when it is asked for": (b"ctorch\n_inductor\n.", "refers to torch._inductor"),
+        "a million numbers of one hash": (
+            head + b"}(" + b"".join(b"\x8a\x09" + (n * ((1 << 61) - 1)).to_bytes(9, "little") + b"N" for n in range(5, 1000)) + b"u.",
+            "a dict's key is no text",
+        ),
         "a class of four megabytes": (head + b"X" + struct.pack("<I", 1 << 22) + b"m" * (1 << 22) + b"\x8c\x01n\x93.", "refers to"),
         "an extension": (head + b"\x82\x01.", "opcode 0x82"),
         "a persistent id": (head + b"NQ.", "opcode 0x51"),
@@ -356,6 +361,36 @@ def test_an_object_that_was_made_to_hurt_is_refused_cheaply(folder, value, chang
     with cheap(mib=400), pytest.raises(ckpt.ForeignFileError, match=words) as caught:
         everything(folder)
     assert "\n" not in str(caught.value) and len(str(caught.value)) <= 1000
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("expanded", r"'model.w': a chunk of shape \(1048576, 256\) is said to be in an archive of \d+ bytes"),
+        ("one archive for many", "'model.v1' shares bytes with another tensor"),
+        ("a file of a terabyte", "ends before byte .*, where 'model.w' ends: truncated"),
+    ],
+)
+def test_a_small_checkpoint_does_not_become_a_large_commit(folder, what, words):
+    """A gigabyte is said to be there; a few kilobytes are."""
+    state = {"w": torch.zeros(1000)} | ({f"v{n}": torch.zeros(1000) for n in range(3)} if what.startswith("one") else {})
+    dcp.save({"model": state}, checkpoint_id=folder / "dcp", no_dist=True)
+    described = dcp_index(folder / "dcp")
+    info = described.storage_data[MetadataIndex("model.w", torch.Size([0]))]
+    if what == "expanded":
+        raw = io.BytesIO()
+        torch.save(torch.zeros(1).expand(1 << 20, 256), raw)
+        (folder / "dcp" / info.relative_path).write_bytes(raw.getvalue())
+        described.state_dict_metadata["model.w"] = index_of([1 << 20, 256], [([0, 0], [1 << 20, 256])]).state_dict_metadata["w"]
+        described.storage_data = {MetadataIndex("model.w", torch.Size([0, 0])): _StorageInfo(info.relative_path, 0, len(raw.getvalue()))}
+    elif what == "one archive for many":
+        described.storage_data = dict.fromkeys(described.storage_data, info)
+    else:
+        info.length = 1 << 40
+    rewrite_dcp_index(folder / "dcp", described)
+    with cheap(20), pytest.raises(ckpt.ForeignFileError, match=words):
+        ckpt.import_dcp(folder / "dcp", folder / "root")
+    assert not list((folder / "root").rglob("*.safetensors"))
 
 
 def test_a_length_that_no_file_has_is_refused_before_memory_is_taken(folder):

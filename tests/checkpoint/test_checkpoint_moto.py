@@ -6,6 +6,7 @@ stay small here. The failures are in test_checkpoint_s3.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -33,6 +34,8 @@ def server():
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     threaded.start()
     host, port = threaded.get_host_and_port()
+    with contextlib.suppress(urllib.error.HTTPError):  # the first request makes it import its backends, for longer than a client waits
+        urllib.request.urlopen(f"http://{host}:{port}/nobodys-bucket", timeout=120)
     yield f"http://{host}:{port}"
     threaded.stop()
 

@@ -324,3 +324,22 @@ def test_files_that_people_put_into_the_folder_stay_and_disturb_nothing(tmp_path
     made = save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=2)
     assert collect(tmp_path, 1, grace_s=-1.0).problems == () and ckpt.ls(tmp_path) == [made]
     assert all(Path(tmp_path, name).read_text() == "mine" for name in names)
+
+
+@pytest.mark.timeout(60)
+def test_pipes_devices_and_links_to_nowhere_are_no_objects_and_nobody_waits_for_them(tmp_path):
+    made = save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=1)
+    newer = save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=2)
+    os.mkfifo(tmp_path / "commits/e0000-s000000000009.json")
+    os.symlink("/dev/zero", tmp_path / "commits/e0000-s000000000008.json")
+    os.symlink("x", tmp_path / "commits/x")
+    victim = next((tmp_path / "data" / newer.attempt).glob("*.safetensors"))
+    victim.unlink()
+    os.mkfifo(victim)
+    store = ckpt.PosixStore(tmp_path)
+    assert [c.name for c in ckpt.ls(store)] == [made.name, newer.name] and ckpt.latest(store) == made
+    assert ckpt.verify(store, newer).problems[0].reason == "it is missing"
+    with pytest.raises(KeyMissing):
+        store.get("commits/e0000-s000000000009.json")
+    with pytest.raises(ckpt.CommitExists):
+        save_in_process(tmp_path, SMALL, random_layout(SMALL, 1, seed=1), step=9)

@@ -130,9 +130,12 @@ def test_overlapping_and_repeated_requests_are_all_filled(tmp_path):
     tensors = {("w", "param"): random_bits((5000,), torch.float32, 3)}
     save_in_process(tmp_path, tensors, random_layout(tensors, 3, seed=1))
     outs = [(s, e, torch.empty(e - s)) for s, e in [(0, 5000), (0, 5000), (1200, 4100), (4099, 4100), (7, 7)]]
-    ckpt.open(tmp_path).read_ranges([("w", "param", s, e, out) for s, e, out in outs])
+    checkpoint = ckpt.open(tmp_path)
+    plan = checkpoint.read_ranges([("w", "param", s, e, out) for s, e, out in outs])
     for s, e, out in outs:
         assert torch.equal(out.view(torch.int32), tensors["w", "param"][s:e].view(torch.int32))
+    (extents,) = checkpoint.manifest.groups[0].kinds
+    assert plan.runs == len(extents.start) == 3, "what lies within another request is no run of its own"
 
 
 def test_a_request_that_does_not_fit_is_refused_before_anything_is_read(tmp_path):

@@ -265,6 +265,25 @@ def test_json_of_doubtful_meaning_is_refused(saved, text):
     assert attempt_to_load(store, made, sealed(text)) == "refused"
 
 
+@pytest.mark.parametrize(
+    "change", [(("format",), "rcp/1\n\ud800"), (("aliases",), {"a": "\ud800"}), (("objects", 0, "key"), "\x1b[2J\ud800")]
+)
+def test_what_a_file_says_neither_forges_a_log_nor_breaks_it(saved, change, caplog):
+    store, made, document = saved
+    path, value = change
+    sound, when = store.objects[made.key]
+    store.objects[made.key] = (sealed(document_with(path, value, document)), when)
+    try:
+        assert ckpt.latest(store) is None
+    finally:
+        store.objects[made.key] = (sound, when)
+    (record,) = caplog.records
+    assert record.getMessage().isprintable() and "is skipped" in record.getMessage()
+    assert str(ckpt.CheckpointCorrupt("data/x", 3, ("a\nb", "\ud800"), "torn")) == (
+        "checkpoint is damaged: data/x, block 3 (holds a\\nb, \\ud800): torn"
+    )
+
+
 def test_a_manifest_larger_than_any_can_be_is_not_even_read(saved, monkeypatch):
     store, made, _ = saved
     monkeypatch.setattr(store, "size", lambda key: 1 << 40)

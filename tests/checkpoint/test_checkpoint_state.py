@@ -91,6 +91,12 @@ def test_plain_values_come_back_as_they_were_whatever_looks_like_what_stands_for
     assert repr(state["x"]) == repr(values).replace("()", "[]") == repr(loaded.values["x"]), "tuples become lists, nothing else changes"
 
 
+def endless() -> list[Any]:
+    held: list[Any] = []
+    held.append(held)
+    return held
+
+
 class Net(nn.Module):
     """Tied embedding, a frozen parameter, 0-d, buffers of several dtypes, a bf16 parameter."""
 
@@ -409,6 +415,11 @@ def test_random_generators_come_back(root):
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(2))])}, "belongs to no module in the state"),
         ({"model": {"a": torch.zeros(2, 2).to_sparse()}}, "only dense tensors"),
         ({"model": nn.Linear(2, 2, device="meta")}, "is on the meta device"),
+        ({"model": nn.LazyLinear(2)}, "'weight' is a lazy module's, which has no shape yet"),
+        ({"model": {"a": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)}}, "'a' is a nested tensor"),
+        ({"model": {0: torch.ones(2)}}, "state entry 'model' holds a tensor under the key 0; give texts"),
+        ({"model": {"a": torch.ones(2)}, "x": endless()}, r"state.x\[0\].* is nested more than 100 deep, or holds itself"),
+        ({"model": {"ema/w": torch.ones(2)}, "ema": {"v": torch.ones(1)}}, "'ema/w' of .* would be taken for one of the entry 'ema'"),
     ],
 )
 def test_what_cannot_be_stored_is_refused_before_anything_is_written(root, state, words):
@@ -423,6 +434,55 @@ def test_tensors_that_are_not_contiguous_are_stored_and_filled(root):
     target = {"w": torch.zeros(4, 6).t(), "v": torch.zeros(4, 6)[:, ::2]}
     ckpt.load({"model": target}, root)
     assert torch.equal(target["w"], base.t()) and torch.equal(target["v"], base[:, ::2])
+
+
+def test_views_that_are_conjugated_or_negated_are_stored_as_what_they_show_and_filled_with_it(root):
+    given = torch.randn(6, dtype=torch.complex64)
+    held = {"c": given.conj(), "n": torch._neg_view(given.real.clone()), "i": given.conj().imag, "e": torch.ones(1).expand(4)}
+    ckpt.save({"model": held}, root, 1)
+    ckpt.Saver(root).save({"model": held}, 2)
+    for step in (1, 2):
+        target = {"c": torch.zeros(6, dtype=torch.complex64).conj(), "n": torch._neg_view(torch.zeros(6))}
+        target |= {"i": torch.zeros(6), "e": torch.zeros(4)}
+        ckpt.load({"model": target}, root, commit=f"e0000-s{step:012d}")
+        assert target["c"].is_conj() and target["n"].is_neg()
+        assert all(torch.equal(target[name], held[name]) for name in held)
+
+
+def test_a_tensor_whose_elements_are_one_in_memory_is_refused_before_anything_is_loaded(root):
+    ckpt.save({"model": {"a": torch.ones(3), "e": torch.ones(4)}}, root, 1)
+    target = {"a": torch.zeros(3), "e": torch.zeros(1).expand(4)}
+    with pytest.raises(ValueError, match=r"'e' is expanded: several elements are one in memory, .* clone\(\) it first"):
+        ckpt.load({"model": target}, root)
+    assert not target["a"].any()
+    ckpt.load({"model": target}, root, exclude="e")
+    assert target["a"].all()
+
+
+def test_a_learning_rate_of_one_element_keeps_its_shape(root):
+    """torch's optimizers take a tensor of any shape with one element."""
+
+    def fresh(lr: float) -> tuple[torch.optim.Optimizer, Any, dict[str, Any]]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor([lr]), foreach=False)
+        scheduler = LR.StepLR(optimizer, 1, 0.5)
+        return optimizer, scheduler, {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+    optimizer, scheduler, state = fresh(0.1)
+    rates(optimizer, scheduler, 2)
+    ckpt.save(state, root, 2)
+    other, resumed, into = fresh(9.0)
+    ckpt.load(into, root)
+    assert other.param_groups[0]["lr"].shape == (1,) and repr(resumed.state_dict()) == repr(scheduler.state_dict())
+    assert rates(other, resumed, 3) == rates(optimizer, scheduler, 3)
+
+
+def test_entries_whose_names_begin_alike_keep_apart(root):
+    ckpt.save({"a": {"x": torch.ones(2)}, "a/b": {"c": torch.ones(3)}}, root, 1)
+    for state in ({"a": {"x": torch.zeros(2)}}, {"a/b": {"c": torch.zeros(3)}}):
+        ckpt.load(state, root)
+        assert all(tensor.all() for held in state.values() for tensor in held.values())
+    assert list(ckpt.open(root).to_state_dict(key="a")) == ["x"] and list(ckpt.open(root).to_state_dict(key="a/b")) == ["c"]
 
 
 def test_a_run_that_went_back_saves_into_a_higher_epoch(root):
@@ -453,8 +513,8 @@ def test_a_damaged_newest_checkpoint_is_passed_over_loudly(root, caplog):
     other = Net(3)
     loaded = ckpt.load({"model": other}, root)
     assert loaded.step == 1 and loaded.skipped == (damaged.name,) and same_module(good, other)
-    assert "going back to checkpoint e0000-s000000000001" in caplog.text and "block 0" in caplog.text
-    with pytest.raises(ckpt.CheckpointCorrupt, match="block 0"):
+    assert "going back to checkpoint e0000-s000000000001" in caplog.text and "block 1 (" in caplog.text
+    with pytest.raises(ckpt.CheckpointCorrupt, match=r"block 1 \("):
         ckpt.load({"model": other}, root, commit=damaged.name)
 
 

@@ -123,9 +123,9 @@ def test_verify_says_what_it_read_and_names_damage(run, capsys):
     raw[5000] ^= 1
     victim.write_bytes(raw)
     assert said(capsys, "verify", f"x@{BEFORE}")[0] == 0
-    assert "block 0 (holds header, embed.weight" in refused(capsys, "verify", "x", code=1)
+    assert "block 1 (holds embed.weight" in refused(capsys, "verify", "x", code=1)
     code, out, _ = said(capsys, "verify", "x", "--json")
-    assert code == 1 and json.loads(out)["problems"][0]["block"] == 0
+    assert code == 1 and json.loads(out)["problems"][0]["block"] == 1
 
 
 def test_diff_says_what_changed_and_by_how_much(run, capsys):
