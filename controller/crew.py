@@ -20,7 +20,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from vescale_ray.controller.awake import AwakeClock
 from vescale_ray.controller.budget import Cause
-from vescale_ray.controller.protocol import Places
+from vescale_ray.controller.protocol import Dismissal, Places
 from vescale_ray.workers.messages import Order, Outlined, Report, Ticket, WorkerInfo
 
 POLL_WAIT_S = 0.5
@@ -40,6 +40,8 @@ ASK_S = 0.2
 """The others go on while a worker is asked for something: whoever watches them for hangs must not be away for long (``awake.GAP_S``)."""
 DEATH_S = 1.0
 """A worker that was killed counts as dead after this long, whether Ray has said so or not."""
+GONE_S = 3.0
+"""One whose process was found to have ended: Ray may yet say that its node was lost, which is no failure of the worker's."""
 
 
 NODE_LOST = "its node was lost"
@@ -108,6 +110,8 @@ class Member:
     """Why we are killing it, since ``sentenced``."""
     cause: Cause = Cause.KILLED
     sentenced: float = 0.0
+    gone: bool = False
+    """It had ended before it was killed: why is Ray's to say."""
 
     def pending(self) -> list[Any]:
         return [ref for ref in (self.hello, self.lifeline, self.outline, self.poll) if ref is not None]
@@ -186,7 +190,10 @@ class Crew:
         member = self.members[worker]
         if member.verdict is None:
             member.verdict, member.sentenced, member.cause = reason, time.monotonic(), Cause.HANG
-            if not self._ask_nursery("dismiss", worker, member.info):
+            done = self._ask_nursery("dismiss", worker, member.info)
+            if done is Dismissal.GONE:
+                member.gone = True
+            elif done is Dismissal.UNKNOWN:
                 assert member.info is not None
                 self._leave_node(member.info.node, worker, reason)
 
@@ -199,7 +206,7 @@ class Crew:
                 if member.verdict is None:
                     self._nursery.dismiss.remote(other, None)
                 member.verdict = f"{reason}; its node does not answer" if other == worker else "its node does not answer"
-                member.cause, member.sentenced = Cause.NODE, time.monotonic() - DEATH_S - 1.0
+                member.cause, member.gone, member.sentenced = Cause.NODE, False, time.monotonic() - GONE_S - 1.0
 
     def signal(self, worker: str, number: int) -> bool:
         """Send a signal to a worker's process, as anyone on its machine could."""
@@ -348,9 +355,9 @@ class Crew:
         self.clock()
         wake = now + timeout_s
         # Ray learns late of the death of a process on a node that is gone; we need not wait for it.
-        overdue = [m for m in self.members.values() if m.verdict is not None and now - m.sentenced > DEATH_S]
+        overdue = [m for m in self.members.values() if m.verdict is not None and now - m.sentenced > (GONE_S if m.gone else DEATH_S)]
         if overdue:
-            return [news for member in overdue for news in self._bury(member, "killed", Cause.KILLED)]
+            return [news for member in overdue for news in self._bury(member, "its process died", Cause.KILLED)]
         for member in self.members.values():
             if member.info is not None and member.poll is None and member.verdict is None:
                 if member.next_poll <= now:
@@ -426,7 +433,7 @@ class Crew:
         if member.verdict is None:
             # The place that it had must be given back.
             self._ask_nursery("dismiss", member.worker, member.info)
-        told = (reason, cause) if member.verdict is None else (member.verdict, member.cause)
+        told = (reason, cause) if member.verdict is None or member.gone else (member.verdict, member.cause)
         return [Lost(member.worker, member.info, *told)]
 
     def _enroll(self, worker: str, handle: Any, info: WorkerInfo | None = None) -> None:

@@ -26,7 +26,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from vescale_ray.controller.agent import fetch_stacks, send_signal, start_agent
-from vescale_ray.controller.protocol import Places
+from vescale_ray.controller.protocol import Dismissal, Places
 from vescale_ray.workers.messages import WorkerInfo
 from vescale_ray.workers.worker import actor_class
 
@@ -118,6 +118,9 @@ class Nursery:
     def wish(self, count: int, avoid: Collection[str]) -> Places:
         """Have ``count`` wishes, none of them on the nodes to ``avoid``; those that still wait are taken back first. What all groups have
         got."""
+        return self._wish(count, avoid)
+
+    def _wish(self, count: int, avoid: Collection[str]) -> Places:
         with self._placing:
             nodes = {wish: _node_of(wish) for wish in self._wishes}
             surplus = [wish for wish, node in nodes.items() if node in avoid]
@@ -144,9 +147,8 @@ class Nursery:
         with self._lock:
             return {worker: child.handle for worker, child in self._children.items()}
 
-    def dismiss(self, worker: str, info: WorkerInfo | None) -> bool:
-        """End a worker and give its place back; False if its node does not answer. ``info`` lets it be killed by process id: ``ray.kill``
-        takes 5 s on a stopped process."""
+    def dismiss(self, worker: str, info: WorkerInfo | None) -> Dismissal:
+        """End a worker and give its place back. ``info`` lets it be killed by process id: ``ray.kill`` takes 5 s on a stopped process."""
         with self._lock:
             child = self._children.pop(worker, None)
         sent = None if info is None else self._signal(info, signal.SIGKILL)
@@ -154,7 +156,7 @@ class Nursery:
             self._returns.submit(_give_back, child)
         for node in {info.node if info else None, child.node if child else None} - {None}:
             self._retire(str(node))
-        return info is None or sent is not None
+        return Dismissal.ENDED if info is None or sent else Dismissal.GONE if sent is not None else Dismissal.UNKNOWN
 
     def signal(self, info: WorkerInfo, number: int) -> bool:
         """Send a signal to a worker's process; False if that process is gone."""
@@ -217,7 +219,7 @@ class Nursery:
         """End all workers and agents, and give all places back. Nobody is hired after it: nobody would give that place back."""
         with self._placing:
             self._closed = True
-        self.wish(0, ())
+        self._wish(0, ())
         for worker in self.roster():
             self.dismiss(worker, None)
         self._returns.shutdown()

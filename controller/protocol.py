@@ -89,6 +89,17 @@ class Bounds:
     replace: float = 180.0
 
 
+class Dismissal(StrEnum):
+    """What became of a worker that was to be ended."""
+
+    ENDED = "ended"
+    """It was sent SIGKILL, or Ray was told where its process is not known."""
+    GONE = "gone"
+    """Its process had ended before."""
+    UNKNOWN = "unknown"
+    """Its node does not answer."""
+
+
 @dataclass(frozen=True)
 class Places:
     """What the run's placement groups have got.
