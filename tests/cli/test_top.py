@@ -15,7 +15,8 @@ from rich.console import Console
 
 from tests.deploy.test_alerts import full_snapshot
 from vescale_ray import cli, client, top
-from vescale_ray.controller.metrics import Histogram, MetricsServer, RunSnapshot
+from vescale_ray.controller.figures import Histogram, RunSnapshot
+from vescale_ray.controller.metrics import MetricsServer
 from vescale_ray.runfolder import RunFolder
 
 NOW = 1_700_000_000.0

@@ -19,7 +19,7 @@ import torch
 from tests.controller.runs import tiny
 from vescale_ray import checkpoint
 from vescale_ray.config import CheckpointSection
-from vescale_ray.controller import metrics, watchdog
+from vescale_ray.controller import figures, watchdog
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.keeper import Keeper
@@ -47,7 +47,7 @@ def test_every_state_can_be_reached_and_leads_to_an_end() -> None:
     assert all(reach(state) & FINAL for state in RunState)
     assert all(RunState.FAILED in TRANSITIONS[state] for state in set(RunState) - FINAL)
     assert all(not TRANSITIONS[state] for state in FINAL)
-    assert tuple(RunState) == metrics.STATES
+    assert tuple(RunState) == figures.STATES
 
 
 def test_a_transition_that_is_not_in_the_table_is_an_error_that_names_what_is_allowed() -> None:

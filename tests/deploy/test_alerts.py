@@ -13,7 +13,8 @@ import yaml
 
 from vescale_ray import cli
 from vescale_ray.config import RunConfig
-from vescale_ray.controller.metrics import RunSnapshot, families
+from vescale_ray.controller.exposition import DEVICE_MEMORY, families
+from vescale_ray.controller.figures import RunSnapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text())["groups"]
@@ -76,7 +77,15 @@ def full_snapshot() -> RunSnapshot:
         checkpoint_stall=0.1,
         checkpoint_interval=60.0,
         failures_in_a_row={"crash": 0},
+        flops_utilization=0.5,
+        phase_seconds={"data": 1.0},
         memory={0: 1},
+        memory_kinds={"parameters": {0: 1}},
+        device_memory={kind: {0: 1} for kind in DEVICE_MEMORY},
+        alloc_retries={0: 0},
+        waited={"all_gather": {0: 1.0}},
+        rank_step_seconds={0: 1.0},
+        heard={0: 1.0},
         slot_seconds={0: 1.0},
         slowness={0: 1.0},
         slots={0: 1},

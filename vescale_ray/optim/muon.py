@@ -139,6 +139,14 @@ class Muon(InPlaceLoading):
         if group["normuon"] is not None and RowMoments.KEY not in state:
             state[RowMoments.KEY] = RowMoments.zeros(parameter)
 
+    skipped_steps = 0
+    """Not taken so far, for gradients that were not finite."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which this rank has stood still for its exchanges with the others, as far as they count it."""
+        return sum(getattr(exchange, "waited_s", 0.0) for exchange in self._route.exchanges) if self._route is not None else 0.0
+
     @property
     def itineraries(self) -> tuple[Itinerary, ...]:
         """The plan of the communication, one for each set of ranks that share parameters: roots, buckets, balance, bytes."""
@@ -166,6 +174,7 @@ class Muon(InPlaceLoading):
                 names = ", ".join(route.names[i] for i in decision.split[:3])
                 warnings.warn(f"{names}: a gradient on some ranks only; left out of this step on all of them", stacklevel=2)
         if not goes_on(decision, self.nonfinite):
+            self.skipped_steps += 1
             return loss
         active = frozenset(i for i, is_active in enumerate(decision.active) if is_active)
         parts = {i: self._part(route, i) for i in sorted(active)}
