@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.controller.runs import carry_out, tiny
+from tests.controller.runs import carry_out, tiny, until
 from tests.deploy.test_alerts import RULES
 from tests.deploy.test_dashboard import PANELS, expressions
 from vescale_ray import client, dash
@@ -42,15 +42,17 @@ def free_port() -> int:
 
 
 class Prometheus:
-    """The real one, with ``deploy/prometheus.yml`` made faster, on ports of its own."""
+    """The real one, with ``deploy/prometheus.yml`` made faster, on a port of its own; ``run``: the folder of the run that it scrapes."""
 
-    def __init__(self, folder: Path, target: int) -> None:
+    def __init__(self, folder: Path, run: Path) -> None:
         self.port = free_port()
         config = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "1s"}
         config["rule_files"] = [str(ROOT / "deploy" / "alerts.yml")]
         config["scrape_configs"] = config["scrape_configs"][:1]
-        config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{target}"]}]
+        (discovery,) = config["scrape_configs"][0]["file_sd_configs"]
+        discovery["files"] = [str(run / Path(discovery["files"][0]).name)]
+        discovery["refresh_interval"] = "500ms"
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
         self._log = (folder / "log").open("w")
@@ -86,21 +88,19 @@ class Prometheus:
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Iterator[tuple[int, Prometheus]]:
-    port = free_port()
+def prometheus(tmp_path: Path) -> Iterator[Prometheus]:
     (tmp_path / "prometheus").mkdir()
-    prometheus = Prometheus(tmp_path / "prometheus", port)
+    prometheus = Prometheus(tmp_path / "prometheus", tmp_path / "scraped")
     try:
-        yield port, prometheus
+        yield prometheus
     finally:
         prometheus.close()
 
 
-def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Path, target: tuple[int, Prometheus]) -> None:
-    port, prometheus = target
+def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Path, prometheus: Prometheus) -> None:
     settings = {"checkpoint_every": "auto", "checkpoint_auto_min_s": 0.5, "checkpoint_auto_max_s": 2.0, "train_steps": 5000}
     settings["metrics_peak_flops"] = 1e9
-    config = tiny(tmp_path, "scraped", metrics_port=port, **settings)
+    config = tiny(tmp_path, "scraped", **settings)
     folder = RunFolder(config.run_folder)
     seen: dict[str, Any] = {"lint": None, "asked": False, "since": None}
 
@@ -112,7 +112,7 @@ def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Pat
             return
         seen["since"] = seen["since"] or time.monotonic()
         if seen["lint"] is None:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+            with urllib.request.urlopen(f"{(folder.read_control() or {})['url']}/metrics", timeout=10) as reply:
                 text = reply.read()
             seen["lint"] = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30, check=False)
         if time.monotonic() - seen["since"] > 8:
@@ -123,6 +123,7 @@ def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Pat
     assert finished.result.state == "STOPPED", finished.result
     assert seen["lint"].returncode == 0 and not seen["lint"].stdout + seen["lint"].stderr, seen["lint"]
     ended = time.time()
+    until(lambda: not prometheus.ask("targets")["activeTargets"], 10, "Prometheus forgets the run's address")
     span = f"{int(ended - began) + 5}s"
     when = {"start": str(began), "end": str(ended), "step": "1s"}
     for where, expr in expressions().items():

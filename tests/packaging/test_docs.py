@@ -82,8 +82,9 @@ def test_the_documents_name_every_file_of_a_run(tmp_path: Path) -> None:
     run.append_samples(0, 1, [1])
     run.write_state({})
     run.write_control("u", "t")
+    run.write_discovery("u")
     run.write_config("")
     run.claim().close()
     names = {path.name for path in tmp_path.iterdir()} | {run.curve_path.name, f"{run.checkpoints.name}/"}
-    named = set(re.findall(r"^\| `([a-z]+\.[a-z]+|lock|checkpoints/)`", text, re.MULTILINE))
+    named = set(re.findall(r"^\| `([a-z_]+\.[a-z]+|lock|checkpoints/)`", text, re.MULTILINE))
     assert named == names | {"controller.json"}
