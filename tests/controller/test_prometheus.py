@@ -146,4 +146,4 @@ def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Pat
     assert all(value is not None for chart in page.charts for series in chart.series for _, value in series.points[-1:])
     assert all(chart.series for chart in page.charts) and page.goodput and len(page.marks) >= 2 and "<svg" in render(page)
     failed = {rule["name"]: rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"] if rule["health"] == "err"}
-    assert not failed and sum(len(group["rules"]) for group in RULES) == 18
+    assert not failed and sum(len(group["rules"]) for group in RULES) == 20
