@@ -84,7 +84,7 @@ class Controller:
             **self._ledger.snapshot.to_json(),
             "processes": [(info.pid, info.born, info.node) for info in list(self._ledger.known.values())],
             "url": self._ledger.control_url,
-            "warning": self._ledger.warning,
+            "warnings": self._ledger.warnings,
             "record": self._ledger.record(),
             "outcome": asdict(outcome) if outcome else None,
         }

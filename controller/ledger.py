@@ -88,7 +88,8 @@ class Ledger:
         self._in_a_row: Mapping[str, int] = {}
         self.control_url: str | None = None
         self.error: str | None = None
-        self.warning: str | None = None
+        self.warnings: tuple[str, ...] = ()
+        """What went wrong without ending the run, each once."""
         self._unwritable = False
         self.evaluated: set[int] = set()
         self.known: dict[str, WorkerInfo] = {}
@@ -134,9 +135,12 @@ class Ledger:
 
     def event(self, name: str, **about: Any) -> None:
         """Write an event, with the generation and step that it belongs to."""
-        generation = self.world.ticket.generation if self.world else 0
-        record = {"time": time.time(), "event": name, "generation": generation, "step": self.step, **about}
+        record = {**self._stamp(name), **about}
         self._write(lambda: self.folder.append_event(record))
+
+    def _stamp(self, name: str) -> dict[str, Any]:
+        generation = self.world.ticket.generation if self.world else 0
+        return {"time": time.time(), "event": name, "generation": generation, "step": self.step}
 
     def started(self) -> None:
         """The run begins, or (``epoch`` > 1) its controller does, again."""
@@ -516,7 +520,7 @@ class Ledger:
             "finished": None,
             "goodput": self.goodput.to_json(),
             "error": self.error,
-            "warning": self.warning,
+            "warning": "; ".join(self.warnings) or None,
             "checkpoint": self._checkpoint.get("path"),
             "pid": self._pid,
         }
@@ -606,16 +610,19 @@ class Ledger:
             self._waiting.popleft()
 
     def warn(self, text: str) -> None:
-        """Tell of something that does not stop the training: in the log, in run.json (the first one), as an event."""
+        """Tell of something that does not stop the training: in the log, in run.json, as an event."""
         _log.warning("%s", text)
-        self.warning = self.warning or text
+        self.warnings = (*self.warnings, text)
         self.event("warning", text=text)
 
     def _warn(self, error: OSError) -> None:
         if not self._unwritable:
             self._unwritable = True
             text = f"{self.folder.path}: can't be written ({error.strerror or error}); training goes on, lines wait in memory"
-            self.warning = self.warning or text
+            self.warnings = (*self.warnings, text)
+            # Behind what waits already: whoever reads the lines later sees when it began.
+            record = {**self._stamp("warning"), "text": text}
+            self._waiting.append(lambda: self.folder.append_event(record))
             _log.warning("%s", text)
 
 

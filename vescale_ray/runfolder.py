@@ -161,7 +161,9 @@ class RunFolder:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
                 line = b"\n" + line
-            os.write(descriptor, line)
+            # A disk that is nearly full takes a part, and only then says so: what was cut short is written again, on a line of its own.
+            while line:
+                line = line[os.write(descriptor, line) :]
         finally:
             os.close(descriptor)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -78,7 +79,11 @@ class Prometheus:
             content: bytes = reply.read()
         return content
 
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
     def close(self) -> None:
+        self.send(signal.SIGCONT)
         self._process.terminate()
         try:
             self._process.wait(10)
@@ -102,7 +107,7 @@ def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Pat
     settings["metrics_peak_flops"] = 1e9
     config = tiny(tmp_path, "scraped", **settings)
     folder = RunFolder(config.run_folder)
-    seen: dict[str, Any] = {"lint": None, "asked": False, "since": None}
+    seen: dict[str, Any] = {"lint": None, "asked": False, "since": None, "stopped_at": None, "went_on_to": None}
 
     def watch(status: Mapping[str, Any]) -> None:
         if "shrink/failure" in status["rescales"] and not seen["asked"]:
@@ -115,12 +120,20 @@ def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Pat
             with urllib.request.urlopen(f"{(folder.read_control() or {})['url']}/metrics", timeout=10) as reply:
                 text = reply.read()
             seen["lint"] = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30, check=False)
-        if time.monotonic() - seen["since"] > 8:
+        running_s = time.monotonic() - seen["since"]
+        if running_s > 4 and seen["stopped_at"] is None:
+            prometheus.send(signal.SIGSTOP)  # whoever scrapes may stand still in the middle of it
+            seen["stopped_at"] = status["step"]
+        if running_s > 6 and seen["went_on_to"] is None:
+            seen["went_on_to"] = status["step"]
+            prometheus.send(signal.SIGCONT)
+        if running_s > 10:
             client.request(folder, "stop", {})
 
     began = time.time()
     finished = carry_out(config, Act(15, "kill", 1), watch=watch)
-    assert finished.result.state == "STOPPED", finished.result
+    assert finished.result.state == "STOPPED" and not finished.result.warnings, finished.result
+    assert seen["went_on_to"] - seen["stopped_at"] >= 10, "training does not wait for Prometheus"
     assert seen["lint"].returncode == 0 and not seen["lint"].stdout + seen["lint"].stderr, seen["lint"]
     ended = time.time()
     until(lambda: not prometheus.ask("targets")["activeTargets"], 10, "Prometheus forgets the run's address")
