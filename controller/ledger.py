@@ -238,6 +238,7 @@ class Ledger:
                 del self._ended[old]
         speed = record.tokens / record.seconds if record.seconds > 0 else None
         phases = {**item.usage.phases, **{name: item.between[name] for name in ("checkpoint",) if name in item.between}}
+        phases = {name: round(seconds, 6) for name, seconds in phases.items()}
         line = {
             "step": record.step,
             "loss": record.loss,

@@ -67,7 +67,7 @@ class Tally:
         for usage in self._usage.values():
             for op, waited in usage.waited.items():
                 found[op] += waited / len(self._usage)
-        return dict(found)
+        return {op: round(seconds, 6) for op, seconds in found.items()}
 
     def largest_memory(self) -> dict[str, int]:
         """Bytes by kind, of the rank that has the most of it."""

@@ -33,10 +33,11 @@ class Meter:
 
     def __init__(self, config: RunConfig, model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         from vescale_ray.fsdp import held_bytes
+        from vescale_ray.optim import Muon
 
         self._model, self._optimizer, self._device, self._held_bytes = model, optimizer, device, held_bytes
-        # What waits in its step, and counts it: Muon.
-        self._exchanging = [part for part in getattr(optimizer, "optimizers", (optimizer,)) if hasattr(part, "waited_s")]
+        exchanges = any(isinstance(part, Muon) for part in getattr(optimizer, "optimizers", (optimizer,)))
+        self._counted = (*COUNTED, "all_to_all") if exchanges else COUNTED
         self._token_flops = token_flops(model, config.data.seq_len)
         self._peak = config.metrics.peak_flops or peak_flops(device, config.train.param_dtype)
         self._capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
@@ -77,10 +78,7 @@ class Meter:
     def _now(self) -> dict[str, float]:
         """Seconds waited so far, by what for."""
         counted = waiting.counted_s()
-        found = {**self._model.waited_by_collective, **{kind: counted.get(kind, 0.0) for kind in COUNTED}}
-        if self._exchanging:
-            found["all_to_all"] = sum(part.waited_s for part in self._exchanging)
-        return found
+        return {**self._model.waited_by_collective, **{kind: counted.get(kind, 0.0) for kind in self._counted}}
 
     def _since_begin(self) -> float:
         return sum(self._now().values()) - sum(self._waited.values())

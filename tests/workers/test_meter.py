@@ -98,7 +98,7 @@ def park(state: State) -> None:
 
 
 def test_ranks_wait_for_the_slow_one_and_all_seconds_are_accounted_for(text: str, three: Fleet) -> None:
-    pause = 0.15
+    pause = 0.3
     run = Run(three, tiny(text, elastic_snapshot_every=1))
     run.fresh([0, 1, 2])
     run.train(2)
@@ -110,15 +110,17 @@ def test_ranks_wait_for_the_slow_one_and_all_seconds_are_accounted_for(text: str
         assert usage.phases["comm"] == pytest.approx(sum(usage.waited.values()), abs=1e-9)
         assert set(usage.phases) == {"data", "forward_backward", "comm", "optimizer", "other"}
         if rank == 1:
-            assert usage.phases["forward_backward"] >= rounds * pause and usage.phases["comm"] < rounds * pause
+            assert usage.phases["forward_backward"] >= rounds * pause
         else:
-            assert usage.phases["comm"] >= 0.9 * rounds * pause > usage.phases["forward_backward"]
+            # Half of it, and not all: on a busy machine these ranks are late, too.
+            assert usage.phases["comm"] >= 0.5 * rounds * pause and usage.phases["comm"] > told[1][1].phases["comm"]
             assert sum(usage.waited[kind] for kind in ("all_gather", "reduce_scatter")) > 0.5 * pause, "the rounds' own collectives"
     run.end()
 
 
-def step_with(state: State, poison: bool) -> tuple[StepRecord, float]:
-    """A step, before which the weights of the head are made no numbers if ``poison``; and by how much it has changed the parameters."""
+def step_with(state: State, poison: bool) -> tuple[StepRecord, float, float]:
+    """A step, before which the weights of the head are made no numbers if ``poison``; by how much it has changed the parameters; seconds
+    for which Muon has waited."""
     trainer = state["trainer"]
     parameters = list(trainer.model.parameters())
     with torch.no_grad():
@@ -127,7 +129,8 @@ def step_with(state: State, poison: bool) -> tuple[StepRecord, float]:
         before = [p.to_local().clone() for p in parameters]
     record = trainer.step()
     with torch.no_grad():
-        return record, sum(float((p.to_local() - b).nan_to_num().abs().sum()) for p, b in zip(parameters, before, strict=True))
+        moved = sum(float((p.to_local() - b).nan_to_num().abs().sum()) for p, b in zip(parameters, before, strict=True))
+    return record, moved, trainer.usage.waited["all_to_all"]
 
 
 def test_steps_that_are_clipped_or_left_out_are_told_as_such_on_every_rank(text: str, three: Fleet) -> None:
@@ -135,10 +138,11 @@ def test_steps_that_are_clipped_or_left_out_are_told_as_such_on_every_rank(text:
     run.fresh([0, 1])
     fine, bad = (three.run_each({0: (poison,), 1: (poison,)}, step_with) for poison in (False, True))
     run.end()
-    for record, moved in fine.values():
-        assert record.clipped and not record.skipped and moved > 0
-    for record, moved in bad.values():
-        assert record.skipped and math.isnan(record.loss) and math.isnan(record.grad_norm) and moved == 0, "no parameter was changed"
+    for record, moved, waited in fine.values():
+        assert record.clipped and not record.skipped and moved > 0 and 0 < waited < record.seconds
+    for record, moved, waited in bad.values():
+        assert record.skipped and math.isnan(record.loss) and math.isnan(record.grad_norm)
+        assert moved == waited == 0, "no parameter was changed, nothing exchanged"
     run = Run(three, tiny(text, train_grad_clip=1e3))
     run.fresh([0, 1])
     assert not any(record.clipped or record.skipped for record in run.train(2))
