@@ -52,7 +52,7 @@ class RankFamily(Metric):
         """Its samples, for whoever reads them one by one."""
         for labels, values in self._parts:
             for rank, value in values.items():
-                yield Sample(self._series, {"run": self._run, "rank": str(rank), **dict(labels)}, float(self._shown % value))
+                yield Sample(self._series, {"run": self._run, "rank": str(rank), **dict(labels)}, float(value))
 
     def lines(self) -> list[bytes]:
         """The lines of its samples, in pieces."""
