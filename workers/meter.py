@@ -1,4 +1,4 @@
-"""Where a step's seconds and a rank's memory go, for whoever watches. Costs some 20 us a step (benchmarks/metrics_cost.py).
+"""Where a step's seconds and a rank's memory go, for whoever watches. Costs some 20 us a step (benchmarks/metrics_cost.py tells).
 
 Seconds of waiting are those for which the training thread stands still for other ranks: of a collective that is hidden behind compute
 nothing counts. On an accelerator it is a stream that stands still, and this thread does not: there only what the host waits for is told.
