@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,6 +88,13 @@ class SlabPool:
         self.lock = threading.RLock()
         self.pinned = pinned
         self._free: list[Slab] = []
+        self._alive: weakref.WeakSet[Slab] = weakref.WeakSet()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slabs, in use or free."""
+        with self.lock:
+            return sum(slab.buffer.numel() for slab in self._alive)
 
     def take(self, nbytes: int) -> Slab:
         """A slab of at least so many bytes; a fresh one if none is free."""
@@ -98,7 +106,10 @@ class SlabPool:
                     return slab
             if self._free:
                 self._free.pop()
-        return Slab(nbytes, self.pinned, self)
+        slab = Slab(nbytes, self.pinned, self)  # not under the lock: to touch its pages takes long
+        with self.lock:
+            self._alive.add(slab)
+        return slab
 
     def take_back(self, slab: Slab) -> None:
         """For :meth:`Slab.release`."""

@@ -18,13 +18,14 @@ Processes, and who owns whom (nothing is detached, so Ray takes everything along
 | ``desk`` | what is wanted: commands and scheduled actions |
 | ``crew`` | the workers as the controller sees them: polls, orders, deaths |
 | ``ledger``, ``memo`` | what the run has done, and the files that say so; what a restart needs |
+| ``tally`` | what the workers tell of themselves with each step, by rank |
 | ``saves``, ``keeper`` | checkpoints under way; which state to go on from, and keeping what parked workers hold |
 | ``room``, ``growth`` | free places over time; what the run does with them: spares, more workers, wishes for Ray's autoscaler |
 | ``nodes`` | which nodes drain, and what is free on the others |
 | ``budget``, ``evidence`` | what a run may go through, by cause; what one that is given up leaves for whoever has to find out why |
 | ``policy`` | what to do next: pure functions of values |
 | ``protocol`` | states, transitions, values |
-| ``metrics`` | the HTTP server |
+| ``figures``, ``exposition``, ``metrics`` | the snapshot of a run; the same as Prometheus' text; the HTTP server |
 
 Uses ``vescale_ray.workers``' interface and ``vescale_ray.checkpoint``. Ray is imported by the modules that touch processes alone:
 ``driver``, ``local_ray``, ``nursery``, ``crew``, ``controller``.

@@ -528,6 +528,7 @@ class Conductor:
         self.desk.heed()
         members = ledger.world.members if ledger.world else ()
         reports = {rank: self._crew.report(worker) for rank, worker in enumerate(members)}
+        ledger.draining, ledger.pending = len(self._steering.leaving(members)), self._saves.pending
         ledger.publish({rank: (self._crew.info(members[rank]), r.memory) for rank, r in reports.items() if r is not None})
         ledger.write_state()
         return news
@@ -541,10 +542,12 @@ class Conductor:
 
     def _hear(self, report: Report) -> None:
         ledger = self._ledger
+        ledger.heard(report.worker)
         for _, item in report.items:
             match item:
                 case Stepped():
                     self._hangs.stepped(item.ticket, item.record.seconds)
+                    ledger.used(report.worker, item)
                     if ledger.stepped(item):
                         self._budget = self._budget.progressed(ledger.step)
                         self._steering.stragglers.stepped(item.record)

@@ -67,8 +67,9 @@ class Controller:
         self._ledger.control_url = url
         try:
             folder.write_control(url, spec.token)
+            folder.write_discovery(url)
         except OSError as error:
-            _log.warning("control.json could not be written: %s", error)
+            _log.warning("control.json or the service discovery could not be written: %s", error)
         self._conductor: Conductor | None = None
         self._begun = threading.Event()
         self._ledger.started()
@@ -83,7 +84,7 @@ class Controller:
             **self._ledger.snapshot.to_json(),
             "processes": [(info.pid, info.born, info.node) for info in list(self._ledger.known.values())],
             "url": self._ledger.control_url,
-            "warning": self._ledger.warning,
+            "warnings": self._ledger.warnings,
             "record": self._ledger.record(),
             "outcome": asdict(outcome) if outcome else None,
         }

@@ -221,8 +221,7 @@ class _Attempt:
             if status is not None:
                 last_answer = now
                 self._status = status
-                if status.get("warning") and status["warning"] not in self._warnings:
-                    self._warnings.append(status["warning"])
+                self._warnings += [text for text in status.get("warnings", ()) if text not in self._warnings]
                 if status["outcome"] is not None:
                     return Outcome(**status["outcome"])
                 if self._tell is not None:

@@ -12,17 +12,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from vescale_ray import __version__
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.budget import Budget
+from vescale_ray.controller.figures import Histogram, RunSnapshot
 from vescale_ray.controller.goodput import Goodput, Loss
-from vescale_ray.controller.metrics import Histogram, RunSnapshot
 from vescale_ray.controller.protocol import RunState, World
 from vescale_ray.controller.saves import SaveResult
+from vescale_ray.controller.tally import Tally
 from vescale_ray.data.units import bits_per_byte
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.messages import Evaluated, Filled, Stepped, WorkerInfo
+from vescale_ray.workers.messages import Evaluated, Filled, Origin, Stepped, WorkerInfo
 
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Interval
@@ -35,6 +39,8 @@ MOST_WAITING = 100_000
 STATE_GAP_S = 1.0
 """Between two writings of run.json while nothing but the step changes."""
 KEPT_TIMES = 20_000
+HEALTH = ("nonfinite", "clipped", "skipped")
+"""Steps that are counted: with a loss or a gradient that is no number, with a gradient that was clipped, that the optimizer left out."""
 HEARD_S = 0.5
 """Within it news of the workers are heard."""
 
@@ -82,7 +88,8 @@ class Ledger:
         self._in_a_row: Mapping[str, int] = {}
         self.control_url: str | None = None
         self.error: str | None = None
-        self.warning: str | None = None
+        self.warnings: tuple[str, ...] = ()
+        """What went wrong without ending the run, each once."""
         self._unwritable = False
         self.evaluated: set[int] = set()
         self.known: dict[str, WorkerInfo] = {}
@@ -91,6 +98,7 @@ class Ledger:
         """Workers that are slow now: ``rank``, ``factor``, ``since_step``, ``node``."""
         self.last_save: SaveResult | None = None
         self._config, self._run_id, self._pid, self._epoch = config, run_id, driver_pid, epoch
+        self._about = {"model": config.model.factory or config.model.kind, **versions()}
         self._started = time.time()
         self.goodput = Goodput.beginning(self._started)
         self._waiting: deque[Callable[[], None]] = deque()
@@ -109,6 +117,12 @@ class Ledger:
         self._rescale_seconds = Histogram()
         self._phases: dict[str, float] = {}
         self._failures: dict[str, int] = {}
+        self._tally = Tally()
+        self._phase_seconds: dict[str, float] = {}
+        self._health = dict.fromkeys(HEALTH, 0)
+        self.draining = self.pending = 0
+        """Members on nodes that are about to go; checkpoints under way."""
+        self._loads = Histogram()
         self._checkpoint: dict[str, Any] = {}
         self._interval: dict[str, Any] = {}
         self._checkpoint_bytes = 0
@@ -121,9 +135,12 @@ class Ledger:
 
     def event(self, name: str, **about: Any) -> None:
         """Write an event, with the generation and step that it belongs to."""
-        generation = self.world.ticket.generation if self.world else 0
-        record = {"time": time.time(), "event": name, "generation": generation, "step": self.step, **about}
+        record = {**self._stamp(name), **about}
         self._write(lambda: self.folder.append_event(record))
+
+    def _stamp(self, name: str) -> dict[str, Any]:
+        generation = self.world.ticket.generation if self.world else 0
+        return {"time": time.time(), "event": name, "generation": generation, "step": self.step}
 
     def started(self) -> None:
         """The run begins, or (``epoch`` > 1) its controller does, again."""
@@ -149,6 +166,7 @@ class Ledger:
             self.shift.step = max(self.shift.step, self.step)
         self.world, self.step = world, world.source.step
         self._filled, self._record = {}, None
+        self._tally.opened(world.members)
 
     def begin_shift(self, reason: str, before: int) -> Shift:
         """The first sign of a change. One that fails on its way is still the same change, now of the worse reason."""
@@ -171,8 +189,23 @@ class Ledger:
 
     def filled(self, worker: str, item: Filled) -> None:
         """A member has its state."""
+        if self.world is None or item.ticket != self.world.ticket:
+            return
+        news = worker not in self._filled
+        self._filled[worker] = item
+        if news and item.origin is Origin.MEMORY:
+            self._tally.moved(worker, item.phases.get("sync", 0.0))
+        if news and item.origin is Origin.CHECKPOINT and self.all_filled:
+            self._loads = self._loads.observe(max(one.phases.get("sync", 0.0) for one in self._filled.values()))
+
+    def heard(self, worker: str) -> None:
+        """It has answered."""
+        self._tally.heard(worker, time.time())
+
+    def used(self, worker: str, item: Stepped) -> None:
+        """What a step took of this worker; each member tells its own."""
         if self.world is not None and item.ticket == self.world.ticket:
-            self._filled[worker] = item
+            self._tally.stepped(worker, item.record.seconds, item.usage)
 
     @property
     def all_filled(self) -> bool:
@@ -203,28 +236,47 @@ class Ledger:
         if len(self._ended) > 2 * KEPT_TIMES:
             for old in sorted(self._ended)[:KEPT_TIMES]:
                 del self._ended[old]
+        speed = record.tokens / record.seconds if record.seconds > 0 else None
+        phases = {**item.usage.phases, **{name: item.between[name] for name in ("checkpoint",) if name in item.between}}
+        phases = {name: round(seconds, 6) for name, seconds in phases.items()}
         line = {
             "step": record.step,
             "loss": record.loss,
             "bpb": bits_per_byte(record.loss),
             "tokens": record.step * self._config.tokens_per_step,
-            "tokens_per_second": record.tokens / record.seconds if record.seconds > 0 else None,
+            "tokens_per_second": speed,
+            "model_flops_utilization": self._tally.utilisation(speed),
             "world": record.world,
             "generation": record.generation,
             "lr": record.lr,
             "grad_norm": record.grad_norm,
+            "clipped": record.clipped,
+            "skipped": record.skipped,
             "step_seconds": record.seconds,
             "between_seconds": dict(item.between),
             "time": item.ended,
+            "phase_seconds": phases,
+            "waited_seconds": self._tally.mean_waited(),
             "memory": dict(enumerate(record.memory)),
+            "memory_kinds": self._tally.largest_memory(),
         }
         self._line = line
         self._executed += 1
+        self._account(line)
         self._step_seconds = self._step_seconds.observe(record.seconds)
         if self._sampled != (record.generation, record.index):
             self._write(lambda: self.folder.append_samples(record.index, record.generation, record.ids))
         self._write(lambda: self.folder.append_metrics(line))
         return True
+
+    def _account(self, line: Mapping[str, Any]) -> None:
+        """Count what a step's line tells: now, and again after a restart of the controller."""
+        bad = [line.get(key) for key in ("loss", "grad_norm")]
+        self._health["nonfinite"] += any(value is None or not math.isfinite(value) for value in bad)
+        self._health["clipped"] += bool(line.get("clipped"))
+        self._health["skipped"] += bool(line.get("skipped"))
+        for phase, seconds in (line.get("phase_seconds") or {}).items():
+            self._phase_seconds[phase] = self._phase_seconds.get(phase, 0.0) + float(seconds)
 
     def end_shift(self, resumed: float) -> None:
         """Training goes on since ``resumed``: the change is complete.
@@ -382,6 +434,12 @@ class Ledger:
             loss=line.get("loss"),
             bpb=line.get("bpb"),
             tokens_per_second=line.get("tokens_per_second"),
+            flops_utilization=line.get("model_flops_utilization"),
+            phase_seconds=dict(self._phase_seconds),
+            nonfinite_steps=self._health["nonfinite"],
+            clipped_steps=self._health["clipped"],
+            skipped_steps=self._health["skipped"],
+            draining=self.draining,
             grad_norm=line.get("grad_norm"),
             learning_rate=line.get("lr"),
             world=world.size if world else 0,
@@ -406,18 +464,21 @@ class Ledger:
             failures_in_a_row=self._in_a_row,
             memory={rank: memory for rank, (_, memory) in workers.items()},
             **self._paces(),
-            workers={rank: {"worker": info.worker, "node": info.node} for rank, (info, _) in workers.items() if info},
+            **self._tally.figures(),
+            workers={rank: _who(info) for rank, (info, _) in workers.items() if info},
             checkpoint_step=self._checkpoint.get("step"),
             checkpoint_time=self._checkpoint.get("time"),
             checkpoint_path=self._checkpoint.get("path"),
             checkpoint_bytes=self._checkpoint_bytes,
             checkpoint_failures=self._checkpoint_failures,
             checkpoint_seconds=self._checkpoint_seconds,
+            checkpoint_loads=self._loads,
+            checkpoints_pending=self.pending,
             checkpoint_stall=self._checkpoint.get("stall_seconds"),
             checkpoint_interval=self._interval.get("seconds"),
             checkpoint_interval_text=self._interval.get("text"),
             error=self.error,
-            info={"run_id": self._run_id, "controller_epoch": str(self._epoch)},
+            info={"run_id": self._run_id, "controller_epoch": str(self._epoch), **self._about},
         )
 
     def _paces(self) -> dict[str, Any]:
@@ -460,7 +521,7 @@ class Ledger:
             "finished": None,
             "goodput": self.goodput.to_json(),
             "error": self.error,
-            "warning": self.warning,
+            "warning": "; ".join(self.warnings) or None,
             "checkpoint": self._checkpoint.get("path"),
             "pid": self._pid,
         }
@@ -511,6 +572,7 @@ class Ledger:
             self.goodput.step(float(line["time"]), float(line.get("step_seconds") or 0.0), again=again, between=between)
             self._step_seconds = self._step_seconds.observe(float(line.get("step_seconds") or 0.0))
             self._ended[int(line["step"])] = float(line["time"])
+            self._account(line)
             if line.get("loss") is not None:
                 self._losses[int(line["step"])] = float(line["loss"])
         if world is not None:
@@ -549,14 +611,33 @@ class Ledger:
             self._waiting.popleft()
 
     def warn(self, text: str) -> None:
-        """Tell of something that does not stop the training: in the log, in run.json (the first one), as an event."""
+        """Tell of something that does not stop the training: in the log, in run.json, as an event."""
         _log.warning("%s", text)
-        self.warning = self.warning or text
+        self.warnings = (*self.warnings, text)
         self.event("warning", text=text)
 
     def _warn(self, error: OSError) -> None:
         if not self._unwritable:
             self._unwritable = True
             text = f"{self.folder.path}: can't be written ({error.strerror or error}); training goes on, lines wait in memory"
-            self.warning = self.warning or text
+            self.warnings = (*self.warnings, text)
+            # Behind what waits already: whoever reads the lines later sees when it began.
+            record = {**self._stamp("warning"), "text": text}
+            self._waiting.append(lambda: self.folder.append_event(record))
             _log.warning("%s", text)
+
+
+def _who(info: WorkerInfo) -> dict[str, str]:
+    return {"worker": info.worker, "node": info.node, "pod": info.pod, "device": info.device}
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Of what a run's result may depend on. Without importing torch, which takes seconds."""
+    found = {"version": __version__}
+    for name in ("torch", "ray"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found

@@ -128,7 +128,8 @@ def _check_port(host: str, port: int) -> None:
     takes a free one, and says so."""
     if port == 0:
         return
-    from vescale_ray.controller.metrics import MetricsServer, PortInUse, RunSnapshot
+    from vescale_ray.controller.figures import RunSnapshot
+    from vescale_ray.controller.metrics import MetricsServer, PortInUse
 
     with suppress(PortInUse):
         MetricsServer(host, port, lambda: RunSnapshot("", ""), None, "").close()

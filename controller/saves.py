@@ -88,6 +88,11 @@ class Saves:
         """Whether any attempt waits for votes or its commit."""
         return bool(self._open)
 
+    @property
+    def pending(self) -> int:
+        """Attempts that wait for votes or their commit."""
+        return len(self._open)
+
     def heed(self, item: Saved) -> None:
         """A worker's vote, or its failure."""
         if item.attempt in self._closed or (item.epoch < self._least and item.attempt not in self._open):

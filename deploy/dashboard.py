@@ -55,6 +55,8 @@ STATE_MAP = [{"type": "value", "options": {str(i): {"text": s, "color": COLOURS[
 STACKED = {"stacking": {"mode": "normal", "group": "A"}, "fillOpacity": 60, "lineWidth": 0}
 STEPS = {"lineInterpolation": "stepAfter"}
 RATE = "$__rate_interval"
+WAITED = f'vescale_worker_exposed_communication_seconds_total{{{RUN}, op!="reshard"}}'
+"""Of steps alone."""
 
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
@@ -123,6 +125,34 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
                 "s",
             ),
+            Panel(
+                "Model FLOPs utilisation",
+                "Operations of the model in the last step, as a part of what all devices could have done. Only where their peak is known: "
+                "from metrics.peak_flops, or a GPU's data sheet.",
+                ((f"vescale_model_flops_utilization_ratio{{{RUN}}}", "{{run}}"),),
+                "percentunit",
+            ),
+            Panel(
+                "Exposed communication by collective",
+                "The part of a step for which a rank's training thread stood still for others, mean of all ranks; what is hidden behind "
+                "compute does not count, and on an accelerator only what the host waits for. step_end is where all wait for the slowest.",
+                (
+                    (
+                        f"avg by (run, op) (rate({WAITED}[{RATE}])) / on (run) group_left "
+                        f"rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}])",
+                        "{{run}} {{op}}",
+                    ),
+                ),
+                "percentunit",
+                custom=STACKED,
+            ),
+            Panel(
+                "Where a step's time goes",
+                "Seconds of each second, of one rank: batches, compute, waiting for others (comm), optimizer; and copies for checkpoints.",
+                ((f"rate(vescale_phase_seconds_total{{{RUN}}}[{RATE}])", "{{run}} {{phase}}"),),
+                "percentunit",
+                custom=STACKED,
+            ),
         ),
     ),
     (
@@ -145,6 +175,43 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "bytes",
                 width=12,
             ),
+            Panel(
+                "Memory by kind",
+                "What the run has allocated on a rank, mean of all ranks: elements of shards (parameters, gradients), optimizer states, "
+                "padding of the shards, buffers of gathered parameters and of gradients (the most so far), copies for peers and "
+                "checkpoints. The rest of the resident memory are activations and the process itself.",
+                ((f"avg by (run, kind) (vescale_worker_memory_bytes{{{RUN}}})", "{{run}} {{kind}}"),),
+                "bytes",
+                custom=STACKED,
+            ),
+            Panel(
+                "Padding",
+                "The part of the shards of parameters and gradients that belongs to no tensor, of all ranks together and of the worst one.",
+                (
+                    (
+                        f'sum by (run) (vescale_worker_memory_bytes{{{RUN}, kind="padding"}}) / '
+                        f'sum by (run) (vescale_worker_memory_bytes{{{RUN}, kind=~"padding|parameters|gradients"}})',
+                        "{{run}} all ranks",
+                    ),
+                    (
+                        f'max by (run) (sum by (run, rank) (vescale_worker_memory_bytes{{{RUN}, kind="padding"}}) / '
+                        f'sum by (run, rank) (vescale_worker_memory_bytes{{{RUN}, kind=~"padding|parameters|gradients"}}))',
+                        "{{run}} worst rank",
+                    ),
+                ),
+                "percentunit",
+            ),
+            Panel(
+                "Accelerator memory, largest rank",
+                "Held by tensors now and at most, held by the allocator, and what there is. Empty without accelerators.",
+                (
+                    (f"max by (run) (vescale_worker_memory_allocated_bytes{{{RUN}}})", "{{run}} allocated"),
+                    (f"max by (run) (vescale_worker_memory_peak_allocated_bytes{{{RUN}}})", "{{run}} most allocated"),
+                    (f"max by (run) (vescale_worker_memory_reserved_bytes{{{RUN}}})", "{{run}} reserved"),
+                    (f"min by (run) (vescale_worker_memory_capacity_bytes{{{RUN}}})", "{{run}} there is"),
+                ),
+                "bytes",
+            ),
         ),
     ),
     (
@@ -159,18 +226,28 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Gradient norm", "Before clipping.", ((f"vescale_grad_norm{{{RUN}}}", "{{run}}"),), "none"),
             Panel("Learning rate", "Of the last step.", ((f"vescale_learning_rate{{{RUN}}}", "{{run}}"),), "none"),
             Panel(
+                "Steps that went wrong",
+                "With a loss or gradient that is no finite number, left out by the optimizer for that, or with a gradient that was clipped "
+                "(many at the beginning are usual). Since the run began.",
+                (
+                    (f"vescale_nonfinite_steps_total{{{RUN}}}", "{{run}} not finite"),
+                    (f"vescale_skipped_steps_total{{{RUN}}}", "{{run}} left out"),
+                    (f"vescale_clipped_steps_total{{{RUN}}}", "{{run}} clipped"),
+                ),
+                "none",
+                custom=STEPS,
+            ),
+            Panel(
                 "Step",
                 "Completed steps, and how many there will be; a fall is a rollback.",
                 ((f"vescale_step{{{RUN}}}", "{{run}}"), (f"vescale_step_target{{{RUN}}}", "{{run}} of")),
                 "none",
-                width=12,
             ),
             Panel(
                 "Time since the last step",
                 "How old the last completed step is; grows while nothing is trained.",
                 ((f"time() - vescale_last_step_timestamp_seconds{{{RUN}}}", "{{run}}"),),
                 "s",
-                width=12,
             ),
         ),
     ),
@@ -200,12 +277,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 custom=STEPS,
             ),
             Panel(
-                "Spares and wishes",
-                "Warm workers beside those that train; places that Ray's autoscaler is shown as wanted.",
+                "Spares, wishes and drains",
+                "Warm workers beside those that train; places that Ray's autoscaler is shown as wanted; workers whose node is about to go.",
                 (
                     (f"vescale_spares{{{RUN}}}", "{{run}} spares"),
                     (f"vescale_spares_target{{{RUN}}}", "{{run}} spares wanted"),
                     (f"vescale_places_wanted{{{RUN}}}", "{{run}} places wanted"),
+                    (f"vescale_draining_workers{{{RUN}}}", "{{run}} drain"),
                 ),
                 "none",
                 custom=STEPS,
@@ -285,12 +363,12 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 "Duration and stall",
-                "Mean time to write and commit one, and how long training waited for the newest one's copy.",
+                "Mean time to write and commit one, or to read one, and how long training waited for the newest one's copy.",
                 (
                     (
                         f"increase(vescale_checkpoint_duration_seconds_sum{{{RUN}}}[$__range]) / "
                         f"increase(vescale_checkpoint_duration_seconds_count{{{RUN}}}[$__range])",
-                        "{{run}} written in",
+                        "{{run}} {{op}}",
                     ),
                     (f"vescale_checkpoint_stall_seconds{{{RUN}}}", "{{run}} stall"),
                 ),
@@ -320,9 +398,12 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 custom=STEPS,
             ),
             Panel(
-                "Failed checkpoints",
-                "Training goes on; the ones before are whole.",
-                ((f"vescale_checkpoint_failures_total{{{RUN}}}", "{{run}} {{op}}"),),
+                "Failed checkpoints, and those under way",
+                "Training goes on after a failure; the ones before are whole.",
+                (
+                    (f"vescale_checkpoint_failures_total{{{RUN}}}", "{{run}} {{op}} failed"),
+                    (f"vescale_checkpoint_pending{{{RUN}}}", "{{run}} under way"),
+                ),
                 "none",
                 width=12,
                 custom=STEPS,
@@ -355,15 +436,54 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 custom=STEPS,
             ),
             Panel(
+                "Waiting by rank",
+                "The part of its steps for which a rank stood still for others: the one that waits least is whom the others wait for.",
+                (
+                    (
+                        f"sum by (run, rank) (rate({WAITED}[{RATE}])) / on (run) group_left "
+                        f"rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}])",
+                        "{{run}} rank {{rank}}",
+                    ),
+                ),
+                "percentunit",
+            ),
+            Panel(
+                "Step time by rank",
+                "Wall time of each rank's last step, and the seconds that moves of shards have taken it since the run began.",
+                (
+                    (f"vescale_worker_step_duration_seconds{{{RUN}}}", "{{run}} rank {{rank}}"),
+                    (
+                        f'vescale_worker_exposed_communication_seconds_total{{{RUN}, op="reshard"}}',
+                        "{{run}} rank {{rank}} moves",
+                    ),
+                ),
+                "s",
+            ),
+            Panel(
+                "Age of the last answer",
+                "Since the controller has heard each rank, which it does several times a second.",
+                ((f"time() - vescale_worker_heartbeat_timestamp_seconds{{{RUN}}}", "{{run}} rank {{rank}}"),),
+                "s",
+            ),
+            Panel(
                 "Ranks",
                 "Which worker holds each rank, and on which node.",
                 ((f"vescale_worker_info{{{RUN}}}", ""),),
                 "none",
                 "table",
-                24,
+                12,
                 7,
                 instant=True,
             ),
+            Panel(
+                "Retries of allocations",
+                "Times that the allocator of a rank's accelerator had to give memory back and try again: it is nearly full.",
+                ((f"vescale_worker_alloc_retries_total{{{RUN}}}", "{{run}} rank {{rank}}"),),
+                "none",
+                width=6,
+                custom=STEPS,
+            ),
+            Panel("Versions", "What each run runs on.", ((f"vescale_build_info{{{RUN}}}", ""),), "none", "table", 6, 7, instant=True),
         ),
     ),
 )
@@ -454,7 +574,7 @@ def _panel(number: int, panel: Panel, at: dict[str, int]) -> dict[str, Any]:
     }
     if panel.kind == "table":
         hidden = {"Time": True, "Value": True, "__name__": True, "instance": True, "job": True}
-        order = {name: i for i, name in enumerate(("run", "rank", "worker", "node"))}
+        order = {name: i for i, name in enumerate(("run", "rank", "worker", "node", "pod", "device", "version", "torch", "ray"))}
         shown["transformations"] = [{"id": "organize", "options": {"excludeByName": hidden, "indexByName": order}}]
     return shown
 

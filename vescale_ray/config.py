@@ -234,6 +234,12 @@ class MetricsSection(_Section):
     )
     port: int = Field(default=0, ge=0, le=65535, description="its port; 0: any free one (see run.json)")
     interval_s: Positive = Field(default=1.0, description="seconds between progress lines")
+    peak_flops: float | None = Field(
+        default=None,
+        gt=0,
+        description="most floating-point operations that a worker's device does in a second in train.param_dtype, for the model FLOPs "
+        "utilisation; null: the data sheet's for an A100, H100, H200 or B200, else the utilisation is not told",
+    )
 
 
 class RunConfig(_Section):

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,10 @@ from vescale_ray import report
 from vescale_ray.errors import BadInput
 from vescale_ray.page import COLUMNS, Chart, Mark, Page, Points, Series, few
 from vescale_ray.runfolder import RunFolder
+
+WAITING = "Waiting for other ranks, % of a step"
+KINDS = "Memory by kind, largest rank"
+UTILISATION = "Model FLOPs utilisation, %"
 
 
 def from_folder(run: RunFolder | str | Path) -> Page:
@@ -52,6 +56,9 @@ def from_folder(run: RunFolder | str | Path) -> Page:
         Chart("Workers", (Series("workers", of("world")),), steps=True),
         Chart("Step time", (Series("seconds", of("step_seconds")),), "s"),
         Chart("Gradient norm", (Series("norm", of("grad_norm")),)),
+        Chart(WAITING, _by_name(lines, "waited_seconds", lambda line: 100.0 / float(line.get("step_seconds") or math.inf))),
+        Chart(KINDS, _by_name(lines, "memory_kinds", lambda line: 1.0), "bytes"),
+        Chart(UTILISATION, (Series("utilisation", [(at, _times(value, 100.0)) for at, value in of("model_flops_utilization")]),)),
     )
     marks = tuple(
         Mark(float(e["time"]), f"{e.get('from')} → {e.get('to')} workers: {e.get('reason')}", e.get("direction") != "shrink")
@@ -72,7 +79,7 @@ def from_folder(run: RunFolder | str | Path) -> Page:
         facts.append(("error", " ".join(str(state["error"]).split())))
     began = min([float(lines[0]["time"]), *(float(e["time"]) for e in events[:1])])
     name = str(state.get("run") or folder.path.name)
-    return Page(name, str(folder.path), began, tuple(facts), charts, marks, state.get("goodput"), story)
+    return Page(name, str(folder.path), began, tuple(facts), _known(charts), marks, state.get("goodput"), story)
 
 
 def from_prometheus(url: str, run: str, hours: float) -> Page:
@@ -97,6 +104,8 @@ def from_prometheus(url: str, run: str, hours: float) -> Page:
         known = sorted({one["metric"].get("run", "") for one in runs})
         raise BadInput(f"{url} has nothing of run {run!r} in the last {hours:g} hours; it knows {', '.join(known) or 'no run at all'}")
     world = ask("vescale_world_size{}", "workers")
+    waited = f'vescale_worker_exposed_communication_seconds_total{{run="{run}", op!="reshard"}}'
+    steps_s = "vescale_step_duration_seconds_sum{}"
     took, steps = (f"rate(vescale_step_duration_seconds_{part}{{}}[{window}])" for part in ("sum", "count"))
     charts = (
         Chart("Tokens per second (of each step)", throughput),
@@ -105,6 +114,9 @@ def from_prometheus(url: str, run: str, hours: float) -> Page:
         Chart("Workers", (*world, *ask("vescale_world_size_target{}", "wanted")), steps=True),
         Chart(f"Step time, mean of {window}", ask(f"{took} / {steps}", "seconds"), "s"),
         Chart("Gradient norm", ask("vescale_grad_norm{}", "norm")),
+        Chart(WAITING, ask(f"100 * avg by (op) (rate({waited}[{window}])) / on () group_left rate({steps_s}[{window}])", "{op}")),
+        Chart(KINDS, ask("max by (kind) (vescale_worker_memory_bytes{})", "{kind}"), "bytes"),
+        Chart(UTILISATION, ask("100 * vescale_model_flops_utilization_ratio{}", "utilisation")),
     )
     marks = []
     for series in world:
@@ -120,7 +132,24 @@ def from_prometheus(url: str, run: str, hours: float) -> Page:
         ("rescales", str(len(marks))),
     )
     began = min(at for series in throughput for at, _ in series.points)
-    return Page(run, f"{url}, the last {hours:g} hours", began, facts, charts, tuple(marks), goodput)
+    return Page(run, f"{url}, the last {hours:g} hours", began, facts, _known(charts), tuple(marks), goodput)
+
+
+def _known(charts: Sequence[Chart]) -> tuple[Chart, ...]:
+    """Without those that only some runs have, where this one has nothing."""
+    sometimes = (WAITING, KINDS, UTILISATION)
+    return tuple(c for c in charts if c.title not in sometimes or any(v is not None for s in c.series for _, v in s.points))
+
+
+def _by_name(lines: Sequence[Mapping[str, Any]], key: str, factor: Callable[[Mapping[str, Any]], float]) -> tuple[Series, ...]:
+    """What lines hold as a mapping, as one series for each name."""
+    names = sorted({name for line in lines for name in (line.get(key) or {})})
+    timed = [(float(line["time"]), line.get(key) or {}, factor(line)) for line in lines if line.get("time") is not None]
+    return tuple(Series(name, [(at, _times(_number(of.get(name)), by)) for at, of, by in timed]) for name in names)
+
+
+def _times(value: float | None, by: float) -> float | None:
+    return None if value is None else value * by
 
 
 def _last(series: Sequence[Series]) -> float:

@@ -3,6 +3,7 @@
     config.yaml     the resolved configuration; `vescale-ray train RUN_FOLDER/config.yaml` resumes the run
     run.json        state of the run: one object, replaced atomically
     control.json    url and token of the controller, readable by the owner only
+    vescale_service_discovery.json    where Prometheus finds the metrics; only while the run goes on
     metrics.jsonl   one line per committed step
     events.jsonl    one line per event
     samples.jsonl   the sample ids that each step consumed
@@ -31,6 +32,7 @@ from vescale_ray.errors import BadInput
 
 Record = dict[str, Any]
 
+DISCOVERY = "vescale_service_discovery.json"
 FINAL_STATES = frozenset({"DONE", "FAILED", "STOPPED"})
 """States in run.json after which nothing of the run is alive."""
 
@@ -134,13 +136,22 @@ class RunFolder:
         """Replace control.json, readable by the owner only: the token lets its holder stop and rescale the run."""
         self._replace("control.json", json.dumps({"url": url, "token": token}) + "\n", mode=0o600)
 
+    def write_discovery(self, url: str) -> None:
+        """Replace vescale_service_discovery.json, which tells Prometheus (``file_sd_configs``) to scrape the server at ``url``.
+
+        Without a label for the run: the metrics have one.
+        """
+        found = [{"labels": {"job": "vescale-ray"}, "targets": [url.partition("://")[2].rstrip("/")]}]
+        self._replace(DISCOVERY, json.dumps(found) + "\n", mode=0o644)
+
     def write_config(self, text: str) -> None:
         """Replace config.yaml."""
         self._replace("config.yaml", text, mode=0o644)
 
     def clear_control(self) -> None:
-        """Remove control.json: nothing listens any more."""
-        (self.path / "control.json").unlink(missing_ok=True)
+        """Remove control.json and the service discovery: nothing listens any more."""
+        for name in ("control.json", DISCOVERY):
+            (self.path / name).unlink(missing_ok=True)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         line = json.dumps(_finite(record), separators=(",", ":")).encode() + b"\n"
@@ -150,7 +161,9 @@ class RunFolder:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
                 line = b"\n" + line
-            os.write(descriptor, line)
+            # A disk that is nearly full takes a part, and only then says so: what was cut short is written again, on a line of its own.
+            while line:
+                line = line[os.write(descriptor, line) :]
         finally:
             os.close(descriptor)
 

@@ -46,7 +46,7 @@ def show(folder: RunFolder, interval_s: float, console: Console, *, once: bool) 
                 status = client.request(folder, "status", timeout_s=3)
             except (client.RunNotAlive, client.CommandRefused) as end:
                 return str(end)
-            room = max(3, console.height - 18 - int(status.get("world") or 0))
+            room = max(3, console.height - 20 - int(status.get("world") or 0))
             live.update(picture(status, recent, time.time(), room), refresh=True)
 
 
@@ -79,7 +79,15 @@ def _head(s: Mapping[str, Any], now: float) -> RenderableType:
     mean = s.get("step_seconds") or {}
     took = f", {mean['sum'] / mean['count']:.3g} s a step" if mean.get("count") else ""
     last = s.get("last_step_time")
-    grid.add_row("speed", f"{speed or 0:,.0f} tokens/s{took}" + (f", last step {_span(now - float(last))} ago" if last else ""))
+    used = s.get("flops_utilization")
+    used = "" if used is None else f", {used:.1%} of the devices' peak"
+    grid.add_row("speed", f"{speed or 0:,.0f} tokens/s{used}{took}" + (f", last step {_span(now - float(last))} ago" if last else ""))
+    waiting = _waiting(s)
+    if waiting:
+        grid.add_row("waiting", waiting)
+    memory = _memory(s)
+    if memory:
+        grid.add_row("memory", memory)
     spares = f", {s.get('spares')} of {s['spares_target']} spares" if s.get("spares_target") else ""
     bounds = f"{s.get('world')} of {s.get('world_target')} wanted ({s.get('world_min')} to {s.get('world_max')}){spares}"
     changes = f"{sum((s.get('rescales') or {}).values())} rescales, {s.get('replayed_steps') or 0} steps replayed"
@@ -93,6 +101,31 @@ def _head(s: Mapping[str, Any], now: float) -> RenderableType:
     if s.get("error"):
         grid.add_row("error", Text(" ".join(str(s["error"]).split()), "red"))
     return Panel(grid, title=f"vescale-ray: {s.get('run')}", title_align="left")
+
+
+def _waiting(s: Mapping[str, Any]) -> str:
+    """How much of the steps goes into waiting for other ranks, and for what most; empty where nobody has told."""
+    phases = {name: seconds for name, seconds in (s.get("phase_seconds") or {}).items() if name != "checkpoint"}
+    whole = sum(phases.values())
+    ops = {op: sum(by.values()) for op, by in (s.get("waited") or {}).items() if op != "reshard"}
+    waited = sum(ops.values())
+    if not whole or not waited:
+        return ""
+    most = sorted(ops.items(), key=lambda item: -item[1])[:3]
+    shares = ", ".join(f"{op.replace('_', ' ')} {seconds / waited:.0%}" for op, seconds in most if seconds)
+    return f"{phases.get('comm', 0.0) / whole:.1%} of the steps' time for other ranks; of that {shares}"
+
+
+def _memory(s: Mapping[str, Any]) -> str:
+    """What the fullest rank's memory is used for, and how much of a GPU's is."""
+    kinds = {kind: max(by.values()) for kind, by in (s.get("memory_kinds") or {}).items() if by}
+    largest = sorted(kinds.items(), key=lambda item: -item[1])
+    parts = [f"{kind} {nbytes / (1 << 20):,.0f} MiB" for kind, nbytes in largest if nbytes >= 1 << 20]
+    device = s.get("device_memory") or {}
+    if device.get("capacity") and device.get("peak_allocated"):
+        rank = max(device["peak_allocated"], key=lambda r: device["peak_allocated"][r])
+        parts.append(f"GPU {device['peak_allocated'][rank] / (1 << 30):,.1f} of {device['capacity'][rank] / (1 << 30):,.1f} GiB")
+    return ", ".join(parts)
 
 
 def _ranks(s: Mapping[str, Any]) -> RenderableType:

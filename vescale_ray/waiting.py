@@ -1,4 +1,5 @@
-"""What each thread waits for in a collective, for whoever asks why nothing goes on: its kind, of what, how many bytes, how many ranks.
+"""What each thread waits for in a collective, for whoever asks why nothing goes on: its kind, of what, how many bytes, how many ranks; and
+for how long it has waited so far in those that nothing else counts.
 
 A back end can't always tell: messages between two ranks leave no trace in torch's flight recorder on gloo. So whoever waits says so
 first. By thread, since several ranks may live in one process; a note is two assignments and stays when the wait fails: it is read only of
@@ -7,9 +8,13 @@ threads that are seen to wait.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from threading import get_ident
+from time import perf_counter
 
 _NOTES: dict[int, tuple[str, str, int, int]] = {}
+_SPENT: dict[int, dict[str, float]] = {}
 
 
 def begin(kind: str, of: str, nbytes: int, ranks: int) -> None:
@@ -29,3 +34,20 @@ def awaited(thread: int) -> str | None:
         return None
     kind, of, nbytes, ranks = note
     return f"{kind} of {of} .., {nbytes:,} bytes, {ranks} ranks"
+
+
+@contextmanager
+def counted(kind: str) -> Iterator[None]:
+    """The seconds inside are time that this thread waits for others, in a collective of this ``kind``. Not those of one that fails. 1 us.
+
+    On an accelerator a collective returns when it is put on its stream: then this counts next to nothing.
+    """
+    began = perf_counter()
+    yield
+    spent = _SPENT.setdefault(get_ident(), {})
+    spent[kind] = spent.get(kind, 0.0) + perf_counter() - began
+
+
+def counted_s() -> Mapping[str, float]:
+    """Seconds of this thread in :func:`counted` so far, by kind."""
+    return dict(_SPENT.get(get_ident(), ()))

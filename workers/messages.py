@@ -90,7 +90,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Who a warm worker is. ``born``: the kernel's start time of the process, so that a process id that is used again is noticed."""
+    """Who a warm worker is. ``born``: the kernel's start time of the process, so that a process id that is used again is noticed; ``pod``:
+    name of its host, which in Kubernetes is its pod's."""
 
     worker: str
     pid: int
@@ -99,6 +100,7 @@ class WorkerInfo:
     host: str
     device: str
     warm_seconds: float
+    pod: str = ""
     stacks: int = -1
     """File descriptor of the process through which its stacks can be had (``pulse.offer_stacks``)."""
 
@@ -161,6 +163,32 @@ Order = Join | Give | Save
 
 
 @dataclass(frozen=True)
+class Usage:
+    """What a step took of one worker. Only for those who watch; small, since every worker tells of every step.
+
+    Attributes:
+        waited: seconds of the step for which its training thread stood still for other ranks, by what it waited for: ``all_gather``,
+            ``reduce_scatter``, ``all_reduce``, ``all_to_all`` (Muon's), ``peer_copy`` (the exchange of copies that began after the step
+            before), ``step_end`` (where every rank waits for the slowest).
+        phases: all seconds of the step, by what they went into: ``data``, ``forward_backward``, ``comm`` (the sum of ``waited``),
+            ``optimizer``, ``other``.
+        memory: bytes by kind: of ``fsdp.held_bytes``, ``optimizer`` (states) and ``copies`` (of shards, for peers and checkpoints).
+        device_memory: bytes of the accelerator, by kind: ``allocated``, ``reserved``, ``peak_allocated``, ``capacity``. Empty on the CPU.
+        alloc_retries: times that the accelerator's allocator had to give memory back and try again.
+        token_flops: floating-point operations of the model for a token, forward and backward; 0: not known.
+        peak_flops: most operations that this worker's device does in a second; None: not known.
+    """
+
+    waited: Mapping[str, float] = field(default_factory=dict)
+    phases: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict)
+    device_memory: Mapping[str, int] = field(default_factory=dict)
+    alloc_retries: int = 0
+    token_flops: int = 0
+    peak_flops: float | None = None
+
+
+@dataclass(frozen=True)
 class Stepped:
     """A step was completed at ``ended`` (seconds since the epoch, this worker's clock).
 
@@ -171,6 +199,7 @@ class Stepped:
     record: StepRecord
     ended: float
     between: Mapping[str, float] = field(default_factory=dict)
+    usage: Usage = Usage()
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,11 @@ class Snapshots:
         self._kept_parked: list[Shards] = []
         self._parked: Shards | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Of all buffers: copies of this rank's shards and of another's, and those that checkpoints are written from."""
+        return self._pool.nbytes
+
     def held(self) -> list[Holding]:
         """What is complete in this process, ordered by step and generation."""
         by_state: dict[tuple[int, int, int], set[int]] = {}

@@ -47,9 +47,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint as recompute
 
+from vescale_ray import waiting
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.schedule import lr_at
+from vescale_ray.workers.messages import Usage
+from vescale_ray.workers.meter import Meter
 from vescale_ray.workers.pace import Pace, View, deal
 
 if TYPE_CHECKING:
@@ -76,6 +79,8 @@ class StepRecord:
         grad_norm: norm of the whole gradient before clipping.
         seconds: wall time of the step on this rank.
         flags: OR of the ranks' flags.
+        clipped: the gradient was larger than ``train.grad_clip``, and scaled.
+        skipped: the optimizer did not take the step, since gradients were not finite.
         rank_seconds: per rank, from the step's start until its gradients were complete.
         memory: resident bytes of each rank's process.
         slot_seconds: per rank, its own time for a slot, without waiting for others; 0 where that is not measured (on an accelerator).
@@ -96,6 +101,8 @@ class StepRecord:
     memory: tuple[int, ...]
     slot_seconds: tuple[float, ...] = ()
     pace: View | None = None
+    clipped: bool = False
+    skipped: bool = False
 
     @property
     def step(self) -> int:
@@ -119,6 +126,7 @@ class Trainer:
         model, optimizer: of this rank; parameters are ``RaggedDTensor``.
         pace: watches how fast the ranks are, and spreads the slots.
         beat: called several times in a step and in an evaluation: whoever watches sees that it goes on.
+        usage: what the last step took of this rank.
 
     Raises:
         ValueError: more ranks than slots, no module matches ``model.units``, or the model has persistent buffers.
@@ -137,6 +145,8 @@ class Trainer:
         self.pace = Pace(config.train.slots, world, relieve=config.elastic.straggler == "relieve")
         self.beat: Callable[[], None] = lambda: None
         self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.usage = Usage()
+        self._meter = Meter(config, self.model, self.optimizer, self.device)
 
     @property
     def consumed(self) -> int:
@@ -159,6 +169,8 @@ class Trainer:
         when the step returns (:meth:`vescale_ray.workers.snapshot.Snapshots.settle`).
         """
         begin = time.perf_counter()
+        meter = self._meter
+        meter.begin()
         train, index = self.config.train, self.completed
         tokens = train.slots * train.slot_batch * self.config.data.seq_len
         table = deal(self.pace.view.shares)
@@ -174,6 +186,7 @@ class Trainer:
             turned, waited = time.perf_counter(), self.model.waited_s
             ids = self._slot_ids(index, mine[turn]) if turn < len(mine) else None
             inputs, targets = self.corpus.batch(ids) if ids is not None else _filler()
+            meter.data_s += time.perf_counter() - turned
             torch.manual_seed(_seed(self.config.run.seed, index, mine[turn] if ids is not None else -1))
             nll = self._nll(inputs, targets)
             self.beat()
@@ -184,9 +197,11 @@ class Trainer:
                 fed.extend(int(i) for i in ids)
                 own.append(time.perf_counter() - turned - (self.model.waited_s - waited))
         loop = time.perf_counter() - begin
-        norm = self._clip()
+        meter.computed(loop)
+        norm, clipped = self._clip()
         if settle is not None:
-            settle()
+            with waiting.counted("peer_copy"):
+                settle()
         # The last round has the sums to do, whoever has a slot in it: not comparable with others, if there are any.
         timed = own[: rounds - 1] or own
         per_slot = sum(timed) / len(timed) if self.device.type == "cpu" else 0.0
@@ -195,10 +210,12 @@ class Trainer:
         lr = lr_at(index, train)
         for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = lr * (base / self.config.train.lr)
+        meter.stepping()
         self.optimizer.step()
+        meter.stepped()
         self.optimizer.zero_grad(set_to_none=True)
         self.completed = index + 1
-        return StepRecord(
+        record = StepRecord(
             index=index,
             loss=sum(told.nlls) / tokens,
             tokens=tokens,
@@ -213,7 +230,11 @@ class Trainer:
             memory=told.memory,
             slot_seconds=told.per_slot,
             pace=self.pace.stepped(index, told.per_slot, max(told.loops), max(told.seconds)),
+            clipped=clipped,
+            skipped=meter.skipped,
         )
+        self.usage = meter.end(record.seconds)
+        return record
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, int]:
@@ -246,6 +267,7 @@ class Trainer:
         """Let go of model, optimizer and mesh, so that buffers are freed and a dissolved group's sockets can close. Idempotent."""
         self.__dict__.pop("model", None)
         self.__dict__.pop("optimizer", None)
+        self.__dict__.pop("_meter", None)
 
     def _reshard(self) -> None:
         """Shard what a forward without backward left unsharded (the root), so that parameters are sharded ones again."""
@@ -264,8 +286,8 @@ class Trainer:
         logits = self.model(inputs.to(self.device, non_blocking=True))
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.to(self.device, non_blocking=True).flatten(), reduction="sum")
 
-    def _clip(self) -> float:
-        """Clip what AdamW or SGD step; the norm of the whole gradient before that.
+    def _clip(self) -> tuple[float, bool]:
+        """Clip what AdamW or SGD step; the norm of the whole gradient before that, and whether it was clipped.
 
         Muon's update does not depend on the size of the gradient, and clipping could shrink it below what Newton-Schulz tells from zero.
         """
@@ -277,8 +299,9 @@ class Trainer:
         muons = [p for part in parts if isinstance(part, Muon) for group in part.param_groups for p in group["params"]]
         exact = self.config.elastic.deterministic
         norm = float(clip_grad_norm_(trained, limit, leave_out=muons, exact=exact))
+        clipped = norm > limit
         grads = [p.grad for p in muons if p.grad is not None]
-        return math.hypot(norm, float(total_norm(grads, exact=exact))) if grads else norm
+        return (math.hypot(norm, float(total_norm(grads, exact=exact))) if grads else norm), clipped
 
     def _exchange(
         self, flags: int, nlls: list[Tensor], fed: list[int], seconds: tuple[float, float, float], table: tuple[tuple[int, ...], ...]
@@ -300,7 +323,8 @@ class Trainer:
             floats[_HEADER : _HEADER + len(nlls)] = torch.stack(nlls).double().cpu()
         words[_HEADER + rounds : _HEADER + rounds + len(fed)] = torch.tensor(fed, dtype=torch.int64)
         everyone = [torch.empty_like(words) for _ in range(self.world)]
-        dist.all_gather(everyone, words)
+        with waiting.counted("step_end"):
+            dist.all_gather(everyone, words)
         losses = [0.0] * self.config.train.slots
         samples: list[list[int]] = [[] for _ in losses]
         clocks: list[list[float]] = []

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -275,6 +276,7 @@ class Worker:
             host=ray.util.get_node_ip_address(),
             device=str(device),
             warm_seconds=time.perf_counter() - begin,
+            pod=socket.gethostname(),
             stacks=offer_stacks(),
         )
 
@@ -351,7 +353,8 @@ class Worker:
                 between: dict[str, float] = {}
                 while trainer.completed < config.train.steps:
                     record = trainer.step(self._flags(order.ticket), self._snapshots.settle)
-                    self._publish(Stepped(order.ticket, record, time.time(), between), None, record.step)
+                    usage = replace(trainer.usage, memory={**trainer.usage.memory, "copies": self._snapshots.nbytes})
+                    self._publish(Stepped(order.ticket, record, time.time(), between, usage), None, record.step)
                     # After the last step, and when the run stops, the copies are kept: the last checkpoint is made of what is held then.
                     rescale = bool(record.flags & RESCALE) and not record.flags & STOP and record.step < config.train.steps
                     with self._pulse.without_hurry() if self._pulse else nullcontext():

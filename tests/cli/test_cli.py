@@ -17,7 +17,8 @@ import pytest
 
 from vescale_ray import cli
 from vescale_ray.cli import main
-from vescale_ray.controller.metrics import MetricsServer, RunSnapshot
+from vescale_ray.controller.figures import RunSnapshot
+from vescale_ray.controller.metrics import MetricsServer
 from vescale_ray.errors import BadInput
 from vescale_ray.runfolder import RunFolder
 

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from tests.deploy.test_alerts import full_snapshot
 from vescale_ray import cli, client, top
-from vescale_ray.controller.metrics import Histogram, MetricsServer, RunSnapshot
+from vescale_ray.controller.figures import Histogram, RunSnapshot
+from vescale_ray.controller.metrics import MetricsServer
 from vescale_ray.runfolder import RunFolder
 
 NOW = 1_700_000_000.0
@@ -39,6 +40,11 @@ SNAPSHOT = replace(
     workers={0: {"worker": "w-a", "node": "n1"}, 1: {"worker": "w-b", "node": "n2"}},
     slowness={0: 1.0, 1: 3.25},
     stragglers={"w-b": {"rank": 1, "factor": 3.25, "since_step": 9, "node": "n2"}},
+    flops_utilization=0.375,
+    phase_seconds={"data": 10.0, "comm": 20.0, "forward_backward": 50.0, "checkpoint": 400.0},
+    waited={"all_gather": {0: 3.0, 1: 1.0}, "step_end": {0: 12.0, 1: 0.0}, "reshard": {0: 99.0, 1: 99.0}},
+    memory_kinds={"parameters": {0: 10 << 20, 1: 40 << 20}, "optimizer": {0: 80 << 20, 1: 80 << 20}, "padding": {0: 8, 1: 0}},
+    device_memory={"peak_allocated": {0: 8 << 30, 1: 60 << 30}, "capacity": {0: 80 << 30, 1: 64 << 30}},
     checkpoint_time=NOW - 7300,
     checkpoint_step=20,
 )
@@ -58,7 +64,9 @@ def test_it_shows_what_the_controller_says() -> None:
     for words in (
         "30 of 120",
         "2.5000",
-        "12,345 tokens/s, 0.5 s a step, last step 5 s ago",
+        "12,345 tokens/s, 37.5% of the devices' peak, 0.5 s a step, last step 5 s ago",
+        "25.0% of the steps' time for other ranks; of that step end 75%, all gather 25%",
+        "optimizer 80 MiB, parameters 40 MiB, GPU 60.0 of 64.0 GiB",
         "2 of 3 wanted (1 to 4), generation 7, 3 rescales",
         "75.0% of 100.0 s in steps that count; lost: failure 25.0 s",
         "step 20, 2 h 1 min ago",

@@ -19,7 +19,7 @@ import torch
 from tests.controller.runs import tiny
 from vescale_ray import checkpoint
 from vescale_ray.config import CheckpointSection
-from vescale_ray.controller import metrics, watchdog
+from vescale_ray.controller import figures, watchdog
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.keeper import Keeper
@@ -47,7 +47,7 @@ def test_every_state_can_be_reached_and_leads_to_an_end() -> None:
     assert all(reach(state) & FINAL for state in RunState)
     assert all(RunState.FAILED in TRANSITIONS[state] for state in set(RunState) - FINAL)
     assert all(not TRANSITIONS[state] for state in FINAL)
-    assert tuple(RunState) == metrics.STATES
+    assert tuple(RunState) == figures.STATES
 
 
 def test_a_transition_that_is_not_in_the_table_is_an_error_that_names_what_is_allowed() -> None:
@@ -225,10 +225,47 @@ def test_a_full_disk_stops_nothing_and_the_lines_are_written_later(ledger: Ledge
             disk.setattr(RunFolder, name, full)
         assert all(ledger.stepped(stepped(first, i, 1.0 + i)) for i in range(3))
         ledger.write_state(now=True)
-        assert ledger.warning is not None and "No space left on device" in ledger.warning
+        (warning,) = ledger.warnings
+        assert "No space left on device" in warning and warning == ledger.record()["warning"]
     assert ledger.stepped(stepped(first, 3, 5.0))
     assert [line["step"] for line in ledger.folder.read_metrics()] == [1, 2, 3, 4]
     assert len(ledger.folder.read_samples()) == 4
+
+
+FILLING = """
+import resource, sys
+from pathlib import Path
+from tests.controller.runs import tiny
+from tests.controller.test_books import generation, stepped
+from vescale_ray.controller.ledger import Ledger
+from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.messages import Origin
+home, hard = Path(sys.argv[1]), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+config = tiny(home, "filling")
+ledger = Ledger(RunFolder(config.run_folder).create(), config, "r1", 1, 1)
+world = generation(1, 0, "a", "b", origin=Origin.FRESH)
+ledger.opened(world)
+for index in range(60):
+    # A file may have so many bytes: the kernel takes the part of a line that still fits, and no more.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard if index >= 50 else 5000, hard))
+    assert ledger.stepped(stepped(world, index, 1.0 + index))
+    ledger.write_state(now=True)
+print(len(ledger.warnings), ledger.warnings[0])
+"""
+
+
+def test_lines_are_whole_and_in_order_though_the_disk_took_a_part_of_one_and_then_none(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FILLING, str(tmp_path)]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1 ") and "can't be written (File too large); training goes on, lines wait in memory" in done.stdout
+    folder = RunFolder(tmp_path / "filling")
+    assert [line["step"] for line in folder.read_all_metrics()] == list(range(1, 61))
+    assert [line["step"] for line in folder.read_all_samples()] == list(range(60))
+    raw = (folder.path / "metrics.jsonl").read_text().splitlines()
+    assert len(raw) == 61, "one that was cut short, and whole again after it"
+    assert [event["event"] for event in folder.read_events()] == ["warning"]
 
 
 # -------------------------------------------------------------------------------------------------------------------- saves

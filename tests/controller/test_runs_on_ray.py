@@ -182,24 +182,40 @@ def test_a_stopped_run_resumes_with_another_number_of_workers_as_if_it_had_not_s
 
 
 def test_a_checkpoint_that_can_not_be_written_is_a_loud_event_and_training_goes_on_to_the_next(home: Path) -> None:
-    """Where the object of the first checkpoint would go there is something already: its write fails, once."""
-    config = tiny(home, "unwritable", elastic_workers=1, train_steps=18, checkpoint_every=6)
+    """Where the object of the first checkpoint would go there is something already: its write fails, once. Besides, the disk takes no line
+    at first, and the port for the metrics is another process'."""
+    other = socket.create_server(("127.0.0.1", 0))
+    port = other.getsockname()[1]
+    config = tiny(home, "unwritable", elastic_workers=1, train_steps=48, checkpoint_every=16, metrics_port=port)
     root = Path(config.checkpoint_root)
+    full = [RunFolder(config.run_folder).create().path / f"{name}.jsonl" for name in ("metrics", "events", "samples")]
+    for line_file in full:
+        line_file.symlink_to("/dev/full")
 
     def watch(status: Mapping[str, Any]) -> None:
-        attempt = f"{status['info']['run_id']}-g1-s6"
-        if not (root / "data" / attempt).exists() and status["step"] < 6:
+        attempt = f"{status['info']['run_id']}-g1-s16"
+        if not (root / "data" / attempt).exists() and status["step"] < 16:
             (root / "data" / attempt / "r00000.safetensors").mkdir(parents=True)
             (root / "data" / attempt / "r00000.safetensors" / "in-the-way").touch()
+        for line_file in full if status["step"] >= 2 else ():
+            if line_file.is_symlink():
+                line_file.unlink()  # there is room again
 
-    finished = carry_out(config, watch=watch)
-    assert (finished.result.state, finished.result.step, finished.result.exit_code) == ("DONE", 18, 0), finished.result
+    with other:
+        finished = carry_out(config, watch=watch)
+    assert (finished.result.state, finished.result.step, finished.result.exit_code) == ("DONE", 48, 0), finished.result
     (failure,) = finished.of("checkpoint_failed")
-    assert failure["step"] == 6 and failure["error"].startswith("rank 0: ")
-    assert [event["step"] for event in finished.of("checkpoint_saved")] == [12, 18]
-    assert [c.step for c in checkpoint.ls(root) if c.problem is None] == [12, 18] and checkpoint.verify(root).ok
-    assert not finished.of("worker_lost", "generation_failed", "rescaled") and sorted(finished.losses) == list(range(1, 19))
+    assert failure["step"] == 16 and failure["error"].startswith("rank 0: ")
+    assert [event["step"] for event in finished.of("checkpoint_saved")] == [32, 48]
+    assert [c.step for c in checkpoint.ls(root) if c.problem is None] == [32, 48] and checkpoint.verify(root).ok
+    assert not finished.of("worker_lost", "generation_failed", "rescaled") and sorted(finished.losses) == list(range(1, 49))
     assert finished.accounting().exact
+    taken, no_room = finished.result.warnings
+    assert f"metrics.port = {port}: in use on 127.0.0.1; metrics and commands are served on port" in taken
+    assert "No space left on device" in no_room and "lines wait in memory" in no_room
+    assert sorted(event["text"] for event in finished.of("warning")) == sorted(finished.result.warnings), "each is told of once"
+    times = [event["time"] for event in finished.events]
+    assert times == sorted(times) and "run_started" in [event["event"] for event in finished.events[:3]], "written in its order"
     nothing_left(finished)
 
 

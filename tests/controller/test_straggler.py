@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.controller.runs import tiny
+from vescale_ray.controller.exposition import families
 from vescale_ray.controller.ledger import Ledger
-from vescale_ray.controller.metrics import families
 from vescale_ray.controller.policy import next_members, staffing
 from vescale_ray.controller.protocol import Source, World
 from vescale_ray.controller.straggler import PAUSE_S, Stragglers
@@ -99,8 +99,8 @@ def test_each_new_spread_of_the_slots_is_an_event_and_the_even_one_at_the_start_
 def test_the_figures_are_those_of_the_generation_and_nothing_of_an_older_one_stays(tmp_path: Path) -> None:
     def of(name: str) -> dict[str, float]:
         table.ledger.publish({})
-        family = next(one for one in families(table.ledger.snapshot) if one.name == name)
-        return {sample.labels.get("rank", ""): sample.value for sample in family.samples}
+        found = [sample for one in families(table.ledger.snapshot) if one.name == name for sample in one.samples]
+        return {sample.labels.get("rank", ""): sample.value for sample in found}
 
     table = Table(tmp_path)
     table.open("a", "b", "c")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.deploy.test_alerts import RULES, known
-from vescale_ray.controller.metrics import STATES
+from vescale_ray.controller.figures import STATES
 from vescale_ray.deploy import dashboard as made
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from importlib.resources import files
@@ -14,6 +16,7 @@ import pytest
 import yaml
 
 from vescale_ray.config import load_config
+from vescale_ray.runfolder import DISCOVERY, RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -143,12 +146,39 @@ def test_the_files_come_with_the_package() -> None:
     assert {"kuberay", "grafana", "prometheus.yml", "alerts.yml", "Dockerfile"} <= names
 
 
-def test_prometheus_scrapes_the_port_of_the_example_and_rays_own_list_of_nodes() -> None:
+def test_prometheus_scrapes_what_a_run_and_ray_list() -> None:
     prometheus = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
     assert set(prometheus) == {"global", "rule_files", "scrape_configs"}
     assert all((DEPLOY / file).is_file() for file in prometheus["rule_files"])
     jobs = {one["job_name"]: one for one in prometheus["scrape_configs"]}
-    example = load_config(ROOT / "vescale_ray" / "configs" / "cluster.yaml")
     assert jobs["vescale-ray"]["metrics_path"] == "/metrics"
-    assert jobs["vescale-ray"]["static_configs"][0]["targets"] == [f"127.0.0.1:{example.metrics.port}"]
+    (file,) = jobs["vescale-ray"]["file_sd_configs"][0]["files"]
+    # What a run without any settings writes, when it is started where the repository is.
+    assert (DEPLOY / file).resolve() == ROOT / load_config().run_folder / DISCOVERY
+    example = load_config(ROOT / "vescale_ray" / "configs" / "cluster.yaml")
+    assert f'targets: ["HOST:{example.metrics.port}"]' in (DEPLOY / "prometheus.yml").read_text()
     assert jobs["ray"]["file_sd_configs"][0]["files"] == ["/tmp/ray/prom_metrics_service_discovery.json"]
+
+
+def test_prometheus_own_tool_accepts_the_configuration_and_what_a_run_writes(tmp_path: Path) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed: apt-get install prometheus")
+    (tmp_path / "deploy").mkdir()
+    for name in ("prometheus.yml", "alerts.yml"):
+        shutil.copy(DEPLOY / name, tmp_path / "deploy" / name)
+    run = RunFolder(tmp_path / "runs" / "demo").create()
+
+    def check() -> subprocess.CompletedProcess[str]:
+        command = ["promtool", "check", "config", "deploy/prometheus.yml"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+
+    def missing(done: subprocess.CompletedProcess[str]) -> bool:
+        return any(DISCOVERY in line and "does not exist" in line for line in done.stderr.splitlines() + done.stdout.splitlines())
+
+    before = check()
+    assert before.returncode == 0 and missing(before), before.stdout + before.stderr
+    run.write_discovery("http://[::1]:1234")
+    during = check()
+    assert during.returncode == 0 and "SUCCESS" in during.stdout and not missing(during), during.stdout + during.stderr
+    (run.path / DISCOVERY).write_text('[{"targets": "127.0.0.1:1"}]')
+    assert check().returncode != 0, "the file itself is looked at"

@@ -11,7 +11,8 @@ import pytest
 
 from tests.deploy.test_alerts import full_snapshot
 from vescale_ray.cli import cli
-from vescale_ray.controller.metrics import RunSnapshot, families
+from vescale_ray.controller.exposition import families
+from vescale_ray.controller.figures import RunSnapshot
 from vescale_ray.runfolder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +68,7 @@ def test_the_documents_name_every_metric_and_no_other() -> None:
 
 
 def test_every_figure_of_the_snapshot_has_a_use() -> None:
-    source = (ROOT / "controller" / "metrics.py").read_text(encoding="utf-8")
+    source = (ROOT / "controller" / "exposition.py").read_text(encoding="utf-8")
     only_status = {"started", "checkpoint_path", "checkpoint_interval_text", "error"}
     unused = [field.name for field in fields(RunSnapshot) if f"s.{field.name}" not in source and field.name not in only_status]
     assert not unused
@@ -81,8 +82,9 @@ def test_the_documents_name_every_file_of_a_run(tmp_path: Path) -> None:
     run.append_samples(0, 1, [1])
     run.write_state({})
     run.write_control("u", "t")
+    run.write_discovery("u")
     run.write_config("")
     run.claim().close()
     names = {path.name for path in tmp_path.iterdir()} | {run.curve_path.name, f"{run.checkpoints.name}/"}
-    named = set(re.findall(r"^\| `([a-z]+\.[a-z]+|lock|checkpoints/)`", text, re.MULTILINE))
+    named = set(re.findall(r"^\| `([a-z_]+\.[a-z]+|lock|checkpoints/)`", text, re.MULTILINE))
     assert named == names | {"controller.json"}

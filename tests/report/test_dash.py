@@ -34,6 +34,8 @@ def folder(tmp_path: Path) -> RunFolder:
         memory = {str(r): (300 + r) << 20 for r in range(3 if i < 5 else 2)}
         values = {"loss": 3.0 - i / 10, "bpb": None if i == 2 else 4.0 - i / 10, "tokens": step * 64, "tokens_per_second": 100.0 + i}
         more = {"world": len(memory), "generation": 1 + (i >= 5), "grad_norm": 1.0, "step_seconds": 0.5, "memory": memory}
+        more |= {"waited_seconds": {"all_gather": 0.05, "step_end": 0.1}, "memory_kinds": {"parameters": 8 << 20}}
+        more |= {"model_flops_utilization": 0.25 if i else None}
         run.append_metrics({"step": step, "time": BEGAN + 3 + i, "lr": 1e-3, **values, **more})
     about = {"from": 3, "to": 2, "direction": "shrink", "reason": "<script>alert(1)</script>", "pause_seconds": 1.5, "steps_replayed": 1}
     run.append_event({"time": BEGAN + 8, "event": "rescaled", "generation": 2, "step": 5, "source": "peer", "phases": {}, **about})
@@ -50,7 +52,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing(folder: RunFolde
     text = render(dash.from_folder(folder))
     assert not re.search(r"(?i)<script|<link|<img|@import|url\(|src=|href=|javascript:|http", text)
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text and "a &amp; b" in text
-    assert len(drawing(text)) == 6, "every picture is well-formed XML"
+    assert len(drawing(text)) == 9, "every picture is well-formed XML"
 
 
 def test_it_shows_what_the_lines_say(folder: RunFolder) -> None:
@@ -60,6 +62,10 @@ def test_it_shows_what_the_lines_say(folder: RunFolder) -> None:
     assert [value for _, value in charts["Loss, bits per byte"].series[0].points][1:4] == [3.9, None, 3.7]
     assert [series.name for series in charts["Resident memory by rank"].series] == ["rank 0", "rank 1", "rank 2"]
     assert charts["Resident memory by rank"].series[2].points[-1] == (BEGAN + 13, None), "a rank that is gone has no line"
+    waiting = {series.name: series.points for series in charts["Waiting for other ranks, % of a step"].series}
+    assert [round(value or 0, 9) for _, value in waiting["all_gather"]] == [10.0] * 11 and waiting["step_end"][0] == (BEGAN + 3, 20.0)
+    assert charts["Memory by kind, largest rank"].series[0].points[0] == (BEGAN + 3, 8 << 20)
+    assert [value for _, value in charts["Model FLOPs utilisation, %"].series[0].points] == [None] + [25.0] * 10
     assert page.marks == (Mark(BEGAN + 8, "3 → 2 workers: <script>alert(1)</script>", False),)
     text = render(page)
     assert "steps that count 5.0 s (50.0%)" in text and "failure 3.0 s (30.0%)" in text
@@ -75,6 +81,14 @@ def test_a_line_is_where_its_values_are() -> None:
     left, right, top, bottom = 64.0, 608.0, 10.0, 186.0
     assert points == [(left, bottom), ((left + right) / 2, top), (right, (top + bottom) / 2)]
     assert path.attrib["d"].count("M") == 2, "nothing is drawn over a gap"
+
+
+def test_what_only_some_runs_tell_is_left_out_where_this_one_does_not(folder: RunFolder, tmp_path: Path) -> None:
+    other = RunFolder(tmp_path / "older").create()
+    (other.path / "config.yaml").write_text("run: {name: older}\n")
+    for line in folder.read_all_metrics():
+        other.append_metrics({k: v for k, v in line.items() if k not in ("waited_seconds", "memory_kinds", "model_flops_utilization")})
+    assert len(dash.from_folder(other).charts) == 6 and len(dash.from_folder(folder).charts) == 9
 
 
 values = st.one_of(st.none(), st.floats(-1e6, 1e6))
@@ -138,7 +152,7 @@ def test_from_a_prometheus_the_page_has_the_same_pictures(prometheus: str, folde
     assert page.goodput == {"productive": 3.0, "lost": {"startup": 3.0}}
     out = tmp_path / "p.html"
     done = CliRunner().invoke(cli.cli, ["dash", "--prometheus", prometheus, "--run", "there", "--out", str(out)])
-    assert done.exit_code == 0 and len(drawing(out.read_text())) == 6
+    assert done.exit_code == 0 and len(drawing(out.read_text())) == 9
 
 
 def test_wrong_calls_are_one_sentence(prometheus: str, tmp_path: Path, folder: RunFolder) -> None:

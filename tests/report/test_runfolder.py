@@ -125,6 +125,16 @@ def test_the_token_is_readable_by_the_owner_only(run: RunFolder) -> None:
     assert run.read_control() is None
 
 
+def test_prometheus_is_told_where_to_scrape_until_nothing_listens(run: RunFolder) -> None:
+    run.write_discovery("http://127.0.0.1:1")
+    run.write_discovery("http://[::1]:2")
+    path = run.path / "vescale_service_discovery.json"
+    assert json.loads(path.read_text()) == [{"labels": {"job": "vescale-ray"}, "targets": ["[::1]:2"]}]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644, "Prometheus is another user"
+    run.clear_control()
+    assert not list(run.path.iterdir())
+
+
 def test_a_tail_gives_each_line_once_and_none_before_it_is_complete(run: RunFolder) -> None:
     tail = run.tail_metrics()
     assert tail.read() == []

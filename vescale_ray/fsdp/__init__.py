@@ -46,7 +46,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from vescale_ray.fsdp.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from vescale_ray.fsdp.debug import OrderError, set_debug
 from vescale_ray.fsdp.module import FSDPModule
-from vescale_ray.fsdp.overview import explain
+from vescale_ray.fsdp.overview import explain, held_bytes
 from vescale_ray.fsdp.phases import PhaseError
 from vescale_ray.fsdp.sharding import Sharding
 from vescale_ray.fsdp.stand_in import stand_in_for_torch
@@ -62,6 +62,7 @@ __all__ = [
     "UnshardHandle",
     "explain",
     "fully_shard",
+    "held_bytes",
     "register_fsdp_forward_method",
     "set_debug",
     "share_comm_ctx",

@@ -322,7 +322,8 @@ class Gradients:
                 self._partial, self._partial_used = out, set(reduction.used)
                 return None
             if self.place.replicas > 1:
-                dist.all_reduce(out, group=self.place.replicate_group)
+                with waiting.counted("all_reduce"):
+                    dist.all_reduce(out, group=self.place.replicate_group)
         self._call_all_reduce_hook(out)
         return out
 

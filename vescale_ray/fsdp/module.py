@@ -87,8 +87,23 @@ class FSDPModule(TorchFSDPModule):
     def waited_s(self) -> float:
         """Seconds for which this rank's thread has stood still for collectives of this module's root so far: they were not overlapped, or
         another rank was late. 0 before the first forward, and on an accelerator, where it is a stream that waits."""
+        return sum(self.waited_by_collective.values())
+
+    @property
+    def waited_by_collective(self) -> dict[str, float]:
+        """The same by collective: ``all_gather`` (of parameters), ``reduce_scatter`` (of gradients)."""
         schedule = _unit(self).schedule
-        return 0.0 if schedule is None else schedule.lanes.gather.waited_s + schedule.lanes.reduce.waited_s
+        lanes = None if schedule is None else schedule.lanes
+        return {
+            "all_gather": 0.0 if lanes is None else lanes.gather.waited_s,
+            "reduce_scatter": 0.0 if lanes is None else lanes.reduce.waited_s,
+        }
+
+    @property
+    def peak_buffer_bytes(self) -> int:
+        """Most bytes that gathered parameters and gradients under way have taken on this rank at a time, for this module's root."""
+        lanes = _unit(self).lanes
+        return 0 if lanes is None else lanes.pool.peak_bytes
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 

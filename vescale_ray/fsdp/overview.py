@@ -130,6 +130,32 @@ def explain(module: nn.Module, *, state_bytes: float | None = None) -> Report:
     return Report(tuple(units), _memory(own, unit_of(module), state_bytes))
 
 
+def held_bytes(module: nn.Module) -> dict[str, int]:
+    """Bytes of this rank, by kind; they add up to what the engine takes at the peak of a step so far, without activations.
+
+    ``parameters``: elements of the shards, with the low-precision copies that are gathered; ``gradients``: of their shards, which exist
+    from backward to the optimizer's step; ``padding``: what the same shards hold beside elements of tensors; ``buffers``: gathered
+    parameters and gradients under way, the most at a time since the first step.
+    """
+    found = dict.fromkeys(("parameters", "gradients", "padding", "buffers"), 0)
+    pools: dict[int, int] = {}
+    units = {id(unit): unit for unit in map(unit_of, module.modules()) if unit is not None}
+    for unit in units.values():
+        if unit.lanes is not None:
+            pools[id(unit.lanes.pool)] = unit.lanes.pool.peak_bytes
+        for group in unit.groups:
+            own, kept, item = sum(p.local.numel() for p in group.params), group.division.kept, group.orig_dtype.itemsize
+            trained = group.grads.trainable_count > 0
+            found["parameters"] += own * item
+            found["gradients"] += own * item * trained
+            found["padding"] += (kept.numel - own) * item * (1 + trained)
+            if group.compute_dtype != group.orig_dtype or group.offload or not kept.in_place:
+                copied = group.division.part_numel
+                found["parameters"] += own * group.compute_dtype.itemsize
+                found["padding"] += (copied - own) * group.compute_dtype.itemsize
+    return {**found, "buffers": sum(pools.values())}
+
+
 def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> dict[str, int]:
     groups = [group for unit in units for group in unit.groups]
 

@@ -11,7 +11,7 @@ import yaml
 from vescale_ray.config import RunConfig
 from vescale_ray.k8s import pods
 from vescale_ray.k8s.emit import Why
-from vescale_ray.k8s.options import RAY_VERSION, Options, Sizes, port_of
+from vescale_ray.k8s.options import RAY_VERSION, RUNBOOKS, Options, Sizes, port_of
 from vescale_ray.k8s.pods import ROLE_LABEL, RUN_LABEL
 from vescale_ray.k8s.rules import KUEUES_ELASTIC, KUEUES_LABEL, TOKEN_FOLDER
 
@@ -307,7 +307,7 @@ def monitor(o: Options) -> list[Document]:
         spec = {"selector": {"matchLabels": {ROLE_LABEL: role}}, "podMetricsEndpoints": [endpoint(port) for port in ports]}
         documents.append(_document("monitoring.coreos.com/v1", "PodMonitor", f"vescale-ray-{role}", o, {key: value}, spec=spec))
     shipped = files("vescale_ray.deploy")
-    alerts = yaml.safe_load((shipped / "alerts.yml").read_text(encoding="utf-8"))
+    alerts = yaml.safe_load((shipped / "alerts.yml").read_text(encoding="utf-8").replace(f"{RUNBOOKS}#", f"{o.runbooks}#"))
     documents.append(_document("monitoring.coreos.com/v1", "PrometheusRule", "vescale-ray", o, {key: value}, spec=alerts))
     board = {"vescale.json": (shipped / "grafana" / "vescale.json").read_text(encoding="utf-8")}
     # The label that Grafana's sidecar of kube-prometheus-stack looks for.

@@ -19,6 +19,8 @@ RAY_VERSION = "2.60.0"
 GRACE_MARGIN_S = 20
 """From the end of Ray's drain to the kubelet's SIGKILL."""
 OPERATOR = "KubeRay 1.6"
+RUNBOOKS = "https://docs.example.com/vescale-ray/runbooks.md"
+"""What deploy/alerts.yml has: a place that does not exist, as that of the image."""
 _QUANTITY = re.compile(r"([1-9]\d*)(Ki|Mi|Gi|Ti)")
 _BYTES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -52,6 +54,7 @@ class Options:
         monitoring: namespace that Prometheus runs in.
         monitor_label: ``KEY=VALUE`` that the Prometheus operator selects PodMonitors by.
         prometheus, grafana: URLs that Ray's dashboard shows its figures from.
+        runbooks: URL of docs/runbooks.md, as people who get an alert can open it.
         volume_size, storage_class: of the claim that ``--kind setup`` makes.
     """
 
@@ -79,6 +82,7 @@ class Options:
     monitor_label: str = "release=prometheus"
     prometheus: str | None = None
     grafana: str | None = None
+    runbooks: str = RUNBOOKS
     volume_size: str = "1Ti"
     storage_class: str | None = None
 
@@ -209,6 +213,8 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
     for flag, url in (("--prometheus", o.prometheus), ("--grafana", o.grafana)):
         if url is not None and not re.fullmatch(r"https?://[^\s/]+\S*", url):
             yield f"{flag} {url}: give a URL, for example http://{flag.removeprefix('--')}.monitoring:9090"
+    if not re.fullmatch(r"https?://[^\s/#]+[^\s#]*", o.runbooks):
+        yield f"--runbooks {o.runbooks}: give the URL of docs/runbooks.md, without a #"
     if o.redis is not None and not re.fullmatch(r"(rediss?://)?[\w.-]+:\d+", o.redis):
         yield f"--redis {o.redis}: give HOST:PORT"
     if o.has("kueue") and o.queue is None:

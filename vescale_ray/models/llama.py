@@ -167,6 +167,13 @@ class Llama(nn.Module):
             x = layer(x)
         return self.head(self.norm(x))
 
+    def flops_per_token(self, seq_len: int) -> int:
+        """Operations of the matrix products for one token of a sequence of ``seq_len``, forward and backward (twice the forward's)."""
+        c = self.config
+        projections = c.dim * (2 * c.dim + 2 * c.kv_heads * c.head_dim)
+        attention = 2 * seq_len * c.dim  # scores and sums over all positions, the masked ones included
+        return 3 * 2 * (c.layers * (projections + attention + 3 * c.dim * c.ffn) + c.dim * c.vocab)
+
     @torch.no_grad()
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
         """Fill ``full``, the whole parameter ``name`` as a plain tensor, in place; the same bits for the same generator state.

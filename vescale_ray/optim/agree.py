@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale_ray import waiting
 from vescale_ray.optim.parameters import local_of
 
 _HERE, _MISSING = 0, 1  # columns of what is reduced; both set: on some ranks only
@@ -143,9 +144,10 @@ class Agreement:
                 continue
             begin = time.monotonic()
             try:
-                work = dist.all_reduce(words, op=dist.ReduceOp.MAX, group=mesh.get_group(dim), async_op=True)
-                # Some groups (the threaded one) know no bound and are done by now.
-                work.wait() if self._timeout is None or work.is_completed() else work.wait(timedelta(seconds=self._timeout))
+                with waiting.counted("all_reduce"):
+                    work = dist.all_reduce(words, op=dist.ReduceOp.MAX, group=mesh.get_group(dim), async_op=True)
+                    # Some groups (the threaded one) know no bound and are done by now.
+                    work.wait() if self._timeout is None or work.is_completed() else work.wait(timedelta(seconds=self._timeout))
             except RuntimeError as error:
                 raise DisagreementError(
                     f"the other ranks of {mesh} did not agree on this optimizer step within {time.monotonic() - begin:.0f} s "
@@ -196,5 +198,6 @@ def _all_finite(grads: Sequence[Tensor]) -> bool:
 def largest_of_ranks(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The maximum over the ranks; NaN if there is one. (gloo's own loses it, depending on the rank that has it.)"""
     both = torch.stack([part.nan_to_num(nan=0.0, posinf=torch.inf), part.isnan().to(part.dtype)])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    with waiting.counted("all_reduce"):
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     return torch.where(both[1] > 0, torch.full_like(part, torch.nan), both[0])

@@ -31,6 +31,9 @@ class BlockOptimizer(InPlaceLoading, ABC):
             raise, if a gradient of any of them isn't finite; parameters with a gradient on some ranks only are left out on all.
     """
 
+    skipped_steps = 0
+    """Not taken so far, for gradients that were not finite."""
+
     def __init__(self, params: Any, defaults: dict[str, Any], nonfinite: str) -> None:
         if nonfinite not in ("propagate", "skip", "raise"):
             raise ValueError(f"nonfinite = {nonfinite!r}: give propagate, skip or raise")
@@ -122,6 +125,7 @@ class BlockOptimizer(InPlaceLoading, ABC):
                 self._agreement = Agreement(params)
             decision = self._agreement.decide(fault=fault)  # the others wait to hear of it
             if not goes_on(decision, self.nonfinite):
+                self.skipped_steps += 1
                 return loss
         elif fault is not None:
             raise fault

@@ -141,7 +141,10 @@ class CombinedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         optimizers: in the order of their steps; groups and states are theirs.
+        skipped_steps: not taken so far, for gradients that were not finite.
     """
+
+    skipped_steps = 0
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], *, agree: bool = False) -> None:
         self.optimizers = tuple(optimizers)
@@ -209,6 +212,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
             self._agreement = Agreement(parameters)
         decision = self._agreement.decide(check_finite=policy != "propagate", fault=fault)
         if not goes_on(decision, policy):
+            self.skipped_steps += 1
             return loss
         if decision.split:
             warnings.warn(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale_ray import waiting
 from vescale_ray.optim.agree import largest_of_ranks
 from vescale_ray.optim.exact_sum import sum_of_squares
 from vescale_ray.optim.parameters import local_of
@@ -109,7 +110,8 @@ def _norm(tensors: list[tuple[torch.Tensor, bool]], norm_type: float, exact: boo
 
 
 def _sum(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    dist.all_reduce(part, group=group)
+    with waiting.counted("all_reduce"):
+        dist.all_reduce(part, group=group)
     return part
 
 

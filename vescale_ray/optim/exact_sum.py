@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from vescale_ray import waiting
 from vescale_ray.optim.agree import largest_of_ranks
 
 _BITS, _LEVELS = 28, 2
@@ -50,7 +51,8 @@ def sum_of_squares(tensors: Sequence[torch.Tensor], groups: Sequence[dist.Proces
     # Two words each: the total of a large model may not fit into one.
     words = torch.stack([counts >> 32, counts & 0xFFFFFFFF])
     for group in groups:
-        dist.all_reduce(words, group=group)
+        with waiting.counted("all_reduce"):
+            dist.all_reduce(words, group=group)
     high, low = words.tolist()
     exact = [((h << 32) + w) << (_BITS * (_LEVELS - 1 - level)) for level, (h, w) in enumerate(zip(high, low, strict=True))]
     return torch.tensor(math.ldexp(float(sum(exact)), exponent - _BITS * _LEVELS), dtype=torch.float64, device=device)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from vescale_ray import waiting
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.dtensor_spec import sharding_of
 from vescale_ray.optim.exchange import Exchange
@@ -89,7 +90,8 @@ class RowMoments:
                 norms[k, 0], norms[k, 1] = squares.sum(), _normalized(rows, new).double().square().sum()
         if exchange.itinerary.world > 1:
             norms = norms.to(exchange.device)
-            dist.all_reduce(norms, group=exchange.group)
+            with waiting.counted("all_reduce"):
+                dist.all_reduce(norms, group=exchange.group)
             norms = norms.to(exchange.home)
         factors = (norms[:, 0] / norms[:, 1]).sqrt().nan_to_num(nan=1.0, posinf=1.0).float()
         return cls(exchange, {i: (*found[i], factors[k]) for k, i in enumerate(wanted) if i in found})

@@ -1,0 +1,161 @@
+"""What is known of a run at one moment: the value that the metrics, the status and ``vescale-ray top`` are made from."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+STATES = ("PENDING", "STARTING", "RUNNING", "RESCALING", "CHECKPOINTING", "STOPPING", "DONE", "FAILED")
+SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of observed seconds per bucket; a value: :meth:`observe` gives the next one."""
+
+    counts: tuple[int, ...] = (0,) * (len(SECONDS_BUCKETS) + 1)
+    sum: float = 0.0
+
+    def observe(self, seconds: float) -> Histogram:
+        """This histogram with one observation more; one that is not finite is left out."""
+        if not math.isfinite(seconds):
+            return self
+        place = bisect_left(SECONDS_BUCKETS, seconds)
+        counts = tuple(count + (index == place) for index, count in enumerate(self.counts))
+        return replace(self, counts=counts, sum=self.sum + max(0.0, seconds))
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative counts as Prometheus wants them."""
+        bounds = [*(str(bound) for bound in SECONDS_BUCKETS), "+Inf"]
+        return [(bound, float(sum(self.counts[: index + 1]))) for index, bound in enumerate(bounds)]
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    """The run at one moment; None or empty: not known (yet), and then not exported either.
+
+    Attributes:
+        productive_seconds: spent in steps that count; ``lost_seconds``: all other time since ``started``, by cause (``goodput.Loss``).
+        step: completed steps; falls back when a rollback undoes some.
+        steps: steps of the whole run.
+        steps_executed: steps ever executed, replayed ones included: never falls.
+        tokens: tokens ever trained on, replayed ones included: never falls.
+        flops_utilization: the model's operations of the last step, as a part of what all devices could have done meanwhile.
+        phase_seconds: of the steps, by what they went into (``messages.Usage``), and those of ``checkpoint``.
+        nonfinite_steps: with a loss or a gradient that is no number; ``clipped_steps``: with a gradient that was scaled; ``skipped_steps``:
+            that the optimizer did not take, for gradients that were not finite.
+        loss: of the last step, in nats per token; ``bpb``: the same in bits per byte.
+        world_target, world_min, world_max: workers wanted, and the bounds.
+        draining: members whose node is about to go.
+        spares, spares_target: warm workers beside those that train; how many are wanted.
+        places_wanted: places that Ray's autoscaler is shown as wanted.
+        rescales: count by (direction, reason).
+        rescale_phase_seconds: seconds spent in each phase of the rescales.
+        worker_failures: count by reason.
+        failures: times that something went wrong, by cause (``budget.Cause``); ``failures_in_a_row``: since the last new step.
+        memory: resident bytes of each rank's process.
+        workers: of each rank, what identifies its worker: ``worker``, ``node``, ``pod``, ``device``.
+        waited: seconds that each rank has stood still for others, by what it waited for (``messages.Usage``), and ``reshard``: the moves of
+            shards to new generations, all of their time.
+        memory_kinds: bytes of each rank, by kind (``messages.Usage``); ``device_memory``: of its accelerator.
+        alloc_retries: of each rank's accelerator, times that its allocator had to give memory back and try again.
+        rank_step_seconds: of each rank, of the last step that it has told of.
+        heard: when each rank has last answered; seconds since the epoch.
+        slot_seconds: of each rank, its own time for a slot in the last step; ``slowness``: how many times as long as the usual rank it
+            takes, of late; ``slots``: how many it does in the next step.
+        stragglers: workers that are slow: ``rank``, ``factor``, ``since_step``, ``node``.
+        checkpoint_bytes: bytes ever written in committed checkpoints.
+        checkpoint_loads: of reading a checkpoint at the beginning of a generation; ``checkpoints_pending``: under way.
+        checkpoint_stall: seconds that training waited for the copy of the newest checkpoint.
+        checkpoint_interval: seconds between checkpoints, with ``checkpoint.every: auto``; ``_text``: what it came from.
+    """
+
+    run: str
+    state: str
+    step: int = 0
+    steps: int = 0
+    steps_executed: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    bpb: float | None = None
+    tokens_per_second: float | None = None
+    flops_utilization: float | None = None
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    nonfinite_steps: int = 0
+    clipped_steps: int = 0
+    skipped_steps: int = 0
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    world: int = 0
+    world_target: int = 0
+    world_min: int = 0
+    world_max: int = 0
+    draining: int = 0
+    spares: int = 0
+    spares_target: int = 0
+    places_wanted: int = 0
+    generation: int = 0
+    started: float | None = None
+    productive_seconds: float = 0.0
+    lost_seconds: Mapping[str, float] = field(default_factory=dict)
+    last_step_time: float | None = None
+    step_seconds: Histogram = Histogram()
+    rescales: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    rescale_seconds: Histogram = Histogram()
+    rescale_phase_seconds: Mapping[str, float] = field(default_factory=dict)
+    replayed_steps: int = 0
+    worker_failures: Mapping[str, int] = field(default_factory=dict)
+    failures: Mapping[str, int] = field(default_factory=dict)
+    failures_in_a_row: Mapping[str, int] = field(default_factory=dict)
+    memory: Mapping[int, int] = field(default_factory=dict)
+    memory_kinds: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    device_memory: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    alloc_retries: Mapping[int, int] = field(default_factory=dict)
+    waited: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    rank_step_seconds: Mapping[int, float] = field(default_factory=dict)
+    heard: Mapping[int, float] = field(default_factory=dict)
+    workers: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    slot_seconds: Mapping[int, float] = field(default_factory=dict)
+    slowness: Mapping[int, float] = field(default_factory=dict)
+    slots: Mapping[int, int] = field(default_factory=dict)
+    stragglers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    checkpoint_step: int | None = None
+    checkpoint_time: float | None = None
+    checkpoint_path: str | None = None
+    checkpoint_bytes: int = 0
+    checkpoint_failures: int = 0
+    checkpoint_seconds: Histogram = Histogram()
+    checkpoint_loads: Histogram = Histogram()
+    checkpoints_pending: int = 0
+    checkpoint_stall: float | None = None
+    checkpoint_interval: float | None = None
+    checkpoint_interval_text: str | None = None
+    error: str | None = None
+    info: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The snapshot as plain JSON values; pairs become ``direction/reason``, figures that are not finite become null."""
+        tree = {one.name: getattr(self, one.name) for one in fields(self)}  # asdict would copy every dictionary
+        tree["rescales"] = {f"{direction}/{reason}": count for (direction, reason), count in self.rescales.items()}
+        for name in ("step_seconds", "rescale_seconds", "checkpoint_seconds", "checkpoint_loads"):
+            histogram: Histogram = getattr(self, name)
+            tree[name] = {"count": histogram.count, "sum": histogram.sum}
+        return plain(tree)
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: keys are text, figures that are not finite are null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    return value
