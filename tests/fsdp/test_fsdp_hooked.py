@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,7 +50,7 @@ class Rounded(torch.Tensor):
             return value.data_inside if isinstance(value, Rounded) else value
 
         def wrapped(value: Any) -> Any:
-            return Rounded(value) if isinstance(value, torch.Tensor) and not isinstance(value, Rounded) else value
+            return cls(value) if isinstance(value, torch.Tensor) and not isinstance(value, Rounded) else value
 
         out = function(*pytree.tree_map(bare, args), **pytree.tree_map(bare, kwargs or {}))
         if function in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar):
@@ -149,6 +150,38 @@ def test_training_is_that_of_torchs_fully_shard(shape: tuple[int, ...], dtype: s
 
 def test_on_gloo() -> None:
     run_gloo(2, trains_as_torchs, (2,), None, True)
+
+
+class Scaled(Rounded):
+    """As float8 weights: one scale for the whole weight, from the largest value of all shards."""
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        largest = self.data_inside.abs().amax()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())  # raises for a mesh of more than one dimension
+        scale = largest / 127
+        return ((self.data_inside / scale).round().to(torch.int8), scale.view(1, 1)), mesh.size()
+
+    def fsdp_post_all_gather(self, outputs: tuple[torch.Tensor, ...], metadata: Any, *rest: Any, **more: Any) -> Any:
+        assert outputs[1].numel() == metadata == 2  # of two shards, however many replicas there are
+        codes, scales = outputs
+        return super().fsdp_post_all_gather((codes, scales[:1].expand(codes.shape[0], 1)), metadata, *rest, **more)
+
+
+def asks_all_shards(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    layer = Layer()
+    weight = torch.randn(12, 12, generator=torch.Generator().manual_seed(0))
+    layer.linear.weight = nn.Parameter(Scaled(weight))
+    fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    layer(torch.ones(2, 12))
+    scale = weight.abs().amax() / 127
+    assert torch.equal(layer.linear.weight.detach(), (weight / scale).round() * scale)
+
+
+def test_with_replicas_a_hook_gets_the_mesh_of_the_shards() -> None:
+    run_threads(4, asks_all_shards)
 
 
 def uneven(rank: int, world: int) -> None:

@@ -82,6 +82,9 @@ class HookedGroup(Group):
         self._padded: list[torch.Tensor] = []
         self._locals: list[torch.Tensor] = []
         self._inputs: list[torch.Tensor] = []
+        mesh = self.place.mesh
+        # Hooks ask for "the" group of their mesh, for the largest value of all shards: replicas are none of their business.
+        self._shard_mesh = mesh if mesh.ndim == 1 or mesh.mesh_dim_names is None else mesh[mesh.mesh_dim_names[-1]]
         for source in sources:
             own = self.division.own(source.name, source.value)
             padded, local = self._pad(own, source.shape)
@@ -152,7 +155,7 @@ class HookedGroup(Group):
             local = local.to(self.place.device)
         hook = local.fsdp_pre_all_gather
         count = len(inspect.signature(hook).parameters)
-        mesh, shape = self.place.mesh, torch.Size(param.shape)
+        mesh, shape = self._shard_mesh, torch.Size(param.shape)
         if count == 1:
             inputs, gathered.metadata = hook(mesh)
         elif count == 5:
