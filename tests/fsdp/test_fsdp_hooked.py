@@ -184,6 +184,63 @@ def test_with_replicas_a_hook_gets_the_mesh_of_the_shards() -> None:
     run_threads(4, asks_all_shards)
 
 
+class Eight(Rounded):
+    """Held and sent as float8, used as it is; it has no slices but those from the start, as NF4 weights."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.slice.Tensor and args[2]:
+            raise NotImplementedError("a slice that starts in the middle")
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:  # type: ignore[override]
+        return (self.data_inside.to(torch.float8_e4m3fn),), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> Any:
+        whole = outputs[0].to(param_dtype)
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(whole)
+            return None
+        return whole, (whole,)
+
+
+def trains_around_frozen_ones(rank: int, world: int) -> None:
+    model: Any = Model()
+    with torch.no_grad():
+        for k, p in enumerate(model.parameters()):
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(k)).to(torch.float8_e4m3fn))
+    plain = copy.deepcopy(model)
+    for layer, other in zip(model.layers, plain.layers, strict=True):
+        layer.linear.weight = nn.Parameter(Eight(layer.linear.weight.detach()), requires_grad=False)
+        other.linear.weight.requires_grad = False
+    shard(model, fully_shard)
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, plain)]
+    for step in range(5):
+        if step == 3:  # what was frozen is trained: the hooks of the gathered weights have to be there
+            for m in (model, plain):
+                m.requires_grad_(True)
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
+        model(part(x, rank, world)).square().mean().backward()
+        plain(x).square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            if q.grad is not None and "linear.weight" in name:
+                assert apart(bare(p.grad), q.grad.chunk(world)[rank]) <= 1e-5, name
+            elif q.grad is not None:
+                assert apart(p.grad.full_tensor(), q.grad) <= 1e-5, name
+        for optimizer in optimizers:
+            optimizer.step()
+        for m in (model, plain):
+            m.zero_grad()
+
+
+def test_frozen_float8_weights_without_slices_may_be_trained_later() -> None:
+    run_gloo(2, trains_around_frozen_ones)
+
+
 def uneven(rank: int, world: int) -> None:
     """12 rows over 5 ranks: 3, 3, 3, 3 and none. The hook sees what the rank has; padding is ours."""
     (ours, _), x = models(), torch.randn(10, 12, generator=torch.Generator().manual_seed(3))
