@@ -467,6 +467,10 @@ def tied_across_units(rank: int, world: int, how: Any) -> bool:
         model.layers[1].weight = nn.Parameter(model.layers[1].weight.detach().clone())
         model(batch(rank)).sum().backward()
         assert model.layers[1].weight.grad is not None and model.layers[1].weight is not model.layers[0].weight
+        for model in (tied(), sharded(Net(layers=2), how), how(Net(layers=2))):
+            model.layers[1].weight = model.layers[0].weight  # as a tie_weights() after loading does it
+            with pytest.raises(ValueError, match="'layers.1.weight' is shared .* it was tied to 'layers.0.weight' after fully_shard"):
+                model(batch(rank))
     return True
 
 

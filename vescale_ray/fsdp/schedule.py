@@ -109,10 +109,12 @@ class Schedule:
             for group in unit.groups:
                 kind = str(group.orig_dtype).removeprefix("torch.") + ("" if group.grads.trainable_count else ", frozen")
                 group.name, group.fqn = f"{unit.name} [{kind}]", unit.fqn
-                group.adopt()
                 _name_parameters(group, fqns)
         units = [unit for unit, _ in found.values()]
         _check_tied(units)
+        for unit in units:
+            for group in unit.groups:
+                group.adopt()
         _check_materialized(units)
         _check_hooks(units)
         with _disable_current_modes():  # not a part of the step that a mode may be counting or recording
@@ -330,13 +332,23 @@ def _name_parameters(group: Group, fqns: dict[int, str]) -> None:
 
 
 def _check_tied(units: list[Unit]) -> None:
-    for unit in units:
-        for param in (param for group in unit.groups for param in group.params):
-            if param.tied is not None and param.sharded is param.tied:
-                raise ValueError(
-                    f"Parameter {param.fqn!r} is shared with a parameter already managed by another FSDP group: the modules are tied. Put "
-                    f"them into one unit, as fully_shard([module_a, module_b]), or leave both to the root"
-                )
+    """A parameter has one place in one buffer: modules that share one have to be of one unit, and share it when that is made."""
+    places: dict[int, str] = {}
+    for param in (param for unit in units for group in unit.groups for param in group.params):
+        installed = param.installed()
+        if installed is None:
+            continue
+        if param.tied is not None and installed is param.tied:
+            raise ValueError(
+                f"Parameter {param.fqn!r} is shared with a parameter already managed by another FSDP group: the modules are tied. Put "
+                f"them into one unit, as fully_shard([module_a, module_b]), or leave both to the root"
+            )
+        other = places.setdefault(id(installed), param.fqn)
+        if other != param.fqn:
+            raise ValueError(
+                f"Parameter {param.fqn!r} is shared with a parameter already managed by another FSDP group: it was tied to {other!r} after "
+                f"fully_shard. Tie the modules first, then put them into one unit, as fully_shard([module_a, module_b])"
+            )
 
 
 def _check_materialized(units: list[Unit]) -> None:
