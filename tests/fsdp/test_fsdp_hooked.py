@@ -188,7 +188,7 @@ class Eight(Rounded):
     """Held and sent as float8, used as it is; it has no slices but those from the start, as NF4 weights."""
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if function is torch.ops.aten.slice.Tensor and args[2]:
             raise NotImplementedError("a slice that starts in the middle")
         return super().__torch_dispatch__(function, types, args, kwargs)

@@ -91,7 +91,7 @@ def load_by_placements(whole: dict[str, torch.Tensor]) -> Any:
         if isinstance(sharded, DTensor):
             shape, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
             local = whole[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].clone()
-            how = {"run_check": False, "shape": sharded.shape, "stride": sharded.stride()}
+            how: dict[str, Any] = {"run_check": False, "shape": sharded.shape, "stride": sharded.stride()}
             parts[name] = nn.Parameter(DTensor.from_local(local, sharded.device_mesh, sharded.placements, **how))
         else:
             parts[name] = whole[name].clone()
