@@ -370,6 +370,16 @@ def states(rank: int, world: int, how: Any) -> list[Any]:
         [g._module_fqn for g in (root._fsdp_param_group, inner._fsdp_param_group)],
         [sorted(p._param_fqn for p in g.fsdp_params) for g in (root._fsdp_param_group, inner._fsdp_param_group)],
     ]
+    group = root._fsdp_param_group
+    seen.append([(p._orig_size, p.orig_dtype, p._module_info.param_name, type(p._module_info.module).__name__) for p in group.fsdp_params])
+    seen.append((group._orig_dtype, group._reduce_dtype, group._reshard_after_forward, inner._fsdp_param_group._reshard_after_forward))
+    model.set_is_last_backward(False)
+    seen.append((root._state_ctx.is_last_backward, root._modules_to_run_forward, inner._modules_to_run_forward))
+    root._state_ctx.is_last_backward = True
+    inner._states_to_backward_prefetch = [root]
+    seen.append(inner._states_to_backward_prefetch == [root])
+    inner._states_to_backward_prefetch = []  # "no list": trainers take prefetching out so
+    seen.append(inner._states_to_backward_prefetch)
     model.layers[1].unshard()
     seen.append((inner._fsdp_param_group.is_unsharded, root._fsdp_param_group.is_unsharded))
     model.layers[2].reshard()
@@ -467,6 +477,10 @@ def tied_across_units(rank: int, world: int, how: Any) -> bool:
         model.layers[1].weight = nn.Parameter(model.layers[1].weight.detach().clone())
         model(batch(rank)).sum().backward()
         assert model.layers[1].weight.grad is not None and model.layers[1].weight is not model.layers[0].weight
+        for model in (tied(), sharded(Net(layers=2), how), how(Net(layers=2))):
+            model.layers[1].weight = model.layers[0].weight  # as a tie_weights() after loading does it
+            with pytest.raises(ValueError, match="'layers.1.weight' is shared .* it was tied to 'layers.0.weight' after fully_shard"):
+                model(batch(rank))
     return True
 
 

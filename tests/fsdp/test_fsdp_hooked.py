@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,7 +50,7 @@ class Rounded(torch.Tensor):
             return value.data_inside if isinstance(value, Rounded) else value
 
         def wrapped(value: Any) -> Any:
-            return Rounded(value) if isinstance(value, torch.Tensor) and not isinstance(value, Rounded) else value
+            return cls(value) if isinstance(value, torch.Tensor) and not isinstance(value, Rounded) else value
 
         out = function(*pytree.tree_map(bare, args), **pytree.tree_map(bare, kwargs or {}))
         if function in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar):
@@ -149,6 +150,95 @@ def test_training_is_that_of_torchs_fully_shard(shape: tuple[int, ...], dtype: s
 
 def test_on_gloo() -> None:
     run_gloo(2, trains_as_torchs, (2,), None, True)
+
+
+class Scaled(Rounded):
+    """As float8 weights: one scale for the whole weight, from the largest value of all shards."""
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        largest = self.data_inside.abs().amax()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())  # raises for a mesh of more than one dimension
+        scale = largest / 127
+        return ((self.data_inside / scale).round().to(torch.int8), scale.view(1, 1)), mesh.size()
+
+    def fsdp_post_all_gather(self, outputs: tuple[torch.Tensor, ...], metadata: Any, *rest: Any, **more: Any) -> Any:
+        assert outputs[1].numel() == metadata == 2  # of two shards, however many replicas there are
+        codes, scales = outputs
+        return super().fsdp_post_all_gather((codes, scales[:1].expand(codes.shape[0], 1)), metadata, *rest, **more)
+
+
+def asks_all_shards(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    layer = Layer()
+    weight = torch.randn(12, 12, generator=torch.Generator().manual_seed(0))
+    layer.linear.weight = nn.Parameter(Scaled(weight))
+    fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    layer(torch.ones(2, 12))
+    scale = weight.abs().amax() / 127
+    assert torch.equal(layer.linear.weight.detach(), (weight / scale).round() * scale)
+
+
+def test_with_replicas_a_hook_gets_the_mesh_of_the_shards() -> None:
+    run_threads(4, asks_all_shards)
+
+
+class Eight(Rounded):
+    """Held and sent as float8, used as it is; it has no slices but those from the start, as NF4 weights."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if function is torch.ops.aten.slice.Tensor and args[2]:
+            raise NotImplementedError("a slice that starts in the middle")
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:  # type: ignore[override]
+        return (self.data_inside.to(torch.float8_e4m3fn),), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> Any:
+        whole = outputs[0].to(param_dtype)
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(whole)
+            return None
+        return whole, (whole,)
+
+
+def trains_around_frozen_ones(rank: int, world: int) -> None:
+    model: Any = Model()
+    with torch.no_grad():
+        for k, p in enumerate(model.parameters()):
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(k)).to(torch.float8_e4m3fn))
+    plain = copy.deepcopy(model)
+    for layer, other in zip(model.layers, plain.layers, strict=True):
+        layer.linear.weight = nn.Parameter(Eight(layer.linear.weight.detach()), requires_grad=False)
+        other.linear.weight.requires_grad = False
+    shard(model, fully_shard)
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, plain)]
+    for step in range(5):
+        if step == 3:  # what was frozen is trained: the hooks of the gathered weights have to be there
+            for m in (model, plain):
+                m.requires_grad_(True)
+        x = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
+        model(part(x, rank, world)).square().mean().backward()
+        plain(x).square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            if q.grad is not None and "linear.weight" in name:
+                assert apart(bare(p.grad), q.grad.chunk(world)[rank]) <= 1e-5, name
+            elif q.grad is not None:
+                assert apart(p.grad.full_tensor(), q.grad) <= 1e-5, name
+        for optimizer in optimizers:
+            optimizer.step()
+        for m in (model, plain):
+            m.zero_grad()
+
+
+def test_frozen_float8_weights_without_slices_may_be_trained_later() -> None:
+    run_gloo(2, trains_around_frozen_ones)
 
 
 def uneven(rank: int, world: int) -> None:

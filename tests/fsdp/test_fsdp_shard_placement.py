@@ -182,3 +182,49 @@ def from_meta(rank: int, world: int) -> None:
 
 def test_from_the_meta_device() -> None:
     run_threads(2, from_meta)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.between, self.head = nn.Embedding(13, 6), nn.Linear(6, 6), nn.Linear(6, 13, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.between(self.embed(x))))
+
+
+def tied_later(rank: int, world: int, dtype: torch.dtype | None, reshard: bool, units: int) -> None:
+    plain, model = seeded(Words()), seeded(Words())
+    options: dict[str, Any] = {"shard_placement_fn": lambda p: Shard(0), "reshard_after_forward": reshard}
+    if dtype is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for one in (model.embed, model.between, model)[-units:]:
+        fully_shard(one, **options)
+    plain.head.weight, model.head.weight = plain.embed.weight, model.embed.weight  # transformers' tie_weights(), after loading
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
+    tolerance = 1e-5 if dtype is None else 3e-2
+    x = torch.arange(12).view(4, 3) % 13
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    for step in range(6):
+        if step == 3 and dtype is None:
+            plain.double()
+            model.double()
+            optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
+        if step == 4:
+            model.load_state_dict(start)
+            plain.load_state_dict({name: value.full_tensor() for name, value in start.items()})
+        model(part(x, rank, world)).float().square().mean().backward()
+        plain(x).square().mean().backward()
+        for name, p in plain.named_parameters():
+            assert apart(full(dict(model.named_parameters())[name].grad), p.grad) <= tolerance, (step, name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.head.weight is model.embed.weight
+        if dtype is None:
+            assert apart(full(model.embed.weight), plain.embed.weight) <= 1e-4
+
+
+@pytest.mark.parametrize(("dtype", "reshard", "units"), [(None, True, 3), (None, False, 3), (torch.bfloat16, True, 3), (None, True, 1)])
+def test_weights_with_uneven_rows_may_be_tied_after_sharding(dtype: torch.dtype | None, reshard: bool, units: int) -> None:
+    run_threads(2, tied_later, dtype, reshard, units)

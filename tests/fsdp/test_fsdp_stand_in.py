@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.ranks import run_gloo
@@ -65,7 +67,7 @@ def on_meta_and_sharded(**options: Any) -> Any:
 
 def load_by_distribute_tensor(whole: dict[str, torch.Tensor]) -> Any:
     """As FSDP2's tutorial and accelerate do it: from rank 0, tensor by tensor, into a model on the meta device, tied again afterwards."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
     model = on_meta_and_sharded()
     parts: dict[str, Any] = {}
@@ -76,6 +78,23 @@ def load_by_distribute_tensor(whole: dict[str, torch.Tensor]) -> Any:
         else:
             dist.broadcast(full, src=0)
             parts[name] = full
+    model.load_state_dict(parts, assign=True)
+    model.tie()
+    return model
+
+
+def load_by_placements(whole: dict[str, torch.Tensor]) -> Any:
+    """As transformers 5 does it: every rank cuts its part of each tensor by the placements, and makes a DTensor of it itself."""
+    model = on_meta_and_sharded()
+    parts: dict[str, Any] = {}
+    for name, sharded in model.state_dict().items():
+        if isinstance(sharded, DTensor):
+            shape, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
+            local = whole[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].clone()
+            how: dict[str, Any] = {"run_check": False, "shape": sharded.shape, "stride": sharded.stride()}
+            parts[name] = nn.Parameter(DTensor.from_local(local, sharded.device_mesh, sharded.placements, **how))
+        else:
+            parts[name] = whole[name].clone()
     model.load_state_dict(parts, assign=True)
     model.tie()
     return model
@@ -112,8 +131,12 @@ def train(model: Any) -> tuple[dict[str, Any], dict[str, Any], float]:
     return get_model_state_dict(model, options=WHOLE), get_optimizer_state_dict(model, again, options=WHOLE), model(x).sum().item()
 
 
+def whole_state() -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in Language().state_dict().items()}
+
+
 def trainer(_rank: int, _world: int) -> dict[str, Any]:
-    whole = {name: tensor.clone() for name, tensor in Language().state_dict().items()}
+    whole = whole_state()
     replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     return {
         "distribute_tensor": train(load_by_distribute_tensor(whole)),
@@ -134,6 +157,8 @@ def both(rank: int, world: int) -> bool:
         assert isinstance(model, FSDPModule) and all(isinstance(p, RaggedDTensor) for p in model.parameters())
         linear: Any = parallelize_module(nn.Linear(4, 4), init_device_mesh("cpu", (2,)), ColwiseParallel())  # torch's other uses of it
         assert linear.weight.to_local().shape == (2, 4)
+    with stand_in_for_torch(plain_shards=True):
+        theirs["by placements"], ours["by placements"] = theirs["distribute_tensor"], train(load_by_placements(whole_state()))
     assert [getattr(module, name) for module, name in names] + [_state_dict_utils._distribute_tensors] == own
     for way, (parameters, states, loss) in theirs.items():
         our_parameters, our_states, our_loss = ours[way]

@@ -358,8 +358,11 @@ class Gradients:
             if grad is not None:
                 local_of(grad).add_(self._local_view(shard, index))
         for index in fresh:
-            param = self.params[index]
-            param.sharded.grad = as_dtensor(self._local_view(shard, index), param.spec)
+            param, view = self.params[index], self._local_view(shard, index)
+            if param.sharded.grad is None:
+                param.sharded.grad = as_dtensor(view, param.spec)
+            else:  # tied to another one of this group after sharding
+                local_of(param.sharded.grad).add_(view)
 
     def _delivered(self) -> torch.Tensor | None:
         """The flat shard that all gradients of the parameters lie in, if it is one that was delivered before and none was replaced.

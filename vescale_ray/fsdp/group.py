@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from vescale_ray import waiting
 from vescale_ray.dbuffer import KeptShard
@@ -145,6 +145,7 @@ class Group:
         self._cast: torch.Tensor | None = None
         self._cast_of: tuple[int, ...] | None = None
         self._gathered_of: tuple[int, ...] | None = None
+        self._tied_of: tuple[int, ...] | None = None
         self._local_of = 0
         """The version of the master shard's memory then, which also sees writes that a rank may do alone."""
         self._writes = 0
@@ -475,6 +476,8 @@ class Group:
     def _shard_to_gather(self, lane: comm.Lane | None) -> torch.Tensor:
         """This rank's part of the buffer, in the compute dtype: the master itself, or its cast, made once per optimizer step."""
         master = self.master.flat
+        if lane is not None and any(p.home is not None for p in self.params):
+            self._copy_tied(lane)
         if self.compute_dtype == self.orig_dtype and not self.offload and self.division.kept.in_place:
             return master
         if self._cast is None:
@@ -489,6 +492,25 @@ class Group:
                 self.master.spread(self._cast, non_blocking=self.pin_memory)
             self._cast_of = version
         return self._cast
+
+    def _copy_tied(self, lane: comm.Lane) -> None:
+        """What other groups hold of this one's parameters, if it was written since."""
+        tied = [param for param in self.params if param.home is not None]
+        version = (*self._spmd_version(), *(param.local._version for param in tied))
+        if self._tied_of != version:
+            with torch.no_grad(), lane.context():
+                lane.after_current()
+                for param in tied:
+                    self._local_view(param.name).copy_(param.local, non_blocking=self.pin_memory)
+            self._tied_of = version
+
+    def lodge(self, param: GroupParam, home: GroupParam) -> bool:
+        """Let ``param`` of this group be one with ``home`` of another, if each rank has the same part of both."""
+        same = isinstance(param.placement, Shard) and param.placement == home.placement and param.spec.mesh == home.spec.mesh
+        if not same or self.hooked or param.spec.shape != home.spec.shape or param.sharded.dtype != home.sharded.dtype:
+            return False
+        param.home = home
+        return True
 
     def _spmd_version(self) -> tuple[int, ...]:
         """Changes when the sharded parameters are written by what all ranks do alike, so that they agree on gathering again.
@@ -539,7 +561,10 @@ class Group:
         current = [c for c in installed if c is not None]
         if len(current) < len(installed) or self.residency is not Residency.SHARDED:
             return
-        if all(c is p.sharded and _is_view_of(c, self.master.flat) for c, p in zip(current, self.params, strict=True)):
+        for param, new in zip(self.params, current, strict=True):
+            if param.home is not None and new is not param.home.installed():
+                param.home = None  # both were replaced, each by one of its own
+        if all(c is p.sharded and self._has(c, p) for c, p in zip(current, self.params, strict=True)):
             return
         kinds = {(c.dtype, c.device.type) for c in current}
         if len(kinds) > 1:
@@ -554,7 +579,9 @@ class Group:
                 with torch.no_grad():
                     view.copy_(self._part_of(param, new))
             param.spec = self.place.spec(param.placement, param.shape, dtype, param.parallel)
-            if isinstance(new, DTensor) and type(new) is type(param.sharded):
+            if param.home is not None:
+                param.sharded = new  # the home keeps it a view of its own shard
+            elif isinstance(new, DTensor) and type(new) is type(param.sharded):
                 param.sharded = new  # type: ignore[assignment]
                 new._local_tensor, new._spec = view, param.spec
             else:
@@ -567,6 +594,12 @@ class Group:
         self._tell_gradients()
         self._expect()
         self.refresh()
+
+    def _has(self, current: nn.Parameter, param: GroupParam) -> bool:
+        """Whether nothing is to be done about a parameter: it looks into the master shard, or into that of another group, as it did."""
+        if param.home is None:
+            return _is_view_of(current, self.master.flat)
+        return (current.dtype, current.device) == (self.orig_dtype, self.master.flat.device)
 
     def _part_of(self, param: GroupParam, new: torch.Tensor) -> torch.Tensor:
         """This rank's part of a value that was put in place of a parameter: sharded as ours, otherwise, or not at all."""

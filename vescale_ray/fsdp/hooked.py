@@ -23,6 +23,7 @@ from vescale_ray.fsdp.labels import span
 from vescale_ray.fsdp.memory import Pool
 from vescale_ray.fsdp.parameters import GroupParam, as_dtensor, local_of
 from vescale_ray.fsdp.phases import Residency
+from vescale_ray.transfer import movable
 
 
 def has_gather_hooks(tensor: torch.Tensor) -> bool:
@@ -82,8 +83,11 @@ class HookedGroup(Group):
         self._padded: list[torch.Tensor] = []
         self._locals: list[torch.Tensor] = []
         self._inputs: list[torch.Tensor] = []
+        mesh = self.place.mesh
+        # Hooks ask for "the" group of their mesh, for the largest value of all shards: replicas are none of their business.
+        self._shard_mesh = mesh if mesh.ndim == 1 or mesh.mesh_dim_names is None else mesh[mesh.mesh_dim_names[-1]]
         for source in sources:
-            own = self.division.own(source.name, source.value)
+            own = self._own(source.value)
             padded, local = self._pad(own, source.shape)
             if self.offload and padded.device.type != "meta":
                 padded, local = self._pad(own.cpu(), source.shape)
@@ -101,6 +105,11 @@ class HookedGroup(Group):
             self._padded.append(padded)
             self._gathered.append(_Gathered())
         self.in_place = False
+
+    def _own(self, value: torch.Tensor) -> torch.Tensor:
+        """This rank's rows. By ``torch.chunk``, which such tensor classes know how to do; NF4 has no slices that start in the middle."""
+        chunks = torch.chunk(value, self.place.world)
+        return chunks[self.place.rank] if self.place.rank < len(chunks) else value.narrow(0, value.shape[0], 0)
 
     def _pad(self, own: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """``own`` in memory of the size that every rank sends, and the part of that which it is."""
@@ -135,7 +144,8 @@ class HookedGroup(Group):
                 for output, one in zip(gathered.outputs, inputs, strict=True):
                     flat = one.contiguous().view(-1)
                     self._inputs.append(flat)
-                    works.append(compat.all_gather_single(output, flat, group=self.place.shard_group, async_op=lane.stream is None))
+                    to, what, group = movable(output), movable(flat), self.place.shard_group
+                    works.append(compat.all_gather_single(to, what, group=group, async_op=lane.stream is None))
                     lane.issued += 1
         self._gather = comm.Works(lane, *works) if lane.stream is None else lane.mark()
         self._gathered_of = self._spmd_version()
@@ -152,7 +162,7 @@ class HookedGroup(Group):
             local = local.to(self.place.device)
         hook = local.fsdp_pre_all_gather
         count = len(inspect.signature(hook).parameters)
-        mesh, shape = self.place.mesh, torch.Size(param.shape)
+        mesh, shape = self._shard_mesh, torch.Size(param.shape)
         if count == 1:
             inputs, gathered.metadata = hook(mesh)
         elif count == 5:
@@ -203,8 +213,10 @@ class HookedGroup(Group):
             gathered.inner = tuple(inner)
             leaf = nn.Parameter(torch.as_strided(whole, param.shape, contiguous_stride(param.shape), 0), requires_grad=False)
         param.unsharded = leaf
-        leaf.requires_grad = param.sharded.requires_grad
-        self.grads.hook(leaf, index)
+        if leaf.is_floating_point() or leaf.is_complex():
+            leaf.requires_grad = True  # else it takes no hook; frozen parameters may be trained one day
+            self.grads.hook(leaf, index)
+            leaf.requires_grad = param.sharded.requires_grad
         return leaf
 
     def _finish(self) -> None:

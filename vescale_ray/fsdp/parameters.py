@@ -152,7 +152,7 @@ _SUBGROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] 
 class GroupParam:
     """One parameter: sharded (an ``nn.Parameter`` of type RaggedDTensor, or DTensor) and unsharded (a plain leaf, once it was gathered)."""
 
-    __slots__ = ("fqn", "name", "owners", "parallel", "placement", "shape", "sharded", "spec", "tied", "unsharded")
+    __slots__ = ("fqn", "home", "name", "owners", "parallel", "placement", "shape", "sharded", "spec", "tied", "unsharded")
 
     def __init__(self, source: Source, sharded: nn.Parameter, placement: Placement, spec: DTensorSpec) -> None:
         self.name, self.fqn, self.owners, self.parallel = source.name, source.name, source.owners, source.parallel
@@ -161,6 +161,9 @@ class GroupParam:
         self.shape = source.shape
         """Of what is shared out: the parameter's own, or that of the part which tensor or expert parallelism left here."""
         self.unsharded: nn.Parameter | None = None
+        self.home: GroupParam | None = None
+        """Tied to this one of another group after sharding: the sharded parameter is a view of that group's shard, and this group has a
+        copy, taken when parameters are gathered."""
 
     def new_unsharded(self, view: torch.Tensor) -> nn.Parameter:
         """A leaf that looks at ``view`` of the gathered buffer."""

@@ -21,6 +21,7 @@ from vescale_ray.fsdp.debug import agree
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.labels import log, span
 from vescale_ray.fsdp.memory import Pool
+from vescale_ray.fsdp.parameters import GroupParam
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.same_plan import check_same_plan
 from vescale_ray.fsdp.tree import map_tensors
@@ -109,10 +110,12 @@ class Schedule:
             for group in unit.groups:
                 kind = str(group.orig_dtype).removeprefix("torch.") + ("" if group.grads.trainable_count else ", frozen")
                 group.name, group.fqn = f"{unit.name} [{kind}]", unit.fqn
-                group.adopt()
                 _name_parameters(group, fqns)
         units = [unit for unit, _ in found.values()]
         _check_tied(units)
+        for unit in units:
+            for group in unit.groups:
+                group.adopt()
         _check_materialized(units)
         _check_hooks(units)
         with _disable_current_modes():  # not a part of the step that a mode may be counting or recording
@@ -330,12 +333,32 @@ def _name_parameters(group: Group, fqns: dict[int, str]) -> None:
 
 
 def _check_tied(units: list[Unit]) -> None:
-    for unit in units:
-        for param in (param for group in unit.groups for param in group.params):
-            if param.tied is not None and param.sharded is param.tied:
+    """Modules that share a parameter have to be of one unit, and share it when that is made: it has one place in one buffer.
+
+    Tied afterwards, it can have several if each rank has the same part of all of them, as with plain ``Shard`` placements.
+    """
+    homes: dict[int, GroupParam] = {}
+    for group in (group for unit in units for group in unit.groups):
+        for param in group.params:
+            installed = param.installed()
+            if installed is not None and (installed is param.sharded or id(installed) not in homes):
+                homes[id(installed)] = param
+    for group in (group for unit in units for group in unit.groups):
+        for param in group.params:
+            installed = param.installed()
+            if installed is None:
+                continue
+            if param.tied is not None and installed is param.tied:
                 raise ValueError(
                     f"Parameter {param.fqn!r} is shared with a parameter already managed by another FSDP group: the modules are tied. Put "
                     f"them into one unit, as fully_shard([module_a, module_b]), or leave both to the root"
+                )
+            home = homes[id(installed)]
+            if home is not param and not group.lodge(param, home):
+                raise ValueError(
+                    f"Parameter {param.fqn!r} is shared with a parameter already managed by another FSDP group: it was tied to "
+                    f"{home.fqn!r} after fully_shard. Tie the modules first, then put them into one unit, as fully_shard([module_a, "
+                    f"module_b])"
                 )
 
 

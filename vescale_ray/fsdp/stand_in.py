@@ -13,17 +13,24 @@
   each rank takes its part.
 
 A name is replaced in every module that has imported it by now, and where later imports will find it.
+
+Code that cuts checkpoints by a parameter's ``placements`` itself, or puts parameters together with ``DTensor.from_local``
+(``from_pretrained(.., distributed_config=..)`` of transformers 5) knows no ragged placements: ``stand_in_for_torch(plain_shards=True)``.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor
+from torch import nn
 from torch.distributed import _state_dict_utils
+from torch.distributed.tensor import Shard
 
 from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
 from vescale_ray.fsdp.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
@@ -57,15 +64,27 @@ class StandIn:
         self.undo()
 
 
-def stand_in_for_torch() -> StandIn:
-    """Put ours in the place of torch's ``fully_shard`` and what loads into it, in this process, until :meth:`StandIn.undo`."""
+def stand_in_for_torch(*, plain_shards: bool = False) -> StandIn:
+    """Put ours in the place of torch's ``fully_shard`` and what loads into it, in this process, until :meth:`StandIn.undo`.
+
+    ``plain_shards``: parameters that the caller places nowhere get ``Shard(0)``, as with FSDP2, and its copies around collectives.
+    """
     stand_in = StandIn()
-    stand_in._replace("fully_shard", torch.distributed.fsdp.fully_shard, fully_shard)
+    stand_in._replace("fully_shard", torch.distributed.fsdp.fully_shard, _with_plain_shards if plain_shards else fully_shard)
     stand_in._replace("register_fsdp_forward_method", torch.distributed.fsdp.register_fsdp_forward_method, register_fsdp_forward_method)
     stand_in._replace("share_comm_ctx", torch.distributed.fsdp.share_comm_ctx, share_comm_ctx)
     stand_in._replace("distribute_tensor", torch.distributed.tensor.distribute_tensor, distribute_tensor)
     stand_in._replace("_distribute_tensors", _state_dict_utils._distribute_tensors, _distribute_tensors)
     return stand_in
+
+
+@functools.wraps(fully_shard)
+def _with_plain_shards(module: Any, *, shard_placement_fn: Callable[[nn.Parameter], Any] | None = None, **options: Any) -> Any:
+    def placed(param: nn.Parameter) -> Any:
+        chosen = shard_placement_fn(param) if shard_placement_fn is not None else None
+        return Shard(0) if chosen is None and param.dim() else chosen
+
+    return fully_shard(module, shard_placement_fn=placed, **options)
 
 
 _torchs_distribute_tensors = _state_dict_utils._distribute_tensors

@@ -21,6 +21,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, Regi
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
 from torch.utils.hooks import RemovableHandle
 
 from vescale_ray.fsdp.phases import Phase, Residency
@@ -87,9 +88,35 @@ class State:
     def _states_to_forward_prefetch(self) -> list[State]:
         return [state_of_unit(unit) for ref in self._unit.forward_prefetch if (unit := ref()) is not None]
 
+    @_states_to_forward_prefetch.setter
+    def _states_to_forward_prefetch(self, states: list[State]) -> None:
+        self._unit.forward_prefetch = [weakref.ref(state._unit) for state in states]
+
     @property
     def _states_to_backward_prefetch(self) -> list[State]:
         return [state_of_unit(unit) for ref in self._unit.backward_prefetch if (unit := ref()) is not None]
+
+    @_states_to_backward_prefetch.setter
+    def _states_to_backward_prefetch(self, states: list[State]) -> None:
+        self._unit.backward_prefetch = [weakref.ref(state._unit) for state in states]
+
+    @property
+    def is_last_backward(self) -> bool:
+        """Of ``_state_ctx``."""
+        unit = self._unit
+        return unit.is_last_backward if unit.schedule is None else unit.schedule.is_last_backward
+
+    @is_last_backward.setter
+    def is_last_backward(self, last: bool) -> None:
+        unit = self._unit
+        unit.is_last_backward = last
+        if unit.schedule is not None:
+            unit.schedule.is_last_backward = last
+
+    @property
+    def _modules_to_run_forward(self) -> set[nn.Module]:
+        """Of a list of modules, those that the forward that is running has not run yet."""
+        return {module for module in self._modules if id(module) in self._unit._waiting} if len(self._modules) > 1 else set()
 
     @property
     def _fsdp_param_group(self) -> ParamGroup | None:
@@ -158,6 +185,21 @@ class ParamGroup:
         return self._group.policy
 
     @property
+    def _orig_dtype(self) -> torch.dtype:
+        return self._group.orig_dtype
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype | None:
+        """None: gradients are reduced as they are."""
+        group = self._group
+        return None if group.reduce_dtype == group.compute_dtype else group.reduce_dtype
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        unit = self._unit_ref()
+        return unit is not None and unit.resharding_after_forward
+
+    @property
     def is_unsharded(self) -> bool:
         return self._group.residency is Residency.UNSHARDED
 
@@ -185,6 +227,10 @@ class Param:
     def __init__(self, param: GroupParam) -> None:
         self._param_fqn, self.sharded_param = param.fqn, param.sharded
         self.unsharded_param = self._unsharded_param = param.unsharded
+        self._orig_size, self.sharded_size, self.orig_dtype = torch.Size(param.shape), param.local.shape, param.sharded.dtype
+        owners = [(module, name) for ref, name in param.owners if (module := ref()) is not None]
+        (module, name), shared = owners[0], owners[1:]
+        self._module_info = ParamModuleInfo(module, name, [one for one, _ in shared], [attribute for _, attribute in shared])
 
 
 class Handles:
