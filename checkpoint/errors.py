@@ -85,8 +85,8 @@ def shortened(message: str, most: int = 1000) -> str:
 
 
 def printable(message: str) -> str:
-    """``message`` with escapes for what names from a file may hold: ends of lines and terminals' commands, which would forge a log, and halves
-    of characters, which no log can encode."""
+    """``message`` with escapes for what names from a file may hold: ends of lines and terminals' commands, which would forge a log, and
+    halves of characters, which no log can encode."""
     return message if message.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
 
 

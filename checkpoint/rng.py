@@ -15,8 +15,15 @@ from .arguments import of_type
 
 
 def capture_rng() -> dict[str, Any]:
-    """The state of Python's, NumPy's and torch's default generators (CPU, and the current CUDA device if CUDA is in use)."""
+    """The state of Python's, NumPy's and torch's default generators (CPU, and the current CUDA device if CUDA is in use).
+
+    Raises:
+        ValueError: NumPy's was replaced by one of another sort.
+    """
     version, words, gauss = random.getstate()
+    sort = np.random.get_state(legacy=False)["bit_generator"]
+    if sort != "MT19937":
+        raise ValueError(f"NumPy's default generator is a {sort}, whose state is not stored: set_bit_generator(MT19937(seed)) first")
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": [version, _pack(np.array(words, dtype="<u4")), None if gauss is None else float(gauss).hex()],

@@ -91,6 +91,18 @@ def test_plain_values_come_back_as_they_were_whatever_looks_like_what_stands_for
     assert repr(state["x"]) == repr(values).replace("()", "[]") == repr(loaded.values["x"]), "tuples become lists, nothing else changes"
 
 
+def test_a_generator_of_numpys_of_another_sort_is_refused_with_the_remedy(root):
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        with pytest.raises(ValueError, match="is a PCG64, whose state is not stored: set_bit_generator"):
+            ckpt.save({"model": {"w": torch.ones(1)}}, root, 1)
+    finally:
+        np.random.set_bit_generator(before)
+    assert not list(root.iterdir())
+    ckpt.save({"model": {"w": torch.ones(1)}}, root, 1)
+
+
 def endless() -> list[Any]:
     held: list[Any] = []
     held.append(held)
