@@ -21,6 +21,8 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -339,8 +341,13 @@ def wrap(cls: type[T], local: Tensor, spec: DTensorSpec, requires_grad: bool = F
 def enclose(cls: type[T], local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> T:
     """What ``cls.__new__`` makes, but for a ``local`` that does not start where its storage does: with the offset of that, DTensor makes
     a tensor that says it has memory (``data_ptr()`` is not 0), and who believes it, as DCP's ``async_save`` does, fails."""
-    if type(local) is not Tensor or not local.storage_offset():
+    traced = isinstance(local, FakeTensor | FunctionalTensor)  # has to come out as the tensor did that it stands for
+    if not (traced or type(local) is Tensor) or not local.storage_offset():
         return cast(T, cls.__new__(cls, local, spec, requires_grad=requires_grad))
+    if traced:
+        made = cls.__new__(cls, local.new_empty(0), spec, requires_grad=requires_grad)
+        made._local_tensor = local
+        return cast(T, made)
     kind = local.dtype, local.device
     if kind not in _STARTS:
         with torch.inference_mode(False):

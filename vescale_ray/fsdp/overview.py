@@ -193,7 +193,7 @@ def _memory(units: list[Unit], root: Unit | None, state_bytes: float | None) -> 
                 p.local.numel() * (2.0 * g.orig_dtype.itemsize if state_bytes is None else state_bytes)
                 for g in trained
                 for p in g.params
-                if p.sharded.requires_grad and not g.offload
+                if p.sharded.requires_grad and p.home is None and not g.offload
             )
         ),
     }
