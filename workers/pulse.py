@@ -89,6 +89,10 @@ class Pulse:
         return where(frame) if frame is not None else NOWHERE
 
 
+_PASSED_OVER = {waits.__file__, os.path.join(os.path.dirname(waits.__file__), "messages.py")}
+"""Files that only pass a wait on: who called them tells more. (The second can't be imported here: it imports torch.)"""
+
+
 def where(frame: FrameType, depth: int = 4) -> Where:
     """Where a thread with this innermost ``frame`` stands: the innermost frame, then the next few of other files."""
     code = frame.f_code
@@ -101,7 +105,7 @@ def where(frame: FrameType, depth: int = 4) -> Where:
     while at is not None:
         name = at.f_code.co_filename
         compiling |= name.endswith(_COMPILER)
-        if len(parts) < depth and (not parts or _COLLECTIVES not in name) and name != waits.__file__:
+        if len(parts) < depth and (not parts or _COLLECTIVES not in name) and name not in _PASSED_OVER:
             own = _OWN.search(name.replace(os.sep, "/"))
             parts.append(f"{at.f_code.co_name} ({own[1] if own else os.path.basename(name)}:{at.f_lineno or '?'})")
         at = at.f_back
