@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -100,8 +100,11 @@ class Member:
     outline: Any = None
     poll: Any = None
     poll_sent: float = 0.0
+    owes: bool = False
+    """An answer to a poll, since ``owes_since`` by the crew's clock. A poll that did not reach it and is sent again changes nothing."""
     owes_since: float = 0.0
-    """When the poll was sent, by the crew's clock."""
+    heard: float = field(default_factory=time.monotonic)
+    """When it last answered."""
     ordered: float = 0.0
     """When it was last given an order; ``told``: when it was asked for its last report."""
     told: float = 0.0
@@ -198,11 +201,15 @@ class Crew:
                 self._leave_node(member.info.node, worker, reason)
 
     def _leave_node(self, node: str, worker: str, reason: str) -> None:
-        """``worker`` could not be ended, since its node does not answer: whoever is there and owes an answer too is lost with it, or the
-        next generation would wait for them. Ray says so many seconds later: they are buried now."""
-        silent = self.silent(SILENT_S)
+        """``worker`` could not be ended, since its node does not answer: whoever is there and says nothing either is lost with it, or the
+        next generation would wait for them. Ray says so many seconds later: they are buried now.
+
+        Of silence it is enough here that they have not answered for long by any clock, though the node was just asked and waited for: an
+        answer that has come meanwhile is looked for."""
+        quiet = time.monotonic() - SILENT_S - POLL_WAIT_S
         for other, member in self.members.items():
-            if other == worker or (other in silent and member.info is not None and member.info.node == node):
+            there = member.info is not None and member.info.node == node
+            if other == worker or (there and member.heard < quiet and not _has_answered(member.poll)):
                 if member.verdict is None:
                     self._nursery.dismiss.remote(other, None)
                 member.verdict = f"{reason}; its node does not answer" if other == worker else "its node does not answer"
@@ -287,7 +294,7 @@ class Crew:
     def silent(self, seconds: float) -> list[str]:
         """Warm workers that have owed an answer for longer than that."""
         limit = self.clock() - seconds - POLL_WAIT_S
-        return [w for w, m in self.members.items() if m.poll is not None and m.owes_since < limit and m.verdict is None]
+        return [w for w, m in self.members.items() if m.owes and m.owes_since < limit and m.verdict is None]
 
     # ------------------------------------------------------------------------------------------------------------ orders
 
@@ -363,7 +370,9 @@ class Crew:
                 if member.next_poll <= now:
                     known = (member.report.phase, member.report.ticket) if member.report else None
                     member.poll = member.handle.poll.remote(member.seen, known, POLL_WAIT_S)
-                    member.poll_sent, member.owes_since = now, self.clock()
+                    member.poll_sent = now
+                    if not member.owes:
+                        member.owes, member.owes_since = True, self.clock()
                 else:
                     wake = min(wake, member.next_poll)
         owner = {ref: member for member in self.members.values() for ref in member.pending()}
@@ -403,11 +412,12 @@ class Crew:
             if value is None:
                 member.hello = member.handle.hello.remote(HELLO_WAIT_S)
                 return []
-            member.hello, member.info = None, value
+            member.hello, member.info, member.heard = None, value, now
             self._nursery.station.remote(member.worker, value.node)
             return [Ready(value)]
         if ref == member.poll:
             member.poll, member.next_poll, member.report, member.told = None, now + POLL_GAP_S, value, member.poll_sent
+            member.owes, member.heard = False, now
             if value.items:
                 member.seen = max(member.seen, value.items[-1][0])
             member.seen = max(member.seen, 0)
@@ -454,6 +464,17 @@ class Crew:
             raise
         except RayError as error:
             raise NurseryLost(f"the nursery actor does not answer ({type(error).__name__}): the workers that it owned are lost") from None
+
+
+def _has_answered(poll: Any) -> bool:
+    """Whether there is an answer, and not only word that the worker can't be reached."""
+    if poll is None or not ray.wait([poll], timeout=0)[0]:
+        return False
+    try:
+        ray.get(poll)
+    except RayError:
+        return False
+    return True
 
 
 def _death(error: RayActorError) -> str:
