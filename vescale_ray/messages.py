@@ -1,9 +1,10 @@
-"""Messages between the ranks of a gloo group, from memory to memory: what the engine's collectives and moved shards are made of."""
+"""Messages between the ranks of a gloo group, from memory to memory: what the engine's collectives, Muon's and moved shards consist of."""
 
 from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -88,3 +89,24 @@ class Messages:
         group = self._group() if self._under_way else None
         if group is not None and group not in self._failed:
             self._dropped.setdefault(group, []).extend(self._under_way)
+
+
+def all_to_all(
+    out: torch.Tensor, given: torch.Tensor, out_sizes: Sequence[int], given_sizes: Sequence[int], group: Any, tag: int
+) -> Messages:
+    """Flat ``given``, cut into ``given_sizes`` for the ranks, to flat ``out``, to be waited for; both stay as they are until then.
+
+    Ranks that have nothing for each other exchange nothing.
+    """
+    rank, world = group.rank(), group.size()
+    arriving, leaving = out.split(list(out_sizes)), given.split(list(given_sizes))
+    messages = Messages(group, tag)
+    for distance in range(1, world):
+        source, target = (rank - distance) % world, (rank + distance) % world
+        if out_sizes[source]:
+            messages.receive(arriving[source], source)
+        if given_sizes[target]:
+            messages.send(leaving[target], target)
+    if out_sizes[rank]:
+        arriving[rank].copy_(leaving[rank])
+    return messages

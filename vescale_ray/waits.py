@@ -8,7 +8,7 @@ in ``c10d::Work``) and does not offer to Python. It is called here by its symbol
 (``_pybind11_conduit_v1_``, meant for such use between extension modules). Where one of the two is missing (another platform or
 compiler) :func:`can_end` says so, and a wait ends with the group's time limit.
 
-gloo's collectives are not concerned: who waits in one is told when a connection breaks, also half way.
+Who waits in one of gloo's own collectives is told of a broken connection mostly, but not where its send is half way.
 
 So everything of ours that waits for point-to-point messages does it by :func:`wait`, and whoever learns that a peer is gone (a worker, from
 its controller) calls :func:`give_up` once the group's connections are broken.

@@ -175,7 +175,7 @@ def test_nobody_was_silent_while_the_one_who_listens_stood_still():
     now = [100.0]
     crew = Crew(nursery=None, call_s=1.0, epoch=1)
     crew.clock = AwakeClock(lambda: now[0])
-    crew.members["a"] = Member("a", handle=None, hired=0.0, poll=object(), owes_since=crew.clock())
+    crew.members["a"] = Member("a", handle=None, hired=0.0, poll=object(), owes=True, owes_since=crew.clock())
     now[0] += 60.0
     assert crew.silent(1.0) == []
 

@@ -26,11 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vescale_ray.fsdp.comm import is_pairwise
+from vescale_ray.messages import all_to_all
 from vescale_ray.optim.matrices import Holding, MatrixSpan, held_numel
 from vescale_ray.optim.newton_schulz import Coefficients, NewtonSchulz, flops
 from vescale_ray.optim.roots import Roots, assign_buckets, assign_roots
 
 WIRE = torch.bfloat16
+_TAG = 0x56530003
+"""Of our messages on gloo, apart from the engine's and a user's."""
 BUCKET_BYTES = 64 << 20
 """Of BF16 that a root receives in one bucket, about. Large enough to hide a collective's latency, small against the states of a rank."""
 
@@ -173,6 +177,8 @@ class Exchange:
 
     def _send(self, buffer: Tensor, given: Sequence[int], wanted: Sequence[int], group: dist.ProcessGroup | None) -> tuple[Tensor, Any]:
         arriving = buffer.new_empty(sum(wanted))
+        if group is not None and is_pairwise(group, buffer.device):  # as fast as gloo's own; a wait ends when a peer dies half way
+            return arriving, all_to_all(arriving, buffer, wanted, given, group, _TAG)
         return arriving, dist.all_to_all_single(arriving, buffer, list(wanted), list(given), group=group, async_op=True)
 
 
