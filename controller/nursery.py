@@ -154,8 +154,9 @@ class Nursery:
         sent = None if info is None else self._signal(info, signal.SIGKILL)
         if child is not None:
             self._returns.submit(_give_back, child)
-        for node in {info.node if info else None, child.node if child else None} - {None}:
-            self._retire(str(node))
+        node = info.node if info is not None else child.node if child is not None else None
+        if node is not None:
+            self._retire(node)
         return Dismissal.ENDED if info is None or sent else Dismissal.GONE if sent is not None else Dismissal.UNKNOWN
 
     def signal(self, info: WorkerInfo, number: int) -> bool:

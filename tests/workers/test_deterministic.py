@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.workers.fleet import Fleet, State
-from tests.workers.tiny import FullState, Run, evaluate, same_bits, tiny, write_text
+from tests.workers.tiny import FullState, Run, evaluate, same_bits, slow_down, tiny, write_text
 from vescale_ray.workers import pace
 from vescale_ray.workers.trainer import StepRecord
 
@@ -160,18 +159,6 @@ def watch_for(_: State, seconds: float) -> None:
 
 def waited(state: State) -> float:
     return float(state["trainer"].model.waited_s)
-
-
-def slow_down(state: State, seconds: float) -> None:
-    """Each of this rank's slots takes so much longer."""
-    trainer = state["trainer"]
-    nll = trainer._nll
-
-    def slow(*batch: Any) -> Any:
-        time.sleep(seconds if batch[0].numel() > 1 else 0.0)
-        return nll(*batch)
-
-    trainer._nll = slow
 
 
 def spread_slots(state: State, shares: tuple[int, ...]) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.workers.fleet import Fleet, State
-from tests.workers.tiny import Run, tiny, write_text
+from tests.workers.tiny import Run, slow_down, tiny, write_text
 from vescale_ray.config import RunConfig
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.planner import cost
@@ -42,15 +40,9 @@ def plain(config: RunConfig) -> Llama:
 def step_slowly(state: State, seconds: float) -> tuple[StepRecord, Usage]:
     """A step in which each of this rank's slots takes so much longer."""
     trainer = state["trainer"]
-    nll = trainer._nll
-
-    def slow(*batch: Any) -> Any:
-        time.sleep(seconds if batch[0].numel() > 1 else 0.0)
-        return nll(*batch)
-
-    trainer._nll = slow
+    slow_down(state, seconds)
     record = trainer.step(settle=state["snapshots"].settle)
-    trainer._nll = nll
+    del trainer._nll
     state["snapshots"].after_step(trainer)
     return record, trainer.usage
 

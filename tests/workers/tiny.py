@@ -196,6 +196,18 @@ def train(state: State, until: int, rescale: bool) -> list[StepRecord]:
     return records
 
 
+def slow_down(state: State, seconds: float) -> None:
+    """Each of this rank's slots takes so much longer."""
+    trainer = state["trainer"]
+    nll = trainer._nll
+
+    def slow(*batch: Any) -> Any:
+        time.sleep(seconds if batch[0].numel() > 1 else 0.0)
+        return nll(*batch)
+
+    trainer._nll = slow
+
+
 def evaluate(state: State) -> tuple[float, int]:
     answer: tuple[float, int] = state["trainer"].evaluate()
     return answer

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vescale_ray import waiting
 from vescale_ray.fsdp.comm import is_pairwise
 from vescale_ray.messages import all_to_all
 from vescale_ray.optim.matrices import Holding, MatrixSpan, held_numel
@@ -305,7 +306,7 @@ class _Bucket:
         given = [0 if q == me else leg.sizes[me] for q in range(replicas)]
         wanted = [0 if q == me else leg.sizes[q] for q in range(replicas)]
         arrived, work = self._exchange._send(packed.repeat(replicas - 1), given, wanted, self._exchange.replicate_group)
-        work.wait()
+        _wait(work)
         position = 0
         for i in (i for q, indices in enumerate(leg.theirs) if q != me for i in indices):
             numel = _numel(self._jobs[i], self._exchange.rank)
@@ -327,8 +328,13 @@ class _Bucket:
     def _waited(self) -> Tensor | None:
         work, arriving, self._work, self._arriving = self._work, self._arriving, None, None
         if work is not None:
-            work.wait()
+            _wait(work)
         return arriving
+
+
+def _wait(work: Any) -> None:
+    with waiting.counted("all_to_all"):
+        work.wait()
 
 
 def _numel(job: Job, rank: int) -> int:

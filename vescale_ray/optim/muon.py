@@ -16,11 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vescale_ray import waiting
 from vescale_ray.optim.agree import Agreement, Decision, NonFiniteGradients, goes_on
 from vescale_ray.optim.exchange import BUCKET_BYTES, Exchange, Itinerary, Job, domains, plan
 from vescale_ray.optim.loading import InPlaceLoading
@@ -237,25 +235,6 @@ class Muon(InPlaceLoading):
         return {i: part.group["normuon"] for i, part in parts.items() if part.group["normuon"] is not None}
 
 
-class _Exchange(Exchange):
-    """One whose waits are counted (:mod:`vescale_ray.waiting`)."""
-
-    def _send(self, buffer: Tensor, given: Sequence[int], wanted: Sequence[int], group: dist.ProcessGroup | None) -> tuple[Tensor, Any]:
-        arriving, work = super()._send(buffer, given, wanted, group)
-        return arriving, None if work is None else _Counted(work)
-
-
-class _Counted:
-    """A collective under way."""
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-
-    def wait(self) -> None:
-        with waiting.counted("all_to_all"):
-            self._work.wait()
-
-
 class _Route:
     """What is derived from the param groups once: the matrices, and who orthogonalizes them."""
 
@@ -287,7 +266,7 @@ class _Route:
             home = flat_local(one).device
             # With CPU offload the group, and with it the exchange, is the accelerator's.
             device = torch.device(one.device_mesh.device_type) if isinstance(one, DTensor) and home.type == "cpu" else home
-            self.exchanges.append(_Exchange(itinerary, first, device, newton_schulz, home=home))
+            self.exchanges.append(Exchange(itinerary, first, device, newton_schulz, home=home))
         self.agreement = Agreement(self.parameters, also="".join(e.itinerary.fingerprint() for e in self.exchanges))
 
 
