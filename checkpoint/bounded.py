@@ -7,10 +7,12 @@ the sign that it is alive: so a store that is slow is waited for, one that stand
 from __future__ import annotations
 
 import atexit
+import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -83,10 +85,54 @@ def bounded(work: Callable[[Watch], T], quiet_s: float) -> T:
         errors.clear()  # they hold the frames that hold the state
 
 
+class Workers:
+    """A few threads for calls that may hang. ``concurrent.futures`` has such pools, but a process that ends waits for their threads.
+
+    A context: on leaving it, all that was submitted is through, well or not; that wait can hang as the calls can.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._live, name=f"{DAEMONS}{name}", daemon=True) for _ in range(count)]
+
+    def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((future, work, arguments))
+        return future
+
+    def __enter__(self) -> Workers:
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # no more threads, or an interrupt: those that run end
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+        for thread in self._threads:
+            thread.join()
+
+    def _end(self) -> None:
+        for _ in self._threads:
+            self._calls.put(None)
+
+    def _live(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, work, arguments = call
+            try:
+                future.set_result(work(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+            del call, future, work, arguments  # the last one holds memory that somebody wants back
+
+
 @atexit.register
 def _ended() -> None:
     """A thread that ends while the interpreter does takes the process along (std::terminate, when it frees a tensor): those that are just
     about to, because what they waited for was given up, get a second."""
+    deadline = time.monotonic() + 1.0
     for thread in threading.enumerate():
         if thread.name.startswith(DAEMONS) and thread.is_alive():  # one whose start was interrupted is listed, too
-            thread.join(1.0)
+            thread.join(max(0.0, deadline - time.monotonic()))

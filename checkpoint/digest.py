@@ -111,7 +111,8 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
 def one_ahead(items: Iterator[T]) -> Generator[T]:
     """The same items, the next one being made in a thread while the caller works on this one.
 
-    With two buffers in rotation that is safe: item k + 2 is begun only when the caller asks for item k + 1.
+    Item k + 2 is begun when the caller asks for item k + 1: with two buffers in rotation that is safe if the caller is done with item k by
+    then, with three if it is done with it when it asks for item k + 2.
     Close the iterator (``contextlib.closing``) where it may be left early.
     """
     stop = object()

@@ -16,14 +16,20 @@ import stat
 import tempfile
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from .bounded import Workers
 from .faults import fault_point
 from .store import ALIGNMENT, Entry, KeyExists, KeyMissing, check_key, delete_each, is_key
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
+UNDER_WAY = 2
+"""Chunks of an object that are being written at once; whoever streams keeps the memory of so many (``ObjectStore.put_stream``)."""
+
 _TMP = ".tmp-"
 # fsync of a folder is not offered by every file system; these errors mean "not offered", not "failed".
 _NO_DIR_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
@@ -56,16 +62,9 @@ class PosixStore:
             try:
                 fault_point("data.created")
                 _reserve(fd, size)
-                offset = 0
-                for index, chunk in enumerate(chunks):
-                    if direct and len(chunk) % ALIGNMENT:
-                        _set_direct(fd, False)
-                        direct = False
-                    direct = _write_all(fd, chunk, offset, direct)
-                    offset += len(chunk)
-                    fault_point("data.chunk", index)
-                if offset != size:
-                    raise ValueError(f"{key}: {offset} bytes were streamed, {size} announced")
+                written, direct = _write_chunks(fd, chunks, direct)
+                if written != size:
+                    raise ValueError(f"{key}: {written} bytes were streamed, {size} announced")
                 fault_point("data.written")
                 os.fsync(fd)
                 fault_point("data.synced")
@@ -329,6 +328,33 @@ def _reserve(fd: int, size: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             raise
+
+
+def _write_chunks(fd: int, chunks: Iterable[memoryview], direct: bool) -> tuple[int, bool]:
+    """Write the chunks one after the other, two under way at once: the disk has the next when one is done, however late this process gets
+    a processor then. Returns the bytes, and whether the descriptor still writes directly."""
+    offset = done = 0
+    under_way: deque[Future[bool]] = deque()
+    with Workers(UNDER_WAY, "write") as writers:
+
+        def collect(left: int) -> None:
+            nonlocal direct, done
+            while len(under_way) > left:
+                direct = under_way.popleft().result() and direct
+                fault_point("data.chunk", done)
+                done += 1
+
+        for chunk in chunks:
+            if len(chunk) % ALIGNMENT:
+                collect(0)
+                if direct:
+                    _set_direct(fd, False)
+                    direct = False
+            under_way.append(writers.submit(_write_all, fd, chunk, offset, direct))
+            offset += len(chunk)
+            collect(UNDER_WAY - 1)
+        collect(0)
+    return offset, direct
 
 
 def _write_all(fd: int, view: memoryview, offset: int, direct: bool) -> bool:

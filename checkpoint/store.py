@@ -74,7 +74,7 @@ class ObjectStore(Protocol):
 
     def put_stream(self, key: str, chunks: Iterable[memoryview], size: int) -> None:
         """Create ``key`` from ``chunks`` (``size`` bytes in total; every chunk starts 4096-aligned in memory and, the last
-        one apart, is a multiple of 4096 long). A chunk's memory may be reused once the next is asked for. Durable on
+        one apart, is a multiple of 4096 long). A chunk's memory may be reused once the next but one is asked for. Durable on
         return. A reader may see a torn object before that: only for objects that nothing refers to yet.
 
         Raises:

@@ -28,14 +28,14 @@ def backend(request):
 
 
 def chunks(size, seed=0, chunk=1 << 20):
-    """As the seam says, a chunk's memory is used again once the next is asked for."""
+    """As the seam says, a chunk's memory is used again once the next but one is asked for."""
     data = random_bits((size,), torch.uint8, seed)
-    buffer = aligned_buffer(chunk)
-    for start in range(0, size, chunk):
-        part = buffer[: min(chunk, size - start)]
+    buffers = [aligned_buffer(chunk), aligned_buffer(chunk)]
+    for index, start in enumerate(range(0, size, chunk)):
+        buffers[index % 2].zero_()
+        part = buffers[index % 2][: min(chunk, size - start)]
         part.copy_(data[start : start + part.numel()])
         yield view_of(part)
-        part.zero_()
 
 
 def content(size, seed=0):
