@@ -446,7 +446,7 @@ def _build(config: RunConfig, device: torch.device, world: int) -> tuple[Any, to
             module.set_gradient_divide_factor(1.0)
             module.set_ordered_reduction(config.elastic.deterministic, recurse=False)
     model.to_empty(device=device)
-    return model, build_optimizer(model, chosen, log=None)
+    return model, build_optimizer(model, chosen, routing=routing, log=None)
 
 
 def _filler() -> tuple[Tensor, Tensor]:

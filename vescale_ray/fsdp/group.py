@@ -549,8 +549,8 @@ class Group:
 
     # -- the parameters changed under us: .to(), to_empty(), load_state_dict(assign=True) --------------------------------
 
-    def adopt(self) -> None:
-        """Make the sharded parameters that the modules hold now views of one master shard again.
+    def adopt(self, *, values: bool = True) -> None:
+        """Make the sharded parameters that the modules hold now views of one master shard again, with their values if these count.
 
         Cheap if nothing changed. If the parameters are on their way (some moved, others not yet), nothing is done.
 
@@ -575,7 +575,7 @@ class Group:
         self.master = self._new_master(self.place.device if device_type == self.place.device.type else torch.device(device_type))
         for param, new in zip(self.params, current, strict=True):
             view = self._local_view(param.name)
-            if device_type != "meta":
+            if values and device_type != "meta":
                 with torch.no_grad():
                     view.copy_(self._part_of(param, new))
             param.spec = self.place.spec(param.placement, param.shape, dtype, param.parallel)

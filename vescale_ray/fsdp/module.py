@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NoReturn, cast
@@ -320,6 +321,15 @@ class FSDPModule(TorchFSDPModule):
     def _get_fsdp_state(self) -> Any:
         return state_of_unit(_unit(self))
 
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+        """As ``nn.Module.to_empty``: storage on ``device``, without values. Nothing is copied: it would touch all of that memory."""
+        before = _without_values.on
+        _without_values.on = True
+        try:
+            return super(TorchFSDPModule, self).to_empty(device=device, recurse=recurse)  # type: ignore[misc]
+        finally:
+            _without_values.on = before
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``.to()``, ``to_empty()`` and the like work on the sharded parameters; afterwards these become one buffer again."""
         unit = _unit(self)
@@ -328,8 +338,17 @@ class FSDPModule(TorchFSDPModule):
         unit.reshard()
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # the original class's, not torch's FSDP's
         for group in unit.groups:
-            group.adopt()
+            group.adopt(values=not _without_values.on)
         return result
+
+
+class _WithoutValues(threading.local):
+    """In a ``to_empty()``, whose ``_apply`` reaches the units one by one."""
+
+    on = False
+
+
+_without_values = _WithoutValues()
 
 
 class _Handle(UnshardHandle):
