@@ -61,7 +61,7 @@ def prepare() -> None:
     The first makes a joiner's first step as fast as its others; the second makes the ``gc.collect`` of :func:`dissolve` take
     4 to 15 ms instead of 120 to 580 ms with torch loaded.
     """
-    for module in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.checkpoint"):
+    for module in ("numpy.ma", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.checkpoint"):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
