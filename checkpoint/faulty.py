@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from .digest import aligned_buffer, view_of
 from .store import ALIGNMENT, Entry, KeyMissing, ObjectStore, RangeReader, delete_each
 
 OPERATIONS = ("put_stream", "put", "get", "open_read", "read", "size", "list", "clock", "delete", "tidy")
@@ -236,12 +237,15 @@ class FaultyReader:
 
 
 def _limited(chunks: Iterable[memoryview], size: int) -> Iterator[memoryview]:
-    """The first ``size`` bytes; the rest is asked for too, as by a store that has taken everything and kept a part."""
+    """The first ``size`` bytes; the rest is asked for too, as by a store that has taken everything and kept a part. In memory of their own:
+    the store may still be writing them when the rest takes their place."""
     left = size
     for chunk in chunks:
         if left:
-            yield chunk[:left]
-            left -= min(left, len(chunk))
+            kept = aligned_buffer(min(left, len(chunk)))
+            view_of(kept)[:] = chunk[:left]
+            yield view_of(kept)
+            left -= len(kept)
 
 
 def _flipped(chunks: Iterable[memoryview], at: int) -> Iterator[memoryview]:
