@@ -23,6 +23,8 @@ from tests.deploy.test_alerts import RULES
 from tests.deploy.test_dashboard import PANELS, expressions
 from vescale_ray import client, dash
 from vescale_ray.controller.driver import ScheduledAction as Act
+from vescale_ray.deploy import draw
+from vescale_ray.deploy.panels import Span
 from vescale_ray.page import render
 from vescale_ray.runfolder import RunFolder
 
@@ -47,6 +49,7 @@ class Prometheus:
 
     def __init__(self, folder: Path, run: Path) -> None:
         self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         config = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "1s"}
         config["rule_files"] = [str(ROOT / "deploy" / "alerts.yml")]
@@ -160,5 +163,13 @@ def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Pat
     page = dash.from_prometheus(f"http://127.0.0.1:{prometheus.port}", "scraped", 0.1)
     assert all(value is not None for chart in page.charts for series in chart.series for _, value in series.points[-1:])
     assert all(chart.series for chart in page.charts) and page.goodput and len(page.marks) >= 2 and "<svg" in render(page)
+    # As an operator will see it: each panel that can have data here has some, and a browser draws the page.
+    shown = draw.draw(json.loads(draw.DASHBOARD.read_text()), draw.prometheus(prometheus.url), Span.of(began, ended, 1.0))
+    accelerators = {panel["title"] for panel in PANELS if re.search(ACCELERATORS, json.dumps(panel.get("targets")))}
+    assert set(shown.empty) <= accelerators, "without data"
+    (tmp_path / "dashboard.html").write_text(shown.html)
+    if any(map(shutil.which, draw.CHROMIUM)):
+        draw.picture(tmp_path / "dashboard.html", tmp_path / "dashboard.png", shown.height)
+        assert (tmp_path / "dashboard.png").read_bytes().startswith(b"\x89PNG")
     failed = {rule["name"]: rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"] if rule["health"] == "err"}
     assert not failed and sum(len(group["rules"]) for group in RULES) == 20

@@ -239,7 +239,7 @@ class HookedGroup(Group):
         if self._pool is not None:
             self._pool.released_event = comm.current_event(self.place.device)
 
-    def adopt(self) -> None:
+    def adopt(self, *, values: bool = True) -> None:
         installed = [param.installed() for param in self.params]
         if self.residency is not Residency.SHARDED or any(one is None for one in installed):
             return
