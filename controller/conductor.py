@@ -30,7 +30,7 @@ from vescale_ray.controller.hang_report import end_hung
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.laggards import Laggards
 from vescale_ray.controller.ledger import Ledger, Shift
-from vescale_ray.controller.memo import Memo, write_memo
+from vescale_ray.controller.memo import Memo, Memos
 from vescale_ray.controller.protocol import (
     Ending,
     Outcome,
@@ -82,12 +82,13 @@ class Conductor:
     Args:
         spec: what the driver wants.
         memo: what an earlier life of the controller left; its ``run_id`` is another one's when this is the first of this start.
+        memos: where the next one goes.
     """
 
-    def __init__(self, spec: RunSpec, config: RunConfig, crew: Crew, ledger: Ledger, saves: Saves, memo: Memo) -> None:
+    def __init__(self, spec: RunSpec, config: RunConfig, crew: Crew, ledger: Ledger, saves: Saves, memo: Memo, memos: Memos) -> None:
         self._spec, self._config = spec, config
         self._crew, self._ledger, self._saves = crew, ledger, saves
-        self._memo = memo
+        self._memo, self._memos = memo, memos
         used = {Cause(cause): count for cause, count in memo.total.items()}
         self._budget = Budget(Limits.of(config.elastic), memo.crashes, memo.nodes, memo.controllers, used, memo.high)
         if memo.epoch > 1:
@@ -491,11 +492,7 @@ class Conductor:
         )
         if memo == self._memo and not always:
             return
-        self._memo = memo
-        try:
-            write_memo(self._spec.folder, memo)
-        except OSError as error:
-            _log.warning("%s could not be written: %s", self._spec.folder, error)  # a restart would then have to recover
+        self._memo = self._memos.write(memo)
 
     # -------------------------------------------------------------------------------------------------------------- the loop
 

@@ -218,9 +218,12 @@ class Ledger:
         return self.world is not None and self._line.get("generation") == self.world.ticket.generation
 
     def stepped(self, item: Stepped) -> bool:
-        """Account for a step, once: every member tells of it. Whether it was news."""
+        """Account for a step, once: every member tells of it. Whether it was news.
+
+        A member tells of one after another. So where steps are missing, a controller that was killed had heard of them, and could not write
+        them down."""
         record, world = item.record, self.world
-        if world is None or item.ticket != world.ticket or record.step != self.step + 1:
+        if world is None or item.ticket != world.ticket or record.step <= self.step:
             return False
         if self.shift is not None and self.shift.generation < world.ticket.generation:
             self.end_shift(item.ended - record.seconds)

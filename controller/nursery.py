@@ -71,6 +71,7 @@ class Nursery:
         self._agents: dict[str, Any] = {}
         self._gone: dict[str, float] = {}
         self._store: Any = None
+        self._memo: str | None = None
         self._node = ray.get_runtime_context().get_node_id()
 
     def store(self) -> tuple[str, int]:
@@ -141,6 +142,14 @@ class Nursery:
         wanted = self._config["ray"]
         cpus, gpus = max(float(wanted["cpus_per_worker"]), LEAST_CPU), float(wanted["gpus_per_worker"])
         return placement_group([{"CPU": cpus, **({"GPU": gpus} if gpus else {})}], strategy="PACK", name=f"{self._tag}:{of}")
+
+    def keep(self, memo: str) -> None:
+        """Keep what the controller can't write to the run's folder, for the one after it."""
+        self._memo = memo
+
+    def kept(self) -> str | None:
+        """What was last kept."""
+        return self._memo
 
     def roster(self) -> dict[str, Any]:
         """Handles of all workers that were not dismissed."""

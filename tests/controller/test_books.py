@@ -107,6 +107,14 @@ def test_a_step_is_written_once_though_every_rank_tells_of_it_and_an_older_gener
     assert [line["ids"][0] for line in ledger.folder.read_samples()] == [0, 12, 24]
 
 
+def test_steps_that_a_controller_before_could_not_write_down_are_missing_and_those_after_them_are_not(ledger: Ledger) -> None:
+    """Its lines waited for a full disk when it was killed. The run stood at that step for ever after, to whoever looked."""
+    world = generation(3, 0, "a", "b", origin=Origin.FRESH)
+    ledger.opened(world)
+    assert [ledger.stepped(stepped(world, i, 10.0 + i)) for i in (0, 40, 40, 41, 39)] == [True, True, False, True, False]
+    assert ledger.step == 42 and [line["step"] for line in ledger.folder.read_metrics()] == [1, 41, 42]
+
+
 def test_the_pause_of_a_recovery_counts_from_the_end_of_the_step_that_it_went_back_to(ledger: Ledger) -> None:
     first = generation(1, 0, "a", "b", "c", origin=Origin.FRESH)
     ledger.opened(first)

@@ -4,6 +4,7 @@ one is built, in the last step, in the last checkpoint. One run meets them all, 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -240,6 +241,43 @@ def test_a_controller_that_is_killed_twenty_times_stops_no_worker_and_answers_ag
     accounting = finished.accounting()
     assert accounting.exact and accounting.replayed_steps == 0
     assert took[len(took) // 2] < 5.0
+    nothing_left(finished)
+
+
+def test_a_controller_that_is_killed_while_the_disk_is_full_is_followed_by_one_that_knows_what_it_knew(home: Path) -> None:
+    """All that it could not write down is a generation, a wish and lines of steps. (It alone can add no byte to a file.)"""
+    model = {"model_factory": "tests.controller.hanging:model"}
+    config = config_of(home, "full", elastic_workers=3, train_steps=1_000_000, **model)
+    seen: dict[str, int] = {}
+
+    def torment(run: RunFolder) -> None:
+        def now() -> dict[str, Any]:
+            try:
+                return client.request(run, "status", timeout_s=2.0)
+            except (client.RunNotAlive, client.CommandRefused):
+                return {}
+
+        first = wait_for(lambda: controller_process(), "a controller")
+        resource.prlimit(first, resource.RLIMIT_FSIZE, (0, 0))
+        client.request(run, "rescale", {"workers": 2})
+        seen["lines"] = len(run.read_metrics())
+        until(lambda: (now().get("world"), now().get("state")) == (2, "RUNNING"), 30, "a rescale")
+        seen["step"] = now()["step"]
+        until(lambda: now().get("step", 0) >= seen["step"] + 10, 30, "ten steps more")
+        assert len(run.read_metrics()) <= seen["lines"] + 3
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: answers(run, 1), "an answer")
+        until(lambda: now().get("step", 0) >= seen["step"] + 30, 30, "steps that the new controller hears of")
+        client.request(run, "rescale", {"workers": 3})
+        until(lambda: (now().get("world"), now().get("state")) == (3, "RUNNING"), 30, "another rescale")
+
+    with Sideline(config, torment):
+        finished = carry_out(config)
+    assert finished.result.state == "STOPPED", finished.result
+    assert not finished.of("worker_lost", "generation_failed")
+    assert [(e["from"], e["to"]) for e in finished.of("rescaled")][-1:] == [(2, 3)]
+    newest = checkpoint.latest(config.checkpoint_root)
+    assert newest is not None and newest.step == finished.result.step > seen["step"] + 30
     nothing_left(finished)
 
 
