@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -149,6 +149,10 @@ class _Signals:
             raise KeyboardInterrupt
 
 
+class _Lost(Exception):
+    """The controller is gone for good; the message is one line."""
+
+
 class _Attempt:
     """One start of a run: what it has started, and how it is taken down."""
 
@@ -216,7 +220,10 @@ class _Attempt:
         last_answer = time.monotonic()
         stop_since: float | None = None
         while True:
-            status = self._call("status")
+            try:
+                status = self._call("status")
+            except _Lost as lost:
+                return self._lost(str(lost))
             now = time.monotonic()
             if status is not None:
                 last_answer = now
@@ -231,7 +238,8 @@ class _Attempt:
             if self._signals.count and now - told > 2.0:
                 # Told again until it is seen to stop: the controller may just have been restarted.
                 told, stop_since = now, stop_since or now
-                self._call("command", "stop", {"reason": self._signals.name})
+                with suppress(_Lost):  # the next question for the status will tell
+                    self._call("command", "stop", {"reason": self._signals.name})
             if stop_since is not None and now - stop_since > STOP_S:
                 return self._lost(f"it did not stop within {STOP_S:g} s after {self._signals.name}")
             time.sleep(POLL_S)
@@ -247,8 +255,10 @@ class _Attempt:
             return ray.get(getattr(self._controller, method).remote(*args), timeout=CALL_S)
         except ray.exceptions.ActorDiedError as error:
             if "creation task" in str(error) or "__init__" in str(error):
-                cause = getattr(error, "cause", None) or error
-                raise RunRefused(f"the controller can't start: {str(cause).strip().splitlines()[-1]}") from None
+                cause = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
+                if self._status:  # no refusal of what the person gave: it has run, and what it needs to begin again (the nursery) is gone
+                    raise _Lost(f"the controller was lost and can't start again: {cause}") from None
+                raise RunRefused(f"the controller can't start: {cause}") from None
             return None
         except ray.exceptions.RayTaskError:
             return None
