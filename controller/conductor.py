@@ -72,6 +72,8 @@ OUTLINE_S = 0.5
 """After that it goes on without having heard what the layouts follow from."""
 SILENT_S = 1.0
 """Of those that could join, one that has owed an answer for so long is the last to be taken."""
+GIVER_S = 1.0
+"""A leaver that is lost before it has told that its shards are given may have given them all the same: so long they may still arrive."""
 AHEAD = 4
 """Layouts are planned for so many workers more or fewer than there are."""
 
@@ -103,9 +105,13 @@ class Conductor:
         self._steering = Steering(spec, config, crew, ledger, saves, self.desk, self._cadence, list(memo.leavers), self._enter)
         self._laggards = Laggards(config.elastic, spec.bounds, crew, ledger, self._keeper)
         patience = config.elastic.hang_timeout_s
-        self._hangs = HangWatch(None if patience == "auto" else patience, config.elastic.collective_timeout_s)
+        elastic = config.elastic
+        replaced = elastic.replace_lost or elastic.grow or elastic.spares > 0
+        self._hangs = HangWatch(None if patience == "auto" else patience, elastic.collective_timeout_s, replaced)
         self._inherited: Ticket | None = None
         self._gone: dict[str, Lost] = {}
+        self._leaving: frozenset[str] = frozenset()
+        """Of those that the last decision was about, whoever leaves whatever else is wanted."""
         self._store: tuple[str, int] | None = None
 
     # ----------------------------------------------------------------------------------------------------------- the whole
@@ -142,6 +148,10 @@ class Conductor:
                 case policy.Go(members, leavers):
                     waited = False
                     holders = (*members, *leavers, *self._steering.leavers)
+                    candidates = [w for w in ended.living if w in members or w not in self._leaving]
+                    if len(candidates) > len(members):  # fewer are wanted than could stay: nobody has joined
+                        members = self._keeper.staying(candidates, len(members), holders)
+                        leavers = tuple(w for w in ended.living if w not in members)
                     source = self._keeper.source(members, holders)
                     members = self._keeper.seated(members, source, holders)
                     ended = self._watch(self._launch(members, leavers, source))
@@ -165,6 +175,7 @@ class Conductor:
         stragglers = self._steering.stragglers
         ready = [w for w in self._crew.ready() if w not in ended.living and w not in self._steering.leavers]
         ready.sort(key=lambda w: w in silent)  # a joiner that is stopped would hold up everyone
+        self._leaving = self._steering.leaving((*ended.living, *ready)) | stragglers.leaving(ended.living, ready, self.desk.target)
         situation = policy.Situation(
             stopping=self.desk.stop is not None,
             target=self.desk.target,
@@ -174,7 +185,7 @@ class Conductor:
             replace_lost=self._config.elastic.replace_lost or self._config.elastic.grow,
             budget=self._budget,
             waited=waited,
-            leaving=self._steering.leaving((*ended.living, *ready)) | stragglers.leaving(ended.living, ready, self.desk.target),
+            leaving=self._leaving,
         )
         return policy.after_generation(ended, situation)
 
@@ -211,17 +222,21 @@ class Conductor:
 
     def _await(self, ended: Ending, workers: int, hire: int) -> bool:
         """Wait until ``workers`` are there, survivors included; whether they came in time."""
-        for _ in range(hire):
-            self._crew.hire(self._steering.nodes.draining.keys())
+        elastic, failures = self._config.elastic, self._steering.hire_failures
+        failures.clear()
         self._ledger.waits(True)
         try:
             deadline = time.monotonic() + self._spec.bounds.replace
             while time.monotonic() < deadline and not self.desk.stop:
+                for _ in range(hire):
+                    self._crew.hire(self._steering.nodes.draining.keys())
                 self._tick()
                 if len(self._crew.ready()) >= workers:
                     return True
-                if len(self._crew.ready()) + len(self._crew.warming()) + self._crew.hiring < workers:
-                    return False  # those that were to come have died
+                hire = max(0, workers - len(self._crew.ready()) - len(self._crew.warming()) - self._crew.hiring)
+                # Those that were to come have died: as often as while a run begins, others are hired.
+                if hire and (not (elastic.replace_lost or elastic.grow) or len(failures) > elastic.max_recoveries_without_progress):
+                    return False
             return self.desk.stop is not None
         finally:
             self._ledger.waits(False)
@@ -294,7 +309,9 @@ class Conductor:
     def _watch(self, world: World) -> Ending:
         """Drive a generation until nobody is in it any more."""
         first_sign: float | None = None
+        missing_since: float | None = None
         broken = False
+        gave: set[str] = set()
         while True:
             self._tick()
             party = [w for w in (*world.members, *self._steering.leavers) if self._crew.alive(w)]
@@ -303,7 +320,12 @@ class Conductor:
             inside = [w for w in party if not self._is_out(w, world)]
             if not inside:
                 return self._end(world, living, lost, first_sign)
-            if len(living) == world.size and all(w in inside for w in living):
+            gave |= {w for w in self._steering.leavers if self._is_out(w, world)}
+            missing = [w for w in self._steering.leavers if w not in gave and not self._crew.alive(w)]
+            missing_since = (missing_since or self._crew.clock()) if missing and not self._ledger.all_filled else None
+            # Where a leaver's machine has stopped no connection breaks: nobody notices that what it was to give will never come.
+            forsaken = missing_since is not None and self._crew.clock() - missing_since > GIVER_S
+            if len(living) == world.size and all(w in inside for w in living) and not forsaken:
                 hung = self._hangs.verdict(world.members, time.monotonic())
                 hung = hung or (self._mute(world, inside) if not self._ledger.all_filled else {})
                 if hung:
@@ -314,7 +336,7 @@ class Conductor:
                         self._plan_ahead(world)
                 continue
             first_sign = first_sign or self._crew.clock()
-            if not broken and (lost or any(self._fault(w, world) for w in living)):
+            if not broken and (lost or forsaken or any(self._fault(w, world) for w in living)):
                 broken = True
                 self._break(world, inside)
             out, spares = [w for w in living if w not in inside], self._steering.outside(world.members)
@@ -376,8 +398,10 @@ class Conductor:
         if not ending.clean:
             self._keeper.abandon()
             own = {w: f for w, f in faults.items() if f.kind is not FaultKind.PEER}
-            causes = {one.cause for one in gone.values()} | ({Cause.ERROR} if own else set())
-            errors = [f"{w}: {reason}" for w, reason in lost.items()] + [f"{w}: {f.text}" for w, f in own.items()]
+            # A leaver that is lost before all is given breaks the generation as well, and mostly since its node went.
+            every = gone | {w: self._gone[w] for w in self._steering.leavers if w in self._gone and not self._crew.alive(w)}
+            causes = {one.cause for one in every.values()} | ({Cause.ERROR} if own else set())
+            errors = [f"{w}: {one.reason}" for w, one in every.items()] + [f"{w}: {f.text}" for w, f in own.items()]
             # A collective that fails though everybody is there: to the others, that is what a hang is.
             self._budget = self._budget.failed(causes or {Cause.HANG}, errors or [f"{w}: {f.text}" for w, f in faults.items()][:1])
             self._evidence.failed(world, ending, ledger)
@@ -463,9 +487,10 @@ class Conductor:
         # What comes next may be a recovery: it is numbered by the layouts, too.
         self._wait(lambda: not self._crew.asking_outline, OUTLINE_S)
         self._plan_ahead(world)
-        reports = [self._crew.report(w) for w in world.members]
+        party = (*world.members, *self._steering.leavers)
+        reports = [self._crew.report(w) for w in party]
         if any(report is not None and report.ticket < world.ticket for report in reports):
-            self._crew.fence(world.members, world.ticket)
+            self._crew.fence(party, world.ticket)
         return world
 
     def _take_number(self) -> int:
@@ -543,7 +568,7 @@ class Conductor:
         for _, item in report.items:
             match item:
                 case Stepped():
-                    self._hangs.stepped(item.ticket, item.record.seconds)
+                    self._hangs.stepped(item.ticket, item.record.step, item.record.seconds)
                     ledger.used(report.worker, item)
                     if ledger.stepped(item):
                         self._budget = self._budget.progressed(ledger.step)
