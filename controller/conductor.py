@@ -21,7 +21,7 @@ from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
 from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.cadence import Cadence
-from vescale_ray.controller.crew import POLL_WAIT_S, Crew, Heard, Lost, News, Ready, Told
+from vescale_ray.controller.crew import POLL_WAIT_S, Crew, Heard, Lost, News, NurseryLost, Ready, Told
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.evidence import Evidence
 from vescale_ray.controller.goodput import Loss
@@ -98,7 +98,7 @@ class Conductor:
         self._evidence = Evidence()
         self.desk = Desk(spec, config, crew, ledger, memo, self._remember)
         root = config.checkpoint_root
-        self._cadence = Cadence(config.checkpoint, time.monotonic())
+        self._cadence = Cadence(config.checkpoint, time.monotonic(), ledger.age_s)
         self._keeper = Keeper(
             root, spec.run_id, crew, ledger, saves, self._take_number, self._wait, spec.bounds.save, self._cadence, config.max_workers
         )
@@ -112,7 +112,6 @@ class Conductor:
         self._gone: dict[str, Lost] = {}
         self._leaving: frozenset[str] = frozenset()
         """Of those that the last decision was about, whoever leaves whatever else is wanted."""
-        self._store: tuple[str, int] | None = None
 
     # ----------------------------------------------------------------------------------------------------------- the whole
 
@@ -275,19 +274,19 @@ class Conductor:
         if ledger.state is not RunState.STARTING:
             self._enter(RunState.RESCALING)
         ledger.event("generation", workers=list(world.members), source=str(source.origin), attempt=world.ticket.attempt)
-        self._store = self._store or self._crew.store()
+        store = self._crew.store()
         prefix = f"{self._spec.run_id}/{world.ticket}"
         party = (*world.members, *givers)
         orders: dict[str, Order] = {}
         for rank, worker in enumerate(party):
-            transfer = Seat(*self._store, f"{prefix}/move", rank, len(party)) if givers else None
+            transfer = Seat(*store, f"{prefix}/move", rank, len(party)) if givers else None
             if rank >= world.size:
                 assert transfer is not None
                 orders[worker] = Give(world.ticket, transfer, source.resume)
                 continue
             orders[worker] = Join(
                 ticket=world.ticket,
-                seat=Seat(*self._store, prefix, rank, world.size),
+                seat=Seat(*store, prefix, rank, world.size),
                 origin=source.origin,
                 save_prefix=f"{self._spec.run_id}-g{world.ticket.generation}",
                 transfer=transfer,
@@ -628,4 +627,4 @@ def outcome_of(conduct: Callable[[], Outcome], ledger: Ledger) -> Outcome:
         ledger.error = text
         ledger.moved(RunState.FAILED)
         ledger.event("run_failed", error=text)
-        return Outcome("FAILED", ledger.step, text, ledger.checkpoint_path)
+        return Outcome("FAILED", ledger.step, text, ledger.checkpoint_path, orphaned=isinstance(error, NurseryLost))

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vescale_ray.config import RunConfig, parse_config
 from vescale_ray.controller.conductor import Conductor, outcome_of, take_up
-from vescale_ray.controller.crew import Crew
+from vescale_ray.controller.crew import Crew, NurseryLost
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo, Memos
 from vescale_ray.controller.metrics import MetricsServer, PortInUse
@@ -43,7 +43,10 @@ class Controller:
 
     def __init__(self, pickled: bytes, nursery_name: str) -> None:
         self._spec = spec = pickle.loads(pickled)
-        nursery = ray.get_actor(nursery_name, NAMESPACE)
+        try:
+            nursery = ray.get_actor(nursery_name, NAMESPACE)
+        except ValueError:
+            raise NurseryLost("the nursery actor is gone, and the workers that it owned") from None
         self._outcome: Outcome | None = None
         config = parse_config(spec.config)
         folder = RunFolder(spec.folder)

@@ -181,7 +181,7 @@ class Crew:
             self._enroll(worker, handle, known.get(worker))
 
     def store(self) -> tuple[str, int]:
-        """Host and port of the run's store."""
+        """Host and port of a store for one generation."""
         host, port = self._ask_nursery("store", timeout_s=60.0)  # it imports torch
         return str(host), int(port)
 

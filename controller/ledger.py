@@ -397,6 +397,11 @@ class Ledger:
         self.event("checkpoint_interval", **self._interval)
 
     @property
+    def age_s(self) -> float:
+        """Seconds since this start of the run, whichever life of the controller it is."""
+        return max(0.0, time.time() - self._started)
+
+    @property
     def failures(self) -> int:
         """Workers that were lost."""
         return sum(self._failures.values())

@@ -5,7 +5,7 @@ one hands out their handles, also to the controller that comes after. Each worke
 for all could not shrink, would hold a draining node, and removing it would end the survivors too. Groups without a worker, *wishes*, show
 Ray's autoscaler what the run would use; the next worker moves into one that has got its place. Ray removes all of them with this actor.
 
-It holds the run's ``TCPStore``, through which process groups meet: on a worker it would die with it.
+It holds the ``TCPStore`` of each generation, through which process groups meet: on a worker it would die with it.
 
 Places are Ray's control store's to give and take, which may not answer for a while (its machine is busy, or it is restarted). So what asks
 it has threads and a lock of its own: a worker is ended all the same, and a recovery does not wait for the control store.
@@ -37,6 +37,7 @@ AGENT_S = 1.0
 """An agent that has not answered for so long is on a node that is gone, or has stopped; a recovery waits for this."""
 GONE_S = 10.0
 """It is not asked again for so long."""
+STORES = 2
 REMOVALS, REMOVAL_GAP_S = 5, 2.0
 LEAST_CPU = 0.001
 """A placement group can't be of nothing."""
@@ -77,20 +78,25 @@ class Nursery:
         self._agents: dict[str, Future[Any]] = {}
         """Started in the thread that gives places back: the control store has to do with it, too, and may let it wait."""
         self._gone: dict[str, float] = {}
-        self._store: Any = None
+        self._stores: list[Any] = []
         self._memo: str | None = None
         self._node = ray.get_runtime_context().get_node_id()
 
     def store(self) -> tuple[str, int]:
-        """Host and port of the store; made on the first call."""
+        """Host and port of a new store, for one generation. The one before stays, in case that is not over everywhere.
+
+        A group of N ranks leaves about 8 N bytes for each of them in its store: for a thousand, 8 MB with every generation, for ever."""
         # torch takes a second or more to import: not in the constructor, where everyone would wait for it.
         from torch.distributed import TCPStore
 
+        host = ray.util.get_node_ip_address()
+        made = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         with self._lock:
-            host = ray.util.get_node_ip_address()
-            if self._store is None:
-                self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            return host, int(self._store.port)
+            self._stores.append(made)
+            old = self._stores[:-STORES]
+            del self._stores[:-STORES]
+        del old  # closed here, and not under the lock
+        return host, int(made.port)
 
     @ray.method(concurrency_group="places")
     def hire(self, avoid: Collection[str] = (), epoch: int = 0) -> tuple[str, Any]:

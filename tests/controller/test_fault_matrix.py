@@ -295,17 +295,45 @@ def wait_for(value: Callable[[], int | None], what: str, seconds: float = 60.0) 
     return found[0]
 
 
-def test_a_nursery_that_is_killed_ends_the_run_with_a_line_that_says_so_and_it_resumes(home: Path) -> None:
-    """It owns the workers: they go with it. There is nothing in it that could fail, so this is all that is promised."""
+@pytest.mark.parametrize("besides", ["", "the controller"])
+def test_a_nursery_that_is_killed_takes_the_workers_along_and_the_run_begins_anew_from_its_checkpoint(besides: str, home: Path) -> None:
+    """A machine's memory monitor chooses as it likes. Whoever waits for the run need not notice."""
     model = {"model_factory": "tests.controller.hanging:model"}
+    config = config_of(home, f"orphan{len(besides)}", elastic_workers=2, train_steps=1_000_000, checkpoint_every=10, **model)
+    seen: dict[str, float] = {}
+
+    def strike(run: RunFolder) -> None:
+        until(lambda: any(e["event"] == "checkpoint_saved" for e in run.read_events()), 60, "a checkpoint")
+        victims = processes(b"ray::Nursery") + (processes(CONTROLLER) if besides else [])
+        seen["step"], seen["killed"] = len(run.read_metrics()), time.time()
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: len([e for e in run.read_events() if e["event"] == "run_started"]) == 2, 60, "another beginning")
+        until(lambda: len(run.read_metrics()) > seen["step"] + 20, 60, "steps beyond those before")
+        seen["on"] = time.time()
+
+    with Sideline(config, strike):
+        finished = carry_out(config)
+    print(f"\nbeyond the step before {seen['on'] - seen['killed']:.1f} s after the nursery{besides and ' and '}{besides} died", end="")
+    assert finished.result.state == "STOPPED" and finished.result.exit_code == 0, finished.result
+    (warning,) = finished.result.warnings
+    assert "begun anew from step" in warning and ("nursery" in warning or "controller" in warning)
+    assert finished.accounting().exact
+    nothing_left(finished)
+
+
+def test_a_nursery_that_is_killed_again_and_again_ends_the_run_with_a_line_that_says_so_and_it_resumes(home: Path) -> None:
+    model = {"model_factory": "tests.controller.hanging:model", "elastic_max_recoveries_without_progress": 1}
     config = config_of(home, "nursery", elastic_workers=2, train_steps=100_000, checkpoint_every=10, **model)
     ended: list[float] = []
 
     def strike(run: RunFolder) -> None:
         until(lambda: any(e["event"] == "checkpoint_saved" for e in run.read_events()), 60, "a checkpoint")
-        ended.append(time.time())
-        os.kill(wait_for(lambda: next(iter(processes(b"ray::Nursery")), None), "the nursery"), signal.SIGKILL)
-        until(lambda: any(e["event"] == "run_failed" for e in run.read_events()), 30, "the end of the run")
+        killed: list[int] = []
+        for _ in range(2):
+            killed.append(wait_for(lambda: next((p for p in processes(b"ray::Nursery") if p not in killed), None), "a nursery"))
+            ended.append(time.time())
+            os.kill(killed[-1], signal.SIGKILL)
 
     with Sideline(config, strike):
         finished = carry_out(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -141,6 +142,21 @@ def test_a_place_whose_return_is_refused_is_given_back_later_and_one_for_a_worke
             nursery.hire()
     until(lambda: not store.places, 5, "that its place is back")
     assert not nursery.roster()
+
+
+def test_each_generation_meets_at_a_store_of_its_own_and_none_but_the_last_two_are_kept(
+    nursery: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a group leaves in its store grows with the square of its ranks: one store for all would take the head's memory in the end."""
+    monkeypatch.setattr(subject.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    ports = [nursery.store()[1] for _ in range(4)]
+    assert len(set(ports)) == 4
+
+    def takes_calls(port: int) -> bool:
+        with socket.socket() as caller:
+            return caller.connect_ex(("127.0.0.1", port)) == 0
+
+    until(lambda: [takes_calls(port) for port in ports] == [False, False, True, True], 10, "that the older ones are closed")
 
 
 # ------------------------------------------------------------------------------------------------- what the controller sees
