@@ -490,6 +490,10 @@ class Conductor:
         reports = [self._crew.report(w) for w in party]
         if any(report is not None and report.ticket < world.ticket for report in reports):
             self._crew.fence(party, world.ticket)
+        trains = (Phase.TRAINING, Phase.SAVING)
+        if any(report is not None and report.ticket == world.ticket and report.phase in trains for report in reports):
+            # The move is over for all when it is for one: whoever was to give and is not there any more was let go, and is not missing.
+            self._steering.leavers = [w for w in self._steering.leavers if self._crew.alive(w)]
         return world
 
     def _take_number(self) -> int:

@@ -165,6 +165,17 @@ def test_an_order_that_a_killed_controller_gave_to_all_but_a_leaver_is_taken_bac
     assert not crew.fenced
 
 
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_controller_that_is_restarted_misses_no_leaver_of_a_move_that_is_over(moved: bool) -> None:
+    """Its memo names them until something else is written down."""
+    crew = Crew(report("a", Phase.TRAINING if moved else Phase.FORMING), report("b", Phase.FORMING))
+    stage = Stage(crew, ("gone",))
+    stage.conductor._wait = lambda until, seconds: True
+    stage.conductor._tick = lambda: [subject.Heard(one) for one in crew.reports.values()]
+    stage.conductor._adopted()
+    assert stage.conductor._steering.leavers == ([] if moved else ["gone"])
+
+
 @pytest.mark.parametrize(
     ("deaths", "elastic", "comes"),
     [(2, {"replace_lost": True}, True), (3, {"grow": True}, True), (100, {"replace_lost": True}, False), (1, {}, False)],
