@@ -108,7 +108,8 @@ def form(
     try:
         with lines.recorded(world):
             store = _store(store_host, store_port, prefix, form_timeout_s)
-            _meet(store, world, form_timeout_s, closed)
+            with lines.paused():
+                _meet(store, world, form_timeout_s, closed)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
                 store=store,
@@ -238,7 +239,8 @@ def open_transfer(
     try:
         with lines.recorded(world):
             store = _store(store_host, store_port, prefix, form_timeout_s)
-            _meet(store, world, form_timeout_s, closed)
+            with lines.paused():
+                _meet(store, world, form_timeout_s, closed)
             group: Any = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=form_timeout_s))
         group.set_timeout(timedelta(seconds=timeout_s))
         return group

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +39,9 @@ class Lines:
         self._sockets: frozenset[tuple[int, str]] = frozenset()
         self._forming: tuple[frozenset[tuple[int, str]], int] | None = None
         """What was open before the group, and its ranks, while it is formed."""
-        self._ended = False
+        self._ended = self._paused = False
+        self._lock = threading.Lock()
+        """Of whether it is paused, and was ended meanwhile."""
 
     @contextmanager
     def recorded(self, ranks: int = 0) -> Iterator[None]:
@@ -48,20 +51,41 @@ class Lines:
         Raises:
             RuntimeError: the lines were cut meanwhile; some of the group's connections are none.
         """
-        before = _open_sockets()
-        self._forming = before, ranks
+        self._forming = _open_sockets(), ranks
         try:
             yield
         finally:
-            self._sockets, self._forming = _open_sockets() - before, None
+            self._sockets, self._forming = _open_sockets() - self._forming[0], None
         if self._ended:
             raise RuntimeError("the group's connections were broken while it was formed")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within :meth:`recorded`, while nothing of the group's is opened: connections that are made to this process meanwhile are none of
+        its own. :meth:`cut` breaks nothing here; the block is to end for the same reason by itself.
+
+        Raises:
+            RuntimeError: the lines were cut meanwhile.
+        """
+        assert self._forming is not None, "nothing is recorded"
+        before, ranks = self._forming
+        mine, self._paused = _open_sockets() - before, True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._forming, self._paused = (_open_sockets() - mine, ranks), False
+        if self._ended:
+            raise RuntimeError("the group was given up before it was formed")
 
     def cut(self) -> int:
         """Break the connections that are open; how many. Whoever waits on one gets an error at once, or is woken: see
         :mod:`vescale_ray.waits`. In the middle of forming, that ends."""
-        broken, ranks = 0, self._forming[1] if self._forming is not None else 0
-        for _ in range(TRIES):
+        with self._lock:
+            broken, ranks = 0, self._forming[1] if self._forming is not None else 0
+            self._ended |= self._paused
+            paused = self._paused
+        for _ in range(0 if paused else TRIES):
             forming = self._forming
             self._ended |= forming is not None
             sockets = self._sockets if forming is None else _open_sockets() - forming[0]

@@ -136,6 +136,23 @@ def test_lines_that_are_gone_or_belong_to_others_by_now_are_left_alone() -> None
         end.close()
 
 
+def test_who_connects_to_a_worker_while_it_waits_for_the_others_is_cut_with_none_of_them() -> None:
+    """A controller that has just been restarted, for example, over Ray's connection."""
+    lines = Lines()
+    with lines.recorded(2):
+        to_the_store = socket.socketpair()
+        with lines.paused():
+            foreign = socket.socketpair()
+        to_a_rank = socket.socketpair()
+    lines.cut()
+    foreign[0].send(b"x")
+    assert foreign[1].recv(1) == b"x" and to_the_store[1].recv(1) == b"" == to_a_rank[1].recv(1)
+    with pytest.raises(RuntimeError, match="given up before it was formed"), lines.recorded(2), lines.paused():
+        lines.cut()
+    for end in (*foreign, *to_the_store, *to_a_rank):
+        end.close()
+
+
 def test_forming_with_a_missing_rank_fails_in_the_given_time_and_leaves_nothing_behind() -> None:
     with Fleet(1) as fleet:
         assert "GroupFailed" in fleet.run([0], _form_alone, fleet.port)[0]
