@@ -28,14 +28,15 @@ class Cadence:
 
     Args:
         section: ``checkpoint`` of the configuration.
-        now: when the run began.
+        now: the present; the next checkpoint is due an interval later.
+        age_s: for how long the run has gone on: a controller that is restarted knows the failures of all that time.
     """
 
-    def __init__(self, section: CheckpointSection, now: float) -> None:
+    def __init__(self, section: CheckpointSection, now: float, age_s: float = 0.0) -> None:
         self._section = section
         self.auto = section.every == "auto"
         self.interval: Interval | None = None
-        self._began = self._last = now
+        self._began, self._last = now - age_s, now
         self._stalls: deque[float] = deque(maxlen=REMEMBERED)
         self._persists: deque[float] = deque(maxlen=REMEMBERED)
         self._told: Interval | None = None

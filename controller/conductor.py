@@ -21,7 +21,7 @@ from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
 from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.cadence import Cadence
-from vescale_ray.controller.crew import POLL_WAIT_S, Crew, Heard, Lost, News, Ready, Told
+from vescale_ray.controller.crew import POLL_WAIT_S, Crew, Heard, Lost, News, NurseryLost, Ready, Told
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.evidence import Evidence
 from vescale_ray.controller.goodput import Loss
@@ -30,7 +30,7 @@ from vescale_ray.controller.hang_report import end_hung
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.laggards import Laggards
 from vescale_ray.controller.ledger import Ledger, Shift
-from vescale_ray.controller.memo import Memo, write_memo
+from vescale_ray.controller.memo import Memo, Memos
 from vescale_ray.controller.protocol import (
     Ending,
     Outcome,
@@ -72,6 +72,8 @@ OUTLINE_S = 0.5
 """After that it goes on without having heard what the layouts follow from."""
 SILENT_S = 1.0
 """Of those that could join, one that has owed an answer for so long is the last to be taken."""
+GIVER_S = 1.0
+"""A leaver that is lost before it has told that its shards are given may have given them all the same: so long they may still arrive."""
 AHEAD = 4
 """Layouts are planned for so many workers more or fewer than there are."""
 
@@ -82,12 +84,13 @@ class Conductor:
     Args:
         spec: what the driver wants.
         memo: what an earlier life of the controller left; its ``run_id`` is another one's when this is the first of this start.
+        memos: where the next one goes.
     """
 
-    def __init__(self, spec: RunSpec, config: RunConfig, crew: Crew, ledger: Ledger, saves: Saves, memo: Memo) -> None:
+    def __init__(self, spec: RunSpec, config: RunConfig, crew: Crew, ledger: Ledger, saves: Saves, memo: Memo, memos: Memos) -> None:
         self._spec, self._config = spec, config
         self._crew, self._ledger, self._saves = crew, ledger, saves
-        self._memo = memo
+        self._memo, self._memos = memo, memos
         used = {Cause(cause): count for cause, count in memo.total.items()}
         self._budget = Budget(Limits.of(config.elastic), memo.crashes, memo.nodes, memo.controllers, used, memo.high)
         if memo.epoch > 1:
@@ -95,17 +98,20 @@ class Conductor:
         self._evidence = Evidence()
         self.desk = Desk(spec, config, crew, ledger, memo, self._remember)
         root = config.checkpoint_root
-        self._cadence = Cadence(config.checkpoint, time.monotonic())
+        self._cadence = Cadence(config.checkpoint, time.monotonic(), ledger.age_s)
         self._keeper = Keeper(
             root, spec.run_id, crew, ledger, saves, self._take_number, self._wait, spec.bounds.save, self._cadence, config.max_workers
         )
         self._steering = Steering(spec, config, crew, ledger, saves, self.desk, self._cadence, list(memo.leavers), self._enter)
         self._laggards = Laggards(config.elastic, spec.bounds, crew, ledger, self._keeper)
         patience = config.elastic.hang_timeout_s
-        self._hangs = HangWatch(None if patience == "auto" else patience, config.elastic.collective_timeout_s)
+        elastic = config.elastic
+        replaced = elastic.replace_lost or elastic.grow or elastic.spares > 0
+        self._hangs = HangWatch(None if patience == "auto" else patience, elastic.collective_timeout_s, replaced)
         self._inherited: Ticket | None = None
         self._gone: dict[str, Lost] = {}
-        self._store: tuple[str, int] | None = None
+        self._leaving: frozenset[str] = frozenset()
+        """Of those that the last decision was about, whoever leaves whatever else is wanted."""
 
     # ----------------------------------------------------------------------------------------------------------- the whole
 
@@ -141,6 +147,10 @@ class Conductor:
                 case policy.Go(members, leavers):
                     waited = False
                     holders = (*members, *leavers, *self._steering.leavers)
+                    candidates = [w for w in ended.living if w in members or w not in self._leaving]
+                    if len(candidates) > len(members):  # fewer are wanted than could stay: nobody has joined
+                        members = self._keeper.staying(candidates, len(members), holders)
+                        leavers = tuple(w for w in ended.living if w not in members)
                     source = self._keeper.source(members, holders)
                     members = self._keeper.seated(members, source, holders)
                     ended = self._watch(self._launch(members, leavers, source))
@@ -164,6 +174,7 @@ class Conductor:
         stragglers = self._steering.stragglers
         ready = [w for w in self._crew.ready() if w not in ended.living and w not in self._steering.leavers]
         ready.sort(key=lambda w: w in silent)  # a joiner that is stopped would hold up everyone
+        self._leaving = self._steering.leaving((*ended.living, *ready)) | stragglers.leaving(ended.living, ready, self.desk.target)
         situation = policy.Situation(
             stopping=self.desk.stop is not None,
             target=self.desk.target,
@@ -173,7 +184,7 @@ class Conductor:
             replace_lost=self._config.elastic.replace_lost or self._config.elastic.grow,
             budget=self._budget,
             waited=waited,
-            leaving=self._steering.leaving((*ended.living, *ready)) | stragglers.leaving(ended.living, ready, self.desk.target),
+            leaving=self._leaving,
         )
         return policy.after_generation(ended, situation)
 
@@ -210,17 +221,21 @@ class Conductor:
 
     def _await(self, ended: Ending, workers: int, hire: int) -> bool:
         """Wait until ``workers`` are there, survivors included; whether they came in time."""
-        for _ in range(hire):
-            self._crew.hire(self._steering.nodes.draining.keys())
+        elastic, failures = self._config.elastic, self._steering.hire_failures
+        failures.clear()
         self._ledger.waits(True)
         try:
             deadline = time.monotonic() + self._spec.bounds.replace
             while time.monotonic() < deadline and not self.desk.stop:
+                for _ in range(hire):
+                    self._crew.hire(self._steering.nodes.draining.keys())
                 self._tick()
                 if len(self._crew.ready()) >= workers:
                     return True
-                if len(self._crew.ready()) + len(self._crew.warming()) + self._crew.hiring < workers:
-                    return False  # those that were to come have died
+                hire = max(0, workers - len(self._crew.ready()) - len(self._crew.warming()) - self._crew.hiring)
+                # Those that were to come have died: as often as while a run begins, others are hired.
+                if hire and (not (elastic.replace_lost or elastic.grow) or len(failures) > elastic.max_recoveries_without_progress):
+                    return False
             return self.desk.stop is not None
         finally:
             self._ledger.waits(False)
@@ -259,19 +274,19 @@ class Conductor:
         if ledger.state is not RunState.STARTING:
             self._enter(RunState.RESCALING)
         ledger.event("generation", workers=list(world.members), source=str(source.origin), attempt=world.ticket.attempt)
-        self._store = self._store or self._crew.store()
+        store = self._crew.store()
         prefix = f"{self._spec.run_id}/{world.ticket}"
         party = (*world.members, *givers)
         orders: dict[str, Order] = {}
         for rank, worker in enumerate(party):
-            transfer = Seat(*self._store, f"{prefix}/move", rank, len(party)) if givers else None
+            transfer = Seat(*store, f"{prefix}/move", rank, len(party)) if givers else None
             if rank >= world.size:
                 assert transfer is not None
                 orders[worker] = Give(world.ticket, transfer, source.resume)
                 continue
             orders[worker] = Join(
                 ticket=world.ticket,
-                seat=Seat(*self._store, prefix, rank, world.size),
+                seat=Seat(*store, prefix, rank, world.size),
                 origin=source.origin,
                 save_prefix=f"{self._spec.run_id}-g{world.ticket.generation}",
                 transfer=transfer,
@@ -293,7 +308,9 @@ class Conductor:
     def _watch(self, world: World) -> Ending:
         """Drive a generation until nobody is in it any more."""
         first_sign: float | None = None
+        missing_since: float | None = None
         broken = False
+        gave: set[str] = set()
         while True:
             self._tick()
             party = [w for w in (*world.members, *self._steering.leavers) if self._crew.alive(w)]
@@ -302,7 +319,12 @@ class Conductor:
             inside = [w for w in party if not self._is_out(w, world)]
             if not inside:
                 return self._end(world, living, lost, first_sign)
-            if len(living) == world.size and all(w in inside for w in living):
+            gave |= {w for w in self._steering.leavers if self._is_out(w, world)}
+            missing = [w for w in self._steering.leavers if w not in gave and not self._crew.alive(w)]
+            missing_since = (missing_since or self._crew.clock()) if missing and not self._ledger.all_filled else None
+            # Where a leaver's machine has stopped no connection breaks: nobody notices that what it was to give will never come.
+            forsaken = missing_since is not None and self._crew.clock() - missing_since > GIVER_S
+            if len(living) == world.size and all(w in inside for w in living) and not forsaken:
                 hung = self._hangs.verdict(world.members, time.monotonic())
                 hung = hung or (self._mute(world, inside) if not self._ledger.all_filled else {})
                 if hung:
@@ -313,7 +335,7 @@ class Conductor:
                         self._plan_ahead(world)
                 continue
             first_sign = first_sign or self._crew.clock()
-            if not broken and (lost or any(self._fault(w, world) for w in living)):
+            if not broken and (lost or forsaken or any(self._fault(w, world) for w in living)):
                 broken = True
                 self._break(world, inside)
             out, spares = [w for w in living if w not in inside], self._steering.outside(world.members)
@@ -375,8 +397,10 @@ class Conductor:
         if not ending.clean:
             self._keeper.abandon()
             own = {w: f for w, f in faults.items() if f.kind is not FaultKind.PEER}
-            causes = {one.cause for one in gone.values()} | ({Cause.ERROR} if own else set())
-            errors = [f"{w}: {reason}" for w, reason in lost.items()] + [f"{w}: {f.text}" for w, f in own.items()]
+            # A leaver that is lost before all is given breaks the generation as well, and mostly since its node went.
+            every = gone | {w: self._gone[w] for w in self._steering.leavers if w in self._gone and not self._crew.alive(w)}
+            causes = {one.cause for one in every.values()} | ({Cause.ERROR} if own else set())
+            errors = [f"{w}: {one.reason}" for w, one in every.items()] + [f"{w}: {f.text}" for w, f in own.items()]
             # A collective that fails though everybody is there: to the others, that is what a hang is.
             self._budget = self._budget.failed(causes or {Cause.HANG}, errors or [f"{w}: {f.text}" for w, f in faults.items()][:1])
             self._evidence.failed(world, ending, ledger)
@@ -462,9 +486,14 @@ class Conductor:
         # What comes next may be a recovery: it is numbered by the layouts, too.
         self._wait(lambda: not self._crew.asking_outline, OUTLINE_S)
         self._plan_ahead(world)
-        reports = [self._crew.report(w) for w in world.members]
+        party = (*world.members, *self._steering.leavers)
+        reports = [self._crew.report(w) for w in party]
         if any(report is not None and report.ticket < world.ticket for report in reports):
-            self._crew.fence(world.members, world.ticket)
+            self._crew.fence(party, world.ticket)
+        trains = (Phase.TRAINING, Phase.SAVING)
+        if any(report is not None and report.ticket == world.ticket and report.phase in trains for report in reports):
+            # The move is over for all when it is for one: whoever was to give and is not there any more was let go, and is not missing.
+            self._steering.leavers = [w for w in self._steering.leavers if self._crew.alive(w)]
         return world
 
     def _take_number(self) -> int:
@@ -491,11 +520,7 @@ class Conductor:
         )
         if memo == self._memo and not always:
             return
-        self._memo = memo
-        try:
-            write_memo(self._spec.folder, memo)
-        except OSError as error:
-            _log.warning("%s could not be written: %s", self._spec.folder, error)  # a restart would then have to recover
+        self._memo = self._memos.write(memo)
 
     # -------------------------------------------------------------------------------------------------------------- the loop
 
@@ -546,7 +571,7 @@ class Conductor:
         for _, item in report.items:
             match item:
                 case Stepped():
-                    self._hangs.stepped(item.ticket, item.record.seconds)
+                    self._hangs.stepped(item.ticket, item.record.step, item.record.seconds)
                     ledger.used(report.worker, item)
                     if ledger.stepped(item):
                         self._budget = self._budget.progressed(ledger.step)
@@ -606,4 +631,4 @@ def outcome_of(conduct: Callable[[], Outcome], ledger: Ledger) -> Outcome:
         ledger.error = text
         ledger.moved(RunState.FAILED)
         ledger.event("run_failed", error=text)
-        return Outcome("FAILED", ledger.step, text, ledger.checkpoint_path)
+        return Outcome("FAILED", ledger.step, text, ledger.checkpoint_path, orphaned=isinstance(error, NurseryLost))

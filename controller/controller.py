@@ -18,9 +18,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vescale_ray.config import RunConfig, parse_config
 from vescale_ray.controller.conductor import Conductor, outcome_of, take_up
-from vescale_ray.controller.crew import Crew
+from vescale_ray.controller.crew import Crew, NurseryLost
 from vescale_ray.controller.ledger import Ledger
-from vescale_ray.controller.memo import Memo, read_memo, write_memo
+from vescale_ray.controller.memo import Memo, Memos
 from vescale_ray.controller.metrics import MetricsServer, PortInUse
 from vescale_ray.controller.protocol import NAMESPACE, Outcome, RequestRefused, RunSpec
 from vescale_ray.controller.saves import Saves, retention_of
@@ -43,11 +43,15 @@ class Controller:
 
     def __init__(self, pickled: bytes, nursery_name: str) -> None:
         self._spec = spec = pickle.loads(pickled)
-        nursery = ray.get_actor(nursery_name, NAMESPACE)
+        try:
+            nursery = ray.get_actor(nursery_name, NAMESPACE)
+        except ValueError:
+            raise NurseryLost("the nursery actor is gone, and the workers that it owned") from None
         self._outcome: Outcome | None = None
         config = parse_config(spec.config)
         folder = RunFolder(spec.folder)
-        memo = read_memo(spec.folder)
+        memos = Memos(spec.folder, nursery)
+        memo = memos.newest(spec.run_id)
         again = memo is not None and memo.run_id == spec.run_id
         if memo is None or not again:
             # Whatever an earlier start of the run has used up stays used up.
@@ -57,11 +61,7 @@ class Controller:
         self._ledger = Ledger(folder, config, spec.run_id, spec.driver_pid, memo.epoch)
         self._ledger.target = memo.target
         self._server = self._serve(config.metrics.host, memo.port, config.metrics.port)
-        memo = replace(memo, port=self._server.port)
-        try:
-            write_memo(spec.folder, memo)
-        except OSError as error:
-            _log.warning("%s could not be written: %s", spec.folder, error)
+        memo = memos.write(replace(memo, port=self._server.port))
         # A server on all interfaces is found by this node's address, one on the loopback only by that.
         url = self._server.url(ray.util.get_node_ip_address() if config.metrics.host in ("0.0.0.0", "::") else None)
         self._ledger.control_url = url
@@ -73,7 +73,8 @@ class Controller:
         self._conductor: Conductor | None = None
         self._begun = threading.Event()
         self._ledger.started()
-        self._thread = threading.Thread(target=self._conduct, args=(nursery, config, memo, again), name="vescale-conductor", daemon=True)
+        what = (nursery, config, memos, memo, again)
+        self._thread = threading.Thread(target=self._conduct, args=what, name="vescale-conductor", daemon=True)
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
@@ -101,7 +102,7 @@ class Controller:
         """Stop listening."""
         self._server.close()
 
-    def _conduct(self, nursery: Any, config: RunConfig, memo: Memo, again: bool) -> None:
+    def _conduct(self, nursery: Any, config: RunConfig, memos: Memos, memo: Memo, again: bool) -> None:
         """The run's thread. Checkpoints bring torch along, which takes seconds to import: only here, so that a restarted controller
         answers questions meanwhile."""
         spec = self._spec
@@ -114,7 +115,7 @@ class Controller:
             done = _committed_attempt(spec.run_id, config.checkpoint_root) if again else None
             saves = Saves(config.checkpoint_root, retention_of(config), self._meta, done, spec.bounds.save)
             crew = Crew(nursery, spec.bounds.call, memo.epoch)
-            self._conductor = Conductor(spec, config, crew, self._ledger, saves, memo)
+            self._conductor = Conductor(spec, config, crew, self._ledger, saves, memo, memos)
             self._begun.set()
             return self._conductor.run()
 

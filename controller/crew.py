@@ -143,6 +143,8 @@ class Crew:
         self._wishing: Any = None
         self._wished = 0.0
         self._hirings: list[Any] = []
+        self._unhired: list[str] = []
+        """Why those that could not even be hired were not."""
 
     # ------------------------------------------------------------------------------------------------------ who is there
 
@@ -151,8 +153,9 @@ class Crew:
 
         Where Ray's control store does not answer soon the worker is one of :attr:`hiring` until it does.
         """
-        self._hirings.append(self._nursery.hire.remote(tuple(avoid)))
-        self._enlist(HIRE_S)
+        self._hirings.append(self._nursery.hire.remote(tuple(avoid), self._epoch))
+        # Where one before it still waits, so does this one: not that again.
+        self._enlist(HIRE_S if len(self._hirings) == 1 else 0.0)
 
     @property
     def hiring(self) -> int:
@@ -164,17 +167,21 @@ class Crew:
         if self._hirings:
             done, self._hirings = ray.wait(self._hirings, num_returns=len(self._hirings), timeout=wait_s)
             for ref in done:
-                worker, handle = self._answer(ref, wait_s)
-                self._enroll(worker, handle)
+                try:
+                    worker, handle = self._answer(ref, self._call_s)
+                except RayTaskError as error:  # a control store that has just come back, for example
+                    self._unhired.append(_one_line(error.cause if getattr(error, "cause", None) is not None else error))
+                else:
+                    self._enroll(worker, handle)
 
     def adopt(self, known: Mapping[str, WorkerInfo]) -> None:
         """Take over the workers that an earlier controller had hired; ``known``: those that were warm then. One of them may be
         stopped by now, and would never say so itself."""
-        for worker, handle in self._ask_nursery("roster").items():
+        for worker, handle in self._ask_nursery("roster", self._epoch).items():
             self._enroll(worker, handle, known.get(worker))
 
     def store(self) -> tuple[str, int]:
-        """Host and port of the run's store."""
+        """Host and port of a store for one generation."""
         host, port = self._ask_nursery("store", timeout_s=60.0)  # it imports torch
         return str(host), int(port)
 
@@ -231,10 +238,15 @@ class Crew:
         # All at once: each may be on a machine that answers nothing.
         refs = {w: self._nursery.stacks.remote(info, wait_s) for w, info in infos.items() if info is not None}
         refs |= {w: ref for w, ref in asked.items() if ref in done}
+        # One bound for all of them: a recovery waits for this.
+        there_now = set(ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._call_s)[0]) if refs else set()
         found: dict[str, str] = {}
         for worker, ref in refs.items():
+            if ref not in there_now:
+                found[worker] = f"(no answer within {self._call_s:g} s)"
+                continue
             try:
-                found[worker] = str(ray.get(ref, timeout=self._call_s))
+                found[worker] = str(ray.get(ref))
             except RayError as error:
                 found[worker] = f"({_one_line(error)})"
         return found
@@ -358,6 +370,9 @@ class Crew:
     def pump(self, timeout_s: float) -> list[News]:
         """What has happened, after at most ``timeout_s`` seconds; at once if something did."""
         self._enlist(0.0)
+        if self._unhired:
+            unhired, self._unhired = self._unhired, []
+            return [Lost("nobody", None, f"it could not be hired: {why}") for why in unhired]
         now = time.monotonic()
         self.clock()
         wake = now + timeout_s

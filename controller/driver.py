@@ -14,8 +14,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +25,7 @@ from vescale_ray.controller.goodput import Goodput
 from vescale_ray.controller.local_ray import Cluster
 from vescale_ray.controller.preflight import Preflight, check
 from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RunRefused, RunSpec, ScheduledAction
+from vescale_ray.errors import BadInput
 from vescale_ray.runfolder import RunFolder
 
 POLL_S = 0.2
@@ -98,13 +99,32 @@ def run(
         return _nothing_to_do(config, folder, ready)
     if on_ready is not None:
         on_ready()
-    _write_state(folder, {"run": config.run.name, "state": "PENDING", "step": ready.source.step, "steps": config.train.steps})
+    warnings: list[str] = []
+    farthest, in_a_row = ready.source.step, 0
     with _Signals() as signals:
-        attempt = _Attempt(ready, folder, tuple(schedule), bounds or Bounds(), signals, on_progress)
-        try:
-            return attempt.run()
-        finally:
-            attempt.close()
+        while True:
+            _write_state(folder, {"run": config.run.name, "state": "PENDING", "step": ready.source.step, "steps": config.train.steps})
+            attempt = _Attempt(ready, folder, tuple(schedule), bounds or Bounds(), signals, on_progress, warnings)
+            try:
+                result = attempt.run()
+            finally:
+                attempt.close()
+            # The workers went with the nursery (the machine's or Ray's memory monitor may have chosen it): the run begins anew by itself,
+            # as a person would resume it, unless it comes to nothing again and again.
+            in_a_row = 1 if result.step > farthest else in_a_row + 1
+            farthest = max(farthest, result.step)
+            stopping = signals.count > 0 or _was_to_stop(folder)
+            if not attempt.orphaned or stopping or in_a_row > config.elastic.max_recoveries_without_progress:
+                return result
+            _write_state(folder, {"run": config.run.name, "state": "PENDING", "step": result.step, "steps": config.train.steps})
+            try:
+                ready = check(config)
+            except BadInput as problem:
+                return replace(result, error=f"{result.error}; and it can't begin anew: {problem}")
+            if ready.source.step >= config.train.steps:
+                return _nothing_to_do(config, folder, ready)
+            schedule = [action for action in schedule if action.step > result.step]
+            warnings.append(f"{result.error}, at step {result.step}; the run was begun anew from step {ready.source.step}")
 
 
 class _Signals:
@@ -149,6 +169,10 @@ class _Signals:
             raise KeyboardInterrupt
 
 
+class _Lost(Exception):
+    """The controller is gone for good; the message is one line."""
+
+
 class _Attempt:
     """One start of a run: what it has started, and how it is taken down."""
 
@@ -160,6 +184,7 @@ class _Attempt:
         bounds: Bounds,
         signals: _Signals,
         tell: Progress | None,
+        warnings: Sequence[str],
     ) -> None:
         self._ready, self._folder, self._schedule, self._bounds = ready, folder, schedule, bounds
         self._signals, self._tell = signals, tell
@@ -169,7 +194,9 @@ class _Attempt:
         self._controller: Any = None
         self._status: dict[str, Any] = {}
         self._result: RunResult | None = None
-        self._warnings: list[str] = []
+        self._warnings = list(warnings)
+        self.orphaned = False
+        """It has failed since its nursery was lost."""
 
     def run(self) -> RunResult:
         """Start everything and follow it to its end."""
@@ -195,8 +222,12 @@ class _Attempt:
         )
         self._controller = controller.actor_of(spec, nursery.nursery_name(self._run_id), cluster.node)
         outcome = self._follow()
+        self.orphaned = outcome.orphaned
         if outcome.refused:
             raise RunRefused(outcome.error or "the run was refused")
+        if outcome.state == "FAILED" and outcome.checkpoint is None:  # before it has made one: what it began from is still there
+            source = self._ready.source
+            outcome = replace(outcome, step=max(outcome.step, source.step), checkpoint=source.path)
         self._result = RunResult(
             outcome.state,
             outcome.step,
@@ -216,7 +247,10 @@ class _Attempt:
         last_answer = time.monotonic()
         stop_since: float | None = None
         while True:
-            status = self._call("status")
+            try:
+                status = self._call("status")
+            except _Lost as lost:
+                return replace(self._lost(str(lost)), orphaned=True)
             now = time.monotonic()
             if status is not None:
                 last_answer = now
@@ -231,7 +265,8 @@ class _Attempt:
             if self._signals.count and now - told > 2.0:
                 # Told again until it is seen to stop: the controller may just have been restarted.
                 told, stop_since = now, stop_since or now
-                self._call("command", "stop", {"reason": self._signals.name})
+                with suppress(_Lost):  # the next question for the status will tell
+                    self._call("command", "stop", {"reason": self._signals.name})
             if stop_since is not None and now - stop_since > STOP_S:
                 return self._lost(f"it did not stop within {STOP_S:g} s after {self._signals.name}")
             time.sleep(POLL_S)
@@ -247,8 +282,10 @@ class _Attempt:
             return ray.get(getattr(self._controller, method).remote(*args), timeout=CALL_S)
         except ray.exceptions.ActorDiedError as error:
             if "creation task" in str(error) or "__init__" in str(error):
-                cause = getattr(error, "cause", None) or error
-                raise RunRefused(f"the controller can't start: {str(cause).strip().splitlines()[-1]}") from None
+                cause = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
+                if self._status or "NurseryLost" in str(error):  # no refusal of what the person gave
+                    raise _Lost(f"the controller can't start: {cause}") from None
+                raise RunRefused(f"the controller can't start: {cause}") from None
             return None
         except ray.exceptions.RayTaskError:
             return None
@@ -334,6 +371,14 @@ def _nothing_to_do(config: RunConfig, folder: RunFolder, ready: Preflight) -> Ru
     record = {"run": config.run.name, "state": "DONE", "step": source.step, "steps": config.train.steps, "checkpoint": source.path}
     _write_state(folder, {**(folder.read_state() or {}), **record})
     return RunResult("DONE", source.step, config.train.steps, None, source.path, folder.path)
+
+
+def _was_to_stop(folder: RunFolder) -> bool:
+    """Whether somebody has asked the run to stop, as far as its last controller has written it down."""
+    from vescale_ray.controller.memo import read_memo
+
+    memo = read_memo(folder.path)
+    return memo is not None and memo.stop is not None
 
 
 def _write_state(folder: RunFolder, record: Mapping[str, Any]) -> None:

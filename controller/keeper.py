@@ -20,7 +20,7 @@ from vescale_ray.workers.layouts import Layouts
 from vescale_ray.workers.messages import Phase, Save
 
 if TYPE_CHECKING:
-    from vescale_ray.workers.snapshot import Holding
+    from vescale_ray.workers.snapshot import Holding, Resume
 
 TRIES = 3
 
@@ -89,12 +89,29 @@ class Keeper:
         resume = source.resume
         if resume is None:
             return tuple(members)
+        return seated(members, self._parts(resume, holders), self.layouts.overlap(resume.world, len(members)))
+
+    def staying(self, candidates: Sequence[str], count: int, holders: Sequence[str]) -> tuple[str, ...]:
+        """The ``count`` of ``candidates`` that stay so that the fewest bytes move, and whole nodes become free where that moves no more."""
+        from vescale_ray.workers.seating import staying
+
+        resume = self.source(candidates, holders).resume
+        if resume is None:
+            return tuple(candidates[:count])
+        there: dict[str, list[str]] = {}
+        for worker in (*self._crew.ready(), *self._crew.warming()):
+            info = self._crew.info(worker)
+            there.setdefault(info.node if info is not None else "", []).append(worker)
+        nodes = [workers for workers in there.values() if set(workers) <= set(candidates)]
+        return tuple(staying(candidates, self._parts(resume, holders), self.layouts.overlap(resume.world, count), nodes))
+
+    def _parts(self, resume: Resume, holders: Iterable[str]) -> dict[str, list[int]]:
+        """By worker, the ranks of that state whose shards it has."""
         state = (resume.generation, resume.step, resume.world)
-        held = {
+        return {
             worker: [rank for one in holdings if (one.generation, one.step, one.world) == state for rank in one.ranks]
             for worker, holdings in self._held(holders).items()
         }
-        return seated(members, held, self.layouts.overlap(resume.world, len(members)))
 
     def collect(self) -> None:
         """Take note of checkpoints that were committed or have failed."""

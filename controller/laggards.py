@@ -48,7 +48,8 @@ class Laggards:
                 continue
             phase = str(report.phase) if report is not None else "unheard of"
             waits = report is not None and report.waiting and worker not in silent
-            bound = self._bound(phase, waits, worker in silent)
+            copies = report is not None and report.unhurried and worker not in silent
+            bound = self._bound(phase, waits or copies, worker in silent)
             if since > bound:
                 found[worker] = f"still {phase} {bound:.1f} s after the others had left"
             elif waits and since > (early := self._bound(phase, False, False)):

@@ -218,9 +218,12 @@ class Ledger:
         return self.world is not None and self._line.get("generation") == self.world.ticket.generation
 
     def stepped(self, item: Stepped) -> bool:
-        """Account for a step, once: every member tells of it. Whether it was news."""
+        """Account for a step, once: every member tells of it. Whether it was news.
+
+        A member tells of one after another. So where steps are missing, a controller that was killed had heard of them, and could not write
+        them down."""
         record, world = item.record, self.world
-        if world is None or item.ticket != world.ticket or record.step != self.step + 1:
+        if world is None or item.ticket != world.ticket or record.step <= self.step:
             return False
         if self.shift is not None and self.shift.generation < world.ticket.generation:
             self.end_shift(item.ended - record.seconds)
@@ -392,6 +395,11 @@ class Ledger:
         about = {"seconds": interval.seconds, "by": interval.by, "mtbf_hours": interval.mtbf_s / 3600}
         self._interval = {**about, "stall_seconds": interval.stall_s, "persist_seconds": interval.persist_s, "text": str(interval)}
         self.event("checkpoint_interval", **self._interval)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since this start of the run, whichever life of the controller it is."""
+        return max(0.0, time.time() - self._started)
 
     @property
     def failures(self) -> int:

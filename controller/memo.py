@@ -1,20 +1,29 @@
 """What a restarted controller must know that it can't learn from the workers: a small JSON file in the run's folder.
 
 It is written before what it says is used: no generation number that was given out is ever given out again. A memo of another
-start of the run says one thing only, which numbers are taken.
+start of the run says one thing only, which numbers are taken. While the folder takes nothing (its disk is full) the nursery has the
+memo in its memory: it outlives the controller.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import ray
+from ray.exceptions import RayError
+
 NAME = "controller.json"
+CALL_S = 5.0
+"""The nursery only leaves a note, or reads it out."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ class Memo:
         shift: the rescale under way (``ledger.Shift`` as a mapping).
         crashes, nodes, controllers, total: used up of the budget (``budget.Budget``).
         ceiling: most workers that the run goes for by itself; 0: nobody has asked for another number.
+        number: how often this start of the run has written one: of two, the newer has the higher.
     """
 
     run_id: str
@@ -60,13 +70,62 @@ class Memo:
     nodes: int = 0
     controllers: int = 0
     total: Mapping[str, int] = field(default_factory=dict)
+    number: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Memo:
+        """Raises ValueError, TypeError or KeyError where that is none."""
+        raw = json.loads(text)
+        return cls(**{**raw, "members": tuple(raw["members"]), "leavers": tuple(raw["leavers"])})
+
+
+class Memos:
+    """Writes a run's memos, and finds the newest.
+
+    Args:
+        folder: the run's.
+        nursery: the run's nursery actor.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], nursery: Any) -> None:
+        self._folder, self._nursery = folder, nursery
+
+    def newest(self, run_id: str) -> Memo | None:
+        """The newest memo, wherever it is; of another start of the run than ``run_id``, the one in the folder."""
+        written = read_memo(self._folder)
+        try:
+            text = self._ask("kept")
+            kept = Memo.from_json(text) if text else None
+        except (RayError, ValueError, TypeError, KeyError) as error:
+            _log.warning("the nursery does not tell whether it has a memo: %s", error)
+            kept = None
+        mine = [memo for memo in (written, kept) if memo is not None and memo.run_id == run_id]
+        return max(mine, key=lambda memo: memo.number, default=written)
+
+    def write(self, memo: Memo) -> Memo:
+        """Keep ``memo``, numbered; never raises. Where it is kept nowhere, a controller that were restarted now would know less."""
+        memo = replace(memo, number=memo.number + 1)
+        try:
+            write_memo(self._folder, memo)
+        except OSError as error:
+            _log.warning("%s could not be written: %s; the nursery keeps what would be there", self._folder, error)
+            try:
+                self._ask("keep", memo.to_json())
+            except RayError as problem:
+                _log.warning("nor could the nursery: %s", problem)
+        return memo
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        return ray.get(getattr(self._nursery, method).remote(*args), timeout=CALL_S)
 
 
 def read_memo(folder: str | os.PathLike[str]) -> Memo | None:
     """The memo in a run's folder; None when there is none that can be read (a first start, or an older version's)."""
     try:
-        raw = json.loads((Path(folder) / NAME).read_text(encoding="utf-8"))
-        return Memo(**{**raw, "members": tuple(raw["members"]), "leavers": tuple(raw["leavers"])})
+        return Memo.from_json((Path(folder) / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -80,7 +139,7 @@ def write_memo(folder: str | os.PathLike[str], memo: Memo) -> None:
     descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=f".{NAME}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
-            json.dump(asdict(memo), handle)
+            handle.write(memo.to_json())
             handle.flush()
             os.fsync(handle.fileno())
         os.replace(temporary, Path(folder) / NAME)

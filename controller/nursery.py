@@ -5,7 +5,7 @@ one hands out their handles, also to the controller that comes after. Each worke
 for all could not shrink, would hold a draining node, and removing it would end the survivors too. Groups without a worker, *wishes*, show
 Ray's autoscaler what the run would use; the next worker moves into one that has got its place. Ray removes all of them with this actor.
 
-It holds the run's ``TCPStore``, through which process groups meet: on a worker it would die with it.
+It holds the ``TCPStore`` of each generation, through which process groups meet: on a worker it would die with it.
 
 Places are Ray's control store's to give and take, which may not answer for a while (its machine is busy, or it is restarted). So what asks
 it has threads and a lock of its own: a worker is ended all the same, and a recovery does not wait for the control store.
@@ -13,11 +13,12 @@ it has threads and a lock of its own: a worker is ended all the same, and a reco
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +31,14 @@ from vescale_ray.controller.protocol import Dismissal, Places
 from vescale_ray.workers.messages import WorkerInfo
 from vescale_ray.workers.worker import actor_class
 
+_log = logging.getLogger(__name__)
+
 AGENT_S = 1.0
 """An agent that has not answered for so long is on a node that is gone, or has stopped; a recovery waits for this."""
 GONE_S = 10.0
 """It is not asked again for so long."""
+STORES = 2
+REMOVALS, REMOVAL_GAP_S = 5, 2.0
 LEAST_CPU = 0.001
 """A placement group can't be of nothing."""
 
@@ -66,28 +71,37 @@ class Nursery:
         self._wished = 0
         self._unplaced: set[str] = set()
         self._closed = False
+        self._epoch = 0
+        """Of the newest controller that has asked who is there."""
         self._count = 0
         self._lock = threading.Lock()
-        self._agents: dict[str, Any] = {}
+        self._agents: dict[str, Future[Any]] = {}
+        """Started in the thread that gives places back: the control store has to do with it, too, and may let it wait."""
         self._gone: dict[str, float] = {}
-        self._store: Any = None
+        self._stores: list[Any] = []
+        self._memo: str | None = None
         self._node = ray.get_runtime_context().get_node_id()
 
     def store(self) -> tuple[str, int]:
-        """Host and port of the store; made on the first call."""
+        """Host and port of a new store, for one generation. The one before stays, in case that is not over everywhere.
+
+        A group of N ranks leaves about 8 N bytes for each of them in its store: for a thousand, 8 MB with every generation, for ever."""
         # torch takes a second or more to import: not in the constructor, where everyone would wait for it.
         from torch.distributed import TCPStore
 
+        host = ray.util.get_node_ip_address()
+        made = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         with self._lock:
-            host = ray.util.get_node_ip_address()
-            if self._store is None:
-                self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            return host, int(self._store.port)
+            self._stores.append(made)
+            old = self._stores[:-STORES]
+            del self._stores[:-STORES]
+        del old  # closed here, and not under the lock
+        return host, int(made.port)
 
     @ray.method(concurrency_group="places")
-    def hire(self, avoid: Collection[str] = ()) -> tuple[str, Any]:
+    def hire(self, avoid: Collection[str] = (), epoch: int = 0) -> tuple[str, Any]:
         """Start a worker; its id and handle, at once. It comes up when Ray has a place for it: that of a wish, if one has got a place on
-        another node than those to ``avoid``."""
+        another node than those to ``avoid``. ``epoch``: of the controller that hires."""
         wanted = self._config["ray"]
         cpus, gpus = max(float(wanted["cpus_per_worker"]), LEAST_CPU), float(wanted["gpus_per_worker"])
         with self._placing:
@@ -100,19 +114,28 @@ class Nursery:
                 self._wishes.remove(group)
             else:
                 group = self._group(worker)
-            handle = (
-                actor_class()
-                .options(
-                    num_cpus=cpus,
-                    num_gpus=gpus,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+            try:
+                handle = (
+                    actor_class()
+                    .options(
+                        num_cpus=cpus,
+                        num_gpus=gpus,
+                        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+                    )
+                    .remote(worker, self._config)
                 )
-                .remote(worker, self._config)
-            )
-            self._unplaced.add(worker)
+            except BaseException:
+                self._returns.submit(_remove, group)
+                raise
+            child = _Child(handle, group)
             with self._lock:
-                self._children[worker] = _Child(handle, group)
-            return worker, handle
+                if epoch >= self._epoch:
+                    self._children[worker] = child
+                    self._unplaced.add(worker)
+                    return worker, handle
+            # The control store has kept it waiting for so long that its controller is gone, and the next has counted its workers.
+            self._returns.submit(_give_back, child)
+            raise RuntimeError(f"controller {epoch} is gone: what it hires now nobody would know of")
 
     @ray.method(concurrency_group="places")
     def wish(self, count: int, avoid: Collection[str]) -> Places:
@@ -142,9 +165,18 @@ class Nursery:
         cpus, gpus = max(float(wanted["cpus_per_worker"]), LEAST_CPU), float(wanted["gpus_per_worker"])
         return placement_group([{"CPU": cpus, **({"GPU": gpus} if gpus else {})}], strategy="PACK", name=f"{self._tag}:{of}")
 
-    def roster(self) -> dict[str, Any]:
-        """Handles of all workers that were not dismissed."""
+    def keep(self, memo: str) -> None:
+        """Keep what the controller can't write to the run's folder, for the one after it."""
+        self._memo = memo
+
+    def kept(self) -> str | None:
+        """What was last kept."""
+        return self._memo
+
+    def roster(self, epoch: int = 0) -> dict[str, Any]:
+        """Handles of all workers that were not dismissed, for the controller ``epoch``; those before it hire nobody any more."""
         with self._lock:
+            self._epoch = max(self._epoch, epoch)
             return {worker: child.handle for worker, child in self._children.items()}
 
     def dismiss(self, worker: str, info: WorkerInfo | None) -> Dismissal:
@@ -187,32 +219,35 @@ class Nursery:
 
     def _have_agent(self, node: str) -> None:
         if node != self._node and node not in self._agents:
-            self._agents[node] = start_agent(node)
+            self._agents[node] = self._returns.submit(start_agent, node)
 
     def _retire(self, node: str) -> None:
         """End the agent of ``node`` if no worker is there any more."""
         with self._lock:
             agent = None if any(child.node == node for child in self._children.values()) else self._agents.pop(node, None)
         if agent is not None:
-            self._returns.submit(ray.kill, agent, no_restart=True)
-
-    def _agent(self, node: str) -> Any:
-        with self._lock:
-            self._have_agent(node)
-            return self._agents[node]
+            self._returns.submit(_end_agent, agent)
 
     def _on_node(self, node: str, wait_s: float, method: str, *args: Any) -> Any:
         """What the agent of ``node`` answers; None if the node is gone, and the process with it."""
         if time.monotonic() - self._gone.get(node, -GONE_S) < GONE_S:
             return None
-        ref = getattr(self._agent(node), method).remote(*args)
-        done, _ = ray.wait([ref], timeout=wait_s)
+        with self._lock:
+            self._have_agent(node)
+            agent = self._agents[node]
+        began = time.monotonic()
         try:
+            ref = getattr(agent.result(wait_s), method).remote(*args)
+            done, _ = ray.wait([ref], timeout=max(0.0, began + wait_s - time.monotonic()))
             if done:
                 return ray.get(done[0])
-        except ray.exceptions.RayError:
+        except TimeoutError:
+            pass  # it could not be started yet
+        except Exception as error:
+            _log.warning("the agent on node %s has ended or could not be started: %s", node, error)
             with self._lock:
-                self._agents.pop(node, None)
+                if self._agents.get(node) is agent:
+                    del self._agents[node]
         self._gone[node] = time.monotonic()
         return None
 
@@ -223,16 +258,34 @@ class Nursery:
         self._wish(0, ())
         for worker in self.roster():
             self.dismiss(worker, None)
-        self._returns.shutdown()
         with self._lock:
             agents, self._agents = list(self._agents.values()), {}
         for agent in agents:
-            ray.kill(agent, no_restart=True)
+            self._returns.submit(_end_agent, agent)
+        self._returns.shutdown()
+
+
+def _end_agent(agent: Future[Any]) -> None:
+    """After it was started, in the same thread."""
+    ray.kill(agent.result(0.0), no_restart=True)
 
 
 def _give_back(child: _Child) -> None:
-    ray.kill(child.handle, no_restart=True)
-    remove_placement_group(child.group)
+    try:
+        ray.kill(child.handle, no_restart=True)
+    except Exception as error:
+        _log.warning("a worker could not be ended by Ray, it goes with its place: %s", error)
+    _remove(child.group)
+
+
+def _remove(group: PlacementGroup) -> None:
+    """Give a place back; again and again where the control store refuses: what is not given back is lost to the run until it ends."""
+    for attempt in range(1, REMOVALS + 1):
+        try:
+            return remove_placement_group(group)
+        except Exception as error:
+            _log.warning("a place could not be given back (try %d of %d): %s", attempt, REMOVALS, error)
+            time.sleep(REMOVAL_GAP_S)
 
 
 def _node_of(group: PlacementGroup) -> str | None:

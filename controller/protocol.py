@@ -193,6 +193,7 @@ class Outcome:
     Attributes:
         state: ``DONE``, ``STOPPED`` (before its last step, on request) or ``FAILED``.
         refused: the failure is the person's input: exit code 2.
+        orphaned: the nursery was lost, and all workers with it: nothing is wrong with the run, which can begin again from its checkpoint.
     """
 
     state: Literal["DONE", "STOPPED", "FAILED"]
@@ -200,6 +201,7 @@ class Outcome:
     error: str | None = None
     checkpoint: str | None = None
     refused: bool = False
+    orphaned: bool = False
 
 
 @dataclass(frozen=True)

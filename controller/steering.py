@@ -108,7 +108,7 @@ class Steering:
             self._crew.hire(self.nodes.draining.keys())
             self.growth.hired()
         self._ledger.beside(spares=len(ready) - max(0, self._aim - there), wishes=len(self._crew.places.wishes))
-        for worker in outside[len(outside) - todo.dismiss :]:
+        for worker in outside[max(0, len(outside) - todo.dismiss) :]:
             self.let_go(worker)
         if todo.regroup:
             self._ask_to_park(world, stop=False, reason="straggler" if unwanted else None)

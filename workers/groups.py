@@ -78,6 +78,7 @@ def form(
     *,
     form_timeout_s: float = FORM_SECONDS,
     closed: Callable[[], bool] | None = None,
+    lines: Lines | None = None,
 ) -> Lines:
     """Initialise the default process group of one attempt of one generation; its connections, for whoever may have to break them.
 
@@ -92,20 +93,23 @@ def form(
         timeout_s: bound of every collective in the group.
         form_timeout_s: bound of the meeting itself.
         closed: whether the attempt was given up meanwhile, as somebody is known to be lost who has not come yet: then nobody waits for it.
+        lines: what is returned. Who has it can end the forming by :meth:`Lines.cut`, also where a rank was lost after it had come.
 
     Raises:
-        GroupFailed: not all ranks came in time, or the attempt was ``closed``; nothing stays initialised, and a new prefix is needed.
+        GroupFailed: not all ranks came in time, or the attempt was ``closed`` or cut; nothing stays initialised, and a new prefix is
+            needed.
         ValueError: a group is still initialised: dissolve it first.
     """
     if dist.is_initialized():
         raise ValueError("this process still has a process group: call groups.dissolve() before forming the next one")
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} of a world of {world}: ranks go from 0 to {world - 1}")
-    failure, lines = None, Lines()
+    failure, lines = None, lines or Lines()
     try:
-        store = _store(store_host, store_port, prefix, form_timeout_s)
-        _meet(store, world, form_timeout_s, closed)
-        with lines.recorded():
+        with lines.recorded(world):
+            store = _store(store_host, store_port, prefix, form_timeout_s)
+            with lines.paused():
+                _meet(store, world, form_timeout_s, closed)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
                 store=store,
@@ -221,6 +225,7 @@ def open_transfer(
     *,
     form_timeout_s: float = FORM_SECONDS,
     closed: Callable[[], bool] | None = None,
+    lines: Lines | None = None,
 ) -> Any:
     """A second (gloo) group beside the default one, for a move of shards that workers take part in who leave afterwards.
 
@@ -228,13 +233,15 @@ def open_transfer(
     to :func:`vescale_ray.workers.reshard.execute`, then to :func:`close_transfer`.
 
     Raises:
-        GroupFailed: not all came in time, or the attempt was ``closed``, as for :func:`form`.
+        GroupFailed: not all came in time, or the attempt was ``closed`` or cut, as for :func:`form`.
     """
-    failure = None
+    failure, lines = None, lines or Lines()
     try:
-        store = _store(store_host, store_port, prefix, form_timeout_s)
-        _meet(store, world, form_timeout_s, closed)
-        group: Any = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=form_timeout_s))
+        with lines.recorded(world):
+            store = _store(store_host, store_port, prefix, form_timeout_s)
+            with lines.paused():
+                _meet(store, world, form_timeout_s, closed)
+            group: Any = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=form_timeout_s))
         group.set_timeout(timedelta(seconds=timeout_s))
         return group
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Which worker becomes which rank: the numbering with which the fewest bytes move. Pure.
+"""Which worker becomes which rank, and who leaves where fewer are wanted: so that the fewest bytes move. Pure.
 
 What a worker that held parts of N keeps as rank j of M is the overlap of what those parts and that rank own, and the best numbering is an
 assignment problem. Growing 3 -> 4 with the joiner as the last rank would move half of the state; with the joiner third, a third.
@@ -6,13 +6,22 @@ assignment problem. Growing 3 -> 4 with the joiner as the last rank would move h
 The overlap is that of the planned layouts (:mod:`vescale_ray.workers.layouts`): where blocks may not be cut, the planner orders a unit's
 tensors otherwise at each world size, and a rank's part is elsewhere than its number tells. Without blocks a rank owns nearly the same part
 of every buffer, [j/M, (j+1)/M) of M (:func:`even`): good enough where the layouts are not known.
+
+Of a smaller world the leavers are part of the same problem. From 4 to 2 every second one leaves, and half of the state moves; if the last
+two left, it would be three quarters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+
+TRIES, TRIED = 16, 48
+"""Nodes of which it is tried whether they can become free, among so many workers: for each an assignment problem, 10 ms here, while
+training stands still. Fewer among more."""
+EXACT = 128
+"""Among more workers than this, who stays is chosen rank by rank: nearly as good, and no matter of seconds."""
 
 Weights = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
@@ -34,9 +43,53 @@ def seated(members: Sequence[str], held: Mapping[str, Sequence[int]], overlap: W
     return tuple(found)
 
 
+def staying(candidates: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Weights, nodes: Sequence[Collection[str]]) -> list[str]:
+    """Who of ``candidates`` stays, in their order; the others leave.
+
+    As few bytes move as can be. Of the choices that are equal in this, one that leaves whole nodes free, the smallest first; of these, one
+    with which the last leave.
+
+    Args:
+        held: as for :func:`seated`.
+        overlap: as for :func:`seated`; as many stay as it has columns.
+        nodes: the workers on each node that is free if all of these leave.
+    """
+    stay = overlap.shape[1]
+    leave = len(candidates) - stay
+    bytes_kept = kept(candidates, held, overlap)
+    if len(candidates) > EXACT:
+        return [candidates[place] for place in sorted(_nearest(bytes_kept))]
+    last = dict.fromkeys(candidates[stay:], 1)
+
+    def without(freed: Collection[str]) -> list[str]:
+        # What moves counts before nodes, and nodes before the order.
+        cost = np.zeros((len(candidates), len(candidates)), dtype=np.int64)
+        cost[:, :stay] = -bytes_kept * (leave + 1) ** 2
+        cost[:, stay:] = -np.array([(leave + 1) * (worker in freed) + last.get(worker, 0) for worker in candidates])[:, None]
+        return [worker for worker, place in zip(candidates, assign(cost), strict=True) if place < stay]
+
+    freed: set[str] = set()
+    found = without(freed)
+    tries = int(TRIES * min(1.0, (TRIED / max(1, len(candidates))) ** 3))
+    for node in sorted((set(node) for node in nodes), key=len)[:tries]:
+        if len(freed | node) <= leave and not (freed | node).intersection(there := without(freed | node)):
+            freed, found = freed | node, there
+    return found
+
+
+def _nearest(bytes_kept: Weights) -> list[int]:
+    """For each new rank (column) the row that keeps most of it and is none before's."""
+    free = np.ones(len(bytes_kept), dtype=bool)
+    found = []
+    for column in bytes_kept.T:
+        found.append(int(np.argmax(np.where(free, column, -1))))
+        free[found[-1]] = False
+    return found
+
+
 def kept(members: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Weights) -> Weights:
     """What each member (row) keeps as each new rank (column)."""
-    found = np.zeros((len(members), len(members)), dtype=np.int64)
+    found = np.zeros((len(members), overlap.shape[1]), dtype=np.int64)
     for row, worker in enumerate(members):
         for old in set(held.get(worker, ())):
             found[row] += overlap[old]

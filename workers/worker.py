@@ -96,8 +96,8 @@ class Worker:
         self._warm_error: str | None = None
         self._lifeline = 0
         self._outlined: Outlined | None = None
-        self._lines = Lines()
-        """Of the group that the training thread is in."""
+        self._lines: tuple[Lines, ...] = ()
+        """Of the groups that the training thread is in, or forms."""
         self._pulse: Pulse | None = None
         # Daemon: a hung collective must not keep the process from ending.
         self._thread = threading.Thread(target=self._live, name="vescale-train", daemon=True)
@@ -189,7 +189,8 @@ class Worker:
         with self._change:
             self._fenced = max(self._fenced, ticket)
             if self._ticket <= ticket:
-                self._lines.cut()
+                for lines in self._lines:
+                    lines.cut()
 
     @ray.method(concurrency_group="lifeline")
     def lifeline(self, call: int) -> None:
@@ -313,7 +314,8 @@ class Worker:
         seat, config = order.seat, self._config
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         begin = clock()
-        lines = groups.form(
+        lines = self._connected_by()
+        groups.form(
             seat.store_host,
             seat.store_port,
             seat.prefix,
@@ -322,11 +324,9 @@ class Worker:
             backend,
             config.elastic.collective_timeout_s,
             closed=lambda: order.ticket <= self._fenced,
+            lines=lines,
         )
-        with self._change:
-            self._lines = lines
-            if order.ticket <= self._fenced:
-                lines.cut()
+        self._cut_if_fenced(lines, order.ticket)
         formed = clock()
         trainer: Trainer | None = None
         try:
@@ -407,6 +407,7 @@ class Worker:
         seat = order.transfer
         if seat is None:
             return execute(held, trainer)
+        lines = self._connected_by()
         group = groups.open_transfer(
             seat.store_host,
             seat.store_port,
@@ -416,10 +417,25 @@ class Worker:
             self._config.elastic.collective_timeout_s,
             form_timeout_s=TRANSFER_FORM_SECONDS,
             closed=lambda: order.ticket <= self._fenced,
+            lines=lines,
         )
+        self._cut_if_fenced(lines, order.ticket)
         report = execute(held, trainer, group)
         groups.close_transfer(group)
         return report
+
+    def _connected_by(self) -> Lines:
+        """Lines for one group more, which is about to be formed."""
+        lines = Lines()
+        with self._change:
+            self._lines = (*self._lines, lines)
+        return lines
+
+    def _cut_if_fenced(self, lines: Lines, ticket: Ticket) -> None:
+        """A fence that came while the group was formed has cut what was open by then."""
+        with self._change:
+            if ticket <= self._fenced:
+                lines.cut()
 
     def _evaluate(self, trainer: Trainer, ticket: Ticket) -> None:
         loss, samples = trainer.evaluate()
@@ -518,7 +534,7 @@ class Worker:
     def _enter(self, ticket: Ticket, phase: Phase) -> None:
         with self._change:
             if ticket != self._ticket:
-                self._ticket, self._fault, self._asked = ticket, None, 0
+                self._ticket, self._fault, self._asked, self._lines = ticket, None, 0, ()
             self._phase = phase
             self._change.notify_all()
 

@@ -19,7 +19,7 @@ import torch
 from tests.controller.runs import tiny
 from vescale_ray import checkpoint
 from vescale_ray.config import CheckpointSection
-from vescale_ray.controller import figures, watchdog
+from vescale_ray.controller import driver, figures, watchdog
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.keeper import Keeper
@@ -73,6 +73,14 @@ def test_a_memo_comes_back_as_it_was_written_and_anything_else_counts_as_none(tm
         assert read_memo(tmp_path) is None
 
 
+def test_a_run_that_was_to_stop_is_not_begun_anew_by_itself(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert not driver._was_to_stop(folder)
+    for stop in (None, "asked to"):
+        write_memo(tmp_path, Memo("r1", 7, stop=stop))
+        assert driver._was_to_stop(folder) is (stop is not None)
+
+
 # ------------------------------------------------------------------------------------------------------------------- ledger
 
 
@@ -105,6 +113,14 @@ def test_a_step_is_written_once_though_every_rank_tells_of_it_and_an_older_gener
     assert [(line["step"], line["generation"]) for line in ledger.folder.read_metrics()] == [(1, 1), (2, 1), (3, 2)]
     assert [line["step"] for line in ledger.folder.read_all_metrics()] == [1, 2, 3, 3]
     assert [line["ids"][0] for line in ledger.folder.read_samples()] == [0, 12, 24]
+
+
+def test_steps_that_a_controller_before_could_not_write_down_are_missing_and_those_after_them_are_not(ledger: Ledger) -> None:
+    """Its lines waited for a full disk when it was killed. The run stood at that step for ever after, to whoever looked."""
+    world = generation(3, 0, "a", "b", origin=Origin.FRESH)
+    ledger.opened(world)
+    assert [ledger.stepped(stepped(world, i, 10.0 + i)) for i in (0, 40, 40, 41, 39)] == [True, True, False, True, False]
+    assert ledger.step == 42 and [line["step"] for line in ledger.folder.read_metrics()] == [1, 41, 42]
 
 
 def test_the_pause_of_a_recovery_counts_from_the_end_of_the_step_that_it_went_back_to(ledger: Ledger) -> None:
@@ -564,6 +580,26 @@ def test_failures_shorten_the_interval_and_a_quiet_time_lengthens_it_and_only_ch
     assert often is not None and abs(often.seconds / first.seconds - 0.5) < 0.02
     rare = cadence.news(1002.0 + 8 * 3600, 3)
     assert rare is not None and rare.seconds > 2 * often.seconds
+
+
+def test_a_controller_that_is_restarted_knows_over_which_time_the_failures_came(ledger: Ledger) -> None:
+    """It counted those of a month as if they had come in no time, and had a checkpoint made many times as often."""
+    before = auto(auto_min_s=1, auto_max_s=1e6, mtbf_hours=24)
+    before.saved(kept(0.5, 3.0))
+    month = 30 * 86400.0
+    then = before.news(1000.0 + month, 50)
+    after = Cadence(CheckpointSection(every="auto", auto_min_s=1, auto_max_s=1e6, mtbf_hours=24), 77.0, age_s=month)
+    after.saved(kept(0.5, 3.0))
+    now = after.news(77.0, 50)
+    assert now is not None and then is not None and now.seconds == pytest.approx(then.seconds)
+    assert not after.due(77.0, False), "that the run is old is no reason for one now"
+    with pytest.MonkeyPatch.context() as patch:
+        hour_ago = time.time() - 3600.0
+        patch.setattr(time, "time", lambda: hour_ago)
+        ledger.started()
+    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
+    again.restore(None)
+    assert again.age_s == pytest.approx(3600.0, abs=30.0)
 
 
 def test_bounds_hold_and_say_so_and_one_slow_disk_is_no_news() -> None:

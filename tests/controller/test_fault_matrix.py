@@ -4,6 +4,7 @@ one is built, in the last step, in the last checkpoint. One run meets them all, 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
@@ -243,6 +244,43 @@ def test_a_controller_that_is_killed_twenty_times_stops_no_worker_and_answers_ag
     nothing_left(finished)
 
 
+def test_a_controller_that_is_killed_while_the_disk_is_full_is_followed_by_one_that_knows_what_it_knew(home: Path) -> None:
+    """All that it could not write down is a generation, a wish and lines of steps. (It alone can add no byte to a file.)"""
+    model = {"model_factory": "tests.controller.hanging:model"}
+    config = config_of(home, "full", elastic_workers=3, train_steps=1_000_000, **model)
+    seen: dict[str, int] = {}
+
+    def torment(run: RunFolder) -> None:
+        def now() -> dict[str, Any]:
+            try:
+                return client.request(run, "status", timeout_s=2.0)
+            except (client.RunNotAlive, client.CommandRefused):
+                return {}
+
+        first = wait_for(lambda: controller_process(), "a controller")
+        resource.prlimit(first, resource.RLIMIT_FSIZE, (0, 0))
+        client.request(run, "rescale", {"workers": 2})
+        seen["lines"] = len(run.read_metrics())
+        until(lambda: (now().get("world"), now().get("state")) == (2, "RUNNING"), 30, "a rescale")
+        seen["step"] = now()["step"]
+        until(lambda: now().get("step", 0) >= seen["step"] + 10, 30, "ten steps more")
+        assert len(run.read_metrics()) <= seen["lines"] + 3
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: answers(run, 1), "an answer")
+        until(lambda: now().get("step", 0) >= seen["step"] + 30, 30, "steps that the new controller hears of")
+        client.request(run, "rescale", {"workers": 3})
+        until(lambda: (now().get("world"), now().get("state")) == (3, "RUNNING"), 30, "another rescale")
+
+    with Sideline(config, torment):
+        finished = carry_out(config)
+    assert finished.result.state == "STOPPED", finished.result
+    assert not finished.of("worker_lost", "generation_failed")
+    assert [(e["from"], e["to"]) for e in finished.of("rescaled")][-1:] == [(2, 3)]
+    newest = checkpoint.latest(config.checkpoint_root)
+    assert newest is not None and newest.step == finished.result.step > seen["step"] + 30
+    nothing_left(finished)
+
+
 def wait_for(value: Callable[[], int | None], what: str, seconds: float = 60.0) -> int:
     """The first value that is not None."""
     found: list[int] = []
@@ -257,17 +295,45 @@ def wait_for(value: Callable[[], int | None], what: str, seconds: float = 60.0) 
     return found[0]
 
 
-def test_a_nursery_that_is_killed_ends_the_run_with_a_line_that_says_so_and_it_resumes(home: Path) -> None:
-    """It owns the workers: they go with it. There is nothing in it that could fail, so this is all that is promised."""
+@pytest.mark.parametrize("besides", ["", "the controller"])
+def test_a_nursery_that_is_killed_takes_the_workers_along_and_the_run_begins_anew_from_its_checkpoint(besides: str, home: Path) -> None:
+    """A machine's memory monitor chooses as it likes. Whoever waits for the run need not notice."""
     model = {"model_factory": "tests.controller.hanging:model"}
+    config = config_of(home, f"orphan{len(besides)}", elastic_workers=2, train_steps=1_000_000, checkpoint_every=10, **model)
+    seen: dict[str, float] = {}
+
+    def strike(run: RunFolder) -> None:
+        until(lambda: any(e["event"] == "checkpoint_saved" for e in run.read_events()), 60, "a checkpoint")
+        victims = processes(b"ray::Nursery") + (processes(CONTROLLER) if besides else [])
+        seen["step"], seen["killed"] = len(run.read_metrics()), time.time()
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: len([e for e in run.read_events() if e["event"] == "run_started"]) == 2, 60, "another beginning")
+        until(lambda: len(run.read_metrics()) > seen["step"] + 20, 60, "steps beyond those before")
+        seen["on"] = time.time()
+
+    with Sideline(config, strike):
+        finished = carry_out(config)
+    print(f"\nbeyond the step before {seen['on'] - seen['killed']:.1f} s after the nursery{besides and ' and '}{besides} died", end="")
+    assert finished.result.state == "STOPPED" and finished.result.exit_code == 0, finished.result
+    (warning,) = finished.result.warnings
+    assert "begun anew from step" in warning and ("nursery" in warning or "controller" in warning)
+    assert finished.accounting().exact
+    nothing_left(finished)
+
+
+def test_a_nursery_that_is_killed_again_and_again_ends_the_run_with_a_line_that_says_so_and_it_resumes(home: Path) -> None:
+    model = {"model_factory": "tests.controller.hanging:model", "elastic_max_recoveries_without_progress": 1}
     config = config_of(home, "nursery", elastic_workers=2, train_steps=100_000, checkpoint_every=10, **model)
     ended: list[float] = []
 
     def strike(run: RunFolder) -> None:
         until(lambda: any(e["event"] == "checkpoint_saved" for e in run.read_events()), 60, "a checkpoint")
-        ended.append(time.time())
-        os.kill(wait_for(lambda: next(iter(processes(b"ray::Nursery")), None), "the nursery"), signal.SIGKILL)
-        until(lambda: any(e["event"] == "run_failed" for e in run.read_events()), 30, "the end of the run")
+        killed: list[int] = []
+        for _ in range(2):
+            killed.append(wait_for(lambda: next((p for p in processes(b"ray::Nursery") if p not in killed), None), "a nursery"))
+            ended.append(time.time())
+            os.kill(killed[-1], signal.SIGKILL)
 
     with Sideline(config, strike):
         finished = carry_out(config)

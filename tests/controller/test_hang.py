@@ -9,7 +9,7 @@ import pytest
 
 from vescale_ray.controller.awake import GAP_S, AwakeClock
 from vescale_ray.controller.crew import POLL_WAIT_S, Crew, Member
-from vescale_ray.controller.hang import FACTOR, FIRST, FIRST_S, LEAST_S, OWN_GAP_S, STEPS, HangWatch
+from vescale_ray.controller.hang import FACTOR, FIRST, FIRST_S, LEAST_S, OWN_GAP_S, RECENT, STEPS, HangWatch
 from vescale_ray.workers.messages import Phase, Report, Ticket
 
 TICKET = Ticket(3, 1)
@@ -23,8 +23,8 @@ class Play:
     def __init__(self, fixed: float | None = None, step: float = 0.2, steps: int = STEPS, members: tuple[str, ...] = MEMBERS) -> None:
         self.watch, self.now, self.beats, self.members = HangWatch(fixed), 100.0, dict.fromkeys(members, 0), members
         self.watch.begin(TICKET)
-        for _ in range(steps * len(members)):
-            self.watch.stepped(TICKET, step)
+        for number in range(steps * len(members)):
+            self.watch.stepped(TICKET, number // len(members), step)
 
     def go(self, seconds: float, tick: float = 0.1, phase: Phase = Phase.TRAINING, **acts: str) -> dict[str, str]:
         """The first verdict within ``seconds``; ``since`` is when."""
@@ -90,6 +90,14 @@ def test_nobody_is_accused_where_nobody_is_waited_for_or_somebody_goes_on(acts):
     assert play.go(60, **acts) == {}
 
 
+def test_whoever_has_just_copied_its_shards_for_long_has_not_stood_still_for_so_long():
+    """An answer between the end of the copy and the next beat made it look hung: at once, in any of a thousand ranks."""
+    play = Play()
+    play.go(1)
+    assert play.go(30, a="waits", b="copies", c="waits") == {}
+    assert set(play.go(5, a="waits", b="stuck", c="waits")) == {"b"} and LEAST_S <= play.since < 1.5
+
+
 def test_a_worker_that_is_alone_or_all_that_stand_still_have_the_collectives_bound():
     play = Play(members=("a",))
     play.watch.patience_s = 20.0
@@ -103,6 +111,41 @@ def test_a_worker_that_is_alone_or_all_that_stand_still_have_the_collectives_bou
     play = Play(fixed=0.0)
     play.watch.patience_s = 20.0
     assert play.go(60, a="stuck", b="stuck", c="stuck") == {}
+
+
+@pytest.mark.parametrize("act", ["stuck", "silent"])
+def test_a_worker_that_is_alone_is_found_as_soon_as_ever_where_another_takes_its_place(act):
+    """Ending it costs the steps since the checkpoint; where nobody comes it would cost the run, for which there is time."""
+    play = Play(members=("a",))
+    play.watch.patience_s, play.watch.replaced = 20.0, True
+    assert play.go(5) == {} and play.go(30, a="copies") == {}
+    assert set(play.go(60, a=act)) == {"a"} and LEAST_S <= play.since < 1.5
+    slow = Play(members=("a",), step=3.0)
+    slow.watch.replaced = True
+    slow.go(1)
+    assert set(slow.go(60, a=act)) == {"a"} and FACTOR * 3.0 <= slow.since < 3 * 3.0
+    many = Play()
+    many.watch.replaced = True
+    many.go(1)
+    assert many.go(60, a=act, b=act, c=act) == {}
+
+
+def test_a_slow_step_is_remembered_for_as_many_steps_however_many_ranks_tell_of_each():
+    """Of a thousand ranks, all of the last 32 reports are of one step: one that took twice as long would have been a hang."""
+    bounds = set()
+    for world in (1, 4, 1000):
+        watch = HangWatch()
+        watch.begin(TICKET)
+        members = [str(rank) for rank in range(world)]
+        for step, seconds in enumerate([1.0] * 5 + [2.0] + [1.0] * (RECENT - 1)):
+            for _ in members:
+                watch.stepped(TICKET, step, seconds)
+        watch.verdict(members, 0.0)
+        bounds.add(watch.bound_s)
+        for _ in members:
+            watch.stepped(TICKET, 100, 1.0)
+        assert watch.bound_s == pytest.approx(FACTOR * 1.0)
+    assert bounds == {FACTOR * 2.0}
 
 
 def test_slow_steps_are_given_their_time():
@@ -155,8 +198,8 @@ def test_a_smaller_worlds_slower_steps_don_t_lengthen_a_larger_ones_bound():
     play = Play(step=3.0)
     play.watch.begin(Ticket(4, 1))
     assert play.watch.bound_s == FIRST * FACTOR * 3.0, "of its own steps nothing is known"
-    for _ in range(STEPS * len(MEMBERS)):
-        play.watch.stepped(Ticket(4, 1), 0.5)
+    for number in range(STEPS * len(MEMBERS)):
+        play.watch.stepped(Ticket(4, 1), number // len(MEMBERS), 0.5)
     play.watch.verdict(MEMBERS, play.now)
     assert play.watch.bound_s == LEAST_S
 

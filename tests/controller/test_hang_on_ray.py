@@ -119,6 +119,17 @@ def test_a_worker_that_is_stopped_while_the_next_generation_forms_holds_it_up_fo
     nothing_left(finished)
 
 
+def test_a_worker_that_is_alone_is_found_as_soon_as_one_in_company_and_another_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    play = Play(tmp_path, 1, elastic_replace_lost=True, checkpoint_every=20)
+    play.act(1, lambda pids: os.kill(pids[0], signal.SIGSTOP))
+    finished = play.finished()
+    (lost,) = finished.of("worker_lost")
+    print(f"\nended {lost['time'] - play.began[0]:.2f} s after it was stopped", end="")
+    assert lost["time"] - play.began[0] < 2.5 and lost["cause"] == "hang"
+    (event,) = finished.of("rescaled")
+    assert (event["from"], event["to"], event["source"]) == (1, 1, "checkpoint") and event["steps_replayed"] <= 21
+
+
 def control_store() -> int:
     """Process id of the control store of this process' Ray."""
     for pid, parent in parents().items():

@@ -61,8 +61,8 @@ class Scene:
         return at
 
 
-def report(phase: Phase, waiting: bool = False) -> Report:
-    return Report("c", Ticket(3, 1), phase, STEP, (), (), None, 0, waiting=waiting)
+def report(phase: Phase, waiting: bool = False, unhurried: bool = False) -> Report:
+    return Report("c", Ticket(3, 1), phase, STEP, (), (), None, 0, waiting=waiting, unhurried=unhurried)
 
 
 AFTER = 0.1
@@ -76,6 +76,14 @@ def test_whoever_computes_or_answers_nothing_is_ended_when_a_step_would_be_over_
     for phase in (Phase.FORMING, Phase.GIVING):
         assert Scene(report(phase)).ended() == pytest.approx(2 * FORM_S + AFTER)
         assert Scene(report(phase), silent=["c"]).ended() == pytest.approx(FIRST_S + AFTER), "it is not the forming that it waits for"
+
+
+def test_whoever_copies_its_shards_which_may_take_longer_than_any_step_is_given_time_unless_it_is_silent() -> None:
+    """Copies of one size take a different time on each machine: the others may be out for long."""
+    copies = report(Phase.TRAINING, unhurried=True)
+    assert Scene(copies).ended() == pytest.approx(COLLECTIVE_S + PARK_S + AFTER)
+    assert Scene(copies, {"replace_lost": True}).ended() == pytest.approx(COLLECTIVE_S + PARK_S + AFTER), "it does not wait for a rank"
+    assert Scene(copies, silent=["c"]).ended() == pytest.approx(PARK_S + AFTER)
 
 
 def test_nobody_is_ended_twice_and_whoever_writes_a_checkpoint_has_the_time_for_that_and_no_more() -> None:

@@ -156,7 +156,7 @@ def test_a_run_shrinks_and_grows_on_request_while_its_controller_is_killed(home:
     assert all(e["steps_replayed"] == 0 and e["moved_bytes"] == e["lower_bound_bytes"] for e in finished.of("rescaled"))
     assert not finished.of("worker_lost", "generation_failed")
     first, second, third = finished.generations()
-    assert set(second) == set(first[:2]) < set(third), "the workers that stay keep their processes"
+    assert set(second) < set(first) and set(second) < set(third), "the workers that stay keep their processes"
     assert finished.accounting().exact and finished.accounting().replayed_steps == 0
     longer = {step: loss for step, loss in finished.losses.items() if step <= 4}  # the same warm-up; then the schedules differ
     assert worst_difference(longer, {step: undisturbed.losses[step] for step in longer}) < CLOSE

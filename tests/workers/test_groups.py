@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -133,6 +136,23 @@ def test_lines_that_are_gone_or_belong_to_others_by_now_are_left_alone() -> None
         end.close()
 
 
+def test_who_connects_to_a_worker_while_it_waits_for_the_others_is_cut_with_none_of_them() -> None:
+    """A controller that has just been restarted, for example, over Ray's connection."""
+    lines = Lines()
+    with lines.recorded(2):
+        to_the_store = socket.socketpair()
+        with lines.paused():
+            foreign = socket.socketpair()
+        to_a_rank = socket.socketpair()
+    lines.cut()
+    foreign[0].send(b"x")
+    assert foreign[1].recv(1) == b"x" and to_the_store[1].recv(1) == b"" == to_a_rank[1].recv(1)
+    with pytest.raises(RuntimeError, match="given up before it was formed"), lines.recorded(2), lines.paused():
+        lines.cut()
+    for end in (*foreign, *to_the_store, *to_a_rank):
+        end.close()
+
+
 def test_forming_with_a_missing_rank_fails_in_the_given_time_and_leaves_nothing_behind() -> None:
     with Fleet(1) as fleet:
         assert "GroupFailed" in fleet.run([0], _form_alone, fleet.port)[0]
@@ -163,6 +183,65 @@ def test_nobody_waits_for_who_has_not_come_once_the_attempt_is_closed() -> None:
         with pytest.raises(GroupFailed, match="it was closed while 1 of 2 ranks were there"):
             form(HOST, store.port, f"test/closed{number}", 0, 2, *words, closed=closed.is_set)  # type: ignore[operator]
         assert 0.2 < time.monotonic() - began < 2.0 and not dist.is_initialized()
+
+
+@pytest.mark.parametrize("how", ["its address is awaited", "it was to connect", "it does not answer"])
+def test_nobody_waits_for_who_is_lost_after_all_had_met_once_its_lines_are_cut(how: str) -> None:
+    """gloo waits for that rank at the store, for its connection, or for its answer: for 15 s, the bound of forming."""
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    with _deaf() as port:
+        for number, form in enumerate((groups.form, groups.open_transfer)):
+            prefix, lines = f"test/{how.split()[0]}{number}", Lines()
+            dist.PrefixStore(prefix, store).add("here", 1)  # the lost one: it comes, and goes
+            other = {"it was to connect": 0xFFFF, "it does not answer": port}.get(how)
+            killer = threading.Thread(target=_lose, args=(store, prefix, other, lines))
+            killer.start()
+            began = time.monotonic()
+            words = ("gloo", 30.0) if form is groups.form else (30.0,)
+            with pytest.raises(GroupFailed):
+                form(HOST, store.port, prefix, 0, 2, *words, lines=lines)  # type: ignore[operator]
+            assert 0.5 < time.monotonic() - began < 3.0 and not dist.is_initialized()
+            killer.join()
+
+
+@contextmanager
+def _deaf() -> Iterator[int]:
+    """A port that takes no connection, as that of a machine which has stopped. Of two ranks of one machine the one whose port, as it stands
+    in memory, is the higher number connects to the other: so one that is a low number there."""
+    with ExitStack() as stack:
+        end = stack.enter_context(socket.socket())
+        for port in range(0x2000, 0x7000, 0x100):
+            try:
+                end.bind((HOST, port))
+                break
+            except OSError:
+                continue
+        end.listen(0)
+        for _ in range(8):
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex((HOST, port))
+        yield port
+
+
+def _lose(store: dist.TCPStore, prefix: str, port: int | None, lines: Lines) -> None:
+    """Publish ``port`` as that of a rank 1, as gloo would, half a second before the lines of rank 0 are cut."""
+    if port is not None:
+        mine = _key_of(store, prefix, "/0")
+        told = bytearray(store.get(mine))
+        at = told.index(socket.AF_INET.to_bytes(2, sys.byteorder), 16) + 2
+        told[at : at + 2] = port.to_bytes(2, "big")
+        store.set(mine[:-1] + "1", bytes(told))  # type: ignore[arg-type]
+    time.sleep(0.6)
+    lines.cut()
+
+
+def _key_of(store: dist.TCPStore, prefix: str, ending: str) -> str:
+    while True:
+        for key in store.list_keys():
+            if key.startswith(prefix) and key.endswith(ending):
+                return str(key)
+        time.sleep(0.01)
 
 
 def test_the_bound_of_a_collective_is_the_one_given_to_form_not_that_of_forming() -> None:

@@ -1,6 +1,6 @@
 """For every N to M in 1..8: layouts as the planner makes them for a real model, and as trainers have them with their optimizers' states;
-the numbering and the plan that a run would use; and a bound that shares no code with any of them: the overlap of the tensors' ranges, and
-the best of all numberings."""
+the leavers, the numbering and the plan that a run would use; and a bound that shares no code with any of them: the overlap of the tensors'
+ranges, and the best of all numberings of any that may stay."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vescale_ray.planner import Bundle, TensorSpec, plan_buffers
 from vescale_ray.workers import layouts
 from vescale_ray.workers.layouts import Layouts, Outline, outline_of, overlap, parts_of
 from vescale_ray.workers.reshard import plan
-from vescale_ray.workers.seating import even, seated
+from vescale_ray.workers.seating import even, seated, staying
 from vescale_ray.workers.shards import PARAM, Span, export_shards
 from vescale_ray.workers.trainer import Trainer
 
@@ -118,11 +118,11 @@ def common_bytes(here: Spans, there: Spans) -> int:
 
 
 def most_kept(kept: Sequence[Sequence[int]]) -> int:
-    """The most that any numbering keeps: over sets of ranks that are taken, worker by worker."""
-    count = len(kept)
+    """The most that any numbering keeps of any workers that stay: over sets of ranks that are taken, worker by worker."""
+    count = len(kept[0])
     best = {0: 0}
     for row in kept:
-        after: dict[int, int] = {}
+        after = dict(best)  # it leaves
         for taken, value in best.items():
             for rank in range(count):
                 if not taken >> rank & 1:
@@ -145,9 +145,9 @@ def ratios(layout: Layout, copies: bool) -> dict[tuple[int, int], float]:
             # With copies, the last worker of a larger world is lost; its part is with its neighbour.
             alive = [rank for rank in range(before) if not (copies and before > 1 and rank == before - 1)]
             held = {f"w{rank}": [rank, (rank - 1) % before] if copies else [rank] for rank in alive}
-            staying = [f"w{rank}" for rank in alive][:after]
             foreseen = overlap(layout.outline, parts[before], parts[after], before, after)
-            members = seated([*staying, *(f"j{i}" for i in range(after - len(staying)))], held, foreseen)
+            stay = staying(list(held), held, foreseen, []) if len(held) > after else list(held)
+            members = seated([*stay, *(f"j{i}" for i in range(after - len(stay)))], held, foreseen)
             leavers = [w for w in held if w not in members]
             sources = [[s for rank in dict.fromkeys(held.get(w, ())) for s in old[rank]] for w in (*members, *leavers)]
             moves = plan(sources, [*new, *([] for _ in leavers)])
@@ -157,7 +157,8 @@ def ratios(layout: Layout, copies: bool) -> dict[tuple[int, int], float]:
             kept = [[sum(both[rank][j] for rank in set(held.get(w, ()))) for j in range(after)] for w in members]
             here = size - sum(kept[i][i] for i in range(after))
             assert moves.moved_bytes == here, (before, after, "the plan moves bytes that their new owner holds")
-            bound = size - most_kept(kept)
+            every = [*kept, *([sum(both[rank][j] for rank in set(held[w])) for j in range(after)] for w in leavers)]
+            bound = size - most_kept(every)
             found[before, after] = moves.moved_bytes / bound if bound else 1.0 + moves.moved_bytes
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,31 @@ def test_what_was_fenced_is_never_joined_however_late_the_order_comes(worker: An
     refused(lambda: worker.give_order(join(5)), r"5\.1 comes too late, 6\.1")
     refused(lambda: worker.give_order(join(6)), r"6\.1 comes too late, 6\.1")
     worker.give_order(join(7))
+
+
+def test_a_fence_cuts_all_groups_of_the_generation_that_of_the_move_too_and_none_of_the_next(worker: Any) -> None:
+    """Who waits in the move for a leaver whose machine has stopped would wait for the collectives' bound."""
+
+    def connected() -> tuple[socket.socket, socket.socket]:
+        with worker._connected_by().recorded():
+            return socket.socketpair()
+
+    worker._enter(Ticket(5, 1), Phase.FORMING)
+    ends = [connected(), connected()]
+    worker.fence(Ticket(4, 1))
+    for one, other in ends:
+        one.send(b"x")
+        assert other.recv(1) == b"x", "it is another generation that was closed"
+    worker.fence(Ticket(5, 1))
+    assert [other.recv(1) for _, other in ends] == [b"", b""]
+    worker._enter(Ticket(6, 1), Phase.FORMING)
+    ends.append(connected())
+    worker.fence(Ticket(5, 1))
+    ends[-1][0].send(b"x")
+    assert ends[-1][1].recv(1) == b"x"
+    for one, other in ends:
+        one.close()
+        other.close()
 
 
 def test_a_busy_worker_takes_no_order_and_a_zombie_no_vote(worker: Any) -> None:

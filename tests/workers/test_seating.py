@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vescale_ray.workers import seating
-from vescale_ray.workers.seating import assign, even, kept
+from vescale_ray.workers.seating import assign, even, kept, staying
 
 
 def seated(members, held, before):
@@ -60,6 +60,64 @@ def test_order_is_kept_where_it_costs_nothing():
     assert seated("abcd", {}, 4) == tuple("abcd")
     assert seated("abcd", dict.fromkeys("abcd", range(4)), 4) == tuple("abcd")
     assert seated("a", {"a": (0, 1)}, 2) == ("a",) and seated((), {}, 3) == ()
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["own parts", "with copies"])
+def test_for_every_change_to_fewer_of_8_workers_no_choice_of_leavers_keeps_more_nor_frees_more_nodes_at_that_price(copies):
+    rng = random.Random(3)
+    for before, after in ((more, fewer) for more in range(2, 9) for fewer in range(1, more)):
+        old = [f"w{rank}" for rank in range(before)]
+        held = {w: (rank, (rank - 1) % before) if copies else (rank,) for rank, w in enumerate(old)}
+        there = {w: rng.randrange(3) for w in old}
+        nodes = [[w for w in old if there[w] == node] for node in range(3)]
+
+        def price(some, held=held, before=before):
+            return total(seated(some, held, before), held, before)
+
+        def freed(some, nodes=nodes):
+            return sum(bool(node) and not set(node) & set(some) for node in nodes)
+
+        found = staying(old, held, even(before, after), [node for node in nodes if node])
+        assert len(found) == after and found == [w for w in old if w in found], "in their order"
+        every = [list(some) for some in itertools.combinations(old, after)]
+        most = max(price(some) for some in every)
+        assert price(found) == most
+        cheapest = [some for some in every if price(some) == most]
+        # One node after another is tried: which of them together is no promise, but none more could have been.
+        assert freed(found) >= min(1, max(freed(some) for some in cheapest))
+        if not freed(found):
+            assert found == max(cheapest, key=lambda some: sum(old.index(w) < after for w in some)) or price(old[:after]) < most
+
+
+def test_who_leaves_is_who_has_least_to_give_and_a_whole_node_where_that_is_as_good():
+    four = {w: (rank,) for rank, w in enumerate("abcd")}
+    assert staying("abc", {w: (rank,) for rank, w in enumerate("abc")}, even(3, 2), []) == ["a", "c"], "a third moves, not a half"
+    assert staying("abcd", four, even(4, 2), []) in (["a", "c"], ["b", "c"]), "the half moves, not three quarters"
+    for here, rest in (("ac", ["b", "d"]), ("bd", ["a", "c"]), ("ad", ["b", "c"])):
+        assert staying("abcd", four, even(4, 2), [here, "".join(rest)]) in (rest, list(here)), "a node of two is free"
+    assert staying("abcd", four, even(4, 2), ["ab", "cd"]) in (["a", "c"], ["b", "c"]), "no node at the price of a quarter more"
+    for alone, rest in (("b", ["a", "c", "d"]), ("c", ["a", "b", "d"])):
+        assert staying("abcd", four, even(4, 3), ["".join(rest), alone]) == rest
+    assert staying("abcd", {}, even(4, 2), ["a", "bc", "d"]) == ["b", "c"] and staying("abcd", {}, even(4, 2), []) == ["a", "b"]
+    assert staying("abcd", four, even(4, 4), ["abcd"]) == list("abcd")
+
+
+def test_of_many_workers_those_stay_who_keep_nearly_as_much_as_could_be_in_no_time(monkeypatch):
+    def share(before, after):
+        old = [f"w{rank}" for rank in range(before)]
+        held = {w: (rank,) for rank, w in enumerate(old)}
+        found = staying(old, held, even(before, after), [old[i : i + 8] for i in range(0, before, 8)])
+        assert len(set(found)) == after and found == [w for w in old if w in found]
+        return total(seated(found, held, before), held, before) / (before * after)
+
+    exact = {(before, after): share(before, after) for before, after in ((48, 24), (48, 40), (48, 45), (40, 24))}
+    monkeypatch.setattr(seating, "EXACT", 0)
+    for world, most in exact.items():
+        assert 0.95 * most <= share(*world) <= most
+    old = [f"w{rank}" for rank in range(1000)]
+    began = time.process_time()
+    found = staying(old, {w: (rank,) for rank, w in enumerate(old)}, even(1000, 992), [old[i : i + 8] for i in range(0, 1000, 8)])
+    assert len(found) == 992 and time.process_time() - began < 0.5
 
 
 def test_assignments_are_the_best_of_all():

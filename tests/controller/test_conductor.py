@@ -1,0 +1,229 @@
+"""The conductor's loop where Ray could not be brought to it in time: with a crew whose clock and reports are the test's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.controller.runs import tiny
+from vescale_ray.config import ElasticSection
+from vescale_ray.controller import conductor as subject
+from vescale_ray.controller.budget import Budget, Cause, Limits
+from vescale_ray.controller.conductor import GIVER_S, TICK_S, Conductor
+from vescale_ray.controller.crew import Lost
+from vescale_ray.controller.hang import HangWatch
+from vescale_ray.controller.protocol import Bounds, Ending, RunState, Source, World
+from vescale_ray.workers.messages import Fault, FaultKind, Origin, Phase, Report, Ticket
+
+TICKET = Ticket(7, 1)
+WORLD = World(TICKET, ("a", "b"), Source(Origin.MEMORY, 40))
+PEER = Fault(FaultKind.PEER, "gloo: connection closed")
+
+
+def report(worker: str, phase: Phase, ticket: Ticket = TICKET, fault: Fault | None = None) -> Report:
+    return Report(worker, ticket, phase, 40, (), (), fault, 0)
+
+
+class Crew:
+    """Workers that report what the test says; time passes by a tick for each round of the loop."""
+
+    def __init__(self, *reports: Report) -> None:
+        self.reports = {one.worker: one for one in reports}
+        self.now = 50.0
+        self.fenced: list[tuple[float, tuple[str, ...]]] = []
+        self.hired = self.hiring = 0
+        self.on_the_way: list[str] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def alive(self, worker: str) -> bool:
+        return worker in self.reports
+
+    def report(self, worker: str) -> Report | None:
+        return self.reports.get(worker)
+
+    def doomed(self, worker: str) -> bool:
+        return worker not in self.reports
+
+    def silent(self, seconds: float) -> list[str]:
+        return []
+
+    def ready(self) -> tuple[str, ...]:
+        return tuple(self.reports)
+
+    def warming(self) -> tuple[str, ...]:
+        return tuple(self.on_the_way)
+
+    def fence(self, workers: Any, ticket: Ticket) -> None:
+        self.fenced.append((self.now, tuple(workers)))
+
+    def adopt(self, known: Any) -> None:
+        pass
+
+    asking_outline = False
+
+    def ask_outline(self, workers: Any) -> None:
+        pass
+
+    def hire(self, avoid: Any) -> None:
+        self.hired += 1
+        self.on_the_way.append(f"new{self.hired}")
+
+
+class Stage:
+    """A conductor with ``crew``; ``each_round`` is told of the time that has passed."""
+
+    def __init__(self, crew: Crew, leavers: tuple[str, ...] = (), filled: bool = False, **elastic: Any) -> None:
+        self.crew, self.each_round = crew, lambda passed: None
+        self.broken: list[tuple[float, list[str]]] = []
+        made: Any = Conductor.__new__(Conductor)
+        steering = SimpleNamespace(leavers=list(leavers), steer=lambda world: None, outside=lambda living: [], hire_failures=[], nodes=None)
+        steering.nodes = SimpleNamespace(draining={})
+        made._crew, made._steering, made._gone, made._inherited = crew, steering, {}, None
+        made._ledger = SimpleNamespace(all_filled=filled, world=WORLD, known={}, shift=None, step=40, event=lambda *a, **k: None)
+        made._ledger.waits, made._ledger.state = lambda waiting: None, RunState.RESCALING
+        made._hangs, made._laggards = HangWatch(), SimpleNamespace(late=lambda *about: {})
+        made._keeper = SimpleNamespace(abandon=lambda: None, layouts=SimpleNamespace(told=True, ahead=lambda worlds: None))
+        made._evidence = SimpleNamespace(failed=lambda *about: None)
+        made._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic))
+        made._spec = SimpleNamespace(bounds=Bounds())
+        made._budget = Budget(Limits(3, 20, 20))
+        made.desk = SimpleNamespace(stop=None, target=2, reason="drain", want=lambda *about: None)
+        made._tick, made._break = self._tick, lambda world, inside: self.broken.append((crew.now, list(inside)))
+        made._plan_ahead = lambda world: None
+        self.conductor = made
+
+    def _tick(self) -> list[Any]:
+        self.crew.now += TICK_S
+        self.each_round(self.crew.now - 50.0)
+        assert self.crew.now < 150.0, "the loop does not end"
+        return []
+
+    def lose(self, worker: str, cause: Cause) -> None:
+        del self.crew.reports[worker]
+        self.conductor._gone[worker] = Lost(worker, None, "its node does not answer", cause)
+
+
+def test_a_leaver_whose_machine_stops_before_it_has_given_its_shards_is_not_waited_for() -> None:
+    """No connection breaks: the members would wait in the move until the bound of the collectives is over."""
+    crew = Crew(report("a", Phase.FORMING), report("b", Phase.FORMING), report("l", Phase.GIVING))
+    stage = Stage(crew, ("l",))
+
+    def play(passed: float) -> None:
+        if passed > 1.0 and "l" in crew.reports:
+            stage.lose("l", Cause.NODE)
+        if stage.broken:
+            for worker in "ab":
+                crew.reports[worker] = report(worker, Phase.PARKED, fault=PEER)
+
+    stage.each_round = play
+    ending = stage.conductor._watch(WORLD)
+    ((when, inside),) = stage.broken
+    assert when - 51.0 == pytest.approx(GIVER_S, abs=3 * TICK_S) and inside == ["a", "b"]
+    assert not ending.lost and set(ending.faults) == {"a", "b"}
+    assert (stage.conductor._budget.nodes, stage.conductor._budget.crashes) == (1, 0), "it was a node, and nobody's crash"
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["it has told so", "its word was lost with it"])
+def test_a_leaver_that_is_lost_when_it_has_given_its_shards_is_missed_by_nobody(told: bool) -> None:
+    crew = Crew(report("a", Phase.FORMING), report("b", Phase.FORMING), report("l", Phase.GIVING))
+    stage = Stage(crew, ("l",))
+
+    def play(passed: float) -> None:
+        if told and 0.4 < passed < 0.6:
+            crew.reports["l"] = report("l", Phase.PARKED)
+        if passed > 1.0 and "l" in crew.reports:
+            stage.lose("l", Cause.NODE)
+        if passed > (5.0 if told else 1.0 + GIVER_S / 2):
+            stage.conductor._ledger.all_filled = True
+        if passed > 8.0:
+            for worker in "ab":
+                crew.reports[worker] = report(worker, Phase.PARKED)
+
+    stage.each_round = play
+    ending = stage.conductor._watch(WORLD)
+    assert ending.clean and not stage.broken and stage.conductor._budget.tries == 0
+
+
+def test_an_order_that_a_killed_controller_gave_to_all_but_a_leaver_is_taken_back() -> None:
+    """The members would wait for that leaver for all the time that forming the move's group may take: 30 s."""
+    before = replace(TICKET, generation=6)
+    crew = Crew(report("a", Phase.FORMING), report("b", Phase.FORMING), report("l", Phase.PARKED, before))
+    stage = Stage(crew, ("l",))
+    stage.conductor._wait = lambda until, seconds: True
+    stage.conductor._tick = lambda: [subject.Heard(one) for one in crew.reports.values()]
+    assert stage.conductor._adopted() == WORLD
+    assert crew.fenced == [(50.0, ("a", "b", "l"))]
+    crew.fenced.clear()
+    crew.reports["l"] = report("l", Phase.GIVING)
+    stage.conductor._adopted()
+    assert not crew.fenced
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_controller_that_is_restarted_misses_no_leaver_of_a_move_that_is_over(moved: bool) -> None:
+    """Its memo names them until something else is written down."""
+    crew = Crew(report("a", Phase.TRAINING if moved else Phase.FORMING), report("b", Phase.FORMING))
+    stage = Stage(crew, ("gone",))
+    stage.conductor._wait = lambda until, seconds: True
+    stage.conductor._tick = lambda: [subject.Heard(one) for one in crew.reports.values()]
+    stage.conductor._adopted()
+    assert stage.conductor._steering.leavers == ([] if moved else ["gone"])
+
+
+@pytest.mark.parametrize(
+    ("deaths", "elastic", "comes"),
+    [(2, {"replace_lost": True}, True), (3, {"grow": True}, True), (100, {"replace_lost": True}, False), (1, {}, False)],
+    ids=["two die", "three die", "all die", "nobody is hired anew"],
+)
+def test_who_dies_on_the_way_to_a_run_that_waits_for_it_is_hired_anew_as_often_as_in_the_beginning(
+    deaths: int, elastic: dict[str, Any], comes: bool
+) -> None:
+    """One such death ended the run, with "no replacement came in time"."""
+    crew = Crew(report("a", Phase.PARKED))
+    stage = Stage(crew, **elastic)
+    stage.conductor._steering.hire_failures += ["of an hour ago"] * 10
+    if not elastic:
+        crew.on_the_way.append("spare")
+
+    def play(passed: float) -> None:
+        if not crew.on_the_way:
+            return
+        if len(stage.conductor._steering.hire_failures) < deaths:
+            crew.on_the_way.pop()
+            stage.conductor._steering.hire_failures.append("its process died")
+        else:
+            crew.reports["fresh"] = report("fresh", Phase.IDLE)
+
+    stage.each_round = play
+    assert stage.conductor._await(Ending(("a",)), 2, 1 if elastic else 0) is comes
+    limit = ElasticSection(workers=2).max_recoveries_without_progress
+    assert crew.hired == (deaths + 1 if comes else limit + 1 if elastic else 0)
+
+
+def test_a_lone_worker_that_hangs_is_given_time_where_nobody_would_take_its_place(tmp_path: Path) -> None:
+    def watch(**changes: Any) -> HangWatch:
+        config = tiny(tmp_path, "lone", elastic_workers=1, **changes)
+        built: list[HangWatch] = []
+
+        def keep(*about: Any) -> HangWatch:
+            built.append(HangWatch(*about))
+            return built[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("Desk", "Keeper", "Steering", "Laggards"):
+                patch.setattr(subject, name, lambda *about: None)
+            patch.setattr(subject, "HangWatch", keep)
+            memo = SimpleNamespace(total={}, crashes=0, nodes=0, controllers=0, high=0, epoch=1, leavers=())
+            spec = SimpleNamespace(run_id="r", bounds=Bounds())
+            Conductor(spec, config, None, SimpleNamespace(age_s=0.0), None, memo, None)  # type: ignore[arg-type]
+        return built[0]
+
+    assert not watch().replaced
+    for changes in ({"elastic_replace_lost": True}, {"elastic_grow": True}, {"elastic_spares": 1, "elastic_max_workers": 2}):
+        assert watch(**changes).replaced

@@ -1,0 +1,207 @@
+"""The nursery without Ray: what may wait for Ray's control store, and what must not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.controller.runs import until
+from vescale_ray.controller import crew as crews
+from vescale_ray.controller import nursery as subject
+from vescale_ray.controller.crew import Crew, Lost
+from vescale_ray.controller.nursery import Nursery
+from vescale_ray.controller.protocol import Dismissal
+from vescale_ray.workers.messages import WorkerInfo
+
+
+class Store:
+    """Ray's control store: answers while it is ``open``; ``places`` are those that were made and not given back."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.places: list[str] = []
+        self.killed: list[Any] = []
+        self.refuses = 0
+
+    def asked(self) -> None:
+        assert self.open.wait(20)
+        if self.refuses:
+            self.refuses -= 1
+            raise RuntimeError("the control store has just come back")
+
+
+class Actor:
+    """A class, or a handle, of an actor that starts when the store answers."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def options(self, **_: Any) -> Actor:
+        return self
+
+    def remote(self, *_: Any) -> Actor:
+        self._store.asked()
+        return self
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    made = Store()
+
+    def place(bundles: Any, strategy: str, name: str) -> str:
+        made.asked()
+        made.places.append(name)
+        return name
+
+    def gone(group: str) -> None:
+        made.asked()
+        made.places.remove(group)
+
+    def kill(handle: Any, no_restart: bool) -> None:
+        made.asked()
+        made.killed.append(handle)
+
+    monkeypatch.setattr(subject.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "head"))
+    monkeypatch.setattr(subject.ray, "kill", kill)
+    monkeypatch.setattr(subject, "placement_group", place)
+    monkeypatch.setattr(subject, "remove_placement_group", gone)
+    monkeypatch.setattr(subject, "PlacementGroupSchedulingStrategy", lambda group, placement_group_bundle_index: group)
+    monkeypatch.setattr(subject, "actor_class", lambda: Actor(made))
+    monkeypatch.setattr(subject, "start_agent", lambda node: Actor(made).remote())
+    monkeypatch.setattr(subject, "REMOVAL_GAP_S", 0.01)
+    yield made
+    made.open.set()
+
+
+@pytest.fixture
+def nursery(store: Store) -> Any:
+    return Nursery({"ray": {"cpus_per_worker": 1.0, "gpus_per_worker": 0.0}}, "run")
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """The answer of ``call``, which must come in time."""
+    found: list[Any] = []
+    threading.Thread(target=lambda: found.append(call()), daemon=True).start()
+    until(lambda: bool(found), seconds, "an answer")
+    return found[0]
+
+
+def test_a_worker_is_ended_at_once_while_the_agent_of_another_node_waits_for_the_control_store(nursery: Any, store: Store) -> None:
+    """It was started under the lock that every dismissal takes: the controller waited 10 s, and gave the run up."""
+    workers = [nursery.hire()[0] for _ in range(2)]
+    store.open.clear()
+    within(1.0, lambda: nursery.station(workers[0], "elsewhere"))
+    info = WorkerInfo(workers[1], 1 << 22, 1, "head", "host", "cpu", 1.0)
+    assert within(1.0, lambda: nursery.dismiss(workers[1], info)) is Dismissal.GONE
+    there = WorkerInfo(workers[0], 1 << 22, 1, "elsewhere", "host", "cpu", 1.0)
+    assert within(subject.AGENT_S + 1.0, lambda: nursery.dismiss(workers[0], there)) is Dismissal.UNKNOWN
+    store.open.set()
+    until(lambda: not store.places and len(store.killed) == 3, 5, "that both are ended, and the agent too")
+
+
+def test_what_a_controller_has_hired_that_was_killed_meanwhile_is_ended_again(nursery: Any, store: Store) -> None:
+    """The next one had counted its workers: this one would have had its place until the end of the run, and trained nothing."""
+    first, _ = nursery.hire((), 1)
+    store.open.clear()
+    raised: list[BaseException] = []
+
+    def hire() -> None:
+        try:
+            nursery.hire((), 1)
+        except RuntimeError as error:
+            raised.append(error)
+
+    waiting = threading.Thread(target=hire, daemon=True)
+    waiting.start()
+    time.sleep(0.05)
+    assert set(within(1.0, lambda: nursery.roster(2))) == {first}
+    store.open.set()
+    waiting.join(5)
+    assert "controller 1 is gone" in str(raised[0]) and set(nursery.roster(2)) == {first}
+    until(lambda: store.places == [f"run:{first}"] and len(store.killed) == 1, 5, "that it is ended")
+    assert nursery.hire((), 2)[0] in nursery.roster(2)
+
+
+def test_a_place_whose_return_is_refused_is_given_back_later_and_one_for_a_worker_that_can_not_be_made_at_once(
+    nursery: Any, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, _ = nursery.hire()
+    store.refuses = 3  # its end, and its place's twice
+    nursery.dismiss(worker, None)
+    until(lambda: not store.places, 5, "that its place is back")
+    with monkeypatch.context() as patch:
+        patch.setattr(Actor, "options", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no such resource")))
+        with pytest.raises(RuntimeError, match="no such resource"):
+            nursery.hire()
+    until(lambda: not store.places, 5, "that its place is back")
+    assert not nursery.roster()
+
+
+def test_each_generation_meets_at_a_store_of_its_own_and_none_but_the_last_two_are_kept(
+    nursery: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a group leaves in its store grows with the square of its ranks: one store for all would take the head's memory in the end."""
+    monkeypatch.setattr(subject.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    ports = [nursery.store()[1] for _ in range(4)]
+    assert len(set(ports)) == 4
+
+    def takes_calls(port: int) -> bool:
+        with socket.socket() as caller:
+            return caller.connect_ex(("127.0.0.1", port)) == 0
+
+    until(lambda: [takes_calls(port) for port in ports] == [False, False, True, True], 10, "that the older ones are closed")
+
+
+# ------------------------------------------------------------------------------------------------- what the controller sees
+
+
+class Hirings:
+    """A nursery whose hirings are answered when the test says so: with a worker, or an error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        self.answers: dict[str, Any] = {}
+        self.waited = 0.0
+        monkeypatch.setattr(crews.ray, "wait", self._wait)
+        monkeypatch.setattr(crews.ray, "get", self._get)
+        self.hire = SimpleNamespace(remote=self._hire)
+
+    def _hire(self, avoid: Any, epoch: int) -> str:
+        self.asked.append(f"hiring {len(self.asked)}")
+        return self.asked[-1]
+
+    def _wait(self, refs: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        done = [ref for ref in refs if ref in self.answers]
+        self.waited += timeout if len(done) < num_returns else 0.0
+        return done, [ref for ref in refs if ref not in done]
+
+    def _get(self, ref: str, timeout: float = 0.0) -> Any:
+        if isinstance(self.answers[ref], Exception):
+            raise self.answers[ref]
+        return self.answers[ref]
+
+
+def test_many_are_hired_in_the_time_of_one_while_the_control_store_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller listens to nobody meanwhile: it was away for 2 s for each of them."""
+    hirings = Hirings(monkeypatch)
+    crew = Crew(hirings, call_s=10.0, epoch=1)
+    for _ in range(8):
+        crew.hire()
+    assert crew.hiring == 8 and hirings.waited <= crews.HIRE_S
+
+
+def test_a_worker_that_can_not_be_hired_is_one_that_does_not_come_and_not_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    hirings = Hirings(monkeypatch)
+    crew = Crew(hirings, call_s=10.0, epoch=1)
+    crew.hire()
+    hirings.answers["hiring 0"] = crews.RayTaskError("hire", "traceback", RuntimeError("the control store has just come back"))
+    (news,) = crew.pump(0.0)
+    assert isinstance(news, Lost) and news.info is None and "could not be hired: the control store has just come back" in news.reason
+    assert crew.hiring == 0 and crew.pump(0.0) == []
