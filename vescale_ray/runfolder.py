@@ -101,6 +101,18 @@ class RunFolder:
         handle.flush()
         return handle
 
+    def owner(self) -> str | None:
+        """The process id of the live driver that has the run, as it has written it; None when there is none on this machine."""
+        try:
+            with open(self.path / "lock", encoding="utf-8") as handle:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except OSError:
+                    return handle.read().strip() or "unknown"
+        except OSError:
+            pass
+        return None
+
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         """One line of a committed step; ``step`` counts completed steps, from 1."""
         self._append("metrics.jsonl", record)
