@@ -88,10 +88,7 @@ class Conductor:
         self._spec, self._config = spec, config
         self._crew, self._ledger, self._saves = crew, ledger, saves
         self._memo = memo
-        used = {Cause(cause): count for cause, count in memo.total.items()}
-        self._budget = Budget(Limits.of(config.elastic), memo.crashes, memo.nodes, memo.controllers, used, memo.high)
-        if memo.epoch > 1:
-            self._budget = self._budget.failed([Cause.CONTROLLER], [])
+        self._budget = budget_of(config, memo)
         self._evidence = Evidence()
         self.desk = Desk(spec, config, crew, ledger, memo, self._remember)
         root = config.checkpoint_root
@@ -382,6 +379,8 @@ class Conductor:
             self._evidence.failed(world, ending, ledger)
             if any(fault.kind is FaultKind.DATA for fault in faults.values()) and world.source.commit:
                 self._keeper.distrust(world.source.commit)
+            if own and world.source.origin is Origin.CHECKPOINT and not ledger.all_filled:
+                ledger.load_failed(world.source.commit, next(iter(own.values())).text)
             if lost:
                 fully = self.desk.target == world.size
                 if not self._config.elastic.replace_lost:
@@ -573,10 +572,19 @@ class Conductor:
             self._ledger.moved(state)
 
 
-def take_up(ledger: Ledger, memo: Memo) -> None:
+def budget_of(config: RunConfig, memo: Memo) -> Budget:
+    """What an earlier life of the controller has left of the run's budget; its own end is a failure, too."""
+    used = {Cause(cause): count for cause, count in memo.total.items()}
+    budget = Budget(Limits.of(config.elastic), memo.crashes, memo.nodes, memo.controllers, used, memo.high)
+    return budget.failed([Cause.CONTROLLER], []) if memo.epoch > 1 else budget
+
+
+def take_up(ledger: Ledger, config: RunConfig, memo: Memo) -> None:
     """The books as an earlier life of the controller has left them, with the generation that it had launched, if it had."""
+    ledger.budget(budget_of(config, memo))
     if not memo.members:
         ledger.restore(None)
+        ledger.publish({})
         return
     ledger.state = RunState.RESCALING
     ledger.restore(World(Ticket(memo.current, memo.attempt), memo.members, Source(Origin(memo.origin), memo.step)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -56,6 +57,10 @@ class Controller:
         memo = replace(memo, epoch=memo.epoch + 1)
         self._ledger = Ledger(folder, config, spec.run_id, spec.driver_pid, memo.epoch)
         self._ledger.target = memo.target
+        self._ledger.begin_from(spec.source)
+        self._books = threading.Event()
+        if not again:
+            self._books.set()
         self._server = self._serve(config.metrics.host, memo.port, config.metrics.port)
         memo = replace(memo, port=self._server.port)
         try:
@@ -97,6 +102,11 @@ class Controller:
         """
         return self._take(action, dict(body))
 
+    def farewell(self) -> tuple[float, int]:
+        """The run is over: seconds until whoever scrapes it should have come once more (0: nobody does), and how often one has come."""
+        scrapes = self._server.scrapes
+        return scrapes.expected_s(time.monotonic()) or 0.0, scrapes.count
+
     def close(self) -> None:
         """Stop listening."""
         self._server.close()
@@ -110,7 +120,10 @@ class Controller:
         def conduct() -> Outcome:
             nonlocal saves
             if again:
-                take_up(self._ledger, memo)
+                try:
+                    take_up(self._ledger, config, memo)
+                finally:
+                    self._books.set()
             done = _committed_attempt(spec.run_id, config.checkpoint_root) if again else None
             saves = Saves(config.checkpoint_root, retention_of(config), self._meta, done, spec.bounds.save)
             crew = Crew(nursery, spec.bounds.call, memo.epoch)
@@ -121,6 +134,7 @@ class Controller:
         outcome = outcome_of(conduct, self._ledger)
         if saves is not None:
             saves.close()
+        self._ledger.publish({})  # whoever scrapes once more sees how it ended
         self._outcome = outcome
 
     def _take(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +150,7 @@ class Controller:
         """
 
         def listen(port: int) -> MetricsServer:
-            return MetricsServer(host, port, lambda: self._ledger.snapshot, self._take, self._spec.token)
+            return MetricsServer(host, port, lambda: self._ledger.snapshot, self._take, self._spec.token, self._books)
 
         if remembered and not wanted:
             try:

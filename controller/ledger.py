@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from vescale_ray import __version__
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.budget import Budget
-from vescale_ray.controller.figures import Histogram, RunSnapshot
+from vescale_ray.controller.figures import STAGES, Histogram, RunSnapshot
 from vescale_ray.controller.goodput import Goodput, Loss
-from vescale_ray.controller.protocol import RunState, World
+from vescale_ray.controller.protocol import RunState, Source, World
 from vescale_ray.controller.saves import SaveResult
 from vescale_ray.controller.tally import Tally
 from vescale_ray.data.units import bits_per_byte
@@ -123,11 +123,12 @@ class Ledger:
         self.draining = self.pending = 0
         """Members on nodes that are about to go; checkpoints under way."""
         self._loads = Histogram()
-        self._checkpoint: dict[str, Any] = {}
+        self._read_bytes = self._load_failures = self._load_of = 0
+        self._checkpoint: Mapping[str, Any] = {}
         self._interval: dict[str, Any] = {}
         self._checkpoint_bytes = 0
         self._checkpoint_failures = 0
-        self._checkpoint_seconds = Histogram()
+        self._stages = dict.fromkeys(STAGES, Histogram())
         self.snapshot: RunSnapshot
         self.publish({})
 
@@ -141,6 +142,11 @@ class Ledger:
     def _stamp(self, name: str) -> dict[str, Any]:
         generation = self.world.ticket.generation if self.world else 0
         return {"time": time.time(), "event": name, "generation": generation, "step": self.step}
+
+    def begin_from(self, source: Source) -> None:
+        """The run starts from here: the newest checkpoint until there is another. Not of this start's making: it has no time."""
+        if source.origin is Origin.CHECKPOINT:
+            self._checkpoint = {"path": source.path, "step": source.step}
 
     def started(self) -> None:
         """The run begins, or (``epoch`` > 1) its controller does, again."""
@@ -195,8 +201,13 @@ class Ledger:
         self._filled[worker] = item
         if news and item.origin is Origin.MEMORY:
             self._tally.moved(worker, item.phases.get("sync", 0.0))
-        if news and item.origin is Origin.CHECKPOINT and self.all_filled:
-            self._loads = self._loads.observe(max(one.phases.get("sync", 0.0) for one in self._filled.values()))
+        # What a restarted controller takes for granted of those that train (no phases) tells nothing of the load.
+        told = [one for one in self._filled.values() if one.phases]
+        if news and item.origin is Origin.CHECKPOINT and self.all_filled and told and self._load_of != self.world.ticket.generation:
+            seconds = max(one.phases.get("sync", 0.0) for one in told)
+            about = {"seconds": seconds, "bytes": sum(one.read_bytes for one in told), "generation": self.world.ticket.generation}
+            self._loaded(about)
+            self.event("checkpoint_loaded", **about, commit=self.world.source.commit)
 
     def heard(self, worker: str) -> None:
         """It has answered."""
@@ -363,13 +374,17 @@ class Ledger:
             "path": result.kept.path,
             "seconds": result.seconds,
             "stall_seconds": result.stall_s,
+            "stages": dict(result.stages),
             "bytes": result.bytes,
             "step": result.step,
         }
-        self._checkpoint = {**about, "time": time.time()}
-        self._checkpoint_bytes += result.bytes
-        self._checkpoint_seconds = self._checkpoint_seconds.observe(result.seconds)
+        self._kept({**about, "time": time.time()})
         self.event("checkpoint_saved", **about)
+
+    def load_failed(self, commit: str | None, error: str) -> None:
+        """A generation could not take up the checkpoint that it was to start from."""
+        self._load_failures += 1
+        self.event("checkpoint_load_failed", commit=commit, error=error)
 
     def hang(self, name: str, text: str) -> str | None:
         """Keep the report of a hang; where it is."""
@@ -471,7 +486,9 @@ class Ledger:
             checkpoint_path=self._checkpoint.get("path"),
             checkpoint_bytes=self._checkpoint_bytes,
             checkpoint_failures=self._checkpoint_failures,
-            checkpoint_seconds=self._checkpoint_seconds,
+            checkpoint_read_bytes=self._read_bytes,
+            checkpoint_load_failures=self._load_failures,
+            checkpoint_stages=dict(self._stages),
             checkpoint_loads=self._loads,
             checkpoints_pending=self.pending,
             checkpoint_stall=self._checkpoint.get("stall_seconds"),
@@ -544,9 +561,11 @@ class Ledger:
                     kind = str(event.get("kind"))
                     self._failures[kind] = self._failures.get(kind, 0) + 1
                 case "checkpoint_saved":
-                    self._checkpoint = event
-                    self._checkpoint_bytes += int(event.get("bytes") or 0)
-                    self._checkpoint_seconds = self._checkpoint_seconds.observe(float(event.get("seconds") or 0.0))
+                    self._kept(event)
+                case "checkpoint_loaded":
+                    self._loaded(event)
+                case "checkpoint_load_failed":
+                    self._load_failures += 1
                 case "checkpoint_failed":
                     self._checkpoint_failures += 1
                 case "straggler":
@@ -587,6 +606,19 @@ class Ledger:
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
             told = None  # written by nobody yet, or damaged: the time before counts as lost to the start, the steps as they were
         self.goodput = told if told is not None and abs(told.since - self._started) < 60 else Goodput.beginning(self._started)
+
+    def _kept(self, about: Mapping[str, Any]) -> None:
+        """A checkpoint was committed: now, or before a restart of the controller."""
+        self._checkpoint = about
+        self._checkpoint_bytes += int(about.get("bytes") or 0)
+        for stage, seconds in (about.get("stages") or {}).items():
+            self._stages[stage] = self._stages[stage].observe(float(seconds))
+
+    def _loaded(self, about: Mapping[str, Any]) -> None:
+        """A generation has read its checkpoint; likewise."""
+        self._loads = self._loads.observe(float(about["seconds"]))
+        self._read_bytes += int(about["bytes"])
+        self._load_of = int(about["generation"])
 
     def _count_rescale(self, about: Mapping[str, Any]) -> None:
         key = (str(about["direction"]), str(about["reason"]))

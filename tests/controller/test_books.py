@@ -213,6 +213,37 @@ def test_a_restarted_ledger_knows_what_the_first_one_had_written(ledger: Ledger)
     assert again.stepped(stepped(second, 6, begin + 20)) and not again.stepped(stepped(second, 5, begin + 20))
 
 
+def test_checkpoints_are_counted_by_stage_and_what_was_read_of_them_too_also_after_a_restart(ledger: Ledger) -> None:
+    ledger.started()
+    first = World(Ticket(1, 1), ("a", "b"), Source(Origin.CHECKPOINT, 4, commit="c4", path="/c4"))
+    ledger.begin_from(first.source)
+    ledger.publish({})
+    assert (ledger.snapshot.checkpoint_step, ledger.snapshot.checkpoint_path, ledger.snapshot.checkpoint_time) == (4, "/c4", None)
+    ledger.opened(first)
+    for worker, seconds, read in (("a", 0.5, 1000), ("b", 2.0, 3000)):
+        ledger.filled(worker, Filled(first.ticket, 4, Origin.CHECKPOINT, {"sync": seconds}, read_bytes=read))
+    ledger.load_failed("c3", "block 3 is damaged")
+    for stall in (0.25, 0.5):
+        stages = {"snapshot": stall, "upload": 3.0, "commit": 0.125}
+        ledger.saved(SaveResult("x", 5, 1, 3.125, Kept("c5", "/c5", 5), 700, stall_s=stall, stages=stages))
+    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
+    again.begin_from(first.source)
+    again.restore(first)
+    for worker in ("a", "b"):  # they train: the restarted controller takes for granted that they have their state
+        again.filled(worker, Filled(first.ticket, 4, Origin.CHECKPOINT, {}))
+    for books in (ledger, again):
+        books.publish({})
+        told = books.snapshot
+        assert (told.checkpoint_loads.count, told.checkpoint_loads.sum, told.checkpoint_read_bytes) == (1, 2.0, 4000), "the slowest's time"
+        assert {stage: (one.count, one.sum) for stage, one in told.checkpoint_stages.items()} == {
+            "snapshot": (2, 0.75),
+            "upload": (2, 6.0),
+            "commit": (2, 0.25),
+        }
+        assert (told.checkpoint_bytes, told.checkpoint_load_failures, told.checkpoint_step) == (1400, 1, 5)
+        assert told.checkpoint_time is not None
+
+
 def test_a_full_disk_stops_nothing_and_the_lines_are_written_later(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     first = generation(1, 0, "a", origin=Origin.FRESH)
     ledger.opened(first)
@@ -295,6 +326,7 @@ def test_a_checkpoint_is_committed_when_the_last_vote_is_in_and_not_before(tmp_p
     saves.heed(vote(tmp_path, "t1", 1, 2, 5))
     (result,) = ended(saves)
     assert result.error is None and result.kept == newest_kept(str(tmp_path)) and result.step == 5
+    assert result.stages["upload"] == 1.5 and sum(result.stages.values()) == pytest.approx(result.seconds + result.stall_s)
     assert checkpoint.open(tmp_path).meta["at"] == 5 and not saves.busy
 
 

@@ -151,6 +151,8 @@ def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Pat
         assert [value for value in values if value == value], f"{where}: {asked}"
     runs = prometheus.ask("query", query=f"last_over_time(vescale_run_info[{span}])", time=str(ended))["result"]
     assert [one["metric"]["run"] for one in runs] == ["scraped"], "a run that has ended is still offered"
+    done = prometheus.ask("query", query=f'max_over_time(vescale_run_state{{state="DONE"}}[{span}])', time=str(ended))["result"]
+    assert [one["value"][1] for one in done] == ["1"], "Prometheus was let come once more, and has seen it end"
     # What is told adds up: productive and lost seconds of the last scrape, against the time of that scrape.
     both = "vescale_goodput_seconds_total + on (run) sum by (run) (vescale_badput_seconds_total)"
     told = prometheus.ask("query_range", query=both, **when)
@@ -161,4 +163,4 @@ def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Pat
     assert all(value is not None for chart in page.charts for series in chart.series for _, value in series.points[-1:])
     assert all(chart.series for chart in page.charts) and page.goodput and len(page.marks) >= 2 and "<svg" in render(page)
     failed = {rule["name"]: rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"] if rule["health"] == "err"}
-    assert not failed and sum(len(group["rules"]) for group in RULES) == 20
+    assert not failed and sum(len(group["rules"]) for group in RULES) == 21
