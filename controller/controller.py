@@ -53,11 +53,12 @@ class Controller:
         if memo is None or not again:
             # Whatever an earlier start of the run has used up stays used up.
             first = max(spec.first_generation - 1, memo.generation if memo else 0)
-            memo = Memo(spec.run_id, first, target=config.elastic.workers)
+            done = 0 if config.checkpoint.resume == "never" else max(folder.last_step(), memo.high if memo else 0, memo.done if memo else 0)
+            memo = Memo(spec.run_id, first, target=config.elastic.workers, done=done)
         memo = replace(memo, epoch=memo.epoch + 1)
         self._ledger = Ledger(folder, config, spec.run_id, spec.driver_pid, memo.epoch)
         self._ledger.target = memo.target
-        self._ledger.begin_from(spec.source)
+        self._ledger.begin_from(spec.source, memo.done)
         self._books = threading.Event()
         if not again:
             self._books.set()

@@ -111,6 +111,7 @@ class Ledger:
         self._state_written = 0.0
         self._executed = 0
         self._sampled: tuple[int, int] | None = None
+        self._done = 0
         self._replayed = 0
         self._step_seconds = Histogram()
         self._rescales: dict[tuple[str, str], int] = {}
@@ -143,8 +144,12 @@ class Ledger:
         generation = self.world.ticket.generation if self.world else 0
         return {"time": time.time(), "event": name, "generation": generation, "step": self.step}
 
-    def begin_from(self, source: Source) -> None:
-        """The run starts from here: the newest checkpoint until there is another. Not of this start's making: it has no time."""
+    def begin_from(self, source: Source, done: int) -> None:
+        """The run starts from here: the newest checkpoint until there is another. Not of this start's making: it has no time.
+
+        ``done``: steps up to this one were done before, by an earlier start; they count as replayed when they are done again.
+        """
+        self._done = done
         if source.origin is Origin.CHECKPOINT:
             self._checkpoint = {"path": source.path, "step": source.step}
 
@@ -236,7 +241,7 @@ class Ledger:
         if self.shift is not None and self.shift.generation < world.ticket.generation:
             self.end_shift(item.ended - record.seconds)
         self.step, self._record = record.step, record
-        self.goodput.step(item.ended, record.seconds, again=record.step in self._ended, between=item.between)
+        self.goodput.step(item.ended, record.seconds, again=self._was_done(record.step), between=item.between)
         if self.shift is not None:
             self.goodput.open(Loss.FAILURE if self.shift.reason == "failure" else Loss.RESCALE)
         self._ended[record.step] = item.ended
@@ -279,6 +284,13 @@ class Ledger:
             self._write(lambda: self.folder.append_samples(record.index, record.generation, record.ids))
         self._write(lambda: self.folder.append_metrics(line))
         return True
+
+    def _was_done(self, step: int) -> bool:
+        """Whether the step that has just been done had been done before; counts it, where no rescale of this start does."""
+        if step in self._ended:
+            return True
+        self._replayed += step <= self._done
+        return step <= self._done
 
     def _account(self, line: Mapping[str, Any]) -> None:
         """Count what a step's line tells: now, and again after a restart of the controller."""
@@ -587,7 +599,7 @@ class Ledger:
         self._restore_goodput()
         for line in mine:
             between = {str(cause): float(seconds) for cause, seconds in (line.get("between_seconds") or {}).items()}
-            again = int(line["step"]) in self._ended
+            again = self._was_done(int(line["step"]))
             self.goodput.step(float(line["time"]), float(line.get("step_seconds") or 0.0), again=again, between=between)
             self._step_seconds = self._step_seconds.observe(float(line.get("step_seconds") or 0.0))
             self._ended[int(line["step"])] = float(line["time"])

@@ -221,9 +221,17 @@ class RunFolder:
         return self._read_lines("samples.jsonl")
 
     def last_samples(self) -> Record | None:
-        """The newest line of consumed ids; None if there is none. Reads the file's end alone, which grows to gigabytes."""
+        """The newest line of consumed ids; None if there is none."""
+        return self._last_line("samples.jsonl")
+
+    def last_step(self) -> int:
+        """Of the newest line of the metrics; 0 if there is none."""
+        return int((self._last_line("metrics.jsonl") or {}).get("step") or 0)
+
+    def _last_line(self, name: str) -> Record | None:
+        """The newest whole line; None if there is none. Reads the file's end alone, which grows to gigabytes."""
         try:
-            with (self.path / "samples.jsonl").open("rb") as file:
+            with (self.path / name).open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 length = 1 << 16
                 while True:

@@ -188,6 +188,25 @@ def test_a_restarted_ledger_goes_on_with_the_accounts_of_the_time(ledger: Ledger
     assert again.goodput.productive == pytest.approx(told.productive, abs=0.05), "the lines alone tell as much"
 
 
+def test_steps_that_an_earlier_start_had_done_are_replayed_and_do_not_count_again(ledger: Ledger) -> None:
+    """After a rollback, or the loss of everything since the newest checkpoint."""
+    ledger.begin_from(Source(Origin.CHECKPOINT, 2, path="/c2"), done=4)
+    ledger.started()
+    first = generation(1, 2, "a", "b", origin=Origin.CHECKPOINT)
+    ledger.opened(first)
+    begin = time.time()
+    for i in range(2, 6):
+        ledger.stepped(stepped(first, i, begin + i))
+    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
+    again.begin_from(Source(Origin.CHECKPOINT, 2, path="/c2"), done=4)
+    again.restore(first)
+    for books in (ledger, again):
+        books.publish({})
+        assert (books.snapshot.replayed_steps, books.snapshot.steps_executed) == (2, 4), "steps 3 and 4; 5 and 6 are new"
+        assert books.goodput.lost["replay"] == pytest.approx(2 * 0.5) and books.goodput.productive == pytest.approx(2 * 0.5)
+    assert ledger.folder.last_step() == 6
+
+
 def test_a_restarted_ledger_knows_what_the_first_one_had_written(ledger: Ledger) -> None:
     ledger.started()
     first = generation(1, 0, "a", "b", origin=Origin.FRESH)
@@ -216,7 +235,7 @@ def test_a_restarted_ledger_knows_what_the_first_one_had_written(ledger: Ledger)
 def test_checkpoints_are_counted_by_stage_and_what_was_read_of_them_too_also_after_a_restart(ledger: Ledger) -> None:
     ledger.started()
     first = World(Ticket(1, 1), ("a", "b"), Source(Origin.CHECKPOINT, 4, commit="c4", path="/c4"))
-    ledger.begin_from(first.source)
+    ledger.begin_from(first.source, 0)
     ledger.publish({})
     assert (ledger.snapshot.checkpoint_step, ledger.snapshot.checkpoint_path, ledger.snapshot.checkpoint_time) == (4, "/c4", None)
     ledger.opened(first)
@@ -227,7 +246,7 @@ def test_checkpoints_are_counted_by_stage_and_what_was_read_of_them_too_also_aft
         stages = {"snapshot": stall, "upload": 3.0, "commit": 0.125}
         ledger.saved(SaveResult("x", 5, 1, 3.125, Kept("c5", "/c5", 5), 700, stall_s=stall, stages=stages))
     again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
-    again.begin_from(first.source)
+    again.begin_from(first.source, 0)
     again.restore(first)
     for worker in ("a", "b"):  # they train: the restarted controller takes for granted that they have their state
         again.filled(worker, Filled(first.ticket, 4, Origin.CHECKPOINT, {}))
