@@ -92,6 +92,7 @@ class Ledger:
         """What went wrong without ending the run, each once."""
         self._unwritable = False
         self.evaluated: set[int] = set()
+        self._about_workers: dict[str, Mapping[str, str]] = {}
         self.known: dict[str, WorkerInfo] = {}
         """Every worker that was ever warm."""
         self.stragglers: dict[str, dict[str, Any]] = {}
@@ -492,7 +493,7 @@ class Ledger:
             memory={rank: memory for rank, (_, memory) in workers.items()},
             **self._paces(),
             **self._tally.figures(),
-            workers={rank: _who(info) for rank, (info, _) in workers.items() if info},
+            workers={rank: self._who(info) for rank, (info, _) in workers.items() if info},
             checkpoint_step=self._checkpoint.get("step"),
             checkpoint_time=self._checkpoint.get("time"),
             checkpoint_path=self._checkpoint.get("path"),
@@ -509,6 +510,12 @@ class Ledger:
             error=self.error,
             info={"run_id": self._run_id, "controller_epoch": str(self._epoch), **self._about},
         )
+
+    def _who(self, info: WorkerInfo) -> Mapping[str, str]:
+        """What tells a worker from the others; the same object each time, which makes it cheap to see that nothing has changed."""
+        if info.worker not in self._about_workers:
+            self._about_workers[info.worker] = {"worker": info.worker, "node": info.node, "pod": info.pod, "device": info.device}
+        return self._about_workers[info.worker]
 
     def _paces(self) -> dict[str, Any]:
         """How fast the ranks of this generation are, in the words of the snapshot."""
@@ -669,10 +676,6 @@ class Ledger:
             record = {**self._stamp("warning"), "text": text}
             self._waiting.append(lambda: self.folder.append_event(record))
             _log.warning("%s", text)
-
-
-def _who(info: WorkerInfo) -> dict[str, str]:
-    return {"worker": info.worker, "node": info.node, "pod": info.pod, "device": info.device}
 
 
 @cache

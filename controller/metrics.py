@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from vescale_ray.controller.exposition import exposition
+from vescale_ray.controller.exposition import Exposition
 from vescale_ray.controller.figures import RunSnapshot, plain
 from vescale_ray.errors import BadInput
 
@@ -61,7 +61,8 @@ class MetricsServer:
         known: threading.Event | None = None,
     ) -> None:
         self.scrapes = Scrapes()
-        about = {"snapshot": staticmethod(snapshot), "token": token, "known": known, "scrapes": self.scrapes, "timeout": 10.0}
+        about: dict[str, Any] = {"snapshot": staticmethod(snapshot), "exposition": staticmethod(Exposition()), "token": token}
+        about |= {"known": known, "scrapes": self.scrapes, "timeout": 10.0}
         handler = type("Handler", (_Handler,), about)
         handler.control = staticmethod(control) if control is not None else None  # type: ignore[attr-defined]
         server_type = type("Server", (_Server,), {"address_family": socket.AF_INET6 if ":" in host else socket.AF_INET})
@@ -124,6 +125,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     snapshot: Callable[[], RunSnapshot]
     control: Control | None
+    exposition: Exposition
     token: str
     known: threading.Event | None
     scrapes: Scrapes
@@ -136,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
             if self.known is not None and not self.known.wait(KNOWN_S):
                 return self._json(503, {"error": "the controller was restarted and reads its books; ask again in a few seconds"})
             try:
-                body, content_type = exposition(self.snapshot(), self.headers.get("Accept", ""))
+                body, content_type = self.exposition(self.snapshot(), self.headers.get("Accept", ""))
             except Exception as error:
                 return self._json(500, {"error": f"no snapshot: {_one_line(error)}"})
             self._send(200, body, content_type)

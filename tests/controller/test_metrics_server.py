@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from vescale_ray.controller import metrics
 from vescale_ray.controller.budget import Cause
-from vescale_ray.controller.exposition import exposition, families
+from vescale_ray.controller.exposition import Exposition, families
 from vescale_ray.controller.figures import STATES, Histogram, RunSnapshot
 from vescale_ray.controller.goodput import Loss
 from vescale_ray.controller.metrics import MetricsServer, PortInUse, Scrapes
@@ -293,27 +293,41 @@ def many(count: int) -> RunSnapshot:
 
 
 def test_a_scrape_of_a_thousand_ranks_takes_milliseconds() -> None:
-    snapshot = many(1024)
+    """CPU time: other processes that take the cores don't count. What steps change between two scrapes is changed here."""
+    snapshot, exposition = many(1024), Exposition()
     exposition(snapshot, "")  # the first after a rescale makes the lines that the others fill in
     took = []
-    for _ in range(7):
-        waited = {op: {r: seconds + 0.015625 for r, seconds in by.items()} for op, by in snapshot.waited.items()}
-        moved = replace(snapshot, waited=waited, heard={r: at + 1.0 for r, at in snapshot.heard.items()})
+    for i in range(1, 8):
+
+        def moved(by: Mapping[int, float], more: float = 0.015625, i: int = i) -> dict[int, float]:
+            return {rank: value + more * i for rank, value in by.items()}
+
+        names = ("heard", "slot_seconds", "slowness", "rank_step_seconds")
+        changed: dict[str, Any] = {name: moved(getattr(snapshot, name)) for name in names}
+        changed |= {"waited": {op: moved(by) for op, by in snapshot.waited.items()}, "memory": moved(snapshot.memory, 4096)}
+        changed["device_memory"] = {**snapshot.device_memory, "allocated": moved(snapshot.device_memory["allocated"], 512)}
+        after = replace(snapshot, **changed, step=40 + i, loss=2.5 - i, productive_seconds=1.0 * i)
         began = time.process_time()
-        body, _ = exposition(moved, "")
+        body, _ = exposition(after, "")
         took.append(time.process_time() - began)
     assert body.count(b',rank="') == SERIES * 1024
-    print(f"\n{SERIES * 1024:,} series of 1,024 ranks in {min(took) * 1e3:.1f} ms, {len(body) / 1e6:.1f} MB", end="")
-    assert min(took) < 0.010, "less than 5 ms on a core of its own (docs/concepts.md); here cores are shared"
+    print(f"\n{SERIES * 1024:,} series of 1,024 ranks in {min(took) * 1e3:.1f} ms of CPU, {len(body) / 1e6:.1f} MB", end="")
+    assert min(took) < 0.005
 
 
 def test_what_is_written_fast_says_what_prometheus_own_client_would() -> None:
-    snapshot = many(40)
-    for accept, read in (("", parse_text), ("application/openmetrics-text; version=1.0.0", parse_openmetrics)):
-        body, _ = exposition(snapshot, accept)
-        told = {(s.name, frozenset(s.labels.items()), s.value) for family in read(body.decode()) for s in family.samples}
-        made = {(s.name, frozenset(s.labels.items()), float(s.value)) for family in families(snapshot) for s in family.samples}
-        assert told == made and sum("rank" in dict(labels) for _, labels, _ in told) == SERIES * 40
+    """Also in the scrapes after the first, where what has not changed is not written again: a figure, a rank, a worker, the run's name."""
+    first, exposition = many(40), Exposition()
+    stepped = replace(first, step=41, slots={**first.slots, 3: 7}, waited={**first.waited, "all_gather": dict.fromkeys(range(40), 2.5)})
+    moved = replace(stepped, workers={**first.workers, 5: {"worker": "w99", "node": "n"}}, info={"model": "other"})
+    shrunk = replace(moved, slots={r: 3 * r for r in range(39)}, heard=dict.fromkeys(range(39), 1.0), loss=math.inf)
+    for snapshot in (first, first, stepped, moved, shrunk, many(40), replace(first, run="another")):
+        for accept, read in (("", parse_text), ("application/openmetrics-text; version=1.0.0", parse_openmetrics)):
+            body, _ = exposition(snapshot, accept)
+            told = {(s.name, frozenset(s.labels.items()), s.value) for family in read(body.decode()) for s in family.samples}
+            made = {(s.name, frozenset(s.labels.items()), float(s.value)) for family in families(snapshot) for s in family.samples}
+            ranks = sum("rank" in dict(labels) for _, labels, _ in told)
+            assert told == made and ranks == SERIES * 40 - (2 if snapshot is shrunk else 0)
 
 
 def test_a_rank_that_left_is_gone_from_the_next_scrape(server: MetricsServer, box: Box) -> None:
