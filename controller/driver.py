@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -272,6 +272,8 @@ class _Attempt:
     def close(self) -> None:
         """Take everything down, whatever state it is in, and write how the run ended."""
         with self._signals.deferred():
+            with suppress(OSError):
+                self._folder.clear_discovery()  # first: Prometheus would take what ends in good order for a target that is down
             try:
                 self._end_actors()
             finally:

@@ -274,6 +274,7 @@ class Ledger:
             "time": item.ended,
             "phase_seconds": phases,
             "waited_seconds": self._tally.mean_waited(),
+            "waited_of_seconds": self._tally.mean_seconds(),
             "memory": dict(enumerate(record.memory)),
             "memory_kinds": self._tally.largest_memory(),
         }

@@ -56,7 +56,7 @@ def from_folder(run: RunFolder | str | Path) -> Page:
         Chart("Workers", (Series("workers", of("world")),), steps=True),
         Chart("Step time", (Series("seconds", of("step_seconds")),), "s"),
         Chart("Gradient norm", (Series("norm", of("grad_norm")),)),
-        Chart(WAITING, _by_name(lines, "waited_seconds", lambda line: 100.0 / float(line.get("step_seconds") or math.inf))),
+        Chart(WAITING, _by_name(lines, "waited_seconds", _per_step)),
         Chart(KINDS, _by_name(lines, "memory_kinds", lambda line: 1.0), "bytes"),
         Chart(UTILISATION, (Series("utilisation", [(at, _times(value, 100.0)) for at, value in of("model_flops_utilization")]),)),
     )
@@ -69,7 +69,7 @@ def from_folder(run: RunFolder | str | Path) -> Page:
     story = tuple((float(e["time"]), e.get("step"), words[0], words[1]) for e, words in told if words is not None)
     facts = [
         ("state", str(state.get("state", "unknown"))),
-        ("step", f"{int(last.get('step') or state.get('step') or 0):,} of {state.get('steps', '?')}"),
+        ("step", f"{int(last.get('step') or state.get('step') or 0):,} of {_counted(state.get('steps'))}"),
         ("tokens", f"{int(last.get('tokens') or 0):,}"),
         ("workers", str(last.get("world") or state.get("world") or 0)),
         ("rescales", str(len(marks))),
@@ -124,7 +124,7 @@ def from_prometheus(url: str, run: str, hours: float) -> Page:
     marks = []
     for series in world:
         for (_, before), (at, after) in pairwise(series.points):
-            if before is not None and after is not None and before != after:
+            if before and after is not None and before != after:  # the first workers are no change
                 marks.append(Mark(at, f"{before:g} → {after:g} workers", after > before))
     good, bad = ask("max(vescale_goodput_seconds_total{})", ""), ask("max by (cause) (vescale_badput_seconds_total{}) > 0", "{cause}")
     goodput = {"productive": _last(good), "lost": {series.name: _last((series,)) for series in bad}} if good else None
@@ -134,7 +134,7 @@ def from_prometheus(url: str, run: str, hours: float) -> Page:
         ("workers", f"{_last(world):g}"),
         ("rescales", str(len(marks))),
     )
-    began = min(at for series in throughput for at, _ in series.points)
+    began = min(at for chart in charts for series in chart.series for at, _ in series.points)
     return Page(run, f"{url}, the last {hours:g} hours", began, facts, _known(charts), tuple(marks), goodput)
 
 
@@ -154,6 +154,15 @@ def _by_name(lines: Sequence[Mapping[str, Any]], key: str, factor: Callable[[Map
     names = sorted({name for line in lines for name in (line.get(key) or {})})
     timed = [(float(line["time"]), line.get(key) or {}, factor(line)) for line in lines if line.get("time") is not None]
     return tuple(Series(name, [(at, _times(_number(of.get(name)), by)) for at, of, by in timed]) for name in names)
+
+
+def _per_step(line: Mapping[str, Any]) -> float:
+    """What makes waited seconds a percentage: of the steps that they were waited in, which are not this line's of every rank."""
+    return 100.0 / float(line.get("waited_of_seconds") or line.get("step_seconds") or math.inf)
+
+
+def _counted(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else "?"
 
 
 def _times(value: float | None, by: float) -> float | None:

@@ -160,6 +160,10 @@ class RunFolder:
         """Replace config.yaml."""
         self._replace("config.yaml", text, mode=0o644)
 
+    def clear_discovery(self) -> None:
+        """Remove the service discovery: a run that ends is to be scraped no more."""
+        (self.path / DISCOVERY).unlink(missing_ok=True)
+
     def clear_control(self) -> None:
         """Remove control.json and the service discovery: nothing listens any more."""
         for name in ("control.json", DISCOVERY):

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +20,15 @@ import torch
 from tests.controller.runs import tiny
 from vescale_ray import checkpoint
 from vescale_ray.config import CheckpointSection
-from vescale_ray.controller import figures, watchdog
+from vescale_ray.controller import conductor, figures, watchdog
 from vescale_ray.controller.cadence import Cadence
+from vescale_ray.controller.conductor import Conductor, take_up
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo, read_memo, write_memo
 from vescale_ray.controller.policy import Kept
-from vescale_ray.controller.protocol import FINAL, TRANSITIONS, RequestRefused, RunState, Source, World, check_transition
+from vescale_ray.controller.protocol import FINAL, TRANSITIONS, RequestRefused, RunSpec, RunState, Source, World, check_transition
 from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Evaluated, Filled, Origin, Phase, Report, Save, Saved, Stepped, Ticket
@@ -261,6 +263,43 @@ def test_checkpoints_are_counted_by_stage_and_what_was_read_of_them_too_also_aft
         }
         assert (told.checkpoint_bytes, told.checkpoint_load_failures, told.checkpoint_step) == (1400, 1, 5)
         assert told.checkpoint_time is not None
+
+
+class _Ended(Exception):
+    pass
+
+
+def test_a_controller_s_restarts_are_counted_from_life_to_life_and_progress_between_them_is_seen(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash loop of the controller must end the run; restarts weeks apart, with steps between them that no memo was written for, must not."""
+    ledger.started()
+    world, begin = generation(1, 0, "a", "b", origin=Origin.FRESH), time.time()
+    config = tiny(ledger.folder.path.parent, "books")
+    where: Any = ledger.folder.path
+    spec = RunSpec("r1", config.model_dump(mode="json"), str(where), "t", world.source, 1, None, 1, {})
+    monkeypatch.setattr(conductor, "import_heavy", lambda: (_ for _ in ()).throw(_Ended))
+    write_memo(where, Memo("r1", 1, 1, 1, world.members, "fresh", 0, epoch=1))
+
+    def life(steps: range) -> Memo:
+        memo = read_memo(where)
+        assert memo is not None
+        books = Ledger(ledger.folder, config, "r1", 1, memo.epoch + 1)
+        take_up(books, config, replace(memo, epoch=memo.epoch + 1))
+        one: Any = SimpleNamespace()
+        with pytest.raises(_Ended):
+            Conductor(spec, config, one, books, one, replace(memo, epoch=memo.epoch + 1)).run()
+        for i in steps:
+            assert books.stepped(stepped(world, i, begin + i))
+        after = read_memo(where)
+        assert after is not None and books._used == {"controller": after.total["controller"]}
+        return after
+
+    assert [life(range(0)).controllers for _ in range(3)] == [1, 2, 3]
+    last = life(range(0, 4))
+    assert (last.controllers, last.total) == (4, {"controller": 4})
+    again = life(range(0))
+    assert (again.controllers, again.total, again.high) == (1, {"controller": 5}, 4), "there were steps between"
 
 
 def test_a_full_disk_stops_nothing_and_the_lines_are_written_later(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,7 @@ def test_the_books_count_steps_that_went_wrong_once_and_know_of_them_after_a_res
     }
     line = ledger.folder.read_metrics()[-1]
     assert line["waited_seconds"] == {"all_gather": 0.05, "step_end": 0.1} and line["memory_kinds"] == {"parameters": 100}
+    assert line["waited_of_seconds"] == line["step_seconds"] == 0.5
 
 
 def test_a_move_of_shards_counts_for_each_rank_and_a_checkpoint_that_was_read_as_a_load(ledger: Ledger) -> None:

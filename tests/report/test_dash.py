@@ -73,6 +73,14 @@ def test_it_shows_what_the_lines_say(folder: RunFolder) -> None:
     assert "400 MiB" in text, "round numbers of MiB"
 
 
+def test_waiting_is_a_part_of_the_steps_that_it_was_waited_in(tmp_path: Path) -> None:
+    """The first rank to tell of a step is beside others that have told of the one before, which may have been ten times as long."""
+    run = RunFolder(tmp_path / "r").create()
+    run.append_metrics({"step": 1, "time": BEGAN, "step_seconds": 0.1, "waited_seconds": {"all_gather": 0.6}, "waited_of_seconds": 0.8})
+    (waiting,) = [chart for chart in dash.from_folder(run).charts if chart.title.startswith("Waiting")]
+    assert waiting.series[0].points == [(BEGAN, pytest.approx(75.0))]
+
+
 def test_a_run_that_failed_before_its_first_step_has_a_page_that_says_why(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "r").create()
     run.append_event({"time": BEGAN, "event": "run_started", "generation": 0, "step": 0})
@@ -146,8 +154,10 @@ def test_of_a_thousand_ranks_the_largest_and_the_smallest_are_shown() -> None:
 class _Prometheus(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         asked = parse_qs(urlparse(self.path).query)["query"][0]
-        result = []
-        if "vescale_run_info" in asked:
+        result: list[dict[str, object]] = []
+        if "vescale_world_size{" in asked and '"there"' in asked:  # known before the first step is
+            result = [{"metric": {}, "values": [[BEGAN - 60, "0"], [BEGAN, "2"], [BEGAN + 60, "3"]]}]
+        elif "vescale_run_info" in asked:
             result = [{"metric": {"run": "there"}, "value": [1, "1"]}]
         elif '"there"' in asked:
             labels = {"run": "there", "rank": "0", "cause": "startup"}
@@ -175,7 +185,9 @@ def test_from_a_prometheus_the_page_has_the_same_pictures(prometheus: str, folde
     page = dash.from_prometheus(prometheus, "there", 2.0)
     titles = [re.sub(", mean of .*", "", chart.title) for chart in page.charts]
     assert titles == [chart.title for chart in dash.from_folder(folder).charts]
-    assert page.marks == (Mark(BEGAN + 60, "2 → 3 workers", True),)
+    assert page.marks == (Mark(BEGAN + 60, "2 → 3 workers", True),) and dict(page.facts)["rescales"] == "1", "the first workers are none"
+    lines = [x for svg in drawing(render(page)) for x in re.findall(r"[MLH]([\d.-]+)", str(ET.tostring(svg)))]
+    assert min(map(float, lines)) >= 64.0, "nothing is drawn left of the axis"
     assert page.goodput == {"productive": 3.0, "lost": {"startup": 3.0}}
     out = tmp_path / "p.html"
     done = CliRunner().invoke(cli.cli, ["dash", "--prometheus", prometheus, "--run", "there", "--out", str(out)])
