@@ -598,14 +598,16 @@ class Ledger:
                     self.evaluated.add(int(event["step"]))
                     if event.get("loss") is not None:
                         self._heldout[int(event["step"])] = float(event["loss"])
-        lines = self.folder.read_all_metrics()
-        mine = [line for line in lines if float(line.get("time") or 0.0) >= self._started]
-        self._executed = len(mine)
         last = self.folder.last_samples()
         # Of a step whose metrics had not been written when the controller was killed: it will be told again.
         self._sampled = (int(last["generation"]), int(last["step"])) if last else None
         self._restore_goodput()
-        for line in mine:
+        newest: Mapping[str, Any] | None = None
+        for line in self.folder.each_metrics():
+            if float(line.get("time") or 0.0) < self._started:
+                continue
+            newest = line
+            self._executed += 1
             between = {str(cause): float(seconds) for cause, seconds in (line.get("between_seconds") or {}).items()}
             again = self._was_done(int(line["step"]))
             self.goodput.step(float(line["time"]), float(line.get("step_seconds") or 0.0), again=again, between=between)
@@ -616,8 +618,8 @@ class Ledger:
                 self._losses[int(line["step"])] = float(line["loss"])
         if world is not None:
             self.opened(world)
-            if mine and mine[-1]["generation"] == world.ticket.generation:
-                self._line, self.step = mine[-1], int(mine[-1]["step"])
+            if newest is not None and newest["generation"] == world.ticket.generation:
+                self._line, self.step = newest, int(newest["step"])
 
     def _restore_goodput(self) -> None:
         """The accounts as run.json has them: what came after is in the lines."""

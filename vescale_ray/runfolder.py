@@ -24,7 +24,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -212,6 +212,10 @@ class RunFolder:
         """Every line as written, undone steps included."""
         return self._read_lines("metrics.jsonl")
 
+    def each_metrics(self) -> Iterator[Record]:
+        """The same, one after the other: the lines of a long run with many ranks are gigabytes."""
+        return self._each_line("metrics.jsonl")
+
     def read_events(self) -> list[Record]:
         """All events in the order in which they happened."""
         return self._read_lines("events.jsonl")
@@ -266,11 +270,15 @@ class RunFolder:
         return value
 
     def _read_lines(self, name: str) -> list[Record]:
+        return list(self._each_line(name))
+
+    def _each_line(self, name: str) -> Iterator[Record]:
         try:
-            raw = (self.path / name).read_bytes()
+            with (self.path / name).open("rb") as file:
+                for raw in file:
+                    yield from _parse(raw)
         except (FileNotFoundError, NotADirectoryError):
-            return []
-        return _parse(raw)
+            return
 
     def tail_metrics(self, *, skip_old: bool = False) -> Tail:
         """A reader of the metrics as they come; ``skip_old`` starts it behind what is there."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -263,6 +264,23 @@ def test_checkpoints_are_counted_by_stage_and_what_was_read_of_them_too_also_aft
         }
         assert (told.checkpoint_bytes, told.checkpoint_load_failures, told.checkpoint_step) == (1400, 1, 5)
         assert told.checkpoint_time is not None
+
+
+def test_a_restart_reads_the_lines_of_a_long_run_without_holding_them(ledger: Ledger) -> None:
+    """Of 1,024 ranks and 100,000 steps they are gigabytes."""
+    ledger.started()
+    begin = time.time()
+    memory = {str(rank): (1 << 30) + rank for rank in range(1024)}
+    for step in range(1, 101):
+        line = {"step": step, "loss": 1.0, "time": begin + step, "step_seconds": 0.5, "generation": 1, "memory": memory}
+        ledger.folder.append_metrics(line)
+    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
+    tracemalloc.start()
+    again.restore(generation(1, 0, "a", "b", origin=Origin.FRESH))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    size = (ledger.folder.path / "metrics.jsonl").stat().st_size
+    assert again.step == 100 and again.has_stepped and most < size / 2, f"{most} bytes for a file of {size}"
 
 
 class _Ended(Exception):
