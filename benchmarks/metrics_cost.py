@@ -178,7 +178,7 @@ def rank_main(rank: int, world: int, store: str, rounds: int, out: Any) -> None:
 
 def controller_work(found: list[dict[str, Any]], rounds: int) -> list[dict[str, float]]:
     """CPU seconds of the controller for the words of one step, and of a scrape."""
-    from vescale_ray.controller.exposition import exposition
+    from vescale_ray.controller.exposition import Exposition
     from vescale_ray.controller.ledger import Ledger
     from vescale_ray.controller.protocol import Source, World
     from vescale_ray.runfolder import RunFolder
@@ -211,7 +211,7 @@ def controller_work(found: list[dict[str, Any]], rounds: int) -> list[dict[str, 
         (full, ledger), (bare, _) = books(one, figures=True), books(other, figures=False)
         for _ in range(rounds):
             row = {"full": cpu_of(full), "bare": cpu_of(bare)}
-            row["scrape"] = cpu_of(lambda: exposition(ledger.snapshot, ""), 20)
+            row["scrape"] = cpu_of(lambda: Exposition()(ledger.snapshot, ""), 20)  # nothing is kept from the one before
             rows.append(row)
     return rows
 

@@ -6,11 +6,11 @@ twice. The format is in ``docs/checkpoint-format.md``.
 
 Layers, each in its file: ``store`` (the seam) and its back ends ``posix``, ``s3``, ``fsspec_store``, ``memory``, ``faulty``; ``digest``;
 ``layout`` (a rank's object) and ``manifest`` (the commit object); ``shard``, ``commits``, ``reader``, ``compare``, ``scrub``,
-``proof``, ``retention`` (what is done with them); ``tensors``, ``state``, ``scalars``, ``saved_meta``, ``rng``, ``api`` and ``loading``
-with ``names``, ``matching``, ``materialize``, ``saver`` with ``staging``, ``handle``, ``accord``, ``voting``, ``bounded`` and ``polling``
-(a training script's state); ``interval``; ``foreign`` and, on it, ``huggingface`` with ``safetensors_file``, ``dcp`` with ``dcp_export``,
-``dcp_state``, ``dcp_files`` and ``dcp_pickle`` (other programs' formats). May import ``vescale_ray.geometry``, torch, numpy, xxhash, and
-inside a back end its client library; neither Ray nor fsdp.
+``proof``, ``retention``, ``rollback`` (what is done with them); ``tensors``, ``state``, ``scalars``, ``saved_meta``, ``rng``, ``api`` and
+``loading`` with ``names``, ``matching``, ``materialize``, ``saver`` with ``staging``, ``handle``, ``accord``, ``voting``, ``bounded`` and
+``polling`` (a training script's state); ``interval``; ``foreign`` and, on it, ``huggingface`` with ``safetensors_file``, ``dcp`` with
+``dcp_export``, ``dcp_state``, ``dcp_files`` and ``dcp_pickle`` (other programs' formats). May import ``vescale_ray.geometry``, torch,
+numpy, xxhash, and inside a back end its client library; neither Ray nor fsdp.
 """
 
 from .api import save
@@ -48,6 +48,7 @@ from .reader import Checkpoint, ReadPlan
 from .reader import open_checkpoint as open
 from .retention import NO_GRACE, GcReport, Grace, Retention, gc, pin, pins, unpin
 from .rng import capture_rng, derive_rng, restore_rng
+from .rollback import roll_back
 from .s3 import S3Store
 from .s3_calls import S3Options
 from .saver import Saver
@@ -121,6 +122,7 @@ __all__ = [
     "pin",
     "pins",
     "restore_rng",
+    "roll_back",
     "save",
     "unpin",
     "verify",

@@ -91,10 +91,7 @@ class Conductor:
         self._spec, self._config = spec, config
         self._crew, self._ledger, self._saves = crew, ledger, saves
         self._memo, self._memos = memo, memos
-        used = {Cause(cause): count for cause, count in memo.total.items()}
-        self._budget = Budget(Limits.of(config.elastic), memo.crashes, memo.nodes, memo.controllers, used, memo.high)
-        if memo.epoch > 1:
-            self._budget = self._budget.failed([Cause.CONTROLLER], [])
+        self._budget = budget_of(config, memo, ledger.step)
         self._evidence = Evidence()
         self.desk = Desk(spec, config, crew, ledger, memo, self._remember)
         root = config.checkpoint_root
@@ -124,6 +121,7 @@ class Conductor:
             self._keeper.layouts.close()
 
     def _conduct(self) -> Outcome:
+        self._remember()  # that the controller was restarted counts, also for the next one
         import_heavy()
         self._steering.nodes.start()
         ledger = self._ledger
@@ -406,6 +404,8 @@ class Conductor:
             self._evidence.failed(world, ending, ledger)
             if any(fault.kind is FaultKind.DATA for fault in faults.values()) and world.source.commit:
                 self._keeper.distrust(world.source.commit)
+            if own and world.source.origin is Origin.CHECKPOINT and not ledger.all_filled:
+                ledger.load_failed(world.source.commit, next(iter(own.values())).text)
             if lost:
                 fully = self.desk.target == world.size
                 if not self._config.elastic.replace_lost:
@@ -598,15 +598,28 @@ class Conductor:
             self._ledger.moved(state)
 
 
-def take_up(ledger: Ledger, memo: Memo) -> None:
+def budget_of(config: RunConfig, memo: Memo, step: int) -> Budget:
+    """What an earlier life of the controller has left of the run's budget; its own end is a failure, too.
+
+    ``step``: completed since; steps alone are no reason to write a memo, so that it may not know of them.
+    """
+    used = {Cause(cause): count for cause, count in memo.total.items()}
+    budget = Budget(Limits.of(config.elastic), memo.crashes, memo.nodes, memo.controllers, used, memo.high).progressed(step)
+    return budget.failed([Cause.CONTROLLER], []) if memo.epoch > 1 else budget
+
+
+def take_up(ledger: Ledger, config: RunConfig, memo: Memo) -> None:
     """The books as an earlier life of the controller has left them, with the generation that it had launched, if it had."""
     if not memo.members:
         ledger.restore(None)
+        ledger.budget(budget_of(config, memo, 0))
+        ledger.publish({})
         return
     ledger.state = RunState.RESCALING
     ledger.restore(World(Ticket(memo.current, memo.attempt), memo.members, Source(Origin(memo.origin), memo.step)))
     # A memo is not written again when a change is over: a step of the generation says that it is.
     ledger.shift = Shift(**memo.shift) if memo.shift and not ledger.has_stepped else None
+    ledger.budget(budget_of(config, memo, ledger.step))
     ledger.publish({})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -56,10 +57,15 @@ class Controller:
         if memo is None or not again:
             # Whatever an earlier start of the run has used up stays used up.
             first = max(spec.first_generation - 1, memo.generation if memo else 0)
-            memo = Memo(spec.run_id, first, target=config.elastic.workers)
+            done = 0 if config.checkpoint.resume == "never" else max(folder.last_step(), memo.high if memo else 0, memo.done if memo else 0)
+            memo = Memo(spec.run_id, first, target=config.elastic.workers, done=done)
         memo = replace(memo, epoch=memo.epoch + 1)
         self._ledger = Ledger(folder, config, spec.run_id, spec.driver_pid, memo.epoch)
         self._ledger.target = memo.target
+        self._ledger.begin_from(spec.source, memo.done)
+        self._books = threading.Event()
+        if not again:
+            self._books.set()
         self._server = self._serve(config.metrics.host, memo.port, config.metrics.port)
         memo = memos.write(replace(memo, port=self._server.port))
         # A server on all interfaces is found by this node's address, one on the loopback only by that.
@@ -98,6 +104,11 @@ class Controller:
         """
         return self._take(action, dict(body))
 
+    def farewell(self) -> tuple[float, int]:
+        """The run is over: seconds until whoever scrapes it should have come once more (0: nobody does), and how often one has come."""
+        scrapes = self._server.scrapes
+        return scrapes.expected_s(time.monotonic()) or 0.0, scrapes.count
+
     def close(self) -> None:
         """Stop listening."""
         self._server.close()
@@ -111,7 +122,10 @@ class Controller:
         def conduct() -> Outcome:
             nonlocal saves
             if again:
-                take_up(self._ledger, memo)
+                try:
+                    take_up(self._ledger, config, memo)
+                finally:
+                    self._books.set()
             done = _committed_attempt(spec.run_id, config.checkpoint_root) if again else None
             saves = Saves(config.checkpoint_root, retention_of(config), self._meta, done, spec.bounds.save)
             crew = Crew(nursery, spec.bounds.call, memo.epoch)
@@ -122,6 +136,7 @@ class Controller:
         outcome = outcome_of(conduct, self._ledger)
         if saves is not None:
             saves.close()
+        self._ledger.publish({})  # whoever scrapes once more sees how it ended
         self._outcome = outcome
 
     def _take(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +152,7 @@ class Controller:
         """
 
         def listen(port: int) -> MetricsServer:
-            return MetricsServer(host, port, lambda: self._ledger.snapshot, self._take, self._spec.token)
+            return MetricsServer(host, port, lambda: self._ledger.snapshot, self._take, self._spec.token, self._books)
 
         if remembered and not wanted:
             try:

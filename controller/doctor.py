@@ -6,6 +6,7 @@ finding, too.
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import os
@@ -16,6 +17,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -170,8 +172,11 @@ def run_folder(config: RunConfig) -> Finding:
     """Whether lines can be written there, and how much room there is."""
     folder = config.run_folder
     at = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not os.access(at, os.W_OK | os.X_OK):
-        return Finding("run folder", "fail", f"{at}: can't be written", "set run.dir to a folder of yours")
+    try:
+        with tempfile.TemporaryDirectory(dir=at):
+            pass  # rights alone don't tell: file systems may be read-only, full of files, or none that takes any
+    except OSError as error:
+        return Finding("run folder", "fail", f"{at}: can't be written ({error.strerror or error})", "set run.dir to a folder of yours")
     free = shutil.disk_usage(at).free
     text = f"{folder}: {free / (1 << 30):.1f} GiB free"
     if free > 1 << 30:
@@ -240,8 +245,11 @@ def port(host: str, number: int) -> Finding:
         try:
             probe.bind((host, number))
         except OSError as error:
-            remedy = "another run on this machine? choose another metrics.port, or 0"
-            return Finding("metrics port", "fail", f"{host}:{number}: {error.strerror}", remedy)
+            if error.errno == errno.EADDRINUSE:
+                remedy = "another run on this machine? A run would take any free port instead; choose another metrics.port for Prometheus"
+                return Finding("metrics port", "warn", f"{host}:{number}: {error.strerror}", remedy)
+            remedy = "set metrics.host to an address of this machine, and metrics.port to a port from 1024 on"
+            return Finding("metrics port", "fail", f"{host}:{number}: {error.strerror or error}", remedy)
     return Finding("metrics port", "ok", f"{host}:{number} is free")
 
 

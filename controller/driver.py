@@ -35,6 +35,8 @@ CONTROLLER_GONE_S = 120.0
 STOP_S = 600.0
 """For the checkpoint after a signal; then the run is ended without."""
 CLEAN_S = 5.0
+FAREWELL_S = 30.0
+"""Longest wait for a scrape after the run is over."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,19 @@ class _Attempt:
             ray_seconds=cluster.seconds,
             warnings=tuple(self._warnings),
         )
+        self._farewell()
         return self._result
+
+    def _farewell(self) -> None:
+        """Let whoever scrapes the run see how it has ended: else one that is done and one whose head is lost look alike, and one that has
+        failed raises no alert. Nobody waits for a scraper that has stood still, nor after a signal."""
+        told = self._call("farewell")
+        deadline = time.monotonic() + (min(told[0], FAREWELL_S) if told else 0.0)
+        while not self._signals.count and time.monotonic() < deadline:
+            now = self._call("farewell")
+            if now is None or now[1] > told[1]:
+                return
+            time.sleep(POLL_S)
 
     def _follow(self) -> Outcome:
         """Watch the controller until the run is over; carry a signal to it."""
@@ -295,6 +309,8 @@ class _Attempt:
     def close(self) -> None:
         """Take everything down, whatever state it is in, and write how the run ended."""
         with self._signals.deferred():
+            with suppress(OSError):
+                self._folder.clear_discovery()  # first: Prometheus would take what ends in good order for a target that is down
             try:
                 self._end_actors()
             finally:

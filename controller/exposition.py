@@ -7,8 +7,8 @@ rules: base units, ``_total`` for counters, labels ``run`` and small enums only,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from prometheus_client.core import (
@@ -21,9 +21,23 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.samples import Sample
 
-from vescale_ray.controller.figures import STATES, Histogram, RunSnapshot
+from vescale_ray.controller.budget import Cause
+from vescale_ray.controller.figures import (
+    DIRECTIONS,
+    LOST,
+    REASONS,
+    RESCALE_PHASES,
+    STAGES,
+    STATES,
+    STEP_PHASES,
+    Histogram,
+    RunSnapshot,
+)
+from vescale_ray.controller.goodput import Loss
 
 Labels = tuple[tuple[str, str], ...]
+Kept = dict[Any, tuple[Any, ...]]
+"""Of what was written last: what it was made from, and the bytes."""
 DEVICE_MEMORY = {
     "allocated": "Memory of the rank's accelerator that tensors hold.",
     "reserved": "Memory of the rank's accelerator that its allocator holds.",
@@ -34,7 +48,8 @@ DEVICE_MEMORY = {
 
 
 class RankFamily(Metric):
-    """A family with a sample for each rank, or several, written fast: prometheus_client takes 5 ms for 1,024 samples, this 0.1.
+    """A family with a sample for each rank, or several, written fast: prometheus_client takes 5 ms for 1,024 samples, this 0.1, or
+    a tenth of that if they are as they were.
 
     Args:
         kind: ``gauge`` or ``counter``.
@@ -54,41 +69,47 @@ class RankFamily(Metric):
             for rank, value in values.items():
                 yield Sample(self._series, {"run": self._run, "rank": str(rank), **dict(labels)}, float(value))
 
-    def lines(self) -> list[bytes]:
-        """The lines of its samples, in pieces."""
-        series, run, shown = self._series, self._run, self._shown
-        return [_template(series, run, labels, tuple(values), shown) % tuple(values.values()) for labels, values in self._parts]
+    def lines(self, kept: Kept) -> list[bytes]:
+        """The lines of its samples, in pieces; those whose values are as in the scrape before are not written again."""
+        pieces = []
+        for labels, of in self._parts:
+            key, ranks, values = (self._series, labels), tuple(of), tuple(of.values())
+            known = kept.get(key)
+            if known is None or known[0] != (self._run, ranks):
+                known = ((self._run, ranks), _template(self._series, self._run, labels, ranks, self._shown), None, b"")
+            if known[2] != values:
+                known = kept[key] = (*known[:2], values, known[1] % values)
+            pieces.append(known[3])
+        return pieces
 
-    def text(self, openmetrics: bool) -> list[bytes]:
+    def text(self, openmetrics: bool, kept: Kept) -> list[bytes]:
         """The family, in pieces."""
         about = self.name if openmetrics else self._series
         kind = "gauge" if self.type == "info" and not openmetrics else self.type
-        return [f"# HELP {about} {self.documentation}\n# TYPE {about} {kind}\n".encode(), *self.lines()]
+        return [f"# HELP {about} {self.documentation}\n# TYPE {about} {kind}\n".encode(), *self.lines(kept)]
 
 
 class RankInfo(RankFamily):
-    """An info with the same labels, ``keys``, for each rank; a row has the rank and their values."""
+    """An info for each rank, which has the labels of ``rows`` by rank."""
 
-    def __init__(self, name: str, text: str, run: str, keys: tuple[str, ...], rows: tuple[tuple[Any, ...], ...]) -> None:
+    def __init__(self, name: str, text: str, run: str, rows: Mapping[int, Mapping[str, str]]) -> None:
         super().__init__(name, text, "info", run, (), "%d")
-        self._keys, self._rows = keys, rows
+        self._rows = rows
 
     def each(self) -> Iterator[Sample]:
-        for rank, *about in self._rows:
-            yield Sample(self._series, {"run": self._run, "rank": str(rank), **dict(zip(self._keys, about, strict=True))}, 1.0)
+        for rank, about in self._rows.items():
+            yield Sample(self._series, {"run": self._run, "rank": str(rank), **about}, 1.0)
 
-    def lines(self) -> list[bytes]:
-        return [_info(self._series, self._run, self._keys, self._rows)]
+    def lines(self, kept: Kept) -> list[bytes]:
+        known = kept.get(self._series)
+        if known is None or known[0] != self._run or known[1] != self._rows:
+            lines = [_lines(self._series, self._run, tuple(about.items()), (rank,), "1") for rank, about in self._rows.items()]
+            known = kept[self._series] = (self._run, self._rows, b"".join(lines))
+        return [known[2]]
 
 
-@lru_cache(maxsize=2)
-def _info(series: str, run: str, keys: tuple[str, ...], rows: tuple[tuple[Any, ...], ...]) -> bytes:
-    return b"".join([_lines(series, run, tuple(zip(keys, row[1:], strict=True)), (row[0],), "1") for row in rows])
-
-
-@lru_cache(maxsize=256)
 def _template(series: str, run: str, labels: Labels, ranks: tuple[int, ...], shown: str) -> bytes:
-    """The lines of some ranks, with room for their values: it is the same from scrape to scrape, until there are other ranks."""
+    """The lines of some ranks, with room for their values."""
     return _lines(series.replace("%", "%%"), run.replace("%", "%%"), labels, ranks, shown)
 
 
@@ -124,23 +145,43 @@ class _Given:
         return self._members
 
 
-def exposition(snapshot: RunSnapshot, accept: str) -> tuple[bytes, str]:
-    """The snapshot as Prometheus' text or OpenMetrics, whichever ``accept`` (of HTTP) asks for; and the content type."""
-    encode, content_type = choose_encoder(accept)
-    everything = list(families(snapshot))
-    body: bytes = encode(_Given([family for family in everything if not isinstance(family, RankFamily)]))  # type: ignore[arg-type]
-    openmetrics = "openmetrics" in content_type
-    parts = [body.removesuffix(b"# EOF\n")]
-    for family in everything:
-        if isinstance(family, RankFamily):
-            parts += family.text(openmetrics)
-    if openmetrics:
-        parts.append(b"# EOF\n")
-    return b"".join(parts), content_type
+class Exposition:
+    """Writes one scrape after another, and keeps what it has written for the next: most figures are the same then.
+
+    Called from any thread, also from several at a time: what is kept is replaced whole, and only ever compared with what is to be written.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Kept] = {}
+
+    def __call__(self, snapshot: RunSnapshot, accept: str) -> tuple[bytes, str]:
+        """The snapshot as Prometheus' text or OpenMetrics, whichever ``accept`` (of HTTP) asks for; and the content type."""
+        encode, content_type = choose_encoder(accept)
+        openmetrics = "openmetrics" in content_type
+        kept = self._kept.setdefault(content_type, {})
+        parts: list[bytes] = []
+        for family in families(snapshot):
+            if isinstance(family, RankFamily):
+                parts += family.text(openmetrics, kept)
+                continue
+            known = kept.get(family.name)
+            if known is None or known[0] != family.samples:
+                body: bytes = encode(_Given([family]))  # type: ignore[arg-type]
+                known = kept[family.name] = (family.samples, body.removesuffix(b"# EOF\n"))
+            parts.append(known[1])
+        if openmetrics:
+            parts.append(b"# EOF\n")
+        return b"".join(parts), content_type
 
 
 def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") if not text.isalnum() else text
+
+
+def _from_zero(known: Iterable[str], values: Mapping[str, float]) -> dict[tuple[str], float]:
+    """What is counted, by its one label, with a 0 for what has not happened yet: a series that first appears with what it has counted would
+    tell ``increase()`` nothing of that."""
+    return {(str(name),): seconds for name, seconds in {**dict.fromkeys(known, 0), **values}.items()}
 
 
 def families(s: RunSnapshot) -> Iterator[Metric]:
@@ -209,11 +250,11 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
     yield from counter("vescale_clipped_steps", "Steps with a gradient that was clipped.", s.clipped_steps)
     text = "Steps that the optimizer did not take, because gradients were not finite."
     yield from counter("vescale_skipped_steps", text, s.skipped_steps)
-    spent = {(phase,): seconds for phase, seconds in s.phase_seconds.items()}
+    spent = _from_zero(STEP_PHASES, s.phase_seconds)
     text = "Seconds of steps of one rank, by what they went into; and of copies for checkpoints."
     yield from counters("vescale_phase_seconds", text, ("phase",), spent)
 
-    yield from gauge("vescale_world_size", "Workers that train now.", s.world)
+    yield from gauge("vescale_world_size", "Workers of the newest generation: those that train, or last did.", s.world)
     yield from gauge("vescale_world_size_target", "Workers that are wanted.", s.world_target)
     yield from gauge("vescale_world_size_min", "Fewest workers that still train.", s.world_min)
     yield from gauge("vescale_world_size_max", "Most workers.", s.world_max)
@@ -222,15 +263,16 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
     yield from gauge("vescale_spares_target", "Spares that are wanted.", s.spares_target)
     yield from gauge("vescale_places_wanted", "Places for workers that Ray's autoscaler is shown as wanted.", s.places_wanted)
     yield from gauge("vescale_generation", "Number of the set of workers; goes up at every rescale.", s.generation)
-    yield from counters("vescale_rescales", "Rescales that were completed.", ("direction", "reason"), s.rescales)
+    rescales = {**dict.fromkeys(product(DIRECTIONS, REASONS), 0), **s.rescales}
+    yield from counters("vescale_rescales", "Rescales that were completed.", ("direction", "reason"), rescales)
     yield from histogram("vescale_rescale_duration_seconds", "Time without training, from the event to the next step.", s.rescale_seconds)
-    phases = {(phase,): seconds for phase, seconds in s.rescale_phase_seconds.items()}
+    phases = _from_zero(RESCALE_PHASES, s.rescale_phase_seconds)
     yield from counters("vescale_rescale_phase_seconds", "Seconds that rescales spent in each phase.", ("phase",), phases)
     yield from counter("vescale_replayed_steps", "Steps that were executed again after a rollback.", s.replayed_steps)
-    failures = {(reason,): count for reason, count in s.worker_failures.items()}
+    failures = _from_zero(LOST, s.worker_failures)
     yield from counters("vescale_worker_failures", "Workers that were lost.", ("reason",), failures)
 
-    causes = {(cause,): count for cause, count in s.failures.items()}
+    causes = _from_zero(Cause, s.failures)
     yield from counters("vescale_failures", "Recoveries, and restarts of the controller, by cause.", ("cause",), causes)
     row = GaugeMetricFamily("vescale_failures_in_a_row", "Recoveries since the last new step.", labels=[*run, "kind"])
     for kind, count in sorted(s.failures_in_a_row.items()):
@@ -238,7 +280,7 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
     yield row
 
     yield from counter("vescale_goodput_seconds", "Seconds spent in steps that count.", s.productive_seconds)
-    lost = {(cause,): seconds for cause, seconds in s.lost_seconds.items()}
+    lost = _from_zero(Loss, s.lost_seconds)
     yield from counters("vescale_badput_seconds", "All other seconds since the run began, by what they were lost to.", ("cause",), lost)
 
     yield from by_rank("vescale_worker_host_rss_bytes", "Resident memory of the worker's process.", s.memory, "%d")
@@ -248,7 +290,7 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
         yield from by_rank(f"vescale_worker_memory_{kind}_bytes", text, s.device_memory.get(kind, {}), "%d")
     text = "Times that the allocator of the rank's accelerator had to give memory back and try again."
     yield from by_rank("vescale_worker_alloc_retries", text, s.alloc_retries, "%d", "counter")
-    text = "Seconds of steps for which the rank's training thread stood still for other ranks, by what it waited for."
+    text = "Seconds for which the rank's training thread stood still for others, by what it waited for; reshard: outside of steps."
     yield from by_rank_and("op", "vescale_worker_exposed_communication_seconds", text, s.waited, "%.6f", "counter")
     yield from by_rank("vescale_worker_step_duration_seconds", "Wall time of the rank's last step.", s.rank_step_seconds, "%.6f")
     text = "The rank's own time for a slot in the last step, without waiting."
@@ -259,18 +301,20 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
     yield from by_rank("vescale_worker_heartbeat_timestamp_seconds", "When the rank has last answered.", s.heard, "%.3f")
     yield from gauge("vescale_stragglers", "Workers that have been slower than the others for long.", len(s.stragglers))
     if s.workers:
-        keys, who = tuple(next(iter(s.workers.values()))), tuple([(rank, *about.values()) for rank, about in s.workers.items()])
-        yield RankInfo("vescale_worker", "Which worker holds the rank, and on which node.", s.run, keys, who)
+        yield RankInfo("vescale_worker", "Which worker holds the rank, and on which node.", s.run, s.workers)
 
     yield from gauge("vescale_checkpoint_last_step", "Step of the newest committed checkpoint.", s.checkpoint_step)
     yield from gauge("vescale_checkpoint_last_success_timestamp_seconds", "When the newest checkpoint was committed.", s.checkpoint_time)
-    yield from counters("vescale_checkpoint_bytes", "Bytes of committed checkpoints.", ("op",), {("save",): s.checkpoint_bytes})
-    yield from counters("vescale_checkpoint_failures", "Checkpoints that failed.", ("op",), {("save",): s.checkpoint_failures})
-    family = HistogramMetricFamily(
-        "vescale_checkpoint_duration_seconds", "Time to write and commit a checkpoint, or to read one.", labels=["run", "op"]
-    )
-    for op, taken in (("save", s.checkpoint_seconds), ("load", s.checkpoint_loads)):
-        family.add_metric([*labels, op], buckets=taken.buckets(), sum_value=taken.sum)
+    moved = {("save",): s.checkpoint_bytes, ("load",): s.checkpoint_read_bytes}
+    yield from counters("vescale_checkpoint_bytes", "Bytes of committed checkpoints, and bytes read of checkpoints.", ("op",), moved)
+    failed = {("save",): s.checkpoint_failures, ("load",): s.checkpoint_load_failures}
+    text = "Checkpoints that could not be written or committed, and times that workers could not take up theirs."
+    yield from counters("vescale_checkpoint_failures", text, ("op",), failed)
+    text = "Time that a checkpoint took, by stage: training waits for the copy (snapshot), workers write (upload), commit; or read it."
+    family = HistogramMetricFamily("vescale_checkpoint_duration_seconds", text, labels=["run", "op", "stage"])
+    stages = [("save", stage, s.checkpoint_stages.get(stage, Histogram())) for stage in STAGES]
+    for op, stage, taken in (*stages, ("load", "read", s.checkpoint_loads)):
+        family.add_metric([*labels, op, stage], buckets=taken.buckets(), sum_value=taken.sum)
     yield family
     yield from gauge("vescale_checkpoint_pending", "Checkpoints that are being written or committed.", s.checkpoints_pending)
     yield from gauge("vescale_checkpoint_stall_seconds", "How long training waited for the newest checkpoint's copy.", s.checkpoint_stall)

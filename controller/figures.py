@@ -6,10 +6,22 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Any
 
 STATES = ("PENDING", "STARTING", "RUNNING", "RESCALING", "CHECKPOINTING", "STOPPING", "DONE", "FAILED")
 SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+_BOUNDS = (*(str(bound) for bound in SECONDS_BUCKETS), "+Inf")
+DIRECTIONS = ("grow", "shrink", "replace")
+REASONS = ("failure", "manual", "replacement", "drain", "straggler", "growth")
+"""What a rescale is for (``ledger.Shift``)."""
+RESCALE_PHASES = ("detect", "fence", "plan", "form", "build", "sync")
+STEP_PHASES = ("data", "forward_backward", "comm", "optimizer", "other", "checkpoint")
+LOST = ("killed", "died")
+"""How workers are lost."""
+STAGES = ("snapshot", "upload", "commit")
+"""Of a checkpoint that is written: training waits for the copy, the workers write, the controller commits."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +45,10 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Cumulative counts as Prometheus wants them."""
-        bounds = [*(str(bound) for bound in SECONDS_BUCKETS), "+Inf"]
-        return [(bound, float(sum(self.counts[: index + 1]))) for index, bound in enumerate(bounds)]
+        return list(zip(_BOUNDS, map(float, accumulate(self.counts)), strict=True))
+
+    def to_json(self) -> dict[str, float]:
+        return {"count": self.count, "sum": self.sum}
 
 
 @dataclass(frozen=True)
@@ -71,7 +85,11 @@ class RunSnapshot:
         slot_seconds: of each rank, its own time for a slot in the last step; ``slowness``: how many times as long as the usual rank it
             takes, of late; ``slots``: how many it does in the next step.
         stragglers: workers that are slow: ``rank``, ``factor``, ``since_step``, ``node``.
-        checkpoint_bytes: bytes ever written in committed checkpoints.
+        checkpoint_step, checkpoint_path: of the newest committed checkpoint, also one that an earlier start of the run has left;
+            ``checkpoint_time``: when it was committed, if this start of the run has done so.
+        checkpoint_bytes: bytes ever written in committed checkpoints; ``checkpoint_read_bytes``: read of checkpoints.
+        checkpoint_failures: that could not be written or committed; ``checkpoint_load_failures``: generations that could not read theirs.
+        checkpoint_stages: of each that was committed, by stage (``snapshot``, ``upload``, ``commit``).
         checkpoint_loads: of reading a checkpoint at the beginning of a generation; ``checkpoints_pending``: under way.
         checkpoint_stall: seconds that training waited for the copy of the newest checkpoint.
         checkpoint_interval: seconds between checkpoints, with ``checkpoint.every: auto``; ``_text``: what it came from.
@@ -130,8 +148,10 @@ class RunSnapshot:
     checkpoint_time: float | None = None
     checkpoint_path: str | None = None
     checkpoint_bytes: int = 0
+    checkpoint_read_bytes: int = 0
     checkpoint_failures: int = 0
-    checkpoint_seconds: Histogram = Histogram()
+    checkpoint_load_failures: int = 0
+    checkpoint_stages: Mapping[str, Histogram] = field(default_factory=dict)
     checkpoint_loads: Histogram = Histogram()
     checkpoints_pending: int = 0
     checkpoint_stall: float | None = None
@@ -144,9 +164,9 @@ class RunSnapshot:
         """The snapshot as plain JSON values; pairs become ``direction/reason``, figures that are not finite become null."""
         tree = {one.name: getattr(self, one.name) for one in fields(self)}  # asdict would copy every dictionary
         tree["rescales"] = {f"{direction}/{reason}": count for (direction, reason), count in self.rescales.items()}
-        for name in ("step_seconds", "rescale_seconds", "checkpoint_seconds", "checkpoint_loads"):
-            histogram: Histogram = getattr(self, name)
-            tree[name] = {"count": histogram.count, "sum": histogram.sum}
+        for name in ("step_seconds", "rescale_seconds", "checkpoint_loads"):
+            tree[name] = getattr(self, name).to_json()
+        tree["checkpoint_stages"] = {stage: histogram.to_json() for stage, histogram in self.checkpoint_stages.items()}
         return plain(tree)
 
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from vescale_ray import __version__
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.budget import Budget
-from vescale_ray.controller.figures import Histogram, RunSnapshot
+from vescale_ray.controller.figures import STAGES, Histogram, RunSnapshot
 from vescale_ray.controller.goodput import Goodput, Loss
-from vescale_ray.controller.protocol import RunState, World
+from vescale_ray.controller.protocol import RunState, Source, World
 from vescale_ray.controller.saves import SaveResult
 from vescale_ray.controller.tally import Tally
 from vescale_ray.data.units import bits_per_byte
@@ -92,6 +92,7 @@ class Ledger:
         """What went wrong without ending the run, each once."""
         self._unwritable = False
         self.evaluated: set[int] = set()
+        self._about_workers: dict[str, Mapping[str, str]] = {}
         self.known: dict[str, WorkerInfo] = {}
         """Every worker that was ever warm."""
         self.stragglers: dict[str, dict[str, Any]] = {}
@@ -111,6 +112,7 @@ class Ledger:
         self._state_written = 0.0
         self._executed = 0
         self._sampled: tuple[int, int] | None = None
+        self._done = 0
         self._replayed = 0
         self._step_seconds = Histogram()
         self._rescales: dict[tuple[str, str], int] = {}
@@ -123,11 +125,12 @@ class Ledger:
         self.draining = self.pending = 0
         """Members on nodes that are about to go; checkpoints under way."""
         self._loads = Histogram()
-        self._checkpoint: dict[str, Any] = {}
+        self._read_bytes = self._load_failures = self._load_of = 0
+        self._checkpoint: Mapping[str, Any] = {}
         self._interval: dict[str, Any] = {}
         self._checkpoint_bytes = 0
         self._checkpoint_failures = 0
-        self._checkpoint_seconds = Histogram()
+        self._stages = dict.fromkeys(STAGES, Histogram())
         self.snapshot: RunSnapshot
         self.publish({})
 
@@ -141,6 +144,15 @@ class Ledger:
     def _stamp(self, name: str) -> dict[str, Any]:
         generation = self.world.ticket.generation if self.world else 0
         return {"time": time.time(), "event": name, "generation": generation, "step": self.step}
+
+    def begin_from(self, source: Source, done: int) -> None:
+        """The run starts from here: the newest checkpoint until there is another. Not of this start's making: it has no time.
+
+        ``done``: steps up to this one were done before, by an earlier start; they count as replayed when they are done again.
+        """
+        self._done = done
+        if source.origin is Origin.CHECKPOINT:
+            self._checkpoint = {"path": source.path, "step": source.step}
 
     def started(self) -> None:
         """The run begins, or (``epoch`` > 1) its controller does, again."""
@@ -195,8 +207,13 @@ class Ledger:
         self._filled[worker] = item
         if news and item.origin is Origin.MEMORY:
             self._tally.moved(worker, item.phases.get("sync", 0.0))
-        if news and item.origin is Origin.CHECKPOINT and self.all_filled:
-            self._loads = self._loads.observe(max(one.phases.get("sync", 0.0) for one in self._filled.values()))
+        # What a restarted controller takes for granted of those that train (no phases) tells nothing of the load.
+        told = [one for one in self._filled.values() if one.phases]
+        if news and item.origin is Origin.CHECKPOINT and self.all_filled and told and self._load_of != self.world.ticket.generation:
+            seconds = max(one.phases.get("sync", 0.0) for one in told)
+            about = {"seconds": seconds, "bytes": sum(one.read_bytes for one in told), "generation": self.world.ticket.generation}
+            self._loaded(about)
+            self.event("checkpoint_loaded", **about, commit=self.world.source.commit)
 
     def heard(self, worker: str) -> None:
         """It has answered."""
@@ -228,7 +245,7 @@ class Ledger:
         if self.shift is not None and self.shift.generation < world.ticket.generation:
             self.end_shift(item.ended - record.seconds)
         self.step, self._record = record.step, record
-        self.goodput.step(item.ended, record.seconds, again=record.step in self._ended, between=item.between)
+        self.goodput.step(item.ended, record.seconds, again=self._was_done(record.step), between=item.between)
         if self.shift is not None:
             self.goodput.open(Loss.FAILURE if self.shift.reason == "failure" else Loss.RESCALE)
         self._ended[record.step] = item.ended
@@ -260,6 +277,7 @@ class Ledger:
             "time": item.ended,
             "phase_seconds": phases,
             "waited_seconds": self._tally.mean_waited(),
+            "waited_of_seconds": self._tally.mean_seconds(),
             "memory": dict(enumerate(record.memory)),
             "memory_kinds": self._tally.largest_memory(),
         }
@@ -271,6 +289,13 @@ class Ledger:
             self._write(lambda: self.folder.append_samples(record.index, record.generation, record.ids))
         self._write(lambda: self.folder.append_metrics(line))
         return True
+
+    def _was_done(self, step: int) -> bool:
+        """Whether the step that has just been done had been done before; counts it, where no rescale of this start does."""
+        if step in self._ended:
+            return True
+        self._replayed += step <= self._done
+        return step <= self._done
 
     def _account(self, line: Mapping[str, Any]) -> None:
         """Count what a step's line tells: now, and again after a restart of the controller."""
@@ -366,13 +391,17 @@ class Ledger:
             "path": result.kept.path,
             "seconds": result.seconds,
             "stall_seconds": result.stall_s,
+            "stages": dict(result.stages),
             "bytes": result.bytes,
             "step": result.step,
         }
-        self._checkpoint = {**about, "time": time.time()}
-        self._checkpoint_bytes += result.bytes
-        self._checkpoint_seconds = self._checkpoint_seconds.observe(result.seconds)
+        self._kept({**about, "time": time.time()})
         self.event("checkpoint_saved", **about)
+
+    def load_failed(self, commit: str | None, error: str) -> None:
+        """A generation could not take up the checkpoint that it was to start from."""
+        self._load_failures += 1
+        self.event("checkpoint_load_failed", commit=commit, error=error)
 
     def hang(self, name: str, text: str) -> str | None:
         """Keep the report of a hang; where it is."""
@@ -473,13 +502,15 @@ class Ledger:
             memory={rank: memory for rank, (_, memory) in workers.items()},
             **self._paces(),
             **self._tally.figures(),
-            workers={rank: _who(info) for rank, (info, _) in workers.items() if info},
+            workers={rank: self._who(info) for rank, (info, _) in workers.items() if info},
             checkpoint_step=self._checkpoint.get("step"),
             checkpoint_time=self._checkpoint.get("time"),
             checkpoint_path=self._checkpoint.get("path"),
             checkpoint_bytes=self._checkpoint_bytes,
             checkpoint_failures=self._checkpoint_failures,
-            checkpoint_seconds=self._checkpoint_seconds,
+            checkpoint_read_bytes=self._read_bytes,
+            checkpoint_load_failures=self._load_failures,
+            checkpoint_stages=dict(self._stages),
             checkpoint_loads=self._loads,
             checkpoints_pending=self.pending,
             checkpoint_stall=self._checkpoint.get("stall_seconds"),
@@ -488,6 +519,12 @@ class Ledger:
             error=self.error,
             info={"run_id": self._run_id, "controller_epoch": str(self._epoch), **self._about},
         )
+
+    def _who(self, info: WorkerInfo) -> Mapping[str, str]:
+        """What tells a worker from the others; the same object each time, which makes it cheap to see that nothing has changed."""
+        if info.worker not in self._about_workers:
+            self._about_workers[info.worker] = {"worker": info.worker, "node": info.node, "pod": info.pod, "device": info.device}
+        return self._about_workers[info.worker]
 
     def _paces(self) -> dict[str, Any]:
         """How fast the ranks of this generation are, in the words of the snapshot."""
@@ -552,9 +589,11 @@ class Ledger:
                     kind = str(event.get("kind"))
                     self._failures[kind] = self._failures.get(kind, 0) + 1
                 case "checkpoint_saved":
-                    self._checkpoint = event
-                    self._checkpoint_bytes += int(event.get("bytes") or 0)
-                    self._checkpoint_seconds = self._checkpoint_seconds.observe(float(event.get("seconds") or 0.0))
+                    self._kept(event)
+                case "checkpoint_loaded":
+                    self._loaded(event)
+                case "checkpoint_load_failed":
+                    self._load_failures += 1
                 case "checkpoint_failed":
                     self._checkpoint_failures += 1
                 case "straggler":
@@ -567,16 +606,18 @@ class Ledger:
                     self.evaluated.add(int(event["step"]))
                     if event.get("loss") is not None:
                         self._heldout[int(event["step"])] = float(event["loss"])
-        lines = self.folder.read_all_metrics()
-        mine = [line for line in lines if float(line.get("time") or 0.0) >= self._started]
-        self._executed = len(mine)
         last = self.folder.last_samples()
         # Of a step whose metrics had not been written when the controller was killed: it will be told again.
         self._sampled = (int(last["generation"]), int(last["step"])) if last else None
         self._restore_goodput()
-        for line in mine:
+        newest: Mapping[str, Any] | None = None
+        for line in self.folder.each_metrics():
+            if float(line.get("time") or 0.0) < self._started:
+                continue
+            newest = line
+            self._executed += 1
             between = {str(cause): float(seconds) for cause, seconds in (line.get("between_seconds") or {}).items()}
-            again = int(line["step"]) in self._ended
+            again = self._was_done(int(line["step"]))
             self.goodput.step(float(line["time"]), float(line.get("step_seconds") or 0.0), again=again, between=between)
             self._step_seconds = self._step_seconds.observe(float(line.get("step_seconds") or 0.0))
             self._ended[int(line["step"])] = float(line["time"])
@@ -585,8 +626,8 @@ class Ledger:
                 self._losses[int(line["step"])] = float(line["loss"])
         if world is not None:
             self.opened(world)
-            if mine and mine[-1]["generation"] == world.ticket.generation:
-                self._line, self.step = mine[-1], int(mine[-1]["step"])
+            if newest is not None and newest["generation"] == world.ticket.generation:
+                self._line, self.step = newest, int(newest["step"])
 
     def _restore_goodput(self) -> None:
         """The accounts as run.json has them: what came after is in the lines."""
@@ -595,6 +636,19 @@ class Ledger:
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
             told = None  # written by nobody yet, or damaged: the time before counts as lost to the start, the steps as they were
         self.goodput = told if told is not None and abs(told.since - self._started) < 60 else Goodput.beginning(self._started)
+
+    def _kept(self, about: Mapping[str, Any]) -> None:
+        """A checkpoint was committed: now, or before a restart of the controller."""
+        self._checkpoint = about
+        self._checkpoint_bytes += int(about.get("bytes") or 0)
+        for stage, seconds in (about.get("stages") or {}).items():
+            self._stages[stage] = self._stages[stage].observe(float(seconds))
+
+    def _loaded(self, about: Mapping[str, Any]) -> None:
+        """A generation has read its checkpoint; likewise."""
+        self._loads = self._loads.observe(float(about["seconds"]))
+        self._read_bytes += int(about["bytes"])
+        self._load_of = int(about["generation"])
 
     def _count_rescale(self, about: Mapping[str, Any]) -> None:
         key = (str(about["direction"]), str(about["reason"]))
@@ -633,10 +687,6 @@ class Ledger:
             record = {**self._stamp("warning"), "text": text}
             self._waiting.append(lambda: self.folder.append_event(record))
             _log.warning("%s", text)
-
-
-def _who(info: WorkerInfo) -> dict[str, str]:
-    return {"worker": info.worker, "node": info.node, "pod": info.pod, "device": info.device}
 
 
 @cache

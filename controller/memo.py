@@ -38,7 +38,7 @@ class Memo:
         origin, step: of the state that it started from.
         leavers: workers that are not in it and still there, to give shards.
         target: workers wanted; ``reason``: why they are not what there is.
-        high: most steps that were ever completed.
+        high: most steps that were ever completed; ``done``: by the starts of the run before this one.
         actions: scheduled actions that are done.
         stop: why the run is being stopped, if it is.
         port: of the HTTP server, so that the address stays the same.
@@ -70,6 +70,7 @@ class Memo:
     nodes: int = 0
     controllers: int = 0
     total: Mapping[str, int] = field(default_factory=dict)
+    done: int = 0
     number: int = 0
 
     def to_json(self) -> str:

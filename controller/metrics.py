@@ -15,15 +15,18 @@ import hmac
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from vescale_ray.controller.exposition import exposition
+from vescale_ray.controller.exposition import Exposition
 from vescale_ray.controller.figures import RunSnapshot, plain
 from vescale_ray.errors import BadInput
 
 MAX_BODY = 65536
+KNOWN_S = 8.0
+"""A scrape waits for so long for a controller that takes up its books; Prometheus' own patience is 10 s unless told otherwise."""
 Control = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
@@ -40,14 +43,27 @@ class MetricsServer:
         control: called with ``("stop", {})`` or ``("rescale", {"workers": n})``, from the server's threads; its result is the
             answer. What it raises as ``ValueError`` is answered with 400 and its message, anything else with 500. None: no commands.
         token: what commands must bring.
+        known: while it is not set, counters are not what they were before a restart, and there is no scrape: Prometheus would take a
+            counter that begins at 0 and jumps back to where it was for that much news.
 
     Raises:
         PortInUse: another process has the port.
         BadInput: the address can't be listened on.
     """
 
-    def __init__(self, host: str, port: int, snapshot: Callable[[], RunSnapshot], control: Control | None, token: str) -> None:
-        handler = type("Handler", (_Handler,), {"snapshot": staticmethod(snapshot), "token": token, "timeout": 10.0})
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        snapshot: Callable[[], RunSnapshot],
+        control: Control | None,
+        token: str,
+        known: threading.Event | None = None,
+    ) -> None:
+        self.scrapes = Scrapes()
+        about: dict[str, Any] = {"snapshot": staticmethod(snapshot), "exposition": staticmethod(Exposition()), "token": token}
+        about |= {"known": known, "scrapes": self.scrapes, "timeout": 10.0}
+        handler = type("Handler", (_Handler,), about)
         handler.control = staticmethod(control) if control is not None else None  # type: ignore[attr-defined]
         server_type = type("Server", (_Server,), {"address_family": socket.AF_INET6 if ":" in host else socket.AF_INET})
         try:
@@ -77,6 +93,30 @@ class MetricsServer:
         self._thread.join(timeout=5)
 
 
+class Scrapes:
+    """When the metrics were asked for; from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: float | None = None
+        self._gap: float | None = None
+        self.count = 0
+
+    def came(self, now: float) -> None:
+        with self._lock:
+            if self._last is not None:
+                self._gap = now - self._last
+            self._last = now
+            self.count += 1
+
+    def expected_s(self, now: float) -> float | None:
+        """Seconds until the next one should have come, with half an interval to spare; None: nobody comes regularly, or not any more."""
+        with self._lock:
+            if self._last is None or self._gap is None or now - self._last > 2 * self._gap:
+                return None
+            return max(0.0, self._last + 1.5 * self._gap + 0.5 - now)
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False  # a client that holds its connection must not hold up the end of the run
@@ -85,18 +125,24 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     snapshot: Callable[[], RunSnapshot]
     control: Control | None
+    exposition: Exposition
     token: str
+    known: threading.Event | None
+    scrapes: Scrapes
     server_version = "vescale-ray"
     sys_version = ""
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/metrics":
+            if self.known is not None and not self.known.wait(KNOWN_S):
+                return self._json(503, {"error": "the controller was restarted and reads its books; ask again in a few seconds"})
             try:
-                body, content_type = exposition(self.snapshot(), self.headers.get("Accept", ""))
+                body, content_type = self.exposition(self.snapshot(), self.headers.get("Accept", ""))
             except Exception as error:
                 return self._json(500, {"error": f"no snapshot: {_one_line(error)}"})
-            return self._send(200, body, content_type)
+            self._send(200, body, content_type)
+            return self.scrapes.came(time.monotonic())
         if path == "/status":
             try:
                 return self._json(200, self.snapshot().to_json())

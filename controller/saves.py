@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class SaveResult:
     """A checkpoint that was committed, or (``error``) was not. ``seconds``: from the first worker's copy to the commit; ``stall_s``: how
-    long training waited for the slowest copy (0: it was parked)."""
+    long training waited for the slowest copy (0: it was parked); ``stages``: ``snapshot`` is that, ``upload`` until the slowest worker had
+    written, ``commit`` from the last vote on."""
 
     attempt: str
     step: int
@@ -41,6 +42,7 @@ class SaveResult:
     bytes: int = 0
     error: str | None = None
     stall_s: float = 0.0
+    stages: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -178,14 +180,17 @@ class Saves:
                 world=attempt.world,
                 meta=self._meta(attempt.step),
             )
-            seconds = attempt.seconds + time.monotonic() - attempt.heard
+            committed = time.monotonic() - attempt.heard
         except Exception as error:
             return self._failed(name, attempt, f"{type(error).__name__}: {error}")
         self._newest = made.name
         if not self._closing.is_set():
-            self._tended = self._tenders.submit(self._tend, made, max(5.0, 2 * seconds))
+            self._tended = self._tenders.submit(self._tend, made, max(5.0, 2 * (attempt.seconds + committed)))
         kept = Kept(made.name, made.path, made.step)
-        return SaveResult(name, attempt.step, attempt.epoch, seconds, kept, made.bytes, stall_s=attempt.stall_s)
+        stages = {"snapshot": attempt.stall_s, "upload": attempt.seconds, "commit": committed}
+        return SaveResult(
+            name, attempt.step, attempt.epoch, attempt.seconds + committed, kept, made.bytes, stall_s=attempt.stall_s, stages=stages
+        )
 
     def _tend(self, made: Commit, patience_s: float) -> None:
         """In the other pool's thread. A newer checkpoint ends the wait for this one, and is left to its own workers and collection."""

@@ -69,6 +69,11 @@ class Tally:
                 found[op] += waited / len(self._usage)
         return {op: round(seconds, 6) for op, seconds in found.items()}
 
+    def mean_seconds(self) -> float | None:
+        """Seconds of the steps that :meth:`mean_waited` is of: the rank that tells first of a step is beside others that have told of the
+        one before. None where nobody has told."""
+        return round(sum(self._seconds.values()) / len(self._seconds), 6) if self._seconds else None
+
     def largest_memory(self) -> dict[str, int]:
         """Bytes by kind, of the rank that has the most of it."""
         found: dict[str, int] = {}

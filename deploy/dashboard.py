@@ -55,6 +55,13 @@ STATE_MAP = [{"type": "value", "options": {str(i): {"text": s, "color": COLOURS[
 STACKED = {"stacking": {"mode": "normal", "group": "A"}, "fillOpacity": 60, "lineWidth": 0}
 STEPS = {"lineInterpolation": "stepAfter"}
 RATE = "$__rate_interval"
+
+
+def newest(name: str) -> str:
+    """Of an instant query: what there is now, and of runs that have ended, which have nothing now, the last of the shown time."""
+    return f"({name}{{{RUN}}} or (last_over_time({name}{{{RUN}}}[$__range]) unless on (run) {name}{{{RUN}}}))"
+
+
 WAITED = f'vescale_worker_exposed_communication_seconds_total{{{RUN}, op!="reshard"}}'
 """Of steps alone."""
 
@@ -99,8 +106,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Per second of training and worker: falls when workers become slow, not when there are fewer.",
                 (
                     (
-                        f"rate(vescale_tokens_total{{{RUN}}}[{RATE}]) / on (run) rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}]) "
-                        f"/ on (run) vescale_world_size{{{RUN}}}",
+                        f"rate(vescale_tokens_total{{{RUN}}}[{RATE}]) / rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}]) "
+                        f"/ vescale_world_size{{{RUN}}}",
                         "{{run}}",
                     ),
                 ),
@@ -139,7 +146,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 (
                     (
                         f"avg by (run, op) (rate({WAITED}[{RATE}])) / on (run) group_left "
-                        f"rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}])",
+                        f"max by (run) (rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}]))",
                         "{{run}} {{op}}",
                     ),
                 ),
@@ -291,7 +298,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel(
                 "Rescales",
                 "Completed changes of the workers, by direction and reason.",
-                ((f"vescale_rescales_total{{{RUN}}}", "{{run}} {{direction}}, {{reason}}"),),
+                ((f"vescale_rescales_total{{{RUN}}} > 0", "{{run}} {{direction}}, {{reason}}"),),
                 "none",
                 custom=STEPS,
             ),
@@ -323,8 +330,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Failures",
                 "Workers that were lost, recoveries by cause, and steps that had to be done again.",
                 (
-                    (f"vescale_worker_failures_total{{{RUN}}}", "{{run}} workers {{reason}}"),
-                    (f"vescale_failures_total{{{RUN}}}", "{{run}} recoveries: {{cause}}"),
+                    (f"vescale_worker_failures_total{{{RUN}}} > 0", "{{run}} workers {{reason}}"),
+                    (f"vescale_failures_total{{{RUN}}} > 0", "{{run}} recoveries: {{cause}}"),
                     (f"vescale_replayed_steps_total{{{RUN}}}", "{{run}} steps replayed"),
                     (f"vescale_failures_in_a_row{{{RUN}}}", "{{run}} in a row: {{kind}}"),
                 ),
@@ -349,8 +356,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Time lost",
-                "Seconds lost since the run began, by cause.",
-                ((f"vescale_badput_seconds_total{{{RUN}}}", "{{run}} {{cause}}"),),
+                "Seconds lost since the run began, by cause; of a run that has ended, all of them.",
+                ((f"max by (run, cause) ({newest('vescale_badput_seconds_total')}) > 0", "{{run}} {{cause}}"),),
                 "s",
                 "bargauge",
                 options={"orientation": "horizontal", "displayMode": "basic"},
@@ -363,12 +370,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 "Duration and stall",
-                "Mean time to write and commit one, or to read one, and how long training waited for the newest one's copy.",
+                "Mean time of each stage: training waits for the copy (snapshot), workers write (upload), the controller commits; or "
+                "of reading one. And how long training waited for the newest one's copy.",
                 (
                     (
                         f"increase(vescale_checkpoint_duration_seconds_sum{{{RUN}}}[$__range]) / "
                         f"increase(vescale_checkpoint_duration_seconds_count{{{RUN}}}[$__range])",
-                        "{{run}} {{op}}",
+                        "{{run}} {{op}} {{stage}}",
                     ),
                     (f"vescale_checkpoint_stall_seconds{{{RUN}}}", "{{run}} stall"),
                 ),
@@ -384,8 +392,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "s",
             ),
             Panel(
-                "Written and failed",
-                "Bytes of committed checkpoints.",
+                "Written and read",
+                "Bytes of committed checkpoints, and bytes that workers have read of checkpoints.",
                 ((f"vescale_checkpoint_bytes_total{{{RUN}}}", "{{run}} {{op}}"),),
                 "bytes",
             ),
@@ -441,7 +449,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 (
                     (
                         f"sum by (run, rank) (rate({WAITED}[{RATE}])) / on (run) group_left "
-                        f"rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}])",
+                        f"max by (run) (rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}]))",
                         "{{run}} rank {{rank}}",
                     ),
                 ),
@@ -467,8 +475,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Ranks",
-                "Which worker holds each rank, and on which node.",
-                ((f"vescale_worker_info{{{RUN}}}", ""),),
+                "Which worker holds each rank, and on which node; of a run that has ended, all that did in the shown time.",
+                ((newest("vescale_worker_info"), ""),),
                 "none",
                 "table",
                 12,
@@ -483,7 +491,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 width=6,
                 custom=STEPS,
             ),
-            Panel("Versions", "What each run runs on.", ((f"vescale_build_info{{{RUN}}}", ""),), "none", "table", 6, 7, instant=True),
+            Panel("Versions", "What each run runs on.", ((newest("vescale_build_info"), ""),), "none", "table", 6, 7, instant=True),
         ),
     ),
 )
@@ -573,7 +581,8 @@ def _panel(number: int, panel: Panel, at: dict[str, int]) -> dict[str, Any]:
         "options": {**kinds[panel.kind], **panel.options},
     }
     if panel.kind == "table":
-        hidden = {"Time": True, "Value": True, "__name__": True, "instance": True, "job": True}
+        target = ("instance", "job", "namespace", "container", "endpoint", "ray_io_cluster")  # who was scraped
+        hidden = dict.fromkeys(("Time", "Value", "__name__", *target), True)
         order = {name: i for i, name in enumerate(("run", "rank", "worker", "node", "pod", "device", "version", "torch", "ray"))}
         shown["transformations"] = [{"id": "organize", "options": {"excludeByName": hidden, "indexByName": order}}]
     return shown

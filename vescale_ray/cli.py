@@ -20,8 +20,8 @@ import click
 
 from vescale_ray import __version__
 from vescale_ray.cli_base import BAD_INPUT, FAILED, INTERRUPTED, OK, Failed, Group
-from vescale_ray.cli_ckpt import ckpt
 from vescale_ray.cli_k8s import k8s
+from vescale_ray.cli_rollback import ckpt
 from vescale_ray.errors import BadInput
 
 if TYPE_CHECKING:

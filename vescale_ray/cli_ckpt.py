@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from vescale_ray.checkpoint import Checkpoint, GcReport, ObjectStore, Retention
+    from vescale_ray.runfolder import RunFolder
 
 Target = str | Path
 _COMMIT = re.compile(r"e\d{4,}-s\d{12,}")
@@ -448,14 +449,12 @@ def _told(where: Target, about: Mapping[str, Any], as_json: bool) -> int:
 def _root(path: str | None, *, must_exist: bool = True) -> Target:
     """The folder (or URL) of checkpoints that PATH means; of the newest run for ``None``."""
     from vescale_ray.config import load_config
-    from vescale_ray.runfolder import RunFolder, newest_run
 
     if path == "":
         raise BadInput("PATH is empty; give a run's name, a folder or a URL")  # an unset variable in a script must not mean this folder
     if path is not None and "://" in path:
         return path
-    named = Path("runs", path) if path is not None and not Path(path).exists() and os.sep not in path else None
-    folder = newest_run() if path is None else RunFolder(named if named is not None and named.is_dir() else path)
+    folder = _meant(path)
     root = folder.path
     if folder.config_path.is_file():
         # The run's folder may have been moved since: where it is now counts, unless the configuration names another place.
@@ -466,6 +465,20 @@ def _root(path: str | None, *, must_exist: bool = True) -> Target:
     if must_exist and not root.is_dir():
         raise BadInput(f"{path or root}: no such folder of checkpoints, and no run of that name under ./runs; `vescale-ray ls` lists runs")
     return root
+
+
+def _meant(path: str | None) -> RunFolder:
+    """The folder that PATH means: a run's, or one of checkpoints."""
+    from vescale_ray.runfolder import RunFolder, newest_run
+
+    named = Path("runs", path) if path is not None and not Path(path).exists() and os.sep not in path else None
+    return newest_run() if path is None else RunFolder(named if named is not None and named.is_dir() else path)
+
+
+def _run_folder(path: str) -> RunFolder | None:
+    """The run that PATH means; None where it is a URL, or a folder of checkpoints alone."""
+    folder = None if "://" in path else _meant(path)
+    return folder if folder is not None and folder.is_run() else None
 
 
 def _split(path: str | None) -> tuple[Target, str | None]:

@@ -15,7 +15,15 @@ from vescale_ray.runfolder import FINAL_STATES, RunFolder
 
 
 class RunNotAlive(RuntimeError):
-    """Nothing answers for the run; the message is one line with its last known state and how to go on."""
+    """Nothing answers for the run; the message is one line with its last known state and how to go on.
+
+    ``again``: its driver lives, so its controller is being started or restarted: it is worth asking again.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        owner = folder.owner()
+        self.again = owner is not None and (folder.read_state() or {}).get("state") not in FINAL_STATES
+        super().__init__(_obituary(folder, owner if self.again else None))
 
 
 class CommandRefused(RuntimeError):
@@ -31,7 +39,7 @@ def request(folder: RunFolder, action: str, body: dict[str, Any] | None = None, 
     """
     control = folder.read_control()
     if control is None:
-        raise RunNotAlive(_obituary(folder))
+        raise RunNotAlive(folder)
     headers = {"Authorization": f"Bearer {control['token']}", "Content-Type": "application/json"}
     data = None if body is None and action == "status" else json.dumps(body or {}).encode()
     call = urllib.request.Request(f"{control['url'].rstrip('/')}/{action}", data=data, headers=headers)
@@ -43,12 +51,12 @@ def request(folder: RunFolder, action: str, body: dict[str, Any] | None = None, 
     except urllib.error.HTTPError as error:
         raise CommandRefused(_reason(error)) from None
     except (OSError, http.client.HTTPException, ValueError):
-        raise RunNotAlive(_obituary(folder)) from None
+        raise RunNotAlive(folder) from None
     if not isinstance(value, dict):
-        raise RunNotAlive(_obituary(folder))
+        raise RunNotAlive(folder)
     if action == "status" and value.get("run") not in (None, folder.path.name):
         # The port was taken over by another run after this one died.
-        raise RunNotAlive(_obituary(folder))
+        raise RunNotAlive(folder)
     return value
 
 
@@ -59,8 +67,10 @@ def _reason(error: urllib.error.HTTPError) -> str:
         return f"HTTP {error.code} {error.reason}"
 
 
-def _obituary(folder: RunFolder) -> str:
+def _obituary(folder: RunFolder, owner: str | None) -> str:
     state = folder.read_state()
+    if owner is not None:
+        return f"{folder.path}: its controller does not answer now, but its driver lives (process {owner}): it is being started; ask again"
     if state is None:
         return (
             f"{folder.path}: the run is not alive, and never got to its first state; start it with `vescale-ray train {folder.config_path}`"

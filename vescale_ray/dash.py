@@ -32,13 +32,13 @@ def from_folder(run: RunFolder | str | Path) -> Page:
 
     Raises:
         RunFolderError: not a run's folder.
-        BadInput: no step has been completed.
+        BadInput: nothing has happened yet.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(run)
     state, lines, events = folder.read_state() or {}, folder.read_all_metrics(), folder.read_events()
-    if not lines:
-        raise BadInput(f"{folder.path}: no step has been completed yet, there is nothing to show")
-    last = lines[-1]
+    if not lines and not events:
+        raise BadInput(f"{folder.path}: nothing has happened yet, there is nothing to show")
+    last = lines[-1] if lines else {}  # a run that failed before its first step has a story all the same
 
     def of(key: str) -> Points:
         return [(float(line["time"]), _number(line.get(key))) for line in lines if line.get("time") is not None]
@@ -56,7 +56,7 @@ def from_folder(run: RunFolder | str | Path) -> Page:
         Chart("Workers", (Series("workers", of("world")),), steps=True),
         Chart("Step time", (Series("seconds", of("step_seconds")),), "s"),
         Chart("Gradient norm", (Series("norm", of("grad_norm")),)),
-        Chart(WAITING, _by_name(lines, "waited_seconds", lambda line: 100.0 / float(line.get("step_seconds") or math.inf))),
+        Chart(WAITING, _by_name(lines, "waited_seconds", _per_step)),
         Chart(KINDS, _by_name(lines, "memory_kinds", lambda line: 1.0), "bytes"),
         Chart(UTILISATION, (Series("utilisation", [(at, _times(value, 100.0)) for at, value in of("model_flops_utilization")]),)),
     )
@@ -69,17 +69,19 @@ def from_folder(run: RunFolder | str | Path) -> Page:
     story = tuple((float(e["time"]), e.get("step"), words[0], words[1]) for e, words in told if words is not None)
     facts = [
         ("state", str(state.get("state", "unknown"))),
-        ("step", f"{last['step']:,} of {state.get('steps', '?')}"),
+        ("step", f"{int(last.get('step') or state.get('step') or 0):,} of {_counted(state.get('steps'))}"),
         ("tokens", f"{int(last.get('tokens') or 0):,}"),
-        ("workers", str(last.get("world"))),
+        ("workers", str(last.get("world") or state.get("world") or 0)),
         ("rescales", str(len(marks))),
         ("checkpoint", report.shown(str(state["checkpoint"])) if state.get("checkpoint") else "none"),
     ]
     if state.get("error"):
         facts.append(("error", " ".join(str(state["error"]).split())))
-    began = min([float(lines[0]["time"]), *(float(e["time"]) for e in events[:1])])
+    began = min([float(one["time"]) for one in (*lines[:1], *events[:1])])
     name = str(state.get("run") or folder.path.name)
-    return Page(name, str(folder.path), began, tuple(facts), _known(charts), marks, state.get("goodput"), story)
+    starts = sum(e["event"] == "run_started" for e in events)
+    since = f"since the last of {starts} starts" if starts > 1 else ""
+    return Page(name, str(folder.path), began, tuple(facts), _known(charts) if lines else (), marks, state.get("goodput"), story, since)
 
 
 def from_prometheus(url: str, run: str, hours: float) -> Page:
@@ -91,48 +93,54 @@ def from_prometheus(url: str, run: str, hours: float) -> Page:
     end = time.time()
     step = max(1.0, hours * 3600 / COLUMNS)
     window = f"{math.ceil(max(4 * step, 60))}s"
+    chosen = "{run=" + _quoted(run) + "}"
+    """A run that was started again answers at another address: what both have told is joined by ``max by``, not drawn twice."""
 
     def ask(expr: str, name: str) -> tuple[Series, ...]:
-        query = {"query": expr.replace("{}", f'{{run="{run}"}}'), "start": end - hours * 3600, "end": end, "step": step}
+        query = {"query": expr.replace("{}", chosen), "start": end - hours * 3600, "end": end, "step": step}
         found = _ask(url, "query_range", query)["result"]
         values = [(one["metric"], [(float(at), _number(value)) for at, value in one["values"]]) for one in found]
         return tuple(Series(name.format_map(_Labels(labels)) or "value", points) for labels, points in values)
 
-    throughput = ask("vescale_tokens_per_second{}", "tokens/s")
+    throughput = ask("max(vescale_tokens_per_second{})", "tokens/s")
     if not throughput:
         runs = _ask(url, "query", {"query": "last_over_time(vescale_run_info[30d])"})["result"]
         known = sorted({one["metric"].get("run", "") for one in runs})
         raise BadInput(f"{url} has nothing of run {run!r} in the last {hours:g} hours; it knows {', '.join(known) or 'no run at all'}")
-    world = ask("vescale_world_size{}", "workers")
-    waited = f'vescale_worker_exposed_communication_seconds_total{{run="{run}", op!="reshard"}}'
-    steps_s = "vescale_step_duration_seconds_sum{}"
-    took, steps = (f"rate(vescale_step_duration_seconds_{part}{{}}[{window}])" for part in ("sum", "count"))
+    world = ask("max(vescale_world_size{})", "workers")
+    waited = f'vescale_worker_exposed_communication_seconds_total{chosen[:-1]}, op!="reshard"}}'
+    took, steps = (f"sum(rate(vescale_step_duration_seconds_{part}{{}}[{window}]))" for part in ("sum", "count"))
     charts = (
         Chart("Tokens per second (of each step)", throughput),
-        Chart("Resident memory by rank", few(ask("vescale_worker_host_rss_bytes{}", "rank {rank}")), "bytes"),
-        Chart("Loss, bits per byte", ask("vescale_loss_bpb{}", "training"), zero=False),
-        Chart("Workers", (*world, *ask("vescale_world_size_target{}", "wanted")), steps=True),
+        Chart("Resident memory by rank", few(ask("max by (rank) (vescale_worker_host_rss_bytes{})", "rank {rank}")), "bytes"),
+        Chart("Loss, bits per byte", ask("max(vescale_loss_bpb{})", "training"), zero=False),
+        Chart("Workers", (*world, *ask("max(vescale_world_size_target{})", "wanted")), steps=True),
         Chart(f"Step time, mean of {window}", ask(f"{took} / {steps}", "seconds"), "s"),
-        Chart("Gradient norm", ask("vescale_grad_norm{}", "norm")),
-        Chart(WAITING, ask(f"100 * avg by (op) (rate({waited}[{window}])) / on () group_left rate({steps_s}[{window}])", "{op}")),
+        Chart("Gradient norm", ask("max(vescale_grad_norm{})", "norm")),
+        Chart(WAITING, ask(f"100 * avg by (op) (rate({waited}[{window}])) / on () group_left {took}", "{op}")),
         Chart(KINDS, ask("max by (kind) (vescale_worker_memory_bytes{})", "{kind}"), "bytes"),
-        Chart(UTILISATION, ask("100 * vescale_model_flops_utilization_ratio{}", "utilisation")),
+        Chart(UTILISATION, ask("100 * max(vescale_model_flops_utilization_ratio{})", "utilisation")),
     )
     marks = []
     for series in world:
         for (_, before), (at, after) in pairwise(series.points):
-            if before is not None and after is not None and before != after:
+            if before and after is not None and before != after:  # the first workers are no change
                 marks.append(Mark(at, f"{before:g} → {after:g} workers", after > before))
-    good, bad = ask("vescale_goodput_seconds_total{}", ""), ask("vescale_badput_seconds_total{}", "{cause}")
+    good, bad = ask("max(vescale_goodput_seconds_total{})", ""), ask("max by (cause) (vescale_badput_seconds_total{}) > 0", "{cause}")
     goodput = {"productive": _last(good), "lost": {series.name: _last((series,)) for series in bad}} if good else None
     facts = (
-        ("step", f"{_last(ask('vescale_step{}', '')):,.0f} of {_last(ask('vescale_step_target{}', '')):,.0f}"),
-        ("tokens", f"{_last(ask('vescale_tokens_total{}', '')):,.0f}"),
+        ("step", f"{_last(ask('max(vescale_step{})', '')):,.0f} of {_last(ask('max(vescale_step_target{})', '')):,.0f}"),
+        ("tokens", f"{_last(ask('max(vescale_tokens_total{})', '')):,.0f}"),
         ("workers", f"{_last(world):g}"),
         ("rescales", str(len(marks))),
     )
-    began = min(at for series in throughput for at, _ in series.points)
+    began = min(at for chart in charts for series in chart.series for at, _ in series.points)
     return Page(run, f"{url}, the last {hours:g} hours", began, facts, _known(charts), tuple(marks), goodput)
+
+
+def _quoted(text: str) -> str:
+    """As PromQL writes a string."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
 def _known(charts: Sequence[Chart]) -> tuple[Chart, ...]:
@@ -146,6 +154,15 @@ def _by_name(lines: Sequence[Mapping[str, Any]], key: str, factor: Callable[[Map
     names = sorted({name for line in lines for name in (line.get(key) or {})})
     timed = [(float(line["time"]), line.get(key) or {}, factor(line)) for line in lines if line.get("time") is not None]
     return tuple(Series(name, [(at, _times(_number(of.get(name)), by)) for at, of, by in timed]) for name in names)
+
+
+def _per_step(line: Mapping[str, Any]) -> float:
+    """What makes waited seconds a percentage: of the steps that they were waited in, which are not this line's of every rank."""
+    return 100.0 / float(line.get("waited_of_seconds") or line.get("step_seconds") or math.inf)
+
+
+def _counted(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else "?"
 
 
 def _times(value: float | None, by: float) -> float | None:

@@ -56,6 +56,7 @@ class Page:
         facts: of the head of the page.
         goodput: as run.json has it.
         events: when, step, what, pause.
+        since: what ``goodput`` counts from, if that is not ``began``.
     """
 
     run: str
@@ -66,6 +67,7 @@ class Page:
     marks: tuple[Mark, ...] = ()
     goodput: Mapping[str, Any] | None = None
     events: tuple[tuple[float, int | None, str, float | None], ...] = ()
+    since: str = ""
 
 
 def render(page: Page) -> str:
@@ -85,7 +87,7 @@ def render(page: Page) -> str:
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head><body><h1>{escape(page.run)}</h1>'
         f'<p class="from">{told} Times count from {_date(page.began)}; vertical lines: the workers have changed.</p>'
-        f"<dl>{facts}</dl>{_goodput(page.goodput)}<main>{figures}</main>{story}</body></html>\n"
+        f"<dl>{facts}</dl>{_goodput(page.goodput, page.since)}<main>{figures}</main>{story}</body></html>\n"
     )
 
 
@@ -192,7 +194,7 @@ def _path(points: Points, x: Callable[[float], float], y: Callable[[float], floa
     return "".join(parts) + ("h2" if len(parts) == 1 else "")
 
 
-def _goodput(goodput: Mapping[str, Any] | None) -> str:
+def _goodput(goodput: Mapping[str, Any] | None, since: str) -> str:
     if not goodput:
         return ""
     good, others = PALETTE[2], [colour for colour in PALETTE if colour != PALETTE[2]]
@@ -207,13 +209,14 @@ def _goodput(goodput: Mapping[str, Any] | None) -> str:
         share = seconds / whole
         bar += f'<div style="width:{share:.3%};background:{colour}" title="{escape(name)}: {seconds:.1f} s"></div>'
         names += f'<span><i style="background:{colour}"></i>{escape(name)} {seconds:,.1f} s ({share:.1%})</span> '
-    return f'<h2>Where the time went</h2><div class="bar">{bar}</div><div class="legend">{names}</div>'
+    heading = "Where the time went" + (f", {escape(since)}" if since else "")
+    return f'<h2>{heading}</h2><div class="bar">{bar}</div><div class="legend">{names}</div>'
 
 
 def _ticks(low: float, high: float) -> list[float]:
     """About five round numbers that enclose both."""
     if high - low < 1e-12 * max(1.0, abs(high)):
-        low, high = (0.0, high) if high > 0 else (low - 1.0, high + 1.0)
+        low, high = (0.0, high) if high > 1e-300 else (low - 1.0, high + 1.0)  # less is no number that can be divided
     rough = (high - low) / 4
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= rough * (1 - 1e-9))

@@ -314,6 +314,10 @@ def describe_event(event: Record) -> tuple[str, float | None] | None:
             seconds = _number(event.get("seconds"))
             written = "" if seconds is None else f", written in {seconds:.2f} s"
             return f"checkpoint, {float(event.get('bytes') or 0) / 1e6:.1f} MB{written}", _number(event.get("stall_seconds"))
+        case "rolled_back":
+            return f"rolled back to step {event.get('step')}, from {event.get('from')}", None
+        case "checkpoint_load_failed":
+            return f"checkpoint {event.get('commit')} could not be read: {event.get('error')}", None
         case "checkpoint_failed":
             return f"checkpoint failed: {event.get('error')}", None
         case "checkpoint_skipped":

@@ -24,7 +24,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -101,6 +101,18 @@ class RunFolder:
         handle.flush()
         return handle
 
+    def owner(self) -> str | None:
+        """The process id of the live driver that has the run, as it has written it; None when there is none on this machine."""
+        try:
+            with open(self.path / "lock", encoding="utf-8") as handle:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except OSError:
+                    return handle.read().strip() or "unknown"
+        except OSError:
+            pass
+        return None
+
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         """One line of a committed step; ``step`` counts completed steps, from 1."""
         self._append("metrics.jsonl", record)
@@ -147,6 +159,10 @@ class RunFolder:
     def write_config(self, text: str) -> None:
         """Replace config.yaml."""
         self._replace("config.yaml", text, mode=0o644)
+
+    def clear_discovery(self) -> None:
+        """Remove the service discovery: a run that ends is to be scraped no more."""
+        (self.path / DISCOVERY).unlink(missing_ok=True)
 
     def clear_control(self) -> None:
         """Remove control.json and the service discovery: nothing listens any more."""
@@ -196,6 +212,10 @@ class RunFolder:
         """Every line as written, undone steps included."""
         return self._read_lines("metrics.jsonl")
 
+    def each_metrics(self) -> Iterator[Record]:
+        """The same, one after the other: the lines of a long run with many ranks are gigabytes."""
+        return self._each_line("metrics.jsonl")
+
     def read_events(self) -> list[Record]:
         """All events in the order in which they happened."""
         return self._read_lines("events.jsonl")
@@ -209,9 +229,17 @@ class RunFolder:
         return self._read_lines("samples.jsonl")
 
     def last_samples(self) -> Record | None:
-        """The newest line of consumed ids; None if there is none. Reads the file's end alone, which grows to gigabytes."""
+        """The newest line of consumed ids; None if there is none."""
+        return self._last_line("samples.jsonl")
+
+    def last_step(self) -> int:
+        """Of the newest line of the metrics; 0 if there is none."""
+        return int((self._last_line("metrics.jsonl") or {}).get("step") or 0)
+
+    def _last_line(self, name: str) -> Record | None:
+        """The newest whole line; None if there is none. Reads the file's end alone, which grows to gigabytes."""
         try:
-            with (self.path / "samples.jsonl").open("rb") as file:
+            with (self.path / name).open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 length = 1 << 16
                 while True:
@@ -242,11 +270,15 @@ class RunFolder:
         return value
 
     def _read_lines(self, name: str) -> list[Record]:
+        return list(self._each_line(name))
+
+    def _each_line(self, name: str) -> Iterator[Record]:
         try:
-            raw = (self.path / name).read_bytes()
+            with (self.path / name).open("rb") as file:
+                for raw in file:
+                    yield from _parse(raw)
         except (FileNotFoundError, NotADirectoryError):
-            return []
-        return _parse(raw)
+            return
 
     def tail_metrics(self, *, skip_old: bool = False) -> Tail:
         """A reader of the metrics as they come; ``skip_old`` starts it behind what is there."""

@@ -19,6 +19,8 @@ from vescale_ray.report import describe_event, goodput_line
 from vescale_ray.runfolder import Record, RunFolder
 
 EVENTS = 8
+RANKS = 32
+"""As many rows are drawn of them where there is no terminal."""
 COLOURS = {"RUNNING": "green", "DONE": "green", "FAILED": "red", "RESCALING": "yellow", "STOPPING": "yellow"}
 
 
@@ -42,17 +44,27 @@ def show(folder: RunFolder, interval_s: float, console: Console, *, once: bool) 
         while True:
             time.sleep(interval_s)
             recent.extend(tail.read())
+            note = ""
             try:
                 status = client.request(folder, "status", timeout_s=3)
-            except (client.RunNotAlive, client.CommandRefused) as end:
+            except client.RunNotAlive as end:
+                if not end.again:
+                    return str(end)
+                note = str(end)
+            except client.CommandRefused as end:
                 return str(end)
-            room = max(3, console.height - 20 - int(status.get("world") or 0))
-            live.update(picture(status, recent, time.time(), room), refresh=True)
+            world = int(status.get("world") or 0)
+            ranks = min(world, max(4, console.height - 20 - EVENTS))
+            live.update(picture(status, recent, time.time(), max(3, console.height - 20 - ranks), ranks, note), refresh=True)
 
 
-def picture(status: Mapping[str, Any], events: Sequence[Record] | deque[Record], now: float, rows: int) -> RenderableType:
-    """One look at the run: its head, its ranks, its newest ``rows`` events."""
-    parts: list[RenderableType] = [_head(status, now), _ranks(status)]
+def picture(
+    status: Mapping[str, Any], events: Sequence[Record] | deque[Record], now: float, rows: int, ranks: int = RANKS, note: str = ""
+) -> RenderableType:
+    """One look at the run: its head, ``ranks`` of its ranks (the slow ones first), its newest ``rows`` events; above them ``note``."""
+    parts: list[RenderableType] = [Text(note, "yellow"), _head(status, now), _ranks(status, ranks)]
+    if not note:
+        del parts[0]
     story = [(e, words) for e in events if (words := describe_event(e)) is not None][-rows:]
     if story:
         table = Table.grid(padding=(0, 2))
@@ -95,7 +107,8 @@ def _head(s: Mapping[str, Any], now: float) -> RenderableType:
     if s.get("productive_seconds") is not None:
         grid.add_row("time", goodput_line({"productive": s["productive_seconds"], "lost": s.get("lost_seconds") or {}}))
     saved = s.get("checkpoint_time")
-    kept = "none yet" if not saved else f"step {s.get('checkpoint_step')}, {_span(now - float(saved))} ago"
+    kept = "none yet" if s.get("checkpoint_step") is None else f"step {s['checkpoint_step']}"
+    kept += f", {_span(now - float(saved))} ago" if saved else ""
     failed = s.get("checkpoint_failures") or 0
     grid.add_row("checkpoint", kept + (f", {failed} failed" if failed else ""))
     if s.get("error"):
@@ -128,7 +141,7 @@ def _memory(s: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _ranks(s: Mapping[str, Any]) -> RenderableType:
+def _ranks(s: Mapping[str, Any], most: int) -> RenderableType:
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for name in ("rank", "worker", "node"):
         table.add_column(name)
@@ -136,7 +149,10 @@ def _ranks(s: Mapping[str, Any]) -> RenderableType:
         table.add_column(name, justify="right")
     of = {name: s.get(name) or {} for name in ("workers", "memory", "slots", "slot_seconds", "slowness")}
     slow = {str(one.get("rank")) for one in (s.get("stragglers") or {}).values()}
-    for rank in sorted(set(of["workers"]) | set(of["memory"]), key=int):
+    everyone = sorted(set(of["workers"]) | set(of["memory"]), key=int)
+    # Of many: the slow ones, then those that take longest.
+    first = sorted(everyone, key=lambda rank: (rank not in slow, -(of["slowness"].get(rank) or 0.0)))[:most]
+    for rank in sorted(first, key=int):
         who, memory, seconds = of["workers"].get(rank, {}), of["memory"].get(rank), of["slot_seconds"].get(rank)
         table.add_row(
             str(rank),
@@ -148,7 +164,8 @@ def _ranks(s: Mapping[str, Any]) -> RenderableType:
             _shown(of["slowness"].get(rank)),
             style="red" if rank in slow else "",
         )
-    return Panel(table, title="ranks", title_align="left")
+    left = len(everyone) - len(first)
+    return Panel(table, title="ranks" + (f", the slowest {len(first)}; {left:,} more" if left else ""), title_align="left")
 
 
 def _shown(value: Any) -> str:

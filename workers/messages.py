@@ -223,7 +223,7 @@ class Evaluated:
 class Filled:
     """The generation has its state, of ``step``: seconds of each phase on this worker, and bytes that changed workers.
 
-    ``lower_bound``: bytes that no plan could have spared.
+    ``lower_bound``: bytes that no plan could have spared; ``read_bytes``: that this worker has read of a checkpoint.
     """
 
     ticket: Ticket
@@ -232,6 +232,7 @@ class Filled:
     phases: Mapping[str, float]
     moved_bytes: int = 0
     lower_bound: int = 0
+    read_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def execute(held: Sequence[Shards], trainer: Trainer | None, group: Any = None, 
 
 
 def restore_from_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> int:
-    """Fill ``trainer`` from a checkpoint of any world size and layout, reading only this rank's ranges; returns the step.
+    """Fill ``trainer`` from a checkpoint of any world size and layout, reading only this rank's ranges; returns the bytes that were read.
 
     No collective.
 
@@ -188,9 +188,9 @@ def restore_from_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> int:
     scalars = checkpoint.aux(0)
     if not isinstance(scalars, Mapping) or not {"step", "consumed", "optimizer"} <= set(scalars):
         raise ValueError(f"{checkpoint} holds no training state (step, consumed samples, optimizer): it was not saved by a training run")
-    checkpoint.read_ranges([(p.name, p.kind, p.start, p.end, p.data) for p in pieces])
+    read = checkpoint.read_ranges([(p.name, p.kind, p.start, p.end, p.data) for p in pieces])
     import_scalars(trainer, scalars)
-    return trainer.completed
+    return read.planned
 
 
 def write_checkpoint_shard(shards: Shards, root: Any, attempt: str, *, epoch: int | None = None) -> Vote:

@@ -333,7 +333,7 @@ class Worker:
             with groups.collectives(f"generation {order.ticket}"):
                 trainer = self._build(seat, order.ticket)
                 built = clock()
-                moved = self._fill(trainer, order)
+                moved, read_bytes = self._fill(trainer, order)
                 self._snapshots.begin(trainer)
                 self._publish(
                     Filled(
@@ -343,6 +343,7 @@ class Worker:
                         {"form": formed - begin, "build": built - formed, "sync": clock() - built},
                         moved.moved_bytes if moved else 0,
                         moved.lower_bound if moved else 0,
+                        read_bytes,
                     ),
                     Phase.TRAINING,
                     trainer.completed,
@@ -381,21 +382,20 @@ class Worker:
             trainer.beat = self._pulse.beat
         return trainer
 
-    def _fill(self, trainer: Trainer, order: Join) -> ReshardReport | None:
-        """Give the new trainer its values."""
+    def _fill(self, trainer: Trainer, order: Join) -> tuple[ReshardReport | None, int]:
+        """Give the new trainer its values: what was moved for that, and the bytes that were read of a checkpoint."""
         from vescale_ray import checkpoint
         from vescale_ray.workers.reshard import restore_from_checkpoint
 
         if order.origin is Origin.FRESH:
             trainer.initialize()
-            return None
+            return None, 0
         if order.origin is Origin.CHECKPOINT:
             try:
-                restore_from_checkpoint(trainer, checkpoint.open(self._config.checkpoint_root, order.commit))
+                return None, restore_from_checkpoint(trainer, checkpoint.open(self._config.checkpoint_root, order.commit))
             except (ValueError, checkpoint.CheckpointMismatch) as error:
                 raise _BadInput(" ".join(str(error).split())) from None
-            return None
-        return self._move(order, trainer)
+        return self._move(order, trainer), 0
 
     def _move(self, order: Join | Give, trainer: Trainer | None) -> ReshardReport:
         """Take part in the move of shards, as a member (with a trainer) or as a leaver."""

@@ -82,6 +82,7 @@ def test_every_command_has_an_example_or_an_explanation_and_json() -> None:
         "import-hf",
         "export-dcp",
         "import-dcp",
+        "rollback",
     }
     for command in ckpt.commands.values():
         assert command.help and any(p.name == "as_json" for p in command.params), command.name
@@ -97,6 +98,37 @@ def test_a_checkpoint_is_meant_by_a_runs_name_a_folder_and_a_name_in_it(run, cap
     assert about["step"] == step and about["tensors"] == 3 + 9 * CONFIG.layers and about["optimizers"] == {"optimizer": "AdamW"}
     assert about["kinds"]["param float32"]["elements"] == sum(p.numel() for p in Llama(CONFIG).parameters())
     assert about["meta"] == ({"note": "ten"} if step == 10 else {})
+
+
+def test_a_run_goes_back_to_an_earlier_checkpoint_and_nothing_is_deleted(run, capsys):
+    code, out, _ = said(capsys, "rollback", "x", "10")
+    back = "e0001-s000000000010"
+    assert code == 0 and f"the run goes on from step 10 ({back}, the data of {BEFORE}), not from {NEWEST}; go on with: vescale-ray" in out
+    found = checkpoint.latest(run.checkpoints)
+    assert found is not None and found.name == back
+    assert [one.name for one in checkpoint.ls(run.checkpoints)] == [BEFORE, NEWEST, back]
+    (event,) = run.read_events()
+    assert (event["event"], event["step"], event["from"], event["to"]) == ("rolled_back", 10, NEWEST, BEFORE)
+    told = json.loads(said(capsys, "rollback", f"x@{NEWEST}", "--json")[1])
+    assert (told["commit"], told["step"], told["from"]) == ("e0002-s000000000020", 20, back), "and forth again, by name"
+    assert json.loads(said(capsys, "show", "x", "--json")[1])["meta"] == {}
+
+
+def test_a_rollback_that_can_not_be_is_one_sentence_and_changes_nothing(run, capsys):
+    assert "no checkpoint of step 15; there are those of 10, 20" in refused(capsys, "rollback", "x", "15")
+    assert "e0000-s000000000020.json is the newest checkpoint" in refused(capsys, "rollback", "x", "20")
+    assert "say which checkpoint, by its step or as PATH@NAME" in refused(capsys, "rollback", "x")
+    assert "say which checkpoint" in refused(capsys, "rollback", f"x@{BEFORE}", "10")
+    with run.claim():
+        assert "a run is going on here" in refused(capsys, "rollback", "x", "10")
+    (piece,) = (run.checkpoints / "data" / checkpoint.open(run.checkpoints, BEFORE).commit.attempt).glob("*.safetensors")
+    raw = bytearray(piece.read_bytes())
+    raw[-7] ^= 1
+    piece.write_bytes(raw)
+    assert "is damaged, nothing was changed" in refused(capsys, "rollback", "x", "10", code=1)
+    piece.write_bytes(raw[:-8])
+    assert f"the checkpoint of step 10, {BEFORE}, can't be loaded: object" in refused(capsys, "rollback", "x", "10")
+    assert [one.name for one in checkpoint.ls(run.checkpoints)] == [BEFORE, NEWEST] and not run.read_events()
 
 
 def test_the_tensors_are_listed_on_request(run, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -112,6 +113,35 @@ def test_on_a_terminal_it_goes_on_until_the_run_ends_and_says_how(run: tuple[Run
     out = io.StringIO()
     said = top.show(folder, 0.1, Console(file=out, force_terminal=True, width=120, height=40), once=False)
     assert "it is done, with 120 steps" in said and out.getvalue().count("12,345 tokens/s") > 2, "drawn again and again"
+
+
+def test_while_the_controller_is_restarted_it_waits_and_says_so(run: tuple[RunFolder, MetricsServer]) -> None:
+    """The driver lives, whoever asks: then the run is not over, and must not be said to be."""
+    folder, server = run
+    with folder.claim():
+        server.close()
+        with pytest.raises(client.RunNotAlive, match=f"does not answer now, but its driver lives .process {os.getpid()}.") as told:
+            client.request(folder, "status", timeout_s=1)
+        assert told.value.again
+    with pytest.raises(client.RunNotAlive, match="resume it with") as told:
+        client.request(folder, "status", timeout_s=1)
+    assert not told.value.again
+    text = io.StringIO()
+    Console(file=text, width=130).print(top.picture(SNAPSHOT.to_json(), [], NOW, 5, note="its controller does not answer now"))
+    assert "its controller does not answer now" in text.getvalue() and "12,345 tokens/s" in text.getvalue(), "with what was known last"
+
+
+def test_of_many_ranks_the_slowest_are_shown_and_a_narrow_terminal_shows_what_it_can() -> None:
+    ranks = range(1024)
+    pace = {r: 1.0 + (r % 50 == 7) for r in ranks}
+    workers = {r: {"worker": f"w{r}", "node": "n"} for r in ranks}
+    many = replace(SNAPSHOT, memory=dict.fromkeys(ranks, 1 << 30), workers=workers, slowness=pace)
+    text = drawn(replace(many, stragglers={"w900": {"rank": 900, "factor": 3.0, "since_step": 1, "node": "n"}}), [])
+    assert "the slowest 32; 992 more" in text and "w900" in text and "w57 " in text and text.count("GiB") < 40
+    assert len(text.splitlines()) < 60
+    console = Console(file=io.StringIO(), width=40, force_terminal=False)
+    console.print(top.picture(SNAPSHOT.to_json(), [], NOW, 5))
+    assert max(map(len, console.file.getvalue().splitlines())) <= 40  # type: ignore[attr-defined]
 
 
 def test_of_a_run_that_is_not_alive_it_says_so(tmp_path: Path) -> None:

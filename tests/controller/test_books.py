@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +21,15 @@ import torch
 from tests.controller.runs import tiny
 from vescale_ray import checkpoint
 from vescale_ray.config import CheckpointSection
-from vescale_ray.controller import driver, figures, watchdog
+from vescale_ray.controller import conductor, driver, figures, watchdog
 from vescale_ray.controller.cadence import Cadence
+from vescale_ray.controller.conductor import Conductor, take_up
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.ledger import Ledger
-from vescale_ray.controller.memo import Memo, read_memo, write_memo
+from vescale_ray.controller.memo import Memo, Memos, read_memo, write_memo
 from vescale_ray.controller.policy import Kept
-from vescale_ray.controller.protocol import FINAL, TRANSITIONS, RequestRefused, RunState, Source, World, check_transition
+from vescale_ray.controller.protocol import FINAL, TRANSITIONS, RequestRefused, RunSpec, RunState, Source, World, check_transition
 from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Evaluated, Filled, Origin, Phase, Report, Save, Saved, Stepped, Ticket
@@ -204,6 +207,25 @@ def test_a_restarted_ledger_goes_on_with_the_accounts_of_the_time(ledger: Ledger
     assert again.goodput.productive == pytest.approx(told.productive, abs=0.05), "the lines alone tell as much"
 
 
+def test_steps_that_an_earlier_start_had_done_are_replayed_and_do_not_count_again(ledger: Ledger) -> None:
+    """After a rollback, or the loss of everything since the newest checkpoint."""
+    ledger.begin_from(Source(Origin.CHECKPOINT, 2, path="/c2"), done=4)
+    ledger.started()
+    first = generation(1, 2, "a", "b", origin=Origin.CHECKPOINT)
+    ledger.opened(first)
+    begin = time.time()
+    for i in range(2, 6):
+        ledger.stepped(stepped(first, i, begin + i))
+    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
+    again.begin_from(Source(Origin.CHECKPOINT, 2, path="/c2"), done=4)
+    again.restore(first)
+    for books in (ledger, again):
+        books.publish({})
+        assert (books.snapshot.replayed_steps, books.snapshot.steps_executed) == (2, 4), "steps 3 and 4; 5 and 6 are new"
+        assert books.goodput.lost["replay"] == pytest.approx(2 * 0.5) and books.goodput.productive == pytest.approx(2 * 0.5)
+    assert ledger.folder.last_step() == 6
+
+
 def test_a_restarted_ledger_knows_what_the_first_one_had_written(ledger: Ledger) -> None:
     ledger.started()
     first = generation(1, 0, "a", "b", origin=Origin.FRESH)
@@ -227,6 +249,91 @@ def test_a_restarted_ledger_knows_what_the_first_one_had_written(ledger: Ledger)
     for name in names.split():
         assert getattr(after, name) == getattr(before, name), name
     assert again.stepped(stepped(second, 6, begin + 20)) and not again.stepped(stepped(second, 5, begin + 20))
+
+
+def test_checkpoints_are_counted_by_stage_and_what_was_read_of_them_too_also_after_a_restart(ledger: Ledger) -> None:
+    ledger.started()
+    first = World(Ticket(1, 1), ("a", "b"), Source(Origin.CHECKPOINT, 4, commit="c4", path="/c4"))
+    ledger.begin_from(first.source, 0)
+    ledger.publish({})
+    assert (ledger.snapshot.checkpoint_step, ledger.snapshot.checkpoint_path, ledger.snapshot.checkpoint_time) == (4, "/c4", None)
+    ledger.opened(first)
+    for worker, seconds, read in (("a", 0.5, 1000), ("b", 2.0, 3000)):
+        ledger.filled(worker, Filled(first.ticket, 4, Origin.CHECKPOINT, {"sync": seconds}, read_bytes=read))
+    ledger.load_failed("c3", "block 3 is damaged")
+    for stall in (0.25, 0.5):
+        stages = {"snapshot": stall, "upload": 3.0, "commit": 0.125}
+        ledger.saved(SaveResult("x", 5, 1, 3.125, Kept("c5", "/c5", 5), 700, stall_s=stall, stages=stages))
+    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
+    again.begin_from(first.source, 0)
+    again.restore(first)
+    for worker in ("a", "b"):  # they train: the restarted controller takes for granted that they have their state
+        again.filled(worker, Filled(first.ticket, 4, Origin.CHECKPOINT, {}))
+    for books in (ledger, again):
+        books.publish({})
+        told = books.snapshot
+        assert (told.checkpoint_loads.count, told.checkpoint_loads.sum, told.checkpoint_read_bytes) == (1, 2.0, 4000), "the slowest's time"
+        assert {stage: (one.count, one.sum) for stage, one in told.checkpoint_stages.items()} == {
+            "snapshot": (2, 0.75),
+            "upload": (2, 6.0),
+            "commit": (2, 0.25),
+        }
+        assert (told.checkpoint_bytes, told.checkpoint_load_failures, told.checkpoint_step) == (1400, 1, 5)
+        assert told.checkpoint_time is not None
+
+
+def test_a_restart_reads_the_lines_of_a_long_run_without_holding_them(ledger: Ledger) -> None:
+    """Of 1,024 ranks and 100,000 steps they are gigabytes."""
+    ledger.started()
+    begin = time.time()
+    memory = {str(rank): (1 << 30) + rank for rank in range(1024)}
+    for step in range(1, 101):
+        line = {"step": step, "loss": 1.0, "time": begin + step, "step_seconds": 0.5, "generation": 1, "memory": memory}
+        ledger.folder.append_metrics(line)
+    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
+    tracemalloc.start()
+    again.restore(generation(1, 0, "a", "b", origin=Origin.FRESH))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    size = (ledger.folder.path / "metrics.jsonl").stat().st_size
+    assert again.step == 100 and again.has_stepped and most < size / 2, f"{most} bytes for a file of {size}"
+
+
+class _Ended(Exception):
+    pass
+
+
+def test_a_controller_s_restarts_are_counted_from_life_to_life_and_progress_between_them_is_seen(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash loop of the controller must end the run; restarts weeks apart, with steps between them, must not."""
+    ledger.started()
+    world, begin = generation(1, 0, "a", "b", origin=Origin.FRESH), time.time()
+    config = tiny(ledger.folder.path.parent, "books")
+    where: Any = ledger.folder.path
+    spec = RunSpec("r1", config.model_dump(mode="json"), str(where), "t", world.source, 1, None, 1, {})
+    monkeypatch.setattr(conductor, "import_heavy", lambda: (_ for _ in ()).throw(_Ended))
+    write_memo(where, Memo("r1", 1, 1, 1, world.members, "fresh", 0, epoch=1))
+
+    def life(steps: range) -> Memo:
+        memo = read_memo(where)
+        assert memo is not None
+        books = Ledger(ledger.folder, config, "r1", 1, memo.epoch + 1)
+        take_up(books, config, replace(memo, epoch=memo.epoch + 1))
+        one: Any = SimpleNamespace()
+        with pytest.raises(_Ended):
+            Conductor(spec, config, one, books, one, replace(memo, epoch=memo.epoch + 1), Memos(where, one)).run()
+        for i in steps:
+            assert books.stepped(stepped(world, i, begin + i))
+        after = read_memo(where)
+        assert after is not None and books._used == {"controller": after.total["controller"]}
+        return after
+
+    assert [life(range(0)).controllers for _ in range(3)] == [1, 2, 3]
+    last = life(range(4))
+    assert (last.controllers, last.total) == (4, {"controller": 4})
+    again = life(range(0))
+    assert (again.controllers, again.total, again.high) == (1, {"controller": 5}, 4), "there were steps between"
 
 
 def test_a_full_disk_stops_nothing_and_the_lines_are_written_later(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,6 +418,7 @@ def test_a_checkpoint_is_committed_when_the_last_vote_is_in_and_not_before(tmp_p
     saves.heed(vote(tmp_path, "t1", 1, 2, 5))
     (result,) = ended(saves)
     assert result.error is None and result.kept == newest_kept(str(tmp_path)) and result.step == 5
+    assert result.stages["upload"] == 1.5 and sum(result.stages.values()) == pytest.approx(result.seconds + result.stall_s)
     assert checkpoint.open(tmp_path).meta["at"] == 5 and not saves.busy
 
 

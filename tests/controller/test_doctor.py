@@ -114,13 +114,23 @@ def test_a_port_in_use_and_a_cluster_that_does_not_answer_are_found(monkeypatch)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert doctor.port("127.0.0.1", taken.getsockname()[1]).verdict == "fail"
+        found = doctor.port("127.0.0.1", taken.getsockname()[1])
+        assert found.verdict == "warn" and "any free port" in found.remedy, "it stops no run"
     assert doctor.port("127.0.0.1", 0).verdict == "ok"
+    assert doctor.port("192.0.2.1", 9464).verdict == "fail", "an address that this machine has not does"
     began = time.monotonic()
     found = doctor.ray_cluster("127.0.0.1:1", wait_s=3.0)
     assert found.verdict == "fail" and time.monotonic() - began < 15, "it is ended, and not waited for"
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert doctor.ray_cluster(None).verdict == "ok"
+
+
+def test_a_folder_in_which_nothing_can_be_made_is_told_whatever_its_rights_say(tmp_path: Path) -> None:
+    """/proc: root may write there, and nobody can."""
+    config = tiny(tmp_path, "r")
+    assert doctor.run_folder(config).verdict == "ok" and not (tmp_path / "r").exists()
+    found = doctor.run_folder(tiny(tmp_path, "r", run_dir="/proc/nothing"))
+    assert found.verdict == "fail" and "/proc: can't be written" in found.text
 
 
 def test_a_check_that_breaks_is_a_finding_of_its_own(tmp_path: Path, monkeypatch) -> None:
@@ -142,5 +152,7 @@ def test_the_command_line_tells_it_and_fails_if_a_run_would(tmp_path: Path, monk
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         told = CliRunner().invoke(cli.cli, ["doctor", str(path), f"metrics.port={taken.getsockname()[1]}"], standalone_mode=False)
-    assert told.return_value == 1 and "FAIL  metrics port" in told.output and "-> another run" in told.output
+    assert told.return_value == 0 and "warn  metrics port" in told.output and "-> another run" in told.output
+    told = CliRunner().invoke(cli.cli, ["doctor", str(path), "run.dir=/proc/nothing"], standalone_mode=False)
+    assert told.return_value == 1 and "FAIL  run folder" in told.output
     assert os.listdir(tmp_path) == ["run.yaml"] or set(os.listdir(tmp_path)) == {"run.yaml", "text.txt"}

@@ -154,6 +154,8 @@ def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Pat
         assert [value for value in values if value == value], f"{where}: {asked}"
     runs = prometheus.ask("query", query=f"last_over_time(vescale_run_info[{span}])", time=str(ended))["result"]
     assert [one["metric"]["run"] for one in runs] == ["scraped"], "a run that has ended is still offered"
+    done = prometheus.ask("query", query=f'max_over_time(vescale_run_state{{state="DONE"}}[{span}])', time=str(ended))["result"]
+    assert [one["value"][1] for one in done] == ["1"], "Prometheus was let come once more, and has seen it end"
     # What is told adds up: productive and lost seconds of the last scrape, against the time of that scrape.
     both = "vescale_goodput_seconds_total + on (run) sum by (run) (vescale_badput_seconds_total)"
     told = prometheus.ask("query_range", query=both, **when)
@@ -172,4 +174,4 @@ def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Pat
         draw.picture(tmp_path / "dashboard.html", tmp_path / "dashboard.png", shown.height)
         assert (tmp_path / "dashboard.png").read_bytes().startswith(b"\x89PNG")
     failed = {rule["name"]: rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"] if rule["health"] == "err"}
-    assert not failed and sum(len(group["rules"]) for group in RULES) == 20
+    assert not failed and sum(len(group["rules"]) for group in RULES) == 21

@@ -23,7 +23,7 @@ from tests.controller.conftest import SECRET
 from tests.controller.hanging import hang
 from tests.controller.runs import STEPS, Finished, alive, carry_out, print_figures, tiny, worst_difference
 from tests.workers.test_moved_bytes import common_bytes, most_kept, owned_bytes, trained
-from vescale_ray import checkpoint, client
+from vescale_ray import checkpoint, cli, client
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.controller import controller_name
 from vescale_ray.controller.driver import ScheduledAction as Act
@@ -179,6 +179,17 @@ def test_a_stopped_run_resumes_with_another_number_of_workers_as_if_it_had_not_s
     assert [e["step"] for e in resumed.of("evaluation")] == [0, STEPS], "a resumed run is not evaluated at its start"
     again = carry_out(tiny(home, "stopped", elastic_workers=1))
     assert again.result.state == "DONE" and len(again.events) == len(resumed.events), "a run that is done does nothing"
+    older = checkpoint.ls(resumed.config.checkpoint_root)[-2]
+    assert cli.main(["ckpt", "rollback", str(resumed.folder.path), str(older.step)]) == 0
+    back = carry_out(tiny(home, "stopped", elastic_workers=1))
+    done_again = STEPS - older.step
+    assert back.result.state == "DONE" and done_again > 0 and len(back.losses) == STEPS
+    assert worst_difference(back.losses, undisturbed.losses) < CLOSE
+    assert back.accounting().exact and back.accounting().replayed_steps == done_again
+    state = back.folder.read_state() or {}
+    told = state["goodput"]
+    assert told["productive"] == 0 and told["lost"]["replay"] > 0, "what had been done before does not count again"
+    assert sum(told["lost"].values()) == pytest.approx(state["finished"] - state["started"], rel=0.01)
 
 
 def test_a_checkpoint_that_can_not_be_written_is_a_loud_event_and_training_goes_on_to_the_next(home: Path) -> None:

@@ -21,13 +21,23 @@ from vescale_ray.k8s.options import RUNBOOKS as PLACE
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text())["groups"]
-TESTS = yaml.safe_load((ROOT / "tests" / "deploy" / "alerts_test.yml").read_text())["tests"]
-ALERTS = {rule["alert"]: rule for group in RULES for rule in group["rules"] if "alert" in rule}
+GPU_RULES = yaml.safe_load((ROOT / "deploy" / "alerts-gpu.yml").read_text())["groups"]
+"""Of dcgm-exporter's series: no run's."""
+CASES = [ROOT / "tests" / "deploy" / name for name in ("alerts_test.yml", "alerts_gpu_test.yml")]
+TESTS = [test for path in CASES for test in yaml.safe_load(path.read_text())["tests"]]
+RENDERED = {rule["alert"] for group in RULES for rule in group["rules"] if "alert" in rule}
+ALERTS = {rule["alert"]: rule for group in (*RULES, *GPU_RULES) for rule in group["rules"] if "alert" in rule}
 RECORDED = {rule["record"] for group in RULES for rule in group["rules"] if "record" in rule}
 RUNBOOKS = (ROOT / "docs" / "runbooks.md").read_text()
 
 
-@pytest.mark.parametrize("arguments", [("check", "rules", "deploy/alerts.yml"), ("test", "rules", "tests/deploy/alerts_test.yml")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "rules", "deploy/alerts.yml", "deploy/alerts-gpu.yml"),
+        ("test", "rules", "tests/deploy/alerts_test.yml", "tests/deploy/alerts_gpu_test.yml"),
+    ],
+)
 def test_prometheus_own_tool_accepts_the_rules_and_their_tests_pass(arguments: tuple[str, ...]) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed: apt-get install prometheus")
@@ -38,7 +48,7 @@ def test_prometheus_own_tool_accepts_the_rules_and_their_tests_pass(arguments: t
 @pytest.mark.parametrize("alert", ALERTS)
 def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_must_not(alert: str) -> None:
     cases = [(test, case) for test in TESTS for case in test.get("alert_rule_test", ()) if case["alertname"] == alert]
-    fired = [one["exp_labels"]["run"] for _, case in cases for one in case["exp_alerts"]]
+    fired = [one["exp_labels"] for _, case in cases for one in case["exp_alerts"]]
     assert fired, "no case in which it fires"
     assert any(not case["exp_alerts"] for _, case in cases), "no case in which it does not"
 
@@ -48,7 +58,8 @@ def test_every_alert_says_what_is_wrong_how_bad_it_is_and_where_its_runbook_is(a
     rule = ALERTS[alert]
     assert alert.startswith("Vescale") and rule["labels"]["severity"] in ("page", "ticket", "info")
     notes = rule["annotations"]
-    assert set(notes) == {"summary", "description", "runbook_url"} and "$labels.run" in notes["summary"]
+    assert set(notes) == {"summary", "description", "runbook_url"}
+    assert ("$labels.run" if alert in RENDERED else "$labels.gpu") in notes["summary"]
     page, _, anchor = notes["runbook_url"].partition("#")
     assert page == PLACE, "one address, that one command replaces"
     # GitHub and other renderers of Markdown make a heading's anchor of it in lower case.
@@ -62,8 +73,8 @@ def test_where_the_runbooks_are_can_be_chosen() -> None:
         (rules,) = [one["spec"] for one in documents(RunConfig(), options, "monitor") if one["kind"] == "PrometheusRule"]
         return {rule["annotations"]["runbook_url"] for group in rules["groups"] for rule in group["rules"] if "alert" in rule}
 
-    assert links(Options(runbooks=wanted)) == {f"{wanted}#{alert.lower()}" for alert in ALERTS}
-    assert links(Options()) == {f"{PLACE}#{alert.lower()}" for alert in ALERTS}
+    assert links(Options(runbooks=wanted)) == {f"{wanted}#{alert.lower()}" for alert in RENDERED}
+    assert links(Options()) == {f"{PLACE}#{alert.lower()}" for alert in RENDERED}
     for wrong in ("docs/runbooks.md", "https://x/runbooks.md#there", "https://", "ftp://x/y"):
         with pytest.raises(BadInput, match="--runbooks .*: give the URL of docs/runbooks.md"):
             documents(RunConfig(), Options(runbooks=wrong), "monitor")

@@ -6,14 +6,19 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.deploy.test_alerts import RULES, known
+from tests.deploy.test_alerts import RULES, full_snapshot, known
+from vescale_ray import dash
+from vescale_ray.controller.exposition import families
 from vescale_ray.controller.figures import STATES
 from vescale_ray.deploy import dashboard as made
+from vescale_ray.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "deploy" / "grafana" / "vescale.json").read_text()
@@ -75,6 +80,47 @@ def test_queries_ask_for_series_that_exist_and_every_series_is_in_a_panel_or_a_r
     families = {re.sub(r"_(bucket|sum|count)$", "", name) if "duration_seconds_" in name else name for name in asked}
     wanted = {re.sub(r"_(bucket|sum|count)$", "", name) if "duration_seconds_" in name else name for name in known()}
     assert wanted - families <= {"vescale_run_info", "vescale_loss", "vescale_steps_total"} | families
+
+
+def twice(name: str, labels: Mapping[str, str]) -> list[dict[str, str]]:
+    """A series of a run that answered at one address for 20 minutes, and since it was started again at another one."""
+    told = ",".join(f'{key}="{value}"' for key, value in labels.items())
+    values = {"h:1": "1+1x20 stale", "h:2": "_x21 1+1x20"}
+    return [{"series": f'{name}{{{told},instance="{where}"}}', "values": value} for where, value in values.items()]
+
+
+def refused(queries: list[str], folder: Path) -> str:
+    """What Prometheus can't answer of ``queries`` for such a run, at the time when ranges have the series of both addresses."""
+    series = [one for family in families(full_snapshot()) for s in family.samples for one in twice(s.name, s.labels)]
+    asked = [{"expr": expr, "eval_time": "25m", "exp_samples": []} for expr in queries]
+    (folder / "test.yml").write_text(yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}]}))
+    done = subprocess.run(["promtool", "test", "rules", "test.yml"], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    told = done.stdout + done.stderr
+    assert "exp:" in told or "err" in told, told  # there are answers, which nothing was expected to be
+    return "\n".join(line for line in told.splitlines() if "err:" in line)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
+def test_a_run_that_was_started_again_at_another_address_is_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Kubernetes every start has another one. A query that matches series of both on one side has no answer, for the whole range."""
+    board = [expr.replace("$run", ".*").replace("$__rate_interval", "10m").replace("$__range", "1h") for expr in expressions().values()]
+    queries = [expr.replace("$__interval", "10m") for expr in board]
+    monkeypatch.setattr(dash, "_ask", lambda url, what, query: queries.append(query["query"]) or {"result": []})
+    with pytest.raises(BadInput):
+        dash.from_prometheus("http://x", 'a"b\\', 1.0)
+    some = [{"metric": {}, "values": [[1, "1"]]}]
+    monkeypatch.setattr(dash, "_ask", lambda url, what, query: queries.append(query["query"]) or {"result": some})
+    dash.from_prometheus("http://x", "r", 1.0)
+    assert len(queries) > len(board) + 15 and 'vescale_tokens_per_second{run="a\\"b\\\\"}' in "".join(queries)
+    assert not refused(queries, tmp_path)
+    assert "duplicate series" in refused(["rate(vescale_tokens_total[10m]) / on (run) rate(vescale_steps_total[10m])"], tmp_path)
+
+
+def test_what_is_asked_of_the_present_alone_is_told_of_runs_that_have_ended_too() -> None:
+    for panel in PANELS:
+        for target in panel["targets"]:
+            if target["instant"]:
+                assert re.search(r"last_over_time\(.*\[\$__range\]\)|increase\(", target["expr"]), panel["title"]
 
 
 def test_variables_are_all_defined_and_runs_that_have_ended_are_listed() -> None:

@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 from tests.deploy.kubernetes import core_problems, document_problems, schema_of
 from tests.deploy.mistakes import MISTAKES, Mistake
 from vescale_ray.config import RunConfig, load_config
+from vescale_ray.controller.exposition import families
+from vescale_ray.controller.figures import RunSnapshot
 from vescale_ray.k8s import ManifestError, Options, documents, pods, render
 from vescale_ray.k8s.defaults import FILES, example, rendered
 from vescale_ray.k8s.emit import Why, plain, to_yaml
@@ -188,6 +190,16 @@ def test_versions_are_those_of_the_constraints(loaded: dict[str, Documents]) -> 
 def test_the_run_in_the_manifest_is_the_example(loaded: dict[str, Documents], tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(the(loaded["rayjob.yaml"], "ConfigMap")["data"]["run.yaml"])
     assert load_config(tmp_path / "run.yaml") == example()
+
+
+def test_the_pod_that_a_rank_is_in_is_not_taken_for_the_one_that_is_scraped(loaded: dict[str, Documents]) -> None:
+    """The operator gives each series the labels of its target; where a run's series has one of them itself, that counts."""
+    who = {"worker": "w0", "node": "n", "pod": "p", "device": "cuda:0"}
+    ours = {key for family in families(RunSnapshot("r", "RUNNING", workers={0: who})) for sample in family.samples for key in sample.labels}
+    assert ours & {"namespace", "pod", "container", "endpoint", "instance", "job"} == {"pod"}
+    for document in loaded["monitor.yaml"]:
+        for endpoint in document["spec"].get("podMetricsEndpoints", ()) if document["kind"] == "PodMonitor" else ():
+            assert endpoint.get("honorLabels", False) == (endpoint["port"] == "vescale-metrics"), endpoint
 
 
 def test_no_password_is_in_any_manifest(loaded: dict[str, Documents]) -> None:

@@ -22,13 +22,14 @@ LAYERS: list[set[str]] = [
     {"controller"},
     {"cli_base"},
     {"cli_ckpt", "cli_k8s"},
+    {"cli_rollback"},
     {"cli", "demo"},
 ]
 DATA_ONLY = {"configs", "deploy"}
 RANK = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 MAY_IMPORT_RAY = {"controller", "workers"}
 TORCH_FREE = {"geometry", "errors", "config", "schedule", "runfolder", "client", "progress", "report", "demo", "page", "dash", "top"}
-TORCH_FREE |= {"cli", "cli_base", "cli_ckpt", "cli_k8s", "k8s"}
+TORCH_FREE |= {"cli", "cli_base", "cli_ckpt", "cli_k8s", "cli_rollback", "k8s"}
 
 
 def part_of(module: str) -> str:

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vescale_ray import cli, dash
@@ -73,6 +73,40 @@ def test_it_shows_what_the_lines_say(folder: RunFolder) -> None:
     assert "400 MiB" in text, "round numbers of MiB"
 
 
+def test_waiting_is_a_part_of_the_steps_that_it_was_waited_in(tmp_path: Path) -> None:
+    """The first rank to tell of a step is beside others that have told of the one before, which may have been ten times as long."""
+    run = RunFolder(tmp_path / "r").create()
+    run.append_metrics({"step": 1, "time": BEGAN, "step_seconds": 0.1, "waited_seconds": {"all_gather": 0.6}, "waited_of_seconds": 0.8})
+    (waiting,) = [chart for chart in dash.from_folder(run).charts if chart.title.startswith("Waiting")]
+    assert [value for _, value in waiting.series[0].points] == [pytest.approx(75.0)]
+
+
+def test_a_run_that_failed_before_its_first_step_has_a_page_that_says_why(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "r").create()
+    run.append_event({"time": BEGAN, "event": "run_started", "generation": 0, "step": 0})
+    run.append_event({"time": BEGAN + 9, "event": "worker_lost", "generation": 0, "step": 0, "worker": "w0", "reason": "no memory"})
+    goodput = {"productive": 0.0, "lost": {"startup": 12.0}}
+    run.write_state({"run": "r", "state": "FAILED", "step": 0, "steps": 10, "error": "workers do not start", "goodput": goodput})
+    page = dash.from_folder(run)
+    assert not page.charts and dict(page.facts)["step"] == "0 of 10" and dict(page.facts)["workers"] == "0"
+    text = render(page)
+    assert "workers do not start" in text and "worker w0 lost: no memory" in text and "startup 12.0 s (100.0%)" in text
+
+
+def test_a_run_of_one_step_without_a_loss_has_a_page(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "r").create()
+    figures = {"loss": float("nan"), "bpb": None, "tokens_per_second": 5.0, "world": 1, "memory": {"0": 1}}
+    run.append_metrics({"step": 1, "time": BEGAN, **figures})
+    text = render(dash.from_folder(run))
+    assert "nothing is known of it" in text and "nan" not in text and all(len(svg) for svg in drawing(text))
+
+
+def test_of_a_run_that_was_started_again_the_accounts_say_that_they_are_the_last_start_s(folder: RunFolder) -> None:
+    assert "<h2>Where the time went</h2>" in render(dash.from_folder(folder))
+    folder.append_event({"time": BEGAN + 86400, "event": "run_started", "generation": 3, "step": 10})
+    assert "<h2>Where the time went, since the last of 2 starts</h2>" in render(dash.from_folder(folder))
+
+
 def test_a_line_is_where_its_values_are() -> None:
     chart = Chart("t", (Series("a", [(0.0, 0.0), (5.0, 10.0), (10.0, None), (10.0, 5.0)]),))
     (svg,) = drawing(render(Page("r", "s", 0.0, (), (chart,))))
@@ -106,6 +140,7 @@ def test_thinning_out_keeps_the_extremes_the_ends_and_the_order(numbers: list[fl
 
 
 @given(st.lists(st.lists(values, min_size=1, max_size=5), max_size=8))
+@example([[5e-324], [1e-310, 2e-310]])
 def test_any_values_make_a_page(rows: list[list[float | None]]) -> None:
     charts = tuple(Chart(f"c{i}", (Series("s", [(float(j), v) for j, v in enumerate(row)]),), "bytes") for i, row in enumerate(rows))
     assert len(drawing(render(Page("r", "s", 0.0, (), charts)))) == sum(any(v is not None for v in row) for row in rows)
@@ -119,8 +154,10 @@ def test_of_a_thousand_ranks_the_largest_and_the_smallest_are_shown() -> None:
 class _Prometheus(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         asked = parse_qs(urlparse(self.path).query)["query"][0]
-        result = []
-        if "vescale_run_info" in asked:
+        result: list[dict[str, object]] = []
+        if "vescale_world_size{" in asked and '"there"' in asked:  # known before the first step is
+            result = [{"metric": {}, "values": [[BEGAN - 60, "0"], [BEGAN, "2"], [BEGAN + 60, "3"]]}]
+        elif "vescale_run_info" in asked:
             result = [{"metric": {"run": "there"}, "value": [1, "1"]}]
         elif '"there"' in asked:
             labels = {"run": "there", "rank": "0", "cause": "startup"}
@@ -148,7 +185,9 @@ def test_from_a_prometheus_the_page_has_the_same_pictures(prometheus: str, folde
     page = dash.from_prometheus(prometheus, "there", 2.0)
     titles = [re.sub(", mean of .*", "", chart.title) for chart in page.charts]
     assert titles == [chart.title for chart in dash.from_folder(folder).charts]
-    assert page.marks == (Mark(BEGAN + 60, "2 → 3 workers", True),)
+    assert page.marks == (Mark(BEGAN + 60, "2 → 3 workers", True),) and dict(page.facts)["rescales"] == "1", "the first workers are none"
+    lines = [x for svg in drawing(render(page)) for x in re.findall(r"[MLH]([\d.-]+)", str(ET.tostring(svg)))]
+    assert min(map(float, lines)) >= 64.0, "nothing is drawn left of the axis"
     assert page.goodput == {"productive": 3.0, "lost": {"startup": 3.0}}
     out = tmp_path / "p.html"
     done = CliRunner().invoke(cli.cli, ["dash", "--prometheus", prometheus, "--run", "there", "--out", str(out)])
@@ -166,7 +205,7 @@ def test_wrong_calls_are_one_sentence(prometheus: str, tmp_path: Path, folder: R
         dash.from_prometheus("localhost:9090", "there", 1.0)
     empty = RunFolder(tmp_path / "empty").create()
     (empty.path / "config.yaml").write_text("run: {name: r}\n")
-    with pytest.raises(BadInput, match="no step has been completed yet"):
+    with pytest.raises(BadInput, match="nothing has happened yet"):
         dash.from_folder(empty)
     runner = CliRunner()
     for arguments in (["--run", "x"], ["--prometheus", prometheus], [str(folder.path), "--prometheus", prometheus, "--run", "there"]):

@@ -183,7 +183,8 @@ def start_with_leavers(
 
 def start_from_checkpoint(state: State, root: str, *where: Any) -> int:
     form(state, *where)
-    step = restore_from_checkpoint(state["trainer"], checkpoint.open(root))
+    assert restore_from_checkpoint(state["trainer"], checkpoint.open(root)) > 0
+    step = state["trainer"].completed
     state["snapshots"].begin(state["trainer"])
     return step
 

@@ -300,7 +300,9 @@ def monitor(o: Options) -> list[Document]:
 
     def endpoint(port: str) -> dict[str, Any]:
         relabel = {"sourceLabels": ["__meta_kubernetes_pod_label_ray_io_cluster"], "targetLabel": "ray_io_cluster"}
-        return {"port": port, "interval": "10s", "relabelings": [relabel]}
+        # vescale_worker_info tells the pod of each worker: without this, Prometheus would put the pod that was scraped in its place.
+        own = {"honorLabels": True} if port == "vescale-metrics" else {}
+        return {"port": port, "interval": "10s", **own, "relabelings": [relabel]}
 
     documents = []
     for role, ports in (("head", ("metrics", "as-metrics", "dash-metrics", "vescale-metrics")), ("worker", ("metrics",))):
