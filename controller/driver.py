@@ -241,14 +241,20 @@ class _Attempt:
             ray_seconds=cluster.seconds,
             warnings=tuple(self._warnings),
         )
-        self._farewell()
+        if not self.orphaned:
+            with suppress(_Lost):  # the result stands
+                self._farewell()
         return self._result
 
     def _farewell(self) -> None:
         """Let whoever scrapes the run see how it has ended: else one that is done and one whose head is lost look alike, and one that has
-        failed raises no alert. Nobody waits for a scraper that has stood still, nor after a signal."""
+        failed raises no alert. The workers go first: accelerators wait for no scrape. Nobody waits for a scraper that has stood still,
+        nor after a signal."""
         told = self._call("farewell")
-        deadline = time.monotonic() + (min(told[0], FAREWELL_S) if told else 0.0)
+        if not told or not told[0] or self._signals.count:
+            return
+        deadline = time.monotonic() + min(told[0], FAREWELL_S)
+        self._nursery.close.remote()
         while not self._signals.count and time.monotonic() < deadline:
             now = self._call("farewell")
             if now is None or now[1] > told[1]:
