@@ -21,7 +21,7 @@ from vescale_ray.config import RunConfig, parse_config
 from vescale_ray.controller.conductor import Conductor, outcome_of, take_up
 from vescale_ray.controller.crew import Crew, NurseryLost
 from vescale_ray.controller.ledger import Ledger
-from vescale_ray.controller.memo import Memo, Memos
+from vescale_ray.controller.memo import Memo, Memos, read_memo
 from vescale_ray.controller.metrics import MetricsServer, PortInUse
 from vescale_ray.controller.protocol import NAMESPACE, Outcome, RequestRefused, RunSpec
 from vescale_ray.controller.saves import Saves, retention_of
@@ -52,7 +52,10 @@ class Controller:
         config = parse_config(spec.config)
         folder = RunFolder(spec.folder)
         memos = Memos(spec.folder, nursery)
-        memo = memos.newest(spec.run_id)
+        memo = read_memo(spec.folder)
+        # The nursery of a run that has just begun is still starting, and has nothing to tell. (Ray is asked last: it takes long.)
+        if (memo is not None and memo.run_id == spec.run_id) or ray.get_runtime_context().was_current_actor_reconstructed:
+            memo = memos.newest(spec.run_id)
         again = memo is not None and memo.run_id == spec.run_id
         if memo is None or not again:
             # Whatever an earlier start of the run has used up stays used up.

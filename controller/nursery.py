@@ -38,6 +38,8 @@ AGENT_S = 1.0
 GONE_S = 10.0
 """It is not asked again for so long."""
 STORES = 2
+CALLS = 16
+"""Calls that are answered at a time: where a rack is lost each waits :data:`AGENT_S` for one of its nodes, and the controller for all."""
 REMOVALS, REMOVAL_GAP_S = 5, 2.0
 LEAST_CPU = 0.001
 """A placement group can't be of nothing."""
@@ -322,7 +324,7 @@ def actor_of(config: Mapping[str, Any], run_id: str, node: str, namespace: str) 
             namespace=namespace,
             num_cpus=0,
             max_restarts=0,
-            max_concurrency=4,
+            max_concurrency=CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
         .remote(config, _tag(config["run"]["name"], run_id))

@@ -21,6 +21,7 @@ from tests.controller.soak import start_driver
 from tests.controller.test_runs_on_ray import nothing_left
 from vescale_ray import checkpoint, client
 from vescale_ray.config import RunConfig
+from vescale_ray.controller import memo
 from vescale_ray.controller.driver import RunResult
 from vescale_ray.controller.driver import ScheduledAction as Act
 from vescale_ray.runfolder import RunFolder
@@ -244,10 +245,11 @@ def test_a_controller_that_is_killed_twenty_times_stops_no_worker_and_answers_ag
     nothing_left(finished)
 
 
-def test_a_controller_that_is_killed_while_the_disk_is_full_is_followed_by_one_that_knows_what_it_knew(home: Path) -> None:
+@pytest.mark.parametrize("earlier", [True, False], ids=["since a while", "since the beginning"])
+def test_a_controller_that_is_killed_while_the_disk_is_full_is_followed_by_one_that_knows_what_it_knew(earlier: bool, home: Path) -> None:
     """All that it could not write down is a generation, a wish and lines of steps. (It alone can add no byte to a file.)"""
     model = {"model_factory": "tests.controller.hanging:model"}
-    config = config_of(home, "full", elastic_workers=3, train_steps=1_000_000, **model)
+    config = config_of(home, f"full{earlier}", elastic_workers=3, train_steps=1_000_000, **model)
     seen: dict[str, int] = {}
 
     def torment(run: RunFolder) -> None:
@@ -265,6 +267,8 @@ def test_a_controller_that_is_killed_while_the_disk_is_full_is_followed_by_one_t
         seen["step"] = now()["step"]
         until(lambda: now().get("step", 0) >= seen["step"] + 10, 30, "ten steps more")
         assert len(run.read_metrics()) <= seen["lines"] + 3
+        if not earlier:
+            (run.path / memo.NAME).unlink()  # as if there had never been room for it
         os.kill(first, signal.SIGKILL)
         wait_for(lambda: answers(run, 1), "an answer")
         until(lambda: now().get("step", 0) >= seen["step"] + 30, 30, "steps that the new controller hears of")
