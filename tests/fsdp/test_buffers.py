@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import resource
 import signal
 import subprocess
@@ -150,6 +152,55 @@ def test_a_size_that_only_one_group_has_is_not_kept():
     pool.provide(a)
     pool.release(a, None)
     assert not a.allocated and pool.bytes_held() == 0
+
+
+def resident(buffer: Buffer) -> int:
+    """Bytes of it that the kernel has given memory."""
+    pages = (ctypes.c_ubyte * (buffer.nbytes // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert not libc.mincore(ctypes.c_void_p(buffer.flat(torch.uint8).data_ptr()), ctypes.c_size_t(buffer.nbytes), pages)
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("nbytes", [LARGE, 3 << 20])
+def test_what_is_written_in_pieces_takes_memory_as_it_is_written_and_the_pool_counts_what_the_kernel_gives(nbytes):
+    pool = Pool(CPU)
+    users = _users(pool, nbytes, 2)  # noqa: F841 (alive)
+    pool.peak_bytes = 0
+    for _ in range(2):
+        buffer = pool.take(nbytes, CPU, in_pieces=True)
+        flat, piece = buffer.flat(torch.uint8), nbytes // 8
+        assert pool.bytes_held() == resident(buffer) == 0
+        for start in (0, 3 * piece, piece):
+            pool.written(buffer, piece)
+            flat[start : start + piece] = 1
+            assert pool.bytes_held() == resident(buffer)
+        assert pool.bytes_held() == pool.peak_bytes == 3 * piece
+        pool.give_back(buffer)
+        pool.trim()
+        assert pool.bytes_held() == 0
+        pool.peak_bytes = 0
+
+
+def test_memory_at_hand_is_whole_whoever_writes_to_it_next():
+    pool = Pool(CPU)
+    users = _users(pool, LARGE, 2)  # noqa: F841 (alive)
+    buffer = pool.take(LARGE, CPU, in_pieces=True)
+    pool.written(buffer, LARGE // 2)
+    assert pool.bytes_held() == LARGE // 2
+    pool.give_back(buffer)  # a step that was given up
+    assert pool.bytes_held() == LARGE, "at most: no one remembers which pages"
+    assert pool.take(LARGE, CPU, in_pieces=True) is buffer and pool.bytes_held() == LARGE
+    pool.give_back(buffer)
+    pool.trim()
+    assert pool.take(LARGE, CPU) is buffer and pool.bytes_held() == LARGE, "to be written at once, by an exchange"
+    pool.give_back(buffer)
+    parameters = Buffer(LARGE, CPU)
+    pool.provide(parameters)
+    pool.release(parameters, None)
+    assert not buffer.allocated
+    other = pool.take(LARGE, CPU, in_pieces=True)
+    assert pool.bytes_held() == LARGE and not other.unwritten, "its pages were moved here"
 
 
 def test_clean_padding_is_the_last_to_be_given_up():

@@ -18,14 +18,15 @@ P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; 
 | gathered buffer; unsharded parameters are views | W*S, compute | addresses: as the model; memory: unshard to reshard | all-gather |
 | kept part, if `reshard_after_forward` is an int m | W*S/m, compute | from the end of forward to backward's all-gather | one copy |
 | a parameter's gradient from autograd, but for weights of large ``nn.Linear``s | its own, compute | until its hook has run | autograd |
-| gradient buffer (scratch) | W*S, reduce | first gradient to the end of the reduce-scatter | hooks: write first, add later |
+| gradient buffer (scratch), of new host memory as it is written | W*S, reduce | first gradient to the end of the reduce-scatter | hooks |
 | exchange buffer (scratch), gloo with W > 2 or a cast | W*S, reduce | during the reduce-scatter | memory just released, if sizes match |
 | gradient shard (flat); ``param.grad`` are views | S, orig | until ``zero_grad`` | reduce-scatter, straight into it if reduce is orig |
 | partial gradient shard, HSDP without all-reduce | S, orig | until the next backward with it | reduce-scatter |
 | optimizer states | the shards' | as long as the optimizer | the optimizer, on sharded parameters |
 
 Buffers at a time, units of one size: gathered, prefetch depth + 1 = 2; gradients, 1 on the CPU, 2 on an accelerator (one filled
-while the other is reduced). On the CPU all of it is freed between passes; on an accelerator torch's allocator keeps it.
+while the other is reduced). On the CPU all of it is freed as soon as a pass needs no further unit, and the first unit of a backward, whose
+step's activations are all alive, prefetches late; on an accelerator torch's allocator keeps it.
 Gaps: stacks of matrices that may be gathered with a gap behind each (``allow_gaps``) are kept without the gaps where a rank has
 elements of several matrices. The master shard, gradient shard and states are smaller than S then, and the cast shard, also if it is
 no cast, has the gaps; it is written tensor by tensor, once per optimizer step.

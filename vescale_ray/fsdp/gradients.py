@@ -59,6 +59,7 @@ class Gradients:
         self.seen_count = 0
         """Parameters whose gradient came in the part of a backward that is open."""
         self._seen = [False] * len(params)
+        self._seen_numel = 0
         self._claims: dict[int, int] = {}
         """Parameters whose gradient was written into the buffer by who computed it, and is on its way through autograd: by index, the
         graph task."""
@@ -68,6 +69,8 @@ class Gradients:
         self._flat: torch.Tensor | None = None
         self._buffer: Buffer | None = None
         self._views: list[torch.Tensor] = []
+        self._written: set[int] = set()
+        """Parameters whose part of a new buffer was written."""
         self._reductions: list[Reduction] = []
         self._partial: torch.Tensor | None = None
         self._partial_used: set[int] = set()
@@ -89,6 +92,8 @@ class Gradients:
         # Set by the unit. They must not hold it strongly.
         self.on_first: Callable[[], None] | None = None
         """Called before the first gradient of a backward is taken in."""
+        self.on_most: Callable[[], None] | None = None
+        """Called when three quarters of the elements of the gradients of a backward have come."""
         self.on_complete: Callable[[], None] | None = None
         """Called when every trainable parameter has its gradient of this backward."""
 
@@ -140,6 +145,7 @@ class Gradients:
         if view.dtype != like.dtype or view.device != like.device:
             return None
         self._claims[index] = torch._C._current_graph_task_id()
+        self._writes(index)
         return view
 
     def accumulate(self, index: int) -> None:
@@ -166,6 +172,8 @@ class Gradients:
             held = self._aside.get(index)
             self._aside[index] = grad if held is None else held + grad
         else:
+            if claim is None and not self._arrived[index]:
+                self._writes(index)
             if claim is None and self._arrived[index]:
                 view.add_(grad)
             elif claim is None or not _is_same(grad, view):
@@ -181,6 +189,10 @@ class Gradients:
         if not self._seen[index]:
             self._seen[index] = True
             self.seen_count += 1
+            before, most = self._seen_numel, self.layout.numel * 3 // 4
+            self._seen_numel += leaf.numel()
+            if self.on_most is not None and before < most <= self._seen_numel:
+                self.on_most()
             if self.on_complete is not None and self.seen_count == self.trainable_count:
                 self.on_complete()
 
@@ -191,11 +203,18 @@ class Gradients:
                 self.on_first()
             self._open()
 
+    def _writes(self, index: int) -> None:
+        """The gradient of unsharded parameter ``index`` is about to be written into the buffer."""
+        if self._buffer is not None and self._buffer.unwritten and index not in self._written:
+            assert self.pool is not None
+            self._written.add(index)
+            self.pool.written(self._buffer, self._views[index].nbytes)
+
     def end_window(self) -> None:
         """The unit's part of this backward is through: what comes from now on belongs to another."""
         if self.seen_count:
             self._seen = [False] * len(self.params)
-            self.seen_count = 0
+            self.seen_count = self._seen_numel = 0
 
     def end_backward(self) -> None:
         """The whole backward is over: what was written for a gradient that never arrived is none, and waits for nothing."""
@@ -212,6 +231,7 @@ class Gradients:
         self._open()
         for index, param in enumerate(self.params):
             if param.sharded.requires_grad and not self._arrived[index]:
+                self._writes(index)
                 self._views[index].zero_()
                 self._arrived[index] = True
                 self.arrived_count += 1
@@ -219,6 +239,8 @@ class Gradients:
     def reduce(self, lane: comm.Lane) -> None:
         """Start to sum the gradients over the ranks into this rank's shard."""
         assert self.pool is not None and self._flat is not None
+        if self._buffer is not None:
+            self.pool.written(self._buffer, self.buffer_bytes)
         used = [i for i, arrived in enumerate(self._arrived) if arrived]
         # Adding -0.0 changes no number, adding 0.0 changes -0.0: in a fixed order, nothing must not leave a trace.
         nothing = -0.0 if self.ordered else 0.0
@@ -418,7 +440,7 @@ class Gradients:
             memory = comm.allocate(self.custom_scatter, self.layout.numel, self.reduce_dtype, self.place.device)
             buffer = Buffer(self.buffer_bytes, self.place.device, memory)
         else:
-            buffer = self.pool.take(self.buffer_bytes, self.place.device, self.layout.fingerprint)
+            buffer = self.pool.take(self.buffer_bytes, self.place.device, self.layout.fingerprint, in_pieces=True)
         self._buffer = buffer
         self._flat = buffer.flat(self.reduce_dtype)
         whole = DBuffer(self.layout, self._flat, rank=None)
@@ -433,7 +455,7 @@ class Gradients:
     def _clear(self) -> None:
         self._claims, self._aside = {}, {}
         self._flat = self._buffer = None
-        self._views = []
+        self._views, self._written = [], set()
         self._arrived = [False] * len(self.params)
         self.arrived_count = 0
 

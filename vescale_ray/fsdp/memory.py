@@ -17,7 +17,8 @@ In host memory the buffer may also be the home of this rank's own part (FP32 mas
 has memory for good, and only the rest comes and goes. So the own part is neither held twice nor copied into what is gathered.
 
 Either way the memory in use at a time is prefetch depth + 1 units, whatever order backward takes. Gradient and exchange buffers
-have no views that anyone keeps; they are plain buffers that are handed out again.
+have no views that anyone keeps; they are plain buffers that are handed out again. A gradient buffer fills over the time of a unit's
+backward, while its activations go: new host memory for it comes page by page as it is written, and is counted like that.
 """
 
 from __future__ import annotations
@@ -52,23 +53,33 @@ class Buffer:
     Args:
         memory: a 1-D uint8 tensor of someone else's to use instead, which stays as it is.
         stays: bytes ``[start, end)`` that are not concerned (:meth:`resident`); only where :func:`may_stay` allows it.
+        in_pieces: it is written piece by piece, over some time: new memory is to come as it is written, in small pages if it is small.
     """
 
     __slots__ = (
-        "__weakref__", "_flats", "_range", "_storage", "allocated", "clean_for", "device", "fixed", "nbytes", "stays", "used", "views"
+        "__weakref__", "_flats", "_range", "_storage", "allocated", "clean_for", "device", "fixed", "in_pieces", "nbytes", "stays",
+        "unwritten", "used", "views"
     )  # fmt: skip
 
     def __init__(
-        self, nbytes: int, device: torch.device, memory: torch.Tensor | None = None, stays: tuple[int, int] = NOWHERE
+        self,
+        nbytes: int,
+        device: torch.device,
+        memory: torch.Tensor | None = None,
+        stays: tuple[int, int] = NOWHERE,
+        *,
+        in_pieces: bool = False,
     ) -> None:
-        self.nbytes, self.device, self.stays = nbytes, device, stays
+        self.nbytes, self.device, self.stays, self.in_pieces = nbytes, device, stays, in_pieces
+        self.unwritten = 0
+        """Bytes that nothing was written to since the memory was new: the kernel has not given it yet."""
         self.fixed = memory is not None
         self._range: _Range | None = None
         with torch.inference_mode(False):
             if memory is not None:
                 self._storage = memory
             elif may_stay(nbytes, device):
-                self._range = _Range(nbytes, stays)
+                self._range = _Range(nbytes, stays, huge=not in_pieces or nbytes >= _LARGE_IN_PIECES)
                 lent = self._range.memory
                 self._storage = torch.frombuffer(lent, dtype=torch.uint8, count=nbytes)
                 # A shard that someone keeps when the model is gone holds all addresses, but is not to hold what was gathered there. The
@@ -114,12 +125,13 @@ class Buffer:
             moved = self._range is not None and donor._range is not None and self._range.take_over(donor._range)
             if not moved:
                 donor.free()
-            donor.allocated, donor.clean_for = False, None
+            donor.allocated, donor.clean_for, donor.unwritten = False, None, 0
         if self._range is None:
             self._storage.untyped_storage().resize_(self.nbytes)
         elif not moved:
             self._range.open()
         self.allocated, self.clean_for = True, None
+        self.unwritten = _moving(self.key) if self.in_pieces and self._range is not None and not moved else 0
 
     def free(self) -> None:
         """Give the memory back. Views stay what they are, and are valid again after :meth:`allocate`."""
@@ -129,7 +141,7 @@ class Buffer:
             self._storage.untyped_storage().resize_(0)
         else:
             self._range.close()
-        self.allocated, self.clean_for = False, None
+        self.allocated, self.clean_for, self.unwritten = False, None, 0
 
     def flat(self, dtype: torch.dtype) -> torch.Tensor:
         """The whole buffer as a 1-D tensor of ``dtype``: the same object at each call."""
@@ -159,7 +171,7 @@ class _Range:
 
     supported = sys.platform == "linux"
 
-    def __init__(self, nbytes: int, stays: tuple[int, int]) -> None:
+    def __init__(self, nbytes: int, stays: tuple[int, int], *, huge: bool = True) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         # Unmapped when both this object and the last tensor that views it are gone.
         try:
@@ -172,7 +184,7 @@ class _Range:
         _protect(start, len(self._mapping), 0)
         # Not for the room around: the last, incomplete huge page stays small pages, and no more memory is used than asked for.
         with suppress(OSError):  # an advice; some kernels have no huge pages
-            self._mapping.madvise(_MADV_HUGEPAGE, self._offset, self.nbytes)
+            self._mapping.madvise(_MADV_HUGEPAGE if huge else _MADV_NOHUGEPAGE, self._offset, self.nbytes)
         first, last = stays[0] // mmap.PAGESIZE * mmap.PAGESIZE, -(-stays[1] // mmap.PAGESIZE) * mmap.PAGESIZE
         if last > first:
             _protect(self.address + first, last - first, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -233,7 +245,10 @@ def _no_memory(what: str, nbytes: int, errno: int | None) -> MemoryError:
 
 
 _HUGE_PAGE = 1 << 21
-_MADV_HUGEPAGE = 14
+_MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 14, 15
+_LARGE_IN_PIECES = 2 * _HUGE_PAGE
+"""What is written in pieces has huge pages from this size on. Below, one would be most of it; above, the page faults of small ones (up to
+6,000 more in a step with buffers of 12 MiB) cost more than a part of a huge page that is written later."""
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 _MAP_FIXED = 0x10
 _LIBC: list[ctypes.CDLL] = []
@@ -310,25 +325,45 @@ class Pool:
 
     # -- gradients and other scratch memory --
 
-    def take(self, nbytes: int, device: torch.device, clean_for: str | None = None, stays: tuple[int, int] = NOWHERE) -> Buffer:
-        """Scratch memory, contents undefined (padding zero if ``buffer.clean_for == clean_for``), without bytes ``stays``. Give it back."""
+    def take(
+        self,
+        nbytes: int,
+        device: torch.device,
+        clean_for: str | None = None,
+        stays: tuple[int, int] = NOWHERE,
+        *,
+        in_pieces: bool = False,
+    ) -> Buffer:
+        """Scratch memory, contents undefined (padding zero if ``buffer.clean_for == clean_for``), without bytes ``stays``. Give it back.
+
+        ``in_pieces``: the caller says what it writes, each byte once (:meth:`written`). Until then new host memory is not there.
+        """
         key = nbytes, stays
         idle = self._idle[key]
         buffer = next((b for b in idle if b.allocated and b.clean_for == clean_for), None)
         buffer = buffer or next((b for b in idle if b.allocated), None) or (idle[0] if idle else None)
         if buffer is None:
-            buffer = Buffer(nbytes, device, stays=stays)
+            buffer = Buffer(nbytes, device, stays=stays, in_pieces=in_pieces)
         else:
             idle.remove(buffer)
         if not buffer.allocated:
             buffer.allocate(self._donor(key))
+        if not in_pieces:
+            buffer.unwritten = 0
         buffer.used = True
         self._lent[key].add(buffer)
         self._note_peak()
         return buffer
 
+    def written(self, buffer: Buffer, nbytes: int) -> None:
+        """So much more of ``buffer`` has been written, or is about to be."""
+        if buffer.unwritten:
+            buffer.unwritten = max(0, buffer.unwritten - nbytes)
+            self._note_peak()
+
     def give_back(self, buffer: Buffer) -> None:
         """The current stream has passed the last use of ``buffer``."""
+        self.written(buffer, buffer.nbytes)
         self._lent[buffer.key].discard(buffer)
         if len(self._users[buffer.key]) >= 2:
             self._idle[buffer.key].append(buffer)
@@ -365,9 +400,11 @@ class Pool:
 
     # -- figures --
 
-    def bytes_held(self) -> int:
-        """Bytes of all buffers that have memory now, in use or kept, without those that stay."""
-        return sum(nbytes * (gathered + scratch) for nbytes, (gathered, scratch) in self.count().items())
+    def bytes_held(self, least: int = 0) -> int:
+        """Bytes of all buffers of at least ``least`` that have memory now, in use or kept, without those that stay and those of new
+        memory that are still to be written (to a huge page, where it comes in those)."""
+        keys = [key for key in self._keys() if key[0] >= least]
+        return sum(_moving(key) * sum(self._count(key)) - sum(b.unwritten for b in self._lent[key]) for key in keys)
 
     def _note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.bytes_held())
@@ -375,13 +412,19 @@ class Pool:
     def count(self) -> dict[int, tuple[int, int]]:
         """Buffers with memory, by the bytes of them that come and go: for gathered parameters, and for gradients and exchanges."""
         found: dict[int, tuple[int, int]] = {}
-        for key in sorted({*self._gathered, *self._lent, *self._idle}):
-            gathered, scratch = found.get(_moving(key), (0, 0))
-            found[_moving(key)] = (
-                gathered + len(self._gathered[key]) + len(self._released.get(key, ())),
-                scratch + len(self._lent[key]) + sum(b.allocated for b in self._idle.get(key, ())),
-            )
+        for key in sorted(self._keys()):
+            (gathered, scratch), (more_gathered, more_scratch) = found.get(_moving(key), (0, 0)), self._count(key)
+            found[_moving(key)] = gathered + more_gathered, scratch + more_scratch
         return found
+
+    def _keys(self) -> set[Key]:
+        return {*self._gathered, *self._lent, *self._idle}
+
+    def _count(self, key: Key) -> tuple[int, int]:
+        return (
+            len(self._gathered[key]) + len(self._released.get(key, ())),
+            len(self._lent[key]) + sum(b.allocated for b in self._idle.get(key, ())),
+        )
 
 
 def _moving(key: Key) -> int:

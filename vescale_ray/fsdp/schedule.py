@@ -57,6 +57,8 @@ class Schedule:
         self._repeats = False
         """Whether the forward that is running has been the same as the last one so far."""
         self._in_backward = False
+        self._below_root = False
+        """Whether the backward that is running has reached a unit other than the root."""
         self._creates_graph = False
         """The backward that is running is one with ``create_graph``."""
         self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Group]] = weakref.WeakKeyDictionary()
@@ -170,8 +172,7 @@ class Schedule:
             for group in unit.groups:
                 group.drop_prefetch()
         self._orders[id(root), torch.is_grad_enabled()] = self._running
-        if not torch.is_grad_enabled():
-            self.trim()  # else backward is to come, and needs no more than this
+        self.trim()  # also if backward is to come: activations are at their most now, and what is gathered for it is written anew
 
     def abandon_forward(self) -> None:
         self.forward_root = None
@@ -205,13 +206,25 @@ class Schedule:
             with span("forward_prefetch for {}", target.fqn):
                 target.start_unshard()
 
+    def leaves_unit(self) -> None:
+        """A unit was resharded after its forward: if this needs no unit that is not gathered already, nothing is to come that could be
+        gathered into what has been given back."""
+        following = self._known()[len(self._running) :]
+        if self._repeats and not following[1:] and all(unit is None or unit.gathered for ref in following for unit in [ref()]):
+            self.trim()
+
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def enter_backward(self) -> None:
-        """A unit starts its part of a backward; the first one arranges for the end."""
+    def enter_backward(self, unit: Unit) -> bool:
+        """A unit starts its part of a backward; the first one arranges for the end. Returns whether it is the first one below the root:
+        nearly all activations are alive still, as never again in this backward."""
         if not self._in_backward:
             self._in_backward, self._creates_graph = True, torch.is_grad_enabled()
+            self._below_root = False
             Variable._execution_engine.queue_callback(self.end_backward)
+        first = not self._below_root and not unit.is_root
+        self._below_root = self._below_root or first
+        return first
 
     def prefetch_backward(self, unit: Unit, call: Call) -> None:
         """Gather ahead: what the user listed, else the unit whose forward ran before this call's."""

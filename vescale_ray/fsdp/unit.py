@@ -117,6 +117,7 @@ class Unit:
         self._outer = Phase.RESTING
         self._open_call: Call | None = None
         self._prefetch_after: Call | None = None
+        self._prefetches_late = False
         self._entering: Call | None = None
         self._marked = False
         """Whether the inputs of the forward that is running were marked."""
@@ -133,7 +134,13 @@ class Unit:
         mine = weakref.ref(self)
         for group in groups:
             group.grads.on_first = lambda: _prefetch_at_first_gradient(mine)
+            group.grads.on_most = lambda: _prefetch_at_most_gradients(mine)
             group.grads.on_complete = lambda: _reduce_if_complete(mine)
+
+    @property
+    def gathered(self) -> bool:
+        """Or being gathered."""
+        return all(group.residency is not group.residency.SHARDED for group in self.groups)
 
     def set_phase(self, phase: Phase) -> None:
         check_transition(self.name, self.phase, phase)
@@ -212,6 +219,8 @@ class Unit:
         if reshard and self.resharding_after_forward:
             with outside_transforms():
                 self._each(lambda group: group.rest(after_forward=torch.is_grad_enabled()))
+            if self.schedule is not None:
+                self.schedule.leaves_unit()
 
     @property
     def resharding_after_forward(self) -> bool:
@@ -296,7 +305,7 @@ class Unit:
         if call.marked and not call.consumed:
             self._awaited_marks += 1
         self._open_call, call.consumed = call, True
-        self.schedule.enter_backward()
+        self._prefetches_late = self.schedule.enter_backward(self)
         self.unshard(backward=True)
         self._prefetch_after = call
         if self.schedule.overlaps or call.previous is None or not any(group.grads.trainable_count for group in self.groups):
@@ -306,7 +315,9 @@ class Unit:
         """Gather for the unit that backward reaches next.
 
         On a device with streams at once. On the CPU at the first gradient: until then the last reduce-scatter is under way, maybe in
-        the memory that the next all-gather writes to. Either way before this unit's own reduce-scatter.
+        the memory that the next all-gather writes to. In the first unit below the root only when three quarters of its gradients
+        are there: a step's activations are all alive when it starts, and more of them are freed by then (in a transformer's layer those
+        of the feed-forward part) than the next unit takes. Either way before this unit's own reduce-scatter.
         """
         call, self._prefetch_after = self._prefetch_after, None
         if call is not None and self.schedule is not None:
@@ -444,7 +455,7 @@ def _is_nearly_first(call: Call) -> bool:
     if earlier is None:
         return True
     unit = earlier.unit()
-    return earlier.previous is None and unit is not None and all(g.residency is not g.residency.SHARDED for g in unit.groups)
+    return earlier.previous is None and unit is not None and unit.gathered
 
 
 def _reduce_if_complete(unit_ref: weakref.ref[Unit]) -> None:
@@ -468,12 +479,19 @@ def _prefetch_at_first_gradient(unit_ref: weakref.ref[Unit]) -> None:
         return
     if in_backward():
         # The graph of a backward with create_graph=True has no hooks of ours: its parameters' gradients are the first that we hear of it.
-        unit.schedule.enter_backward()
+        unit.schedule.enter_backward(unit)
     if not unit.schedule.overlaps:
         unit.schedule.finish_reductions()
-        unit.prefetch_backward()
+        if not unit._prefetches_late:
+            unit.prefetch_backward()
         if unit._open_call is not None and unit._open_call.previous is None:
             unit.schedule.trim()
+
+
+def _prefetch_at_most_gradients(unit_ref: weakref.ref[Unit]) -> None:
+    unit = unit_ref()
+    if unit is not None and unit.phase is Phase.BACKWARD:
+        unit.prefetch_backward()
 
 
 class _InputMark(torch.autograd.Function):

@@ -2,9 +2,10 @@
 
 On an accelerator torch's allocator hands on what is freed (:func:`device_buffers`). On the CPU (:func:`host_buffers`), what the
 pool of ``vescale_ray/fsdp/memory.py`` does in host memory: a buffer of a size that several groups use is kept when it is released, for
-the next one of that size; one of a size that a single group uses is freed. The next unit is gathered while one computes. A gradient
-buffer is filled and reduced before the next one is opened, the root's is open from first to last; with more than two ranks the
-exchange that stands for gloo's missing reduce-scatter needs as much again.
+the next one of that size, until the pass needs no further unit; one of a size that a single group uses is freed. The next unit is
+gathered while one computes. A gradient buffer is filled and reduced before the next one is opened, the root's is open from first to last,
+and whole when its last gradient has come; with more than two ranks the exchange that stands for gloo's missing reduce-scatter needs as
+much again.
 """
 
 from __future__ import annotations

@@ -1,0 +1,91 @@
+"""What the engine holds in host memory while a step's activations are at their most: from the end of forward into backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.ranks import run_gloo
+from vescale_ray.fsdp import explain, fully_shard
+from vescale_ray.fsdp.memory import Pool, may_stay
+from vescale_ray.fsdp.schedule import unit_of
+
+SIDE = 256
+Q = SIDE * SIDE * 4
+"""Bytes of one weight, and with two ranks of what comes and goes of two: a rank's own half stays."""
+
+
+class Quarters(nn.Module):
+    """Layers of four equal weights; a root of two, of which one has its gradient first and one last of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(SIDE, SIDE)
+        self.layers = nn.ModuleList(nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(4))) for _ in range(4))
+        self.head = nn.Linear(SIDE, SIDE, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def held_in_quarters(rank: int, world: int) -> tuple[dict[str, float], float, dict[str, float]]:
+    """What the pool holds where something happens, in weights: in the third step, the peak of it, and as predicted."""
+    torch.manual_seed(0)
+    model = Quarters()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pool, held = Pool(torch.device("cpu")), dict[str, float]()
+
+    def note(where: str) -> None:
+        held[where] = pool.bytes_held() / Q
+
+    def note_gradients(where: str, tensor: torch.Tensor) -> None:
+        tensor.register_hook(lambda _: note(where))  # behind the product that made this gradient, and that of the weight
+
+    for number, layer in enumerate(model.layers):
+        for quarter, linear in enumerate(layer.children()):
+            name = f"{number}.{quarter}"
+
+            def before(_: nn.Module, args: tuple[torch.Tensor, ...], name: str = name) -> None:
+                note(f"forward {name}")
+                note_gradients(f"backward {name}", args[0])
+
+            linear.register_forward_pre_hook(before)
+    for _ in range(3):
+        unit = unit_of(model)
+        if unit is not None and unit.lanes is not None:
+            pool = unit.lanes.pool
+            pool.peak_bytes = 0
+        logits = model(torch.arange(8)[None])
+        note("after forward")
+        logits.square().mean().backward()
+        note("after backward")
+        optimizer.step()
+        optimizer.zero_grad()
+    return held, pool.peak_bytes / Q, {kind: nbytes / Q for kind, nbytes in explain(model).memory.items()}
+
+
+def test_while_activations_are_at_their_most_the_engine_holds_what_is_being_used() -> None:
+    assert may_stay(Q, torch.device("cpu")), "needs Linux"
+    root, layer, head, layers = 1, 2, 1, 4
+    """What is gathered of the root and of a layer; the root's first gradient; a layer's gradients."""
+    for held, peak, predicted in run_gloo(2, held_in_quarters):
+        assert held["forward 1.0"] == root + 2 * layer, "the next one is gathered"
+        assert held["forward 3.0"] == root + layer, "the one before will have no successor"
+        assert held["after forward"] == root, "which stays for the loss"
+        assert held["backward 3.3"] == root + layer + head + 1, "gradients take what has been written"
+        assert held["backward 3.2"] == root + layer + head + 2
+        assert held["backward 3.1"] == root + 2 * layer + head + 3, "three quarters are there: the next one is gathered"
+        assert held["backward 3.0"] == root + 2 * layer + head + layers
+        assert held["backward 2.3"] == root + 2 * layer + head + layers, "the next at the first gradient; the buffer is at hand, and whole"
+        assert held["backward 0.3"] == root + layer + head + 1, "nothing is to come: what was at hand was given back"
+        assert held["after backward"] == 0
+        assert peak == root + 2 * layer + head + layers
+        assert predicted["gathered"] == root + 2 * layer
+        assert predicted["gradient_buffers"] == 2 * head + layers, "the root's last gradient comes while the first layer's are reduced"
