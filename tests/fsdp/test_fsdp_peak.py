@@ -84,7 +84,7 @@ def test_while_activations_are_at_their_most_the_engine_holds_what_is_being_used
         assert held["backward 3.1"] == root + 2 * layer + head + 3, "three quarters are there: the next one is gathered"
         assert held["backward 3.0"] == root + 2 * layer + head + layers
         assert held["backward 2.3"] == root + 2 * layer + head + layers, "the next at the first gradient; the buffer is at hand, and whole"
-        assert held["backward 0.3"] == root + layer + head + 1, "nothing is to come: what was at hand was given back"
+        assert held["backward 0.3"] == root + layer + head + layers, "nothing is to come but gradients: what was gathered is given back"
         assert held["after backward"] == 0
         assert peak == root + 2 * layer + head + layers
         assert predicted["gathered"] == root + 2 * layer

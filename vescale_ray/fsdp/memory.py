@@ -377,13 +377,14 @@ class Pool:
             for buffer in idle:
                 buffer.used = False
 
-    def trim(self) -> None:
+    def trim(self, *, scratch: bool = True) -> None:
         """Free the memory that no one uses now, unless it is less than what the process is told to keep; it is allocated again when
-        it is needed."""
-        unused = (b for kind in (self._released, self._idle) for buffers in kind.values() for b in buffers if b.allocated)
+        it is needed. ``scratch``: not only of gathered parameters."""
+        kinds = (self._released, self._idle) if scratch else (self._released,)
+        unused = (b for kind in kinds for buffers in kind.values() for b in buffers if b.allocated)
         if sum(_moving(buffer.key) for buffer in unused) <= self.keep:
             return
-        for kind in (self._released, self._idle):
+        for kind in kinds:
             for buffers in kind.values():
                 for buffer in buffers:
                     buffer.free()

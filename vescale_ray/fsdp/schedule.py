@@ -244,15 +244,16 @@ class Schedule:
                 with span("backward_prefetch for {}", target.fqn):
                     target.start_unshard(backward=True)
         elif call.previous is None:
-            self.trim()
+            self.trim(scratch=False)
 
-    def trim(self) -> None:
-        """The buffers stand idle for a while (after a pass, or no further unit is to come in it): on the CPU, free them.
+    def trim(self, *, scratch: bool = True) -> None:
+        """The buffers stand idle for a while (after a pass, or no further unit is to come in it): on the CPU, free them. ``scratch``:
+        those of gradients, too, which backward takes to its end.
 
         Device memory stays with the pool: to free and allocate it again every step is what fragments it.
         """
         if not self.overlaps:
-            self.lanes.pool.trim()
+            self.lanes.pool.trim(scratch=scratch)
 
     def finish_reductions(self) -> None:
         """Wait until fewer than ``max_reductions`` reduce-scatters are under way."""

@@ -347,7 +347,7 @@ class Unit:
             with span("post_backward_reshard", self.fqn):
                 self._each(lambda group: group.rest(after_forward=False, keep=self.keeps_graph))
         if call is not None and self.schedule is not None and _is_nearly_first(call):
-            self.schedule.trim()  # no unit is to come that could gather into what this one has given back
+            self.schedule.trim(scratch=False)  # no unit is to come that could gather into what this one has given back
         if self.reduce_unused and (self.gradient_sync or not self.hold_gradients):
             self._open_unused()
         self.reduce()
@@ -485,7 +485,7 @@ def _prefetch_at_first_gradient(unit_ref: weakref.ref[Unit]) -> None:
         if not unit._prefetches_late:
             unit.prefetch_backward()
         if unit._open_call is not None and unit._open_call.previous is None:
-            unit.schedule.trim()
+            unit.schedule.trim(scratch=False)
 
 
 def _prefetch_at_most_gradients(unit_ref: weakref.ref[Unit]) -> None:
