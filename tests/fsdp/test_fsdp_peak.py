@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 
@@ -71,11 +73,20 @@ def held_in_quarters(rank: int, world: int) -> tuple[dict[str, float], float, di
     return held, pool.peak_bytes / Q, {kind: nbytes / Q for kind, nbytes in explain(model).memory.items()}
 
 
+def held_where_memory_is_kept(rank: int, world: int) -> dict[str, float]:
+    os.environ["MALLOC_TRIM_THRESHOLD_"] = str(1 << 40)
+    return held_in_quarters(rank, world)[0]
+
+
+def held_both_ways(rank: int, world: int) -> tuple[tuple[dict[str, float], float, dict[str, float]], dict[str, float]]:
+    return held_in_quarters(rank, world), held_where_memory_is_kept(rank, world)
+
+
 def test_while_activations_are_at_their_most_the_engine_holds_what_is_being_used() -> None:
     assert may_stay(Q, torch.device("cpu")), "needs Linux"
     root, layer, head, layers = 1, 2, 1, 4
     """What is gathered of the root and of a layer; the root's first gradient; a layer's gradients."""
-    for held, peak, predicted in run_gloo(2, held_in_quarters):
+    for (held, peak, predicted), kept in run_gloo(2, held_both_ways):
         assert held["forward 1.0"] == root + 2 * layer, "the next one is gathered"
         assert held["forward 3.0"] == root + layer, "the one before will have no successor"
         assert held["after forward"] == root, "which stays for the loss"
@@ -89,3 +100,7 @@ def test_while_activations_are_at_their_most_the_engine_holds_what_is_being_used
         assert peak == root + 2 * layer + head + layers
         assert predicted["gathered"] == root + 2 * layer
         assert predicted["gradient_buffers"] == 2 * head + layers, "the root's last gradient comes while the first layer's are reduced"
+        # A process that is told to keep memory is spared the time: nothing waits, and what several groups use stays, whole.
+        stays = 2 * layer + layers
+        assert kept["forward 1.0"] == kept["after forward"] == stays + root and kept["after backward"] == stays
+        assert kept["backward 3.3"] == kept["backward 0.3"] == stays + root + 2 * head

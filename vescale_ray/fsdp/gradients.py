@@ -440,7 +440,8 @@ class Gradients:
             memory = comm.allocate(self.custom_scatter, self.layout.numel, self.reduce_dtype, self.place.device)
             buffer = Buffer(self.buffer_bytes, self.place.device, memory)
         else:
-            buffer = self.pool.take(self.buffer_bytes, self.place.device, self.layout.fingerprint, in_pieces=True)
+            in_pieces = self.pool.spares(self.buffer_bytes)
+            buffer = self.pool.take(self.buffer_bytes, self.place.device, self.layout.fingerprint, in_pieces=in_pieces)
         self._buffer = buffer
         self._flat = buffer.flat(self.reduce_dtype)
         whole = DBuffer(self.layout, self._flat, rank=None)

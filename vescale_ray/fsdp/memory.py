@@ -377,12 +377,16 @@ class Pool:
             for buffer in idle:
                 buffer.used = False
 
+    def spares(self, nbytes: int) -> bool:
+        """Whether so much memory is worth some time: it is not less than what the process is told to keep."""
+        return nbytes > self.keep
+
     def trim(self, *, scratch: bool = True) -> None:
         """Free the memory that no one uses now, unless it is less than what the process is told to keep; it is allocated again when
         it is needed. ``scratch``: not only of gathered parameters."""
         kinds = (self._released, self._idle) if scratch else (self._released,)
         unused = (b for kind in kinds for buffers in kind.values() for b in buffers if b.allocated)
-        if sum(_moving(buffer.key) for buffer in unused) <= self.keep:
+        if not self.spares(sum(_moving(buffer.key) for buffer in unused)):
             return
         for kind in kinds:
             for buffers in kind.values():

@@ -305,7 +305,8 @@ class Unit:
         if call.marked and not call.consumed:
             self._awaited_marks += 1
         self._open_call, call.consumed = call, True
-        self._prefetches_late = self.schedule.enter_backward(self)
+        first = self.schedule.enter_backward(self)
+        self._prefetches_late = first and self.schedule.lanes.pool.spares(sum(group.unsharded_bytes for group in self.groups))
         self.unshard(backward=True)
         self._prefetch_after = call
         if self.schedule.overlaps or call.previous is None or not any(group.grads.trainable_count for group in self.groups):
