@@ -272,10 +272,13 @@ def _assemble(
     grouped = group_tensors({name: kinds[name] for name in order})
     shapes = {p.name: p.shape for v in by_rank for p in v.pieces}
     held: dict[tuple[str, str], list[tuple[int, int, int, int]]] = defaultdict(list)
+    copies: dict[tuple[str, str], list[tuple[int, int, int, int]]] = defaultdict(list)
     for vote in by_rank:
         for p in vote.pieces:
             if p.end > p.start:
-                held[p.name, p.kind].append((p.start, p.end, vote.rank, p.offset))
+                (copies if p.copied else held)[p.name, p.kind].append((p.start, p.end, vote.rank, p.offset))
+    for (name, kind), pieces in copies.items():
+        held[name, kind] += _each_once(pieces, dtype_of(kinds[name][kind]).itemsize)
     tensors: dict[str, TensorEntry] = {}
     groups: list[Group] = []
     for group_id, (group_kinds, names) in enumerate(grouped):
@@ -315,6 +318,18 @@ def _encoded(manifest: Manifest) -> bytes:
     except ManifestError as error:
         raise CommitRefused(f"the votes make no valid checkpoint: {error}") from None
     return raw
+
+
+def _each_once(pieces: list[tuple[int, int, int, int]], itemsize: int) -> list[tuple[int, int, int, int]]:
+    """Of pieces that several ranks hold alike, each element from one of them; what the others wrote of it stays unused in their objects."""
+    taken: list[tuple[int, int, int, int]] = []
+    position = 0
+    for start, end, rank, offset in sorted(pieces, key=lambda piece: (piece[0], -piece[1], piece[2])):
+        first = max(start, position)
+        if first < end:
+            taken.append((first, end, rank, offset + (first - start) * itemsize))
+            position = end
+    return taken
 
 
 def _check_cover(name: str, kind: str, pieces: list[tuple[int, int, int, int]], numel: int) -> None:

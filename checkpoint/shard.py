@@ -50,7 +50,7 @@ class Vote:
                 "epoch": self.epoch,
                 "object": self.object.to_json(),
                 "aux": self.aux.to_json() if self.aux else None,
-                "pieces": [[p.name, p.kind, p.dtype, list(p.shape), p.start, p.end, p.offset] for p in self.pieces],
+                "pieces": [[p.name, p.kind, p.dtype, list(p.shape), p.start, p.end, p.offset, p.copied] for p in self.pieces],
             },
             separators=(",", ":"),
         )
@@ -65,7 +65,7 @@ class Vote:
             raw["epoch"],
             ObjectEntry.from_json(raw["object"]),
             AuxEntry.from_json(raw["aux"]) if raw["aux"] else None,
-            tuple(PlacedPiece(p[0], p[1], p[2], tuple(p[3]), p[4], p[5], p[6]) for p in raw["pieces"]),
+            tuple(PlacedPiece(p[0], p[1], p[2], tuple(p[3]), p[4], p[5], p[6], p[7]) for p in raw["pieces"]),
         )
 
 

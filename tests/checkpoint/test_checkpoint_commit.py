@@ -72,6 +72,25 @@ def test_votes_that_do_not_tile_every_tensor_are_refused(root, parts, words):
     assert ckpt.latest(root) == earlier
 
 
+def test_of_copies_that_no_rank_knew_of_each_element_is_named_once(root):
+    def copy(start, end):
+        return replace(piece(start, end), copied=True)
+
+    parts = [[copy(0, 70)], [copy(50, 100), copy(110, 120)], [copy(0, 120)], [copy(20, 30), copy(90, 120)]]
+    votes = [vote(root, rank, pieces) for rank, pieces in enumerate(parts)]
+    assert commit(root, votes, world=4).problem is None
+    (extents,) = ckpt.open(root).manifest.groups[0].kinds
+    assert torch.equal(ckpt.open(root).read("w"), W) and (extents.end - extents.start).sum() == 120
+    assert ckpt.verify(root).ok
+    for name, parts, words in (
+        ("b", [[copy(0, 60)], [piece(0, 120)]], "written twice"),
+        ("c", [[copy(0, 60)], [copy(61, 120)]], r"\[60, 61\)"),
+    ):
+        votes = [vote(root, rank, pieces, attempt=name, step=2) for rank, pieces in enumerate(parts)]
+        with pytest.raises(ckpt.CommitRefused, match=words):
+            commit(root, votes, attempt=name, step=2)
+
+
 def test_a_commit_that_no_reader_would_take_is_never_made(root, monkeypatch):
     """It would be passed over for the one before at the next load, after all saves had succeeded."""
     earlier = whole(root, 0)
