@@ -143,6 +143,8 @@ def _dtensor(name: str, tensor: DTensor, world: int) -> LocalPart:
         )
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     local = tensor.to_local().detach()
+    if mesh.get_coordinate() is None:  # others' tensor: this rank is not in its mesh
+        return LocalPart(shape, local.dtype, [], local.new_empty(0), 1, 0, True)
     if any(isinstance(p, _StridedShard) for p in placements):
         held = _strided(shape, mesh, placements)
     else:
