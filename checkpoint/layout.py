@@ -61,7 +61,7 @@ class ShardPiece:
         shape: of the whole tensor.
         dtype: of this kind.
         data: 1-D, ``end - start`` elements, CPU or GPU. It is read during :func:`write_shard` and not kept.
-        copied: other ranks may hold, and write, these elements too, of the same values: the commit takes any one's. Else that two ranks
+        copied: other ranks may hold, and write, these elements too: if they are equal, the commit takes any one's. Else that two ranks
             wrote an element is an error.
     """
 
@@ -93,7 +93,7 @@ class ShardPiece:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPiece:
-    """A piece's description and the byte of the object at which it begins."""
+    """A piece's description and the byte of the object at which it begins; of one that is ``copied``, once it is written, its digest."""
 
     name: str
     kind: str
@@ -103,6 +103,7 @@ class PlacedPiece:
     end: int
     offset: int
     copied: bool = False
+    digest: str = ""
 
 
 _METADATA_ROOM = 512

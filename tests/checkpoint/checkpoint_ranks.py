@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from datetime import timedelta
 from typing import Any
@@ -169,16 +170,28 @@ def over_tensor_parallelism(how: Any, mesh: DeviceMesh, root: str) -> None:
             assert torch.equal(sharded.full_tensor(), whole), name
 
     plain, model = built(5)
-    ckpt.save({"model": model}, root, 1, timeout_s=20)
+    with ckpt.Saver(root, timeout_s=20) as saver:
+        saver.save({"model": model}, 1)
+    assert ckpt.verify(root).ok
+    ckpt.save({"model": model}, root, 2, timeout_s=20)
     other, into = built(6)
     other.load_state_dict(ckpt.open(root).to_state_dict())
     check(model, other)
     ckpt.load({"model": into}, root)
     check(into, plain)
-    ckpt.save({"model": other}, root, 2, timeout_s=20)
+    ckpt.save({"model": other}, root, 3, timeout_s=20)
     _, again = built(7)
     dcp.load({"model": again.state_dict()}, storage_reader=ckpt.DcpReader(root))
     check(again, plain)
+    if mesh.get_local_rank("shard") == 1:
+        with torch.no_grad():
+            again.gain.to_local().add_(1)  # type: ignore[operator,union-attr]
+    try:
+        ckpt.save({"model": again}, root, 4, timeout_s=20)
+    except ckpt.SaveFailed as error:
+        assert re.search(r"'gain': ranks \d and \d both hold elements .* and they differ", str(error)), error
+    else:
+        raise AssertionError("of two that differ one was saved")
 
 
 def failing_rank(rank: int, world: int, root: str) -> str:
