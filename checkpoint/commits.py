@@ -22,6 +22,7 @@ import torch
 
 from vescale_ray.geometry import Extent, FlatSpace, merge_adjacent
 
+from .copies import Held, contradiction, each_once
 from .errors import CheckpointCorrupt, CommitExists, CommitRefused, NoCheckpoint, SaveFailed
 from .faults import fault_point
 from .layout import dtype_of, group_tensors, merge_orders, tensor_kinds
@@ -88,7 +89,8 @@ def commit(
         aliases: ``{other name: stored name}`` of tied tensors, which are stored once.
 
     Raises:
-        CommitRefused: votes missing, of another attempt, not tiling a tensor exactly; objects missing or of another size;
+        CommitRefused: votes missing, of another attempt, not tiling a tensor exactly, or with copies that differ; objects missing or of
+            another size;
             or a newer (epoch, step) is committed already. CommitExists: another attempt committed this (epoch, step).
         SaveFailed: the storage refused. Whatever is raised, earlier commits are untouched.
     """
@@ -102,6 +104,9 @@ def commit(
         missing = _missing(store, manifest)
         if missing:
             raise CommitRefused(f"attempt {attempt}: {missing}")
+        unlike = contradiction(store, votes)
+        if unlike:
+            raise CommitRefused(unlike)
         newest = max((order for order, _ in _listed(store)), default=None)
         if newest is not None and newest > (epoch, step) and store.size(key) is None:
             raise CommitRefused(
@@ -271,11 +276,14 @@ def _assemble(
     order = merge_orders(list(dict.fromkeys(p.name for p in v.pieces)) for v in by_rank)
     grouped = group_tensors({name: kinds[name] for name in order})
     shapes = {p.name: p.shape for v in by_rank for p in v.pieces}
-    held: dict[tuple[str, str], list[tuple[int, int, int, int]]] = defaultdict(list)
+    held: dict[tuple[str, str], list[Held]] = defaultdict(list)
+    copies: dict[tuple[str, str], list[Held]] = defaultdict(list)
     for vote in by_rank:
         for p in vote.pieces:
             if p.end > p.start:
-                held[p.name, p.kind].append((p.start, p.end, vote.rank, p.offset))
+                (copies if p.copied else held)[p.name, p.kind].append((p.start, p.end, vote.rank, p.offset))
+    for (name, kind), pieces in copies.items():
+        held[name, kind] += each_once(pieces, dtype_of(kinds[name][kind]).itemsize)
     tensors: dict[str, TensorEntry] = {}
     groups: list[Group] = []
     for group_id, (group_kinds, names) in enumerate(grouped):

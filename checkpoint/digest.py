@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import ctypes
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -75,6 +75,33 @@ def decode_sums(text: str) -> np.ndarray:
 def digest_of(data: bytes) -> str:
     """xxh3_128 of a small object, 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+class RangeDigests:
+    """xxh3_128 of byte ranges of a stream, which is given chunk by chunk, in order.
+
+    Args:
+        ranges: ``{key: (start, end)}``, none empty, none overlapping.
+    """
+
+    def __init__(self, ranges: Mapping[int, tuple[int, int]]) -> None:
+        self.found: dict[int, str] = {}
+        self._ahead = sorted(((start, end, key) for key, (start, end) in ranges.items()), reverse=True)
+        self._hash = xxhash.xxh3_128()
+
+    def feed(self, chunk: memoryview, at: int) -> None:
+        """The stream's bytes from ``at`` on."""
+        while self._ahead:
+            start, end, key = self._ahead[-1]
+            low, high = max(start, at), min(end, at + len(chunk))
+            if low >= high:
+                return
+            self._hash.update(chunk[low - at : high - at])
+            if high < end:
+                return
+            self.found[key] = self._hash.hexdigest()
+            self._hash.reset()
+            self._ahead.pop()
 
 
 def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:

@@ -61,6 +61,8 @@ class ShardPiece:
         shape: of the whole tensor.
         dtype: of this kind.
         data: 1-D, ``end - start`` elements, CPU or GPU. It is read during :func:`write_shard` and not kept.
+        copied: other ranks may hold, and write, these elements too: if they are equal, the commit takes any one's. Else that two ranks
+            wrote an element is an error.
     """
 
     name: str
@@ -70,6 +72,7 @@ class ShardPiece:
     shape: tuple[int, ...]
     dtype: torch.dtype
     data: torch.Tensor = field(repr=False, compare=False)
+    copied: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
@@ -90,7 +93,7 @@ class ShardPiece:
 
 @dataclass(frozen=True, slots=True)
 class PlacedPiece:
-    """A piece's description and the byte of the object at which it begins."""
+    """A piece's description and the byte of the object at which it begins; of one that is ``copied``, once it is written, its digest."""
 
     name: str
     kind: str
@@ -99,6 +102,8 @@ class PlacedPiece:
     start: int
     end: int
     offset: int
+    copied: bool = False
+    digest: str = ""
 
 
 _METADATA_ROOM = 512
@@ -210,6 +215,8 @@ class Described(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> torch.dtype: ...
+    @property
+    def copied(self) -> bool: ...
 
 
 def lay_out(pieces: Sequence[Described]) -> ObjectLayout:
@@ -254,7 +261,7 @@ def lay_out(pieces: Sequence[Described]) -> ObjectLayout:
     placed = []
     for offset, number in relative:
         p = pieces[number]
-        placed.append(PlacedPiece(p.name, p.kind, dtype_name(p.dtype), p.shape, p.start, p.end, start + offset))
+        placed.append(PlacedPiece(p.name, p.kind, dtype_name(p.dtype), p.shape, p.start, p.end, start + offset, p.copied))
     return ObjectLayout(text, start, start + position, tuple(placed), tuple(number for _, number in relative))
 
 

@@ -350,11 +350,20 @@ def _write_chunks(fd: int, chunks: Iterable[memoryview], direct: bool) -> tuple[
                 if direct:
                     _set_direct(fd, False)
                     direct = False
-            under_way.append(writers.submit(_write_all, fd, chunk, offset, direct))
+            under_way.append(writers.submit(_write_own, os.dup(fd), chunk, offset, direct))
             offset += len(chunk)
             collect(UNDER_WAY - 1)
         collect(0)
     return offset, direct
+
+
+def _write_own(fd: int, view: memoryview, offset: int, direct: bool) -> bool:
+    """:func:`_write_all`, through a descriptor that nobody else closes: a second Ctrl-C leaves a write under way behind, and were its
+    descriptor closed then, the next file that is opened would get both the number and the bytes."""
+    try:
+        return _write_all(fd, view, offset, direct)
+    finally:
+        os.close(fd)
 
 
 def _write_all(fd: int, view: memoryview, offset: int, direct: bool) -> bool:

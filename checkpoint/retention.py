@@ -244,6 +244,8 @@ class _Collection:
         self.store, self.retention, self.grace, self.dry, self.young = store, retention, grace, dry_run, young
         self.unread: set[str] = set()
         """Commits of which nothing is known now: they don't count, and they don't go."""
+        self.gone: set[str] = set()
+        """Commits that another collection has deleted since this one listed them: nothing is wrong with them, and nothing to be done."""
         self.problems: list[str] = []
         self.freed = 0
         self.waiting: list[str] = []
@@ -254,7 +256,7 @@ class _Collection:
         # Data is listed before commits: an attempt that commits in between is then seen as committed.
         written = store.list("data/") + store.list("attempts/") + [e for e in store.list("verified/") if e.key.count("/") == 2]
         now = store.clock()
-        commits = ls(store)
+        commits = [c for c in ls(store) if c.problem is None or not self._gone(c)]
         pinned = pins(store)
         why = self._why(commits, pinned)
         doomed = {c.name for c in commits} - set(why)
@@ -267,10 +269,11 @@ class _Collection:
             if not self._delete_commit(victim):
                 why[victim.name] = ("undeletable",)
                 continue
-            deleted.append(victim.name)
+            if victim.name not in self.gone:
+                deleted.append(victim.name)
             if attempt:
                 dead[attempt] = victim.name
-        kept = [c for c in commits if c.name not in deleted]
+        kept = [c for c in commits if c.name not in deleted and c.name not in self.gone]
         swept = self._sweep(written, kept, dead, now)
         if not self.dry:
             self._forget(pinned, {c.name for c in commits})
@@ -337,13 +340,23 @@ class _Collection:
             for entry, aux in missing:
                 problem = prove(self.store, entry, aux, note=not self.dry, progress=self.progress)
                 if problem is not None:
+                    if self._gone(commit):
+                        return False
                     self.problems.append(f"checkpoint {commit.name} is damaged and does not count: {problem}")
                     return False
         except (ManifestError, OSError) as error:
+            if self._gone(commit):
+                return False
             self.unread.add(commit.name)
             self.problems.append(f"checkpoint {commit.name} could not be verified, and is kept unseen: {error}")
             return False
         return True
+
+    def _gone(self, commit: Commit) -> bool:
+        with suppress(OSError):
+            if self.store.size(commit.key) is None:
+                self.gone.add(commit.name)
+        return commit.name in self.gone
 
     def _metrics(self, whole: Sequence[Commit]) -> dict[str, float]:
         if not self.retention.keep_best:
@@ -353,6 +366,8 @@ class _Collection:
             try:
                 value: Any = read_manifest(self.store, commit.name)[0].meta.get("metrics", {}).get(self.retention.metric)
             except (ManifestError, OSError) as error:
+                if self._gone(commit):
+                    continue
                 # It may be the best: a store that failed once must not cost it.
                 self.unread.add(commit.name)
                 self.problems.append(f"checkpoint {commit.name} could not be rated, and is kept unseen: {error}")

@@ -10,17 +10,17 @@ import json
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from .arguments import whole
-from .digest import BLOCK_BYTES, aligned_buffer, block_bytes_for, block_sums, digest_of, one_ahead, root_of, view_of
+from .digest import BLOCK_BYTES, RangeDigests, aligned_buffer, block_bytes_for, block_sums, digest_of, one_ahead, root_of, view_of
 from .errors import SaveAborted, SaveFailed
 from .faults import fault_point
-from .layout import ObjectPlan, PlacedPiece, ShardPiece, plan_object
+from .layout import ObjectPlan, PlacedPiece, ShardPiece, dtype_of, plan_object
 from .manifest import AuxEntry, ObjectEntry, check_attempt, check_meta
 from .staging import Slab
 from .store import ALIGNMENT, KeyExists, ObjectStore, Root, store_of
@@ -50,7 +50,10 @@ class Vote:
                 "epoch": self.epoch,
                 "object": self.object.to_json(),
                 "aux": self.aux.to_json() if self.aux else None,
-                "pieces": [[p.name, p.kind, p.dtype, list(p.shape), p.start, p.end, p.offset] for p in self.pieces],
+                "pieces": [
+                    [p.name, p.kind, p.dtype, list(p.shape), p.start, p.end, p.offset, *([p.digest] if p.copied else [])]
+                    for p in self.pieces
+                ],
             },
             separators=(",", ":"),
         )
@@ -65,7 +68,7 @@ class Vote:
             raw["epoch"],
             ObjectEntry.from_json(raw["object"]),
             AuxEntry.from_json(raw["aux"]) if raw["aux"] else None,
-            tuple(PlacedPiece(p[0], p[1], p[2], tuple(p[3]), p[4], p[5], p[6]) for p in raw["pieces"]),
+            tuple(PlacedPiece(p[0], p[1], p[2], tuple(p[3]), p[4], p[5], p[6], len(p) > 7, *p[7:]) for p in raw["pieces"]),
         )
 
 
@@ -114,11 +117,12 @@ def write_shard(
     block_bytes = block_bytes or _block_bytes(plan.bytes, world)
     pinned = any(p.data.is_cuda for p in pieces)
     sums: list[int] = []
+    digests = _digests(plan.pieces)
     store = store_of(root)
     chunk_bytes = store.request_bytes if chunk_bytes is None else chunk_bytes
-    chunks = _copied(plan, sums, block_bytes, max(block_bytes, chunk_bytes // block_bytes * block_bytes), pinned, cancelled)
+    chunks = _copied(plan, sums, digests, block_bytes, max(block_bytes, chunk_bytes // block_bytes * block_bytes), pinned, cancelled)
     raw = None if aux is None else encode_aux(aux)
-    return _write(store, chunks, plan.bytes, plan.pieces, sums, attempt, rank, raw, step, epoch, block_bytes)
+    return _write(store, chunks, plan.bytes, plan.pieces, sums, digests, attempt, rank, raw, step, epoch, block_bytes)
 
 
 def write_staged(
@@ -153,8 +157,9 @@ def write_staged(
     head = layout.header(_about(attempt, rank, step, epoch))
     view[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
     sums: list[int] = []
-    chunks = _in_place(view_of(view), sums, block_bytes, max(block_bytes, chunk_bytes // block_bytes * block_bytes), cancelled)
-    return _write(store, chunks, layout.bytes, layout.placed, sums, attempt, rank, aux, step, epoch, block_bytes)
+    digests = _digests(layout.placed)
+    chunks = _in_place(view_of(view), sums, digests, block_bytes, max(block_bytes, chunk_bytes // block_bytes * block_bytes), cancelled)
+    return _write(store, chunks, layout.bytes, layout.placed, sums, digests, attempt, rank, aux, step, epoch, block_bytes)
 
 
 def encode_aux(aux: Mapping[str, Any]) -> bytes:
@@ -184,6 +189,7 @@ def _write(
     size: int,
     pieces: tuple[PlacedPiece, ...],
     sums: list[int],
+    digests: RangeDigests,
     attempt: str,
     rank: int,
     aux: bytes | None,
@@ -191,7 +197,7 @@ def _write(
     epoch: int,
     block_bytes: int,
 ) -> Vote:
-    """Store the object of ``chunks``, whose making fills ``sums``, and the aux object."""
+    """Store the object of ``chunks``, whose making fills ``sums`` and ``digests``, and the aux object."""
     key = f"data/{attempt}/r{rank:05d}.safetensors"
     aux_entry: AuxEntry | None = None
     fault_point("shard.planned")
@@ -210,11 +216,30 @@ def _write(
         reason = error.strerror or error
         raise SaveFailed(f"rank {rank} could not write {store.describe(key)}: {reason}; earlier checkpoints are untouched") from error
     words = np.array(sums, dtype="<u8")
+    if digests.found:
+        pieces = tuple(replace(p, digest=digests.found.get(index, "")) for index, p in enumerate(pieces))
     return Vote(attempt, rank, step, epoch, ObjectEntry(key, rank, size, block_bytes, words, root_of(words)), aux_entry, pieces)
 
 
+def _digests(pieces: Sequence[PlacedPiece]) -> RangeDigests:
+    """Of those that other ranks may hold, too."""
+    return RangeDigests(
+        {
+            index: (p.offset, p.offset + (p.end - p.start) * dtype_of(p.dtype).itemsize)
+            for index, p in enumerate(pieces)
+            if p.copied and p.end > p.start
+        }
+    )
+
+
 def _copied(
-    plan: ObjectPlan, sums: list[int], block_bytes: int, chunk_bytes: int, pinned: bool, cancelled: Callable[[], bool]
+    plan: ObjectPlan,
+    sums: list[int],
+    digests: RangeDigests,
+    block_bytes: int,
+    chunk_bytes: int,
+    pinned: bool,
+    cancelled: Callable[[], bool],
 ) -> Generator[memoryview]:
     """The object in chunks, each hashed in the buffer that is then written: what the disk gets is what was summed."""
     offsets = range(0, plan.bytes, chunk_bytes)
@@ -228,6 +253,7 @@ def _copied(
             plan.fill(buffer, offset)
             view = view_of(buffer)
             sums.extend(block_sums(view, block_bytes))
+            digests.feed(view, offset)
             yield view
 
     # The next chunk is copied and hashed while this one is being written.
@@ -235,7 +261,7 @@ def _copied(
 
 
 def _in_place(
-    whole: memoryview, sums: list[int], block_bytes: int, chunk_bytes: int, cancelled: Callable[[], bool]
+    whole: memoryview, sums: list[int], digests: RangeDigests, block_bytes: int, chunk_bytes: int, cancelled: Callable[[], bool]
 ) -> Generator[memoryview]:
     """The object in chunks of the memory that it is staged in, hashed one ahead."""
 
@@ -244,6 +270,7 @@ def _in_place(
             _go_on(cancelled)
             view = whole[offset : offset + chunk_bytes]
             sums.extend(block_sums(view, block_bytes))
+            digests.feed(view, offset)
             yield view
 
     return one_ahead(hashed()) if len(whole) > chunk_bytes else hashed()

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, product
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 from torch.nn.parameter import is_lazy
 
 from vescale_ray.geometry import intervals
@@ -37,7 +38,9 @@ class LocalPart:
     """Flat elements of a tensor of ``shape``, held by this rank as ``local`` (the tensor's own storage): ``intervals`` of them, each
     ``[start, end)``, none empty, in the order in which ``local`` has them.
 
-    ``replicas`` ranks hold the same part, this one being number ``replica`` of them.
+    ``replicas`` ranks hold the same part, this one being number ``replica`` of them. ``apart``: that is so among the ranks of the tensor's
+    mesh, which are not all that save: others, of a mesh beside it, may hold the same tensor (what tensor parallelism leaves alone, under
+    FSDP) or know nothing of it (a pipeline's other stages); which of the two a tensor can't tell.
     """
 
     shape: tuple[int, ...]
@@ -46,6 +49,7 @@ class LocalPart:
     local: torch.Tensor = field(repr=False)
     replicas: int
     replica: int
+    apart: bool = False
 
     @property
     def bytes(self) -> int:
@@ -73,15 +77,15 @@ def local_part(name: str, tensor: torch.Tensor, world: int, rank: int) -> LocalP
     """This rank's part of ``tensor``. A plain tensor counts as replicated over all ``world`` ranks.
 
     Raises:
-        ValueError: a pending reduction, a placement other than Shard and Replicate, no data, or what :func:`check_dense` refuses: with the
-            remedy.
+        ValueError: a pending reduction, a placement other than Shard (plain or strided) and Replicate, no data, or what
+            :func:`check_dense` refuses: with the remedy.
     """
     check_dense(name, tensor)
     with torch.no_grad():
         if hasattr(tensor, "local_intervals"):
-            part = _ragged(name, tensor)
+            part = _ragged(name, tensor, world)
         elif isinstance(tensor, DTensor):
-            part = _dtensor(name, tensor)
+            part = _dtensor(name, tensor, world)
         else:
             numel = tensor.numel()
             part = LocalPart(tuple(tensor.shape), tensor.dtype, _one(0, numel), tensor.detach(), world, rank)
@@ -116,7 +120,7 @@ def _one(start: int, end: int) -> Sequence[tuple[int, int]]:
     return [(start, end)] if end > start else []
 
 
-def _ragged(name: str, tensor: Any) -> LocalPart:
+def _ragged(name: str, tensor: Any, world: int) -> LocalPart:
     assert isinstance(tensor, Ragged)
     placements = tuple(getattr(tensor, "placements", ()))
     if any(p.is_partial() for p in placements):
@@ -126,21 +130,47 @@ def _ragged(name: str, tensor: Any) -> LocalPart:
     if mesh is not None:
         replicas, replica = _replica(mesh, placements)
     local = tensor.to_local().detach()
-    return LocalPart(tuple(tensor.shape), local.dtype, tensor.local_intervals(), local, replicas, replica)
+    apart = mesh is not None and mesh.size() < world
+    return LocalPart(tuple(tensor.shape), local.dtype, tensor.local_intervals(), local, replicas, replica, apart)
 
 
-def _dtensor(name: str, tensor: DTensor) -> LocalPart:
+def _dtensor(name: str, tensor: DTensor, world: int) -> LocalPart:
     placements = tuple(tensor.placements)
-    if any(type(p) is not Shard and not isinstance(p, Replicate) for p in placements):
+    if any(type(p) not in (Shard, _StridedShard) and not isinstance(p, Replicate) for p in placements):
         raise ValueError(
             f"tensor {name!r} has placements {placements}: only Shard and Replicate say which elements a rank holds; redistribute it to "
             "Shard(0) on one mesh dimension, with Replicate on the others, before saving or loading"
         )
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     local = tensor.to_local().detach()
-    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
-    held = intervals(shape, [(tuple(offsets), tuple(sizes))])
-    return LocalPart(shape, local.dtype, held, local, *_replica(mesh, placements))
+    if mesh.get_coordinate() is None:  # others' tensor: this rank is not in its mesh
+        return LocalPart(shape, local.dtype, [], local.new_empty(0), 1, 0, True)
+    if any(isinstance(p, _StridedShard) for p in placements):
+        held = _strided(shape, mesh, placements)
+    else:
+        sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+        held = intervals(shape, [(tuple(offsets), tuple(sizes))])
+    return LocalPart(shape, local.dtype, held, local, *_replica(mesh, placements), mesh.size() < world)
+
+
+def _strided(shape: tuple[int, ...], mesh: Any, placements: tuple[Placement, ...]) -> list[tuple[int, int]]:
+    """The intervals where a mesh dimension cuts what later ones have cut already (FSDP2 over tensor parallelism): each of ``split_factor``
+    pieces is sharded by itself, and a rank's parts of them are put together. torch tells only where the first of them begins."""
+    held = [torch.arange(n) for n in shape]
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, (Shard, _StridedShard)):
+            pieces = held[placement.dim].chunk(int(getattr(placement, "split_factor", 1)))
+            count, mine = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
+            held[placement.dim] = torch.cat([part for piece in pieces for part in piece.chunk(count)[mine : mine + 1]] or [torch.arange(0)])
+    boxes = [(tuple(o for o, _ in box), tuple(n for _, n in box)) for box in product(*map(_runs, held))]
+    return sorted(intervals(shape, boxes))  # every dimension's indices ascend, so that this is the local tensor's order
+
+
+def _runs(indices: torch.Tensor) -> list[tuple[int, int]]:
+    """(first, how many) of each run of neighbours among ascending indices."""
+    breaks = (torch.nonzero(indices.diff() != 1).view(-1) + 1).tolist()
+    edges = [0, *breaks, len(indices)]
+    return [(int(indices[a]), b - a) for a, b in pairwise(edges) if b > a]
 
 
 def _replica(mesh: Any, placements: tuple[Placement, ...]) -> tuple[int, int]:

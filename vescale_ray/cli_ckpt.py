@@ -111,9 +111,8 @@ def show(path: str | None, name: str | None, tensors: bool, include: tuple[str, 
         full = {n: {"shape": list(t.shape), "kinds": {k: _dtype(d) for k, d in t.kinds.items()}} for n, t in listed.items()}
         click.echo(json.dumps({**about, **({"tensor": full} if tensors or include else {})}))
         return OK
-    click.echo(
-        f"{opened.commit.name}: step {opened.step}, epoch {opened.epoch}, written by {opened.world} workers, {opened.manifest.created}"
-    )
+    created = _clean(opened.manifest.created)
+    click.echo(f"{opened.commit.name}: step {opened.step}, epoch {opened.epoch}, written by {opened.world} workers, {created}")
     click.echo(f"{opened.commit.path}")
     click.echo(f"{len(opened.tensors)} tensors, {_size(opened.manifest.bytes)} in {len(opened.manifest.objects)} objects")
     for label, (count, size) in kinds.items():

@@ -518,6 +518,7 @@ class _Described(NamedTuple):
     end: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    copied: bool = False
 
 
 def _posted(work: Any) -> Any:

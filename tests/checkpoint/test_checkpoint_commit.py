@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, memory_folder, random_bits, random_layout, save_in_process
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import commits, manifest
+from vescale_ray.checkpoint.digest import RangeDigests, digest_of
 
 W = random_bits((30, 4), torch.float32, 1)
 
@@ -70,6 +72,68 @@ def test_votes_that_do_not_tile_every_tensor_are_refused(root, parts, words):
     with pytest.raises(ckpt.CommitRefused, match=words):
         commit(root, votes)
     assert ckpt.latest(root) == earlier
+
+
+def test_of_copies_that_no_rank_knew_of_each_element_is_named_once(root):
+    def copy(start, end, data=None):
+        return replace(piece(start, end, data=data), copied=True)
+
+    parts = [[copy(0, 70)], [copy(50, 100), copy(110, 120)], [copy(0, 120)], [copy(20, 30), copy(90, 120)]]
+    votes = [vote(root, rank, pieces) for rank, pieces in enumerate(parts)]
+    assert commit(root, votes, world=4).problem is None
+    (extents,) = ckpt.open(root).manifest.groups[0].kinds
+    assert torch.equal(ckpt.open(root).read("w"), W) and (extents.end - extents.start).sum() == 120
+    assert ckpt.verify(root).ok
+    other = W.clone()
+    other[15, 0] += W.norm()  # element 60
+    for name, parts, words in (
+        ("d", [[copy(0, 120)], [copy(0, 120, other)]], r"'w': ranks 0 and 1 both hold elements \[0, 120\), and they differ"),
+        ("e", [[copy(0, 70)], [copy(50, 120, other)]], r"ranks 0 and 1 both hold elements \[50, 70\), and they differ"),
+        ("f", [[copy(0, 120)], [copy(30, 61, other)]], r"ranks 0 and 1 both hold elements \[30, 61\), and they differ"),
+        ("b", [[copy(0, 60)], [piece(0, 120)]], "written twice"),
+        ("c", [[copy(0, 60)], [copy(61, 120)]], r"\[60, 61\)"),
+    ):
+        votes = [vote(root, rank, pieces, attempt=name, step=2) for rank, pieces in enumerate(parts)]
+        with pytest.raises(ckpt.CommitRefused, match=words):
+            commit(root, votes, attempt=name, step=2)
+
+
+def test_copies_that_rounding_has_driven_apart_are_saved_with_a_warning_and_no_others(root, caplog):
+    """A month of training under tensor parallelism must not lose its checkpoints for the last bit of a norm's weight."""
+
+    def votes(name, step, *copies):
+        parts = [replace(piece(0, 120, data=data), copied=True) for data in copies]
+        return [vote(root, rank, [part], attempt=name, step=step) for rank, part in enumerate(parts)]
+
+    gain = torch.randn(W.shape, generator=torch.Generator().manual_seed(5))
+    near = gain.clone()
+    near.view(torch.int32)[15, 0] ^= 1
+    far = gain * 1.02
+    holes, others = gain.clone(), gain.clone()
+    holes[3, 0] = others[3, 0] = torch.nan
+    others[3, 1] += 1e-4
+    for step, (one, other) in enumerate([(gain, near), (gain, gain * 1.005), (holes, others), (gain, gain)], 1):
+        caplog.clear()
+        made = commit(root, votes(f"a{step}", step, one, other), attempt=f"a{step}", step=step, world=2)
+        assert made.problem is None and torch.equal(ckpt.open(root, made).read("w").nan_to_num(7.0), one.nan_to_num(7.0))
+        assert ("'w' the most" in caplog.text) == (one is not other)
+    for number, (one, other) in enumerate([(gain, far), (gain, holes), (torch.zeros_like(gain), near), (gain, -gain)]):
+        with pytest.raises(ckpt.CommitRefused, match="ranks 0 and 1 both hold"):
+            commit(root, votes(f"b{number}", 9, one, other), attempt=f"b{number}", step=9, world=2)
+
+
+def test_digests_of_ranges_of_a_stream_are_those_of_the_bytes():
+    rng = random.Random(4)
+    data = rng.randbytes(5000)
+    for _ in range(50):
+        edges = sorted(rng.sample(range(5001), 12))
+        ranges = {key: (edges[2 * key], edges[2 * key + 1]) for key in rng.sample(range(6), rng.randint(0, 6))}
+        digests, at = RangeDigests(ranges), 0
+        while at < len(data):
+            count = rng.choice((1, 17, 400, 3000))
+            digests.feed(memoryview(data)[at : at + count], at)
+            at += count
+        assert digests.found == {key: digest_of(data[start:end]) for key, (start, end) in ranges.items()}
 
 
 def test_a_commit_that_no_reader_would_take_is_never_made(root, monkeypatch):

@@ -14,7 +14,7 @@ import torch
 
 from tests.checkpoint.checkpoint_support import memory_folder, random_bits
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import proof, retention
+from vescale_ray.checkpoint import commits, proof, retention
 
 W = random_bits((30, 4), torch.float32, 1)
 
@@ -65,6 +65,25 @@ def test_what_is_kept_does_not_depend_on_how_often_is_collected(root):
             ckpt.gc(root, rule, grace=ckpt.NO_GRACE)
         ckpt.gc(other, rule, grace=ckpt.NO_GRACE)
         assert [c.name for c in ckpt.ls(root)] == [c.name for c in ckpt.ls(other)]
+
+
+@pytest.mark.parametrize("when", ["listed", "read"])
+def test_checkpoints_that_another_collection_deletes_meanwhile_are_no_problem(root, when, monkeypatch):
+    for step in range(1, 6):
+        make(root, step, loss=float(step))
+    module, real, gone = (commits if when == "listed" else retention), commits.read_manifest, []
+
+    def late(store, name):
+        if name in ("e0000-s000000000002", "e0000-s000000000004") and name not in gone:
+            gone.append(name)
+            store.delete(f"commits/{name}.json")
+        return real(store, name)
+
+    monkeypatch.setattr(module, "read_manifest", late)
+    report = ckpt.gc(root, ckpt.Retention(keep_last=1, keep_best=1, metric="loss"))
+    assert len(gone) == 2 and report.problems == ()
+    assert (steps(report.kept), steps(report.deleted)) == ([1, 5], [3])
+    assert steps(c.name for c in ckpt.ls(root)) == [1, 5]
 
 
 def test_checkpoints_without_the_metric_are_never_the_best(root):

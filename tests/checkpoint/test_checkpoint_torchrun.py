@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from tests.checkpoint.checkpoint_ranks import (
     Mlp,
@@ -24,6 +27,7 @@ from tests.checkpoint.checkpoint_ranks import (
 )
 from tests.ranks import _context, run_gloo
 from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint.tensors import _strided
 
 
 def assert_same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
@@ -77,8 +81,23 @@ def test_replicas_are_written_once_and_restored_everywhere(tmp_path):
         assert_same({"hsdp": full, "copy": full + 1, "plain": full + 2, "tall": full[:1] + 3}, back)
     checkpoint = ckpt.open(tmp_path)
     stored = sum((e.end - e.start).sum() for g in checkpoint.manifest.groups for e in g.kinds)
-    assert stored == 3 * 15 + 3
+    assert stored == 4 * 15 + 3
+    assert np.array_equal(checkpoint.read("some ranks'").numpy(), full + 4)
     assert len({int(o) for g in checkpoint.manifest.groups for e in g.kinds for o in e.object}) > 1, "the replicas share the writing"
+
+
+@pytest.mark.parametrize(("data", "model"), [(2, 2), (3, 4), (4, 3), (1, 5)])
+def test_what_is_cut_by_tensor_parallelism_first_and_then_by_fsdp_is_known_element_by_element(data, model):
+    """The oracle cuts as the two of them do, one after the other; also where another dimension than the first is cut, and the rest."""
+    for rows, columns, dim in itertools.product((0, 1, 5, 9, 12), (3, 8), (0, 1)):
+        full = torch.arange(rows * columns).view(rows, columns)
+        for at in itertools.product(range(data), range(model)):
+            part = full
+            for rank, parts in ((at[1], model), (at[0], data)):
+                part = ([*part.chunk(parts, dim)] + [part.narrow(dim, 0, 0)] * parts)[rank]
+            mesh = SimpleNamespace(size=(data, model).__getitem__, get_local_rank=at.__getitem__)
+            held = _strided((rows, columns), mesh, (_StridedShard(dim, split_factor=model), Shard(dim)))
+            assert [e for start, end in held for e in range(start, end)] == part.flatten().tolist()
 
 
 def test_ragged_tensors_beside_shards_of_any_dimension_load_into_every_other_layout_bit_for_bit(tmp_path):

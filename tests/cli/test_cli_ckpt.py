@@ -20,6 +20,7 @@ from tests.checkpoint.checkpoint_load_ranks import CONFIG
 from tests.checkpoint.s3_fake import fake_s3
 from vescale_ray import checkpoint, cli, cli_ckpt
 from vescale_ray.checkpoint import S3Store
+from vescale_ray.checkpoint.manifest import seal
 from vescale_ray.cli import main
 from vescale_ray.cli_ckpt import ckpt
 from vescale_ray.models.llama import Llama
@@ -251,6 +252,10 @@ def test_names_with_control_characters_are_shown_without(elsewhere, capsys):
     said(capsys, "import-hf", "x.safetensors", "root")
     code, out, _ = said(capsys, "show", "root", "--tensors")
     assert code == 0 and r"a\x1b[2Jb" in out
+    path = next(Path("root/commits").glob("e*"))
+    path.write_bytes(seal(path.read_bytes()[:-66].replace(b'"created":"', b'"created":"\\u001b[2J\\udcff')))
+    code, out, _ = said(capsys, "show", "root")
+    assert code == 0 and r"workers, '\x1b[2J\udcff" in out
 
 
 LONG = {

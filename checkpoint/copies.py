@@ -1,0 +1,121 @@
+"""Elements that several ranks hold, and write, though none of them could know it: what tensor parallelism leaves alone, under FSDP, is a
+tensor on a mesh that says nothing of the meshes beside it.
+
+The commit names each such element once, the lowest rank's. That the copies are copies is checked, by a digest that each rank makes of its
+pieces as it writes them: two tensors that go by one name (of a pipeline's stages, of experts) would otherwise lose one of them and never
+tell. Copies that have drifted apart by rounding are told, and no reason to lose the checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from .layout import PlacedPiece, dtype_of
+from .shard import Vote
+from .store import ObjectStore
+
+Held = tuple[int, int, int, int]
+"""Start, end, rank, byte of its object: elements of one kind of one tensor."""
+DRIFT = 0.01
+"""Copies whose difference is no more than this part of them (by Euclidean norm) are one tensor; two tensors of one name differ by more."""
+_READ_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
+
+
+def each_once(pieces: Iterable[Held], itemsize: int) -> list[Held]:
+    """Of pieces that may overlap, each element from one of them; what the others wrote of it stays unused in their objects."""
+    taken: list[Held] = []
+    position = 0
+    for start, end, rank, offset in sorted(pieces, key=lambda piece: (piece[0], -piece[1], piece[2])):
+        first = max(start, position)
+        if first < end:
+            taken.append((first, end, rank, offset + (first - start) * itemsize))
+            position = end
+    return taken
+
+
+def contradiction(store: ObjectStore, votes: Sequence[Vote]) -> str | None:
+    """Which tensor the ranks hold different copies of, if any. Copies of the same interval are compared by their digests; where these
+    differ, or the ranks have cut a tensor differently, what is common to two pieces is read. Drift (:data:`DRIFT`) is logged.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    copies: dict[tuple[str, str], list[tuple[PlacedPiece, Vote]]] = defaultdict(list)
+    for vote in sorted(votes, key=lambda v: v.rank):
+        for piece in vote.pieces:
+            if piece.copied and piece.end > piece.start:
+                copies[piece.name, piece.kind].append((piece, vote))
+    drifted: dict[str, float] = {}
+    for (name, kind), held in copies.items():
+        held.sort(key=lambda one: (one[0].start, one[0].end, one[1].rank))
+        distinct: list[tuple[PlacedPiece, Vote]] = []
+        for piece, vote in held:
+            same = bool(distinct) and (distinct[-1][0].start, distinct[-1][0].end) == (piece.start, piece.end)
+            if not same:
+                distinct.append((piece, vote))
+            elif distinct[-1][0].digest != piece.digest:
+                apart = _apart(store, *distinct[-1], piece, vote, piece.end)
+                if apart > DRIFT:
+                    return _differ(name, kind, piece.start, piece.end, distinct[-1][1], vote)
+                drifted[name] = max(apart, drifted.get(name, 0.0))
+        for index, (piece, vote) in enumerate(distinct):
+            for other, theirs in distinct[index + 1 :]:
+                if other.start >= piece.end:
+                    break
+                end = min(piece.end, other.end)
+                apart = _apart(store, piece, vote, other, theirs, end)
+                if apart > DRIFT:
+                    return _differ(name, kind, other.start, end, vote, theirs)
+                if apart:
+                    drifted[name] = max(apart, drifted.get(name, 0.0))
+    if drifted:
+        worst = max(drifted, key=lambda name: drifted[name])
+        text = "%d tensors that several ranks hold have drifted apart, %r the most, by %.1g of itself; the lowest rank's are saved"
+        _log.warning(text, len(drifted), worst, drifted[worst])
+    return None
+
+
+def _differ(name: str, kind: str, start: int, end: int, one: Vote, other: Vote) -> str:
+    return (
+        f"{kind!r} of tensor {name!r}: ranks {one.rank} and {other.rank} both hold elements [{start}, {end}), and they differ; "
+        "if these are two tensors, give them names of their own; if they are one, make them equal (broadcast)"
+    )
+
+
+def _apart(store: ObjectStore, piece: PlacedPiece, vote: Vote, other: PlacedPiece, theirs: Vote, end: int) -> float:
+    """The norm of the difference of two pieces from where ``other``, the later one, begins, up to ``end``, to the larger of their norms; 0
+    if all bytes are equal, infinite where one is NaN or Inf and the other is not, or where nothing is to be read."""
+    dtype = dtype_of(piece.dtype)
+    size = (end - other.start) * dtype.itemsize
+    left, right = (memoryview(bytearray(min(size, _READ_BYTES))) for _ in range(2))
+    difference, largest, equal = 0.0, [0.0, 0.0], True
+    with store.open_read(vote.object.key) as first, store.open_read(theirs.object.key) as second:
+        for position in range(0, size, _READ_BYTES):
+            count = min(_READ_BYTES, size - position)
+            ours = first.read_into(piece.offset + (other.start - piece.start) * dtype.itemsize + position, left[:count])
+            others = second.read_into(other.offset + position, right[:count])
+            if (ours, others) != (count, count):
+                return math.inf
+            same = left[:count] == right[:count]
+            equal = equal and same
+            a, b = (_numbers(view[:count], dtype) for view in (left, right))
+            odd = ~(a.isfinite() & b.isfinite())
+            if not same and not torch.equal(a[odd].nan_to_num(0.5), b[odd].nan_to_num(0.5)):
+                return math.inf
+            a, b = a[~odd], b[~odd]
+            difference += float((a - b).square().sum())
+            largest = [largest[0] + float(a.square().sum()), largest[1] + float(b.square().sum())]
+    if equal or not difference:
+        return 0.0 if equal else math.ulp(1.0)  # zeros of two signs, NaNs of two sorts
+    return math.sqrt(difference / max(largest)) if max(largest) else math.inf
+
+
+def _numbers(view: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    raw = torch.frombuffer(view, dtype=torch.uint8).view(dtype)
+    return torch.view_as_real(raw).reshape(-1).double() if dtype.is_complex else raw.double()
