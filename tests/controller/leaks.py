@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vescale_ray.workers.worker import born
+
 FIELDS = ("files", "threads", "megabytes", "children")
 MOST = {"files": 8.0, "threads": 6.0, "megabytes": 25.0, "children": 1.5}
 """Growth within the watched time that is no leak: buffers of connections and arenas of the allocator have no fixed size."""
@@ -32,6 +34,8 @@ class Life:
     held: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in FIELDS})
     shared: set[str] = field(default_factory=set)
     """Files in ``/dev/shm`` that it ever had in its memory."""
+    since: int = 0
+    """Its start time, by the kernel: another process that gets its number is none of its life."""
 
     @property
     def seconds(self) -> float:
@@ -45,6 +49,10 @@ class Life:
     def look(self, children: Mapping[int, int]) -> None:
         """Add a measurement; none if the process is gone."""
         root = Path(f"/proc/{self.pid}")
+        since = born(self.pid)
+        self.since = self.since if self.times else since
+        if not since or since != self.since:
+            return
         try:
             status = dict(line.split(":", 1) for line in (root / "status").read_text().splitlines() if ":" in line)
             measured = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import time
 from pathlib import Path
 
@@ -77,6 +78,17 @@ def test_half_an_hour_of_everything_at_once_costs_no_sample_changes_no_bit_and_l
     assert {step: reference[step] for step in finished.losses} == finished.losses, "a loss differs from the undisturbed run's"
     assert not leaks, "\n".join(leaks)
     assert not orphans, "shared memory is left in /dev/shm"
+
+
+def test_a_process_that_gets_the_number_of_another_is_none_of_its_life() -> None:
+    """Numbers are given out again within minutes where thousands of processes come and go."""
+    with subprocess.Popen(["sleep", "60"]) as other:
+        life = Life("worker", os.getpid())
+        life.look({})
+        life.pid = other.pid
+        life.look({})
+        other.kill()
+    assert len(life.times) == 1 and life.since > 0
 
 
 def test_a_leak_is_told_from_noise_warming_up_and_a_peak() -> None:
