@@ -221,7 +221,7 @@ def test_a_lone_worker_that_hangs_is_given_time_where_nobody_would_take_its_plac
             patch.setattr(subject, "HangWatch", keep)
             memo = SimpleNamespace(total={}, crashes=0, nodes=0, controllers=0, high=0, epoch=1, leavers=())
             spec = SimpleNamespace(run_id="r", bounds=Bounds())
-            Conductor(spec, config, None, SimpleNamespace(age_s=0.0), None, memo, None)  # type: ignore[arg-type]
+            Conductor(spec, config, None, SimpleNamespace(age_s=0.0, step=0), None, memo, None)  # type: ignore[arg-type]
         return built[0]
 
     assert not watch().replaced
