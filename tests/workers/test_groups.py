@@ -60,7 +60,7 @@ def _step_until_a_peer_is_lost(state: State) -> tuple[str, float, int, int, bool
 
 @pytest.mark.timeout(300)  # 24 processes and 40 groups: 13 s on two free cores, a minute on two that are shared by many
 def test_survivors_of_a_sigkill_are_out_within_two_seconds_and_meet_again_twenty_times_without_leaks() -> None:
-    """But for who waits, in gloo's own collectives, for a message that was half way: gloo tells nobody, and the group's bound of 30 s counts.
+    """But for who waits, in gloo's own collectives, for a message that was half way: gloo tells nobody, and the group's bound counts, 30 s.
     (Rare, and seen with other work on both processors; the engine's own messages do not wait so: ``tests/workers/test_waits.py``.)"""
     with Fleet(4) as fleet:
         members = [0, 1, 2, 3]
