@@ -17,9 +17,6 @@ import shutil
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,7 +24,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from vescale_ray.deploy.panels import KINDS, DrawError, Line, Span, date
+from vescale_ray import prometheus as client
+from vescale_ray.deploy.panels import KINDS, DrawError, Line, Span
+from vescale_ray.errors import BadInput
+from vescale_ray.page import date
 
 DASHBOARD = Path(__file__).resolve().parent / "grafana" / "vescale.json"
 WIDTH, COLUMNS, ROW, GAP, TITLE = 1680, 24, 38, 8, 28
@@ -101,23 +101,14 @@ def draw(dashboard: Mapping[str, Any], ask: Ask, span: Span, runs: Sequence[str]
     return Drawn(html, height + 80, tuple(empty))
 
 
-def prometheus(url: str, timeout_s: float = 30.0) -> Ask:
+def prometheus(url: str) -> Ask:
     """Who is asked: the Prometheus at ``url``."""
 
     def ask(path: str, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-        address = f"{url.rstrip('/')}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
-            with urllib.request.urlopen(address, timeout=timeout_s) as reply:
-                answer = json.load(reply)
-        except urllib.error.HTTPError as error:
-            try:
-                reason = json.load(error).get("error", error.reason)
-            except ValueError:
-                reason = error.reason
-            raise DrawError(f"{url} refuses {parameters['query']!r}: {reason}") from None
-        except (OSError, ValueError) as error:
-            raise DrawError(f"{url} does not answer as a Prometheus does ({error}); give its address with --prometheus") from None
-        found: list[dict[str, Any]] = answer["data"]["result"]
+            found: list[dict[str, Any]] = client.ask(url, path, parameters)["result"]
+        except BadInput as error:
+            raise DrawError(str(error)) from None
         return found
 
     return ask

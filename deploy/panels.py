@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from vescale_ray.page import date, ticks
+
 MOST_POINTS = 300
 COLOURS = "#73bf69 #f2cc0c #5794f2 #ff9830 #f2495c #b877d9 #8ab8ff #ffa6b0 #96d98d #ffee52 #c0d8ff #ffb357".split()
 
@@ -97,8 +99,8 @@ def _timeseries(panel: Mapping[str, Any], lines: list[Line], span: Span, wide: i
         shapes.append(shape)
     tops = [top for shape in shapes for _, _, top in shape]
     low, high_value = (min(0.0, *tops) if stacked else min(tops)), max(tops)
-    ticks = _ticks(low, high_value, unit)
-    low, high_value = ticks[0], ticks[-1]
+    marked = ticks(low, high_value, 2 if unit == "bytes" else 10)
+    low, high_value = marked[0], marked[-1]
 
     def x(at: float) -> float:
         return left + (at - span.begin) / (span.end - span.begin) * (wide - left - 6)
@@ -107,7 +109,7 @@ def _timeseries(panel: Mapping[str, Any], lines: list[Line], span: Span, wide: i
         return 6 + (high_value - value) / (high_value - low) * (plot - 6)
 
     parts = [f'<svg width="{wide}" height="{high - legend}">']
-    for tick in ticks:
+    for tick in marked:
         parts.append(f'<line class="grid" x1="{left}" x2="{wide - 6}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
         parts.append(f'<text x="{left - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{escape(value_text(tick, unit))}</text>')
     for i in range(5):
@@ -152,18 +154,6 @@ def _legend(lines: Sequence[Line]) -> str:
         f'<span><i style="background:{COLOURS[i % len(COLOURS)]}"></i>{escape(line.name or "value")}</span>' for i, line in enumerate(lines)
     )
     return f'<div class="legend">{names}</div>'
-
-
-def _ticks(low: float, high: float, unit: str) -> list[float]:
-    """Four to six round numbers that enclose both: of bytes, powers of two."""
-    if high - low < 1e-12 * max(1.0, abs(high)):
-        low, high = (0.0, high) if high > 0 else (low - 1.0, high + 1.0)
-    rough = (high - low) / 4
-    base = 2.0 if unit == "bytes" else 10.0
-    size = base ** math.floor(math.log(rough, base))
-    step = next(size * m for m in ((1, 2) if unit == "bytes" else (1, 2, 2.5, 5, 10)) if size * m >= rough * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [i * step for i in range(first, last + 1)]
 
 
 def _stat(panel: Mapping[str, Any], lines: list[Line], span: Span, wide: int, high: int, marks: Sequence[float]) -> str:
@@ -256,10 +246,6 @@ KINDS: dict[str, Draw] = {
     "table": _table,
     "state-timeline": _state_timeline,
 }
-
-
-def date(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def _clock(at: float) -> str:

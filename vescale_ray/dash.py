@@ -6,18 +6,14 @@ people who see the one and not the other.
 
 from __future__ import annotations
 
-import json
 import math
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from vescale_ray import report
+from vescale_ray import prometheus, report
 from vescale_ray.errors import BadInput
 from vescale_ray.page import COLUMNS, Chart, Mark, Page, Points, Series, few
 from vescale_ray.runfolder import RunFolder
@@ -98,13 +94,13 @@ def from_prometheus(url: str, run: str, hours: float) -> Page:
 
     def ask(expr: str, name: str) -> tuple[Series, ...]:
         query = {"query": expr.replace("{}", chosen), "start": end - hours * 3600, "end": end, "step": step}
-        found = _ask(url, "query_range", query)["result"]
+        found = prometheus.ask(url, "query_range", query)["result"]
         values = [(one["metric"], [(float(at), _number(value)) for at, value in one["values"]]) for one in found]
         return tuple(Series(name.format_map(_Labels(labels)) or "value", points) for labels, points in values)
 
     throughput = ask("max(vescale_tokens_per_second{})", "tokens/s")
     if not throughput:
-        runs = _ask(url, "query", {"query": "last_over_time(vescale_run_info[30d])"})["result"]
+        runs = prometheus.ask(url, "query", {"query": "last_over_time(vescale_run_info[30d])"})["result"]
         known = sorted({one["metric"].get("run", "") for one in runs})
         raise BadInput(f"{url} has nothing of run {run!r} in the last {hours:g} hours; it knows {', '.join(known) or 'no run at all'}")
     world = ask("max(vescale_world_size{})", "workers")
@@ -186,18 +182,3 @@ class _Labels(dict[str, str]):
         return "?"
 
 
-def _ask(url: str, what: str, query: Mapping[str, Any]) -> Any:
-    address = f"{url.rstrip('/')}/api/v1/{what}?{urllib.parse.urlencode(query)}"
-    if not address.startswith(("http://", "https://")):
-        raise BadInput(f"--prometheus {url}: give the address of a Prometheus, such as http://127.0.0.1:9090")
-    try:
-        with urllib.request.urlopen(address, timeout=30) as reply:
-            answer = json.loads(reply.read())
-    except urllib.error.HTTPError as error:
-        said = error.read(300).decode(errors="replace")
-        raise BadInput(f"--prometheus {url}: it refuses the query (HTTP {error.code}): {' '.join(said.split())}") from None
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--prometheus {url}: no answer ({getattr(error, 'reason', None) or error}); is it a Prometheus?") from None
-    if answer.get("status") != "success":
-        raise BadInput(f"--prometheus {url}: {answer.get('error', 'it refuses the query')}")
-    return answer["data"]

@@ -83,10 +83,10 @@ def render(page: Page) -> str:
     )
     story = f"<h2>What happened</h2><table><tr><th>time</th><th>step</th><th>event</th><th>pause</th></tr>{rows}</table>" if rows else ""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(page.run)} - vescale-ray</title>'
-    told = f"vescale-ray, from {escape(page.source)}, {_date(time.time())}."
+    told = f"vescale-ray, from {escape(page.source)}, {date(time.time())}."
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head><body><h1>{escape(page.run)}</h1>'
-        f'<p class="from">{told} Times count from {_date(page.began)}; vertical lines: the workers have changed.</p>'
+        f'<p class="from">{told} Times count from {date(page.began)}; vertical lines: the workers have changed.</p>'
         f"<dl>{facts}</dl>{_goodput(page.goodput, page.since)}<main>{figures}</main>{story}</body></html>\n"
     )
 
@@ -114,8 +114,8 @@ def _figure(chart: Chart, marks: Sequence[Mark], span: tuple[float, float]) -> s
     if not values:
         return head + '<p class="legend">nothing is known of it</p></figure>'
     scale = _scale(chart.unit, max(values))
-    ticks = [tick * scale for tick in _ticks((0.0 if chart.zero and min(values) >= 0 else min(values)) / scale, max(values) / scale)]
-    low, high = ticks[0], ticks[-1]
+    marked = [tick * scale for tick in ticks((0.0 if chart.zero and min(values) >= 0 else min(values)) / scale, max(values) / scale)]
+    low, high = marked[0], marked[-1]
     begin, length = span[0], max(span[1] - span[0], 1e-9)
 
     def x(at: float) -> float:
@@ -125,7 +125,7 @@ def _figure(chart: Chart, marks: Sequence[Mark], span: tuple[float, float]) -> s
         return TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)}">']
-    for tick in ticks:
+    for tick in marked:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{_figure_of(tick, chart.unit, high)}</text>')
     for i in range(5):
@@ -213,13 +213,13 @@ def _goodput(goodput: Mapping[str, Any] | None, since: str) -> str:
     return f'<h2>{heading}</h2><div class="bar">{bar}</div><div class="legend">{names}</div>'
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """About five round numbers that enclose both."""
+def ticks(low: float, high: float, base: int = 10) -> list[float]:
+    """About five round numbers that enclose both; with ``base`` 2 powers of two apart."""
     if high - low < 1e-12 * max(1.0, abs(high)):
         low, high = (0.0, high) if high > 1e-300 else (low - 1.0, high + 1.0)  # less is no number that can be divided
     rough = (high - low) / 4
-    size = 10.0 ** math.floor(math.log10(rough))
-    step = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= rough * (1 - 1e-9))
+    size = float(base) ** math.floor(math.log(rough, base) if base != 10 else math.log10(rough))
+    step = next(size * m for m in ((1, 2, 2.5, 5, 10) if base == 10 else (1, base)) if size * m >= rough * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [i * step for i in range(first, last + 1)]
 
@@ -240,7 +240,7 @@ def _figure_of(value: float, unit: str, largest: float) -> str:
     return f"{text} {unit}" if unit else text
 
 
-def _date(at: float) -> str:
+def date(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 

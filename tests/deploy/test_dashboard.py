@@ -105,11 +105,11 @@ def test_a_run_that_was_started_again_at_another_address_is_one_run(tmp_path: Pa
     """On Kubernetes every start has another one. A query that matches series of both on one side has no answer, for the whole range."""
     board = [expr.replace("$run", ".*").replace("$__rate_interval", "10m").replace("$__range", "1h") for expr in expressions().values()]
     queries = [expr.replace("$__interval", "10m") for expr in board]
-    monkeypatch.setattr(dash, "_ask", lambda url, what, query: queries.append(query["query"]) or {"result": []})
+    monkeypatch.setattr(dash.prometheus, "ask", lambda url, what, query: queries.append(query["query"]) or {"result": []})
     with pytest.raises(BadInput):
         dash.from_prometheus("http://x", 'a"b\\', 1.0)
     some = [{"metric": {}, "values": [[1, "1"]]}]
-    monkeypatch.setattr(dash, "_ask", lambda url, what, query: queries.append(query["query"]) or {"result": some})
+    monkeypatch.setattr(dash.prometheus, "ask", lambda url, what, query: queries.append(query["query"]) or {"result": some})
     dash.from_prometheus("http://x", "r", 1.0)
     assert len(queries) > len(board) + 15 and 'vescale_tokens_per_second{run="a\\"b\\\\"}' in "".join(queries)
     assert not refused(queries, tmp_path)
