@@ -32,7 +32,7 @@ class Messages:
         tag: of one purpose; messages of one tag between two ranks arrive in the order they were sent.
     """
 
-    __slots__ = ("_clock", "_group", "_since", "_tag", "_under_way")
+    __slots__ = ("_clock", "_group", "_limit", "_since", "_tag", "_under_way")
 
     _dropped: weakref.WeakKeyDictionary[Any, list[tuple[Any, torch.Tensor]]] = weakref.WeakKeyDictionary()
     _failed: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -40,6 +40,7 @@ class Messages:
 
     def __init__(self, group: Any, tag: int, clock: Clock | None = None) -> None:
         self._group, self._tag, self._clock, self._since = weakref.ref(group), tag, clock, waits.mark()
+        self._limit = waits.bound(group)
         self._under_way: list[tuple[Any, torch.Tensor]] = []
 
     def receive(self, received: torch.Tensor, source: int) -> None:
@@ -69,7 +70,7 @@ class Messages:
         try:
             for works in (under_way, earlier):
                 while works:
-                    waits.wait(works.pop()[0], self._since)
+                    waits.wait(works.pop()[0], self._since, self._limit)
         except BaseException:
             under_way.clear()
             earlier.clear()

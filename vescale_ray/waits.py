@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,22 @@ def mark() -> int:
     return _given_up
 
 
-def wait(work: Any, since: int) -> None:
-    """Wait for a message that was posted at ``since``, bounded by the group's time limit.
+def bound(group: Any) -> timedelta:
+    """The time limit of the collectives of a gloo group, be it one that ``torch.distributed`` knows or a back end of its own.
+
+    A message that is waited for without a limit has another one, that which the group was made with: ``set_timeout()`` does not reach it
+    (``ProcessGroupGloo::setTimeout`` leaves the contexts alone, and ``RecvWork::wait`` takes theirs).
+    """
+    import torch  # here: a worker's control threads answer before it is there
+    import torch.distributed as dist
+
+    backend = group._get_backend(torch.device("cpu")) if isinstance(group, dist.ProcessGroup) else group
+    limit: timedelta = backend.options._timeout
+    return limit
+
+
+def wait(work: Any, since: int, limit: timedelta) -> None:
+    """Wait for a message that was posted at ``since``, no longer than its group's time limit (:func:`bound`).
 
     Raises:
         Waited: :func:`give_up` was called since then.
@@ -50,7 +65,7 @@ def wait(work: Any, since: int) -> None:
         _under_way[id(work)] = work
     try:
         # False: aborted. (What other back ends return for a message is not said.)
-        arrived = work.wait()
+        arrived = work.wait(limit)
     finally:
         with _lock:
             _under_way.pop(id(work), None)

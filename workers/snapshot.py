@@ -363,8 +363,9 @@ class _Generation:
     def settle(self) -> None:
         for exchange in self.pending:
             exchange.slot.own.expected()
+            limit = waits.bound(dist.group.WORLD)
             for work in (*exchange.sends, *exchange.receives):
-                waits.wait(work, exchange.since)
+                waits.wait(work, exchange.since, limit)
             exchange.received()
         self.pending = []
 

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +25,7 @@ from vescale_ray.workers import groups
 from vescale_ray.workers.groups import GroupFailed
 
 HOST = "127.0.0.1"
+LIMIT = timedelta(seconds=10)
 LARGE = 300 << 20
 """Bytes that take two processes of one machine a tenth of a second at least."""
 
@@ -89,7 +91,7 @@ def _cut(state: State, after_s: float) -> None:
 
 @pytest.mark.timeout(240)
 def test_a_wait_for_half_a_message_ends_when_the_lines_are_cut() -> None:
-    """Without an abort it would take 15 s, the time limit of the group's connections. Each time the survivor goes on with another group,
+    """Without an abort it would take 30 s, the group's time limit. Each time the survivor goes on with another group,
     and the memory that was half written is its own again."""
     ways = [("receive", "send"), ("both", "both"), ("muon", "muon")]
     with Fleet(1 + len(ways)) as fleet:
@@ -110,22 +112,64 @@ def test_a_wait_for_half_a_message_ends_when_the_lines_are_cut() -> None:
             assert left - began < 3.5, said
 
 
+def _meet(state: State, late_s: Mapping[str, float], port: int, prefix: str, rank: int, limit_s: float) -> dict[str, tuple[str, float]]:
+    """A message from rank 1 to rank 0 in the group and in a transfer group, which were formed within a second; how it went, and how long
+    it took, where rank 1 is so late."""
+    groups.form(HOST, port, prefix, rank, 2, "gloo", limit_s, form_timeout_s=1.0)
+    both = {"group": None, "transfer": groups.open_transfer(HOST, port, f"{prefix}/transfer", rank, 2, limit_s, form_timeout_s=1.0)}
+    told = {}
+    for name, group in both.items():
+        dist.barrier()
+        began = time.monotonic()
+        messages = groups.messages(group)
+        try:
+            with groups.collectives("exchange"):
+                if rank:
+                    time.sleep(late_s[name])
+                    messages.send(torch.ones(4), 0)
+                else:
+                    messages.receive(torch.zeros(4), 1)
+                messages.wait()
+            told[name] = "arrived", time.monotonic() - began
+        except GroupFailed as failure:
+            told[name] = str(failure), time.monotonic() - began
+    groups.dissolve()
+    return told
+
+
+def test_a_message_has_the_time_of_a_collective_and_not_that_of_the_group_s_forming() -> None:
+    """gloo's own limit for messages is that which the group was made with: moves of large shards, and steps whose ranks are far apart,
+    failed after it, whatever ``elastic.collective_timeout_s`` said."""
+    with Fleet(2) as fleet:
+        prefix = fleet.prefix()
+        late = {"group": 2.5, "transfer": 2.5}
+        arrived = fleet.run_each({rank: (late, fleet.port, prefix, rank, 20.0) for rank in (0, 1)}, _meet)[0]
+        assert {said for said, _ in arrived.values()} == {"arrived"} and all(2.0 < took < 10.0 for _, took in arrived.values()), arrived
+        prefix = fleet.prefix()
+        late = {"group": 0.0, "transfer": 5.0}
+        told = fleet.run_each({rank: (late, fleet.port, prefix, rank, 2.0) for rank in (0, 1)}, _meet)[0]
+        assert told["group"][0] == "arrived"
+        said, took = told["transfer"]
+        assert "Timed out waiting 2000ms" in said and 1.9 < took < 4.0, told
+
+
 def test_messages_of_before_are_not_waited_for_once_they_are_given_up_and_later_ones_are() -> None:
     class Work:
         def __init__(self) -> None:
             self.waited = 0
 
-        def wait(self) -> bool:
+        def wait(self, limit: timedelta) -> bool:
+            assert limit == LIMIT
             self.waited += 1
             return True
 
     before, since = Work(), waits.mark()
-    waits.wait(before, since)
+    waits.wait(before, since, LIMIT)
     assert waits.give_up() == 0, "nobody waits"
     with pytest.raises(waits.Waited, match="gloo: a message .* was given up") as raised:
-        waits.wait(before, since)
+        waits.wait(before, since, LIMIT)
     assert before.waited == 1 and groups.is_collective_error(raised.value)
-    waits.wait(Work(), waits.mark())
+    waits.wait(Work(), waits.mark(), LIMIT)
 
 
 def test_gloo_s_messages_and_nothing_else_are_aborted() -> None:
@@ -141,7 +185,7 @@ def test_gloo_s_messages_and_nothing_else_are_aborted() -> None:
     out = torch.zeros(4)
     arriving = pair[0].recv([out], 1, 10)
     pair[1].send([torch.ones(4)], 0, 10).wait()
-    waits.wait(arriving, waits.mark())
+    waits.wait(arriving, waits.mark(), LIMIT)
     assert out.tolist() == [1.0] * 4
 
 
@@ -150,7 +194,7 @@ def test_a_wait_that_another_thread_gives_up_is_woken_at_once() -> None:
     began = time.monotonic()
     threading.Timer(0.3, waits.give_up).start()
     with pytest.raises(waits.Waited):
-        waits.wait(pair[0].recv([torch.zeros(4)], 1, 9), waits.mark())
+        waits.wait(pair[0].recv([torch.zeros(4)], 1, 9), waits.mark(), LIMIT)
     assert 0.2 < time.monotonic() - began < 3.0
 
 
