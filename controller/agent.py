@@ -1,6 +1,6 @@
 """One agent per node: does on its machine what only a process there can: send signals, and fetch the stacks of a process that does not
-answer. An actor without logic and without torch, started when the node's first worker is warm, so that it is there when it is needed:
-starting one then would take longer than all the rest of a recovery. It is ended with the node's last worker.
+answer, or tell whether it could. An actor without logic and without torch, started when the node's first worker is warm, so that it is
+there when it is needed: starting one then would take longer than all the rest of a recovery. It is ended with the node's last worker.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vescale_ray.workers.pulse import take_stacks
+from vescale_ray.workers.pulse import starved_s, take_stacks
 from vescale_ray.workers.worker import born
 
 
@@ -25,6 +25,10 @@ class Agent:
     def stacks(self, pid: int, process_born: int, descriptor: int, wait_s: float) -> str:
         """The stacks of all threads of a worker's process, or why there are none."""
         return fetch_stacks(pid, process_born, descriptor, wait_s)
+
+    def starved(self, pid: int, process_born: int, thread: int) -> float | None:
+        """Seconds for which a worker's training thread got no processor; None if its process is gone."""
+        return fetch_starved(pid, process_born, thread)
 
 
 def send_signal(pid: int, process_born: int, number: int) -> bool:
@@ -41,6 +45,11 @@ def send_signal(pid: int, process_born: int, number: int) -> bool:
 def fetch_stacks(pid: int, process_born: int, descriptor: int, wait_s: float) -> str:
     """The stacks of a worker of this machine, if it is still the one that was born then."""
     return take_stacks(pid, descriptor, wait_s) if born(pid) == process_born else "(its process is gone)"
+
+
+def fetch_starved(pid: int, process_born: int, thread: int) -> float | None:
+    """Seconds for which a thread of this machine got no processor, if its process is still the one that was born then."""
+    return starved_s(pid, thread) if born(pid) == process_born else None
 
 
 def start_agent(node: str) -> Any:

@@ -323,8 +323,7 @@ class Conductor:
             # Where a leaver's machine has stopped no connection breaks: nobody notices that what it was to give will never come.
             forsaken = missing_since is not None and self._crew.clock() - missing_since > GIVER_S
             if len(living) == world.size and all(w in inside for w in living) and not forsaken:
-                hung = self._hangs.verdict(world.members, time.monotonic())
-                hung = hung or (self._mute(world, inside) if not self._ledger.all_filled else {})
+                hung = self._hung(world) or (self._mute(world, inside) if not self._ledger.all_filled else {})
                 if hung:
                     self._evidence.hung(end_hung(self._crew, self._ledger, world, {w: f"it is hung: {why}" for w, why in hung.items()}))
                 else:
@@ -343,9 +342,26 @@ class Conductor:
             if late:
                 self._evidence.hung(end_hung(self._crew, self._ledger, world, late))
 
+    def _hung(self, world: World) -> Mapping[str, str]:
+        """Who hangs, and is to be ended."""
+        now = time.monotonic()
+        hung = self._hangs.verdict(world.members, now)
+        starved = self._crew.starved(hung) if hung else {}
+        if starved:
+            for worker, seconds in starved.items():
+                self._hangs.starved(worker, seconds)
+            hung = self._hangs.verdict(world.members, now)
+        if hung:
+            self._hangs.ended(hung)
+        return hung
+
     def _mute(self, world: World, inside: Collection[str]) -> Mapping[str, str]:
         """Who of those that the others wait for answers nothing, though nobody trains: while the group forms, or once it is broken. Not
         where all are silent."""
+        found = self._mutes(world, inside)
+        return self._mutes(world, inside) if found and self._crew.starved(found) else found
+
+    def _mutes(self, world: World, inside: Collection[str]) -> Mapping[str, str]:
         found: dict[str, str] = {}
         for worker in inside:
             report = self._crew.report(worker)

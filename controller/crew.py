@@ -34,6 +34,11 @@ SILENT_S = 1.0
 """On a node that does not answer, a worker that has owed an answer for so long is taken to be lost with it."""
 HIRE_S = 2.0
 """A worker's hiring is waited for so long: it takes milliseconds where Ray's control store answers."""
+SLOW_S, SLOWER, SLOWEST_S = 0.1, 10, 5.0
+"""Where others on its machine are later than this with an answer (hundredths of that are usual), a worker is given so many times as long,
+up to the last: its answer passes through as many hands."""
+LATE_HALF_S = 3.0
+"""How late somebody was counts for half after so long."""
 ORDER_S = 5.0
 """A worker that has not taken its order after so long is ended: it was free, and takes one within milliseconds."""
 ASK_S = 0.2
@@ -105,6 +110,10 @@ class Member:
     owes_since: float = 0.0
     heard: float = field(default_factory=time.monotonic)
     """When it last answered."""
+    starved_s: float = 0.0
+    """For so long since then it could not, as its machine tells: it got no processor."""
+    late_s: float = 0.0
+    """How late it was then, or by half as much a while before."""
     ordered: float = 0.0
     """When it was last given an order; ``told``: when it was asked for its last report."""
     told: float = 0.0
@@ -304,9 +313,40 @@ class Crew:
         return time.monotonic() - self.members[worker].hired
 
     def silent(self, seconds: float) -> list[str]:
-        """Warm workers that have owed an answer for longer than that."""
+        """Warm workers that have owed an answer for longer than that, without the time of which :meth:`starved` is known."""
         limit = self.clock() - seconds - POLL_WAIT_S
-        return [w for w, m in self.members.items() if m.owes and m.owes_since < limit and m.verdict is None]
+        return [w for w, m in self.members.items() if m.owes and m.owes_since + m.starved_s < limit and m.verdict is None]
+
+    def starved(self, workers: Collection[str]) -> dict[str, float]:
+        """Those of ``workers`` that owe an answer, and perhaps could not give it since their machine has far too much to do; each with the
+        seconds by which this has become more since its last report, or since this was last asked. Ask before you end one.
+
+        It is the time for which its training thread got no processor; and, for the threads that answer, a multiple of how late others on
+        that machine are, its other workers and whoever tells this.
+        """
+        asked = {w: m for w in workers if (m := self.members.get(w)) is not None and m.owes and m.info is not None and m.report is not None}
+        began = time.monotonic()
+        owed = {self._nursery.starved.remote(member.info): worker for worker, member in asked.items()}
+        found: dict[str, float] = {}
+        while owed:
+            there, _ = ray.wait(list(owed), num_returns=1, timeout=max(0.0, began + self._call_s - time.monotonic()))
+            if not there:
+                break
+            took, worker = time.monotonic() - began, owed.pop(there[0])
+            member, told = asked[worker], self._answer(there[0], self._call_s)
+            if told is not None and member.report is not None:
+                slow = told - member.report.starved_s if told else 0.0
+                late = max(took, self._late(member, workers))
+                slow = max(slow, min(SLOWER * late, SLOWEST_S) if late > SLOW_S else 0.0)
+                if slow > member.starved_s:
+                    found[worker], member.starved_s = slow - member.starved_s, slow
+        return found
+
+    def _late(self, member: Member, but: Collection[str]) -> float:
+        """How late other workers of a member's node were of late with their answers, in seconds; without those in ``but``."""
+        now, node = time.monotonic(), member.info.node if member.info is not None else ""
+        others = [m for w, m in self.members.items() if w not in but and m.info is not None and m.info.node == node]
+        return max((m.late_s * 0.5 ** ((now - m.heard) / LATE_HALF_S) for m in others), default=0.0)
 
     # ------------------------------------------------------------------------------------------------------------ orders
 
@@ -432,7 +472,9 @@ class Crew:
             return [Ready(value)]
         if ref == member.poll:
             member.poll, member.next_poll, member.report, member.told = None, now + POLL_GAP_S, value, member.poll_sent
-            member.owes, member.heard = False, now
+            earlier = member.late_s * 0.5 ** ((now - member.heard) / LATE_HALF_S)
+            member.late_s = max(now - member.poll_sent - POLL_WAIT_S, earlier)
+            member.owes, member.heard, member.starved_s = False, now, 0.0
             if value.items:
                 member.seen = max(member.seen, value.items[-1][0])
             member.seen = max(member.seen, 0)

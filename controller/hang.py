@@ -9,8 +9,13 @@ shards, compilation) is not accused either, unless it is silent.
 Of a worker that is alone nobody else tells anything: by itself it is hung as soon as in company, silent or not, if another takes its place.
 Where none does, ending it ends the run: it has the collectives' bound.
 
-How long is some time? The longest step of the last few, times a factor; beats come many times a step. A controller that
-was itself not running for a while can't tell, and starts to measure anew.
+How long is some time? The longest step of the last few, times a factor; beats come many times a step. What only some steps do (roots of a
+preconditioner, say) is remembered for longer. Time for which a thread could have run, and others had the processors, counts for nobody: on
+a machine that is overloaded all are slow, and none hangs. A controller that was itself not running for a while can't tell, and starts to
+measure anew.
+
+Whoever is ended for standing still was perhaps only slower than anything before, and so will the next one be who does the same step over:
+it is given twice as long, then four times, until the step is done. So no mistake of this kind is made for ever.
 """
 
 from __future__ import annotations
@@ -30,6 +35,8 @@ STEPS, FIRST = 2, 3.0
 FIRST_S = 5.0
 RECENT = 8
 """Steps; not what the ranks tell of them, which of many ranks would be of one."""
+PERIOD, AGAIN = 128, 1.1
+"""The longest of so many steps counts, times this: what only every hundredth step does takes about as long each time."""
 OWN_GAP_S = 0.6
 """The controller itself was held up for longer than this: nothing can be said about others."""
 
@@ -40,6 +47,22 @@ class _Seen:
     changed: float = 0.0
     answered: float = 0.0
     report: Report | None = None
+    starved_s: float = 0.0
+    """As its report had it when its beats last changed."""
+    since_s: float = 0.0
+    """For so long it got no processor since that report, as others tell."""
+
+    def changes(self, now: float) -> None:
+        self.changed, self.starved_s = now, self.report.starved_s if self.report is not None else 0.0
+
+    def still(self, now: float) -> float:
+        """Seconds without a beat in which it had a processor, or wanted none."""
+        starved_s = self.report.starved_s - self.starved_s if self.report is not None else 0.0
+        return now - self.changed - max(0.0, starved_s) - self.since_s
+
+    def silent(self, now: float) -> float:
+        """Such seconds without an answer."""
+        return now - self.answered - self.since_s
 
 
 @dataclass
@@ -60,7 +83,15 @@ class HangWatch:
     _ticket: Ticket | None = None
     _steps: dict[int, float] = field(default_factory=dict)
     """The longest that any rank has told of each of the last steps."""
+    _rare: dict[int, float] = field(default_factory=dict)
+    """Of the last :data:`PERIOD` steps, but the first few of the generation; and of one that was taken for a hang, wherever it comes."""
     _earlier: float = 0.0
+    _first: int | None = None
+    _accused: int = 0
+    """The step that was under way when somebody was last found to stand still; ``_blamed``: in which generation."""
+    _blamed: Ticket | None = None
+    _patience: int = 1
+    """Times the bound, until that step is done."""
     _stepped: int = 0
     _settled: bool = False
     _seen: dict[str, _Seen] = field(default_factory=dict)
@@ -70,15 +101,22 @@ class HangWatch:
         """Another generation. Of the steps before it only the longest counts, and only until it has some of its own."""
         self._earlier = max(self._steps.values(), default=self._earlier)
         self._steps.clear()
-        self._ticket, self._stepped, self._settled, self._seen, self._asked = ticket, 0, False, {}, None
+        self._rare.clear()
+        self._ticket, self._stepped, self._settled, self._seen, self._asked, self._first = ticket, 0, False, {}, None, None
 
     def stepped(self, ticket: Ticket, step: int, seconds: float) -> None:
         """Some worker has completed this step, in so many seconds."""
-        if ticket == self._ticket:
-            self._stepped += 1
-            self._steps[step] = max(seconds, self._steps.get(step, 0.0))
-            if len(self._steps) > RECENT:
-                del self._steps[min(self._steps)]
+        if ticket != self._ticket:
+            return
+        self._stepped += 1
+        self._first = step if self._first is None else min(self._first, step)
+        for steps, most in ((self._steps, RECENT), (self._rare, PERIOD)):
+            if steps is self._steps or step >= self._first + STEPS or step == self._accused:
+                steps[step] = max(seconds, steps.get(step, 0.0))
+                if len(steps) > most:
+                    del steps[min(steps)]
+        if step >= self._accused:
+            self._patience = 1
 
     def heard(self, report: Report, now: float) -> None:
         """A worker has answered."""
@@ -87,9 +125,15 @@ class HangWatch:
         seen = self._seen.setdefault(report.worker, _Seen())
         # Done with what may take longer than any step, it makes its next beat in a moment: it has not stood still since the one before.
         done = seen.report is not None and seen.report.unhurried and not report.unhurried
-        if report.beats != seen.beats or done:
-            seen.beats, seen.changed = report.beats, now
-        seen.answered, seen.report = now, report
+        changed = report.beats != seen.beats or done
+        seen.beats, seen.answered, seen.report, seen.since_s = report.beats, now, report, 0.0
+        if changed:
+            seen.changes(now)
+
+    def starved(self, worker: str, seconds: float) -> None:
+        """Who has not answered could not, for so much longer since its last report: it got no processor."""
+        if worker in self._seen:
+            self._seen[worker].since_s += seconds
 
     @property
     def bound_s(self) -> float:
@@ -97,8 +141,9 @@ class HangWatch:
         if self.fixed is not None:
             return self.fixed or math.inf
         if self._settled:
-            return max(LEAST_S, FACTOR * max(self._steps.values()))
-        return self.forming_s if max(self._steps.values(), default=0.0) or self._earlier else math.inf
+            longest = max(FACTOR * max(self._steps.values()), AGAIN * max(self._rare.values(), default=0.0))
+            return self._patience * max(LEAST_S, longest)
+        return self._patience * self.forming_s if max(self._steps.values(), default=0.0) or self._earlier else math.inf
 
     @property
     def forming_s(self) -> float:
@@ -108,23 +153,24 @@ class HangWatch:
         return max(FIRST_S, FIRST * FACTOR * (max(self._steps.values(), default=0.0) or self._earlier))
 
     def verdict(self, members: Collection[str], now: float) -> Mapping[str, str]:
-        """Who hangs, with the reason; nobody, mostly."""
+        """Who hangs, with the reason; nobody, mostly. Whoever is ended for it is to be told of to :meth:`ended`."""
         asked, self._asked = self._asked, now
         if asked is not None and now - asked > OWN_GAP_S:
             for seen in self._seen.values():
-                seen.changed = seen.answered = now
+                seen.changes(now)
+                seen.answered, seen.since_s = now, 0.0
             return {}
         self._settled = self._stepped >= STEPS * len(members)
         if any(worker not in self._seen for worker in members):
             return {}
         everyone = {worker: self._seen[worker] for worker in members}
-        quiet = now - max(seen.changed for seen in everyone.values())
+        quiet = min(seen.still(now) for seen in everyone.values())
         if quiet < self.bound_s:
             return {}
         reports = {worker: seen.report for worker, seen in everyone.items()}
         if any(report is None or report.phase is not Phase.TRAINING for report in reports.values()):
             return {}
-        silent = {w: now - seen.answered for w, seen in everyone.items() if now - seen.answered >= self.bound_s}
+        silent = {w: seen.silent(now) for w, seen in everyone.items() if seen.silent(now) >= self.bound_s}
         alone = self.replaced and len(members) == 1
         if len(silent) == len(reports) and not alone:
             return {}
@@ -136,5 +182,13 @@ class HangWatch:
             return hung
         for worker, report in reports.items():
             if worker not in hung and report is not None and not report.waiting and not report.unhurried:
-                hung[worker] = f"it stands at {report.where or 'an unknown place'} for {quiet:.1f} s{awaited}"
+                hung[worker] = f"it stands at {report.where or 'an unknown place'} for {everyone[worker].still(now):.1f} s{awaited}"
         return hung
+
+    def ended(self, hung: Collection[str]) -> None:
+        """They are ended: who repeats their step is given more time."""
+        if self._blamed != self._ticket:
+            self._blamed = self._ticket
+            under_way = 1 + max(seen.report.completed for seen in self._seen.values() if seen.report is not None)
+            self._accused = max(under_way, self._accused if self._patience > 1 else 0)
+            self._patience *= 2

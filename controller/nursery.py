@@ -26,7 +26,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from vescale_ray.controller.agent import fetch_stacks, send_signal, start_agent
+from vescale_ray.controller.agent import fetch_stacks, fetch_starved, send_signal, start_agent
 from vescale_ray.controller.protocol import Dismissal, Places
 from vescale_ray.workers.messages import WorkerInfo
 from vescale_ray.workers.worker import actor_class
@@ -209,6 +209,12 @@ class Nursery:
         if info.node == self._node:
             return fetch_stacks(info.pid, info.born, info.stacks, wait_s)
         return str(self._on_node(info.node, wait_s + AGENT_S, "stacks", info.pid, info.born, info.stacks, wait_s) or "(its node is gone)")
+
+    def starved(self, info: WorkerInfo) -> float | None:
+        """Seconds so far for which a worker's training thread got no processor, as its machine tells; None if that does not answer."""
+        about = (info.pid, info.born, info.thread)
+        told = fetch_starved(*about) if info.node == self._node else self._on_node(info.node, AGENT_S, "starved", *about)
+        return None if told is None else float(told)
 
     def station(self, worker: str, node: str) -> None:
         """Have an agent on ``node``, where ``worker`` is, if that is another one than this; for as long as a worker is there. A node with

@@ -103,6 +103,8 @@ class WorkerInfo:
     pod: str = ""
     stacks: int = -1
     """File descriptor of the process through which its stacks can be had (``pulse.offer_stacks``)."""
+    thread: int = 0
+    """The system's number of its training thread."""
 
 
 @dataclass(frozen=True)
@@ -285,6 +287,7 @@ class Report:
         held: what it could resume from; final only once it is parked.
         fault: why it left the generation of ``ticket``; None while it is in it, and when it left as it was told to.
         beats: of the training thread so far; several in every step.
+        starved_s: seconds so far for which it could have run, and others had the processors.
         where: its innermost frames; ``waiting``: for other ranks, in a collective (``pulse.where``).
         unhurried: it does, or compiles, what may take longer than any step.
     """
@@ -301,6 +304,7 @@ class Report:
     where: str = ""
     waiting: bool = False
     unhurried: bool = False
+    starved_s: float = 0.0
 
     @property
     def out(self) -> bool:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from vescale_ray import waits
-from vescale_ray.waiting import awaited
+from vescale_ray.waiting import awaited, passed
 
 IN = "in: "
 RECORDER = {"TORCH_FR_BUFFER_SIZE": "256"}
@@ -60,13 +60,24 @@ class Pulse:
     """Counts what the thread that made it does. ``beat`` is called by that thread, everything else by others."""
 
     def __init__(self) -> None:
-        self.beats = 0
         self.unhurried = False
         """Within :meth:`without_hurry`."""
         self._thread = threading.get_ident()
+        self._beats = -passed(self._thread)
+        self.native = threading.get_native_id()
+        """The system's number of the thread."""
 
     def beat(self) -> None:
-        self.beats += 1
+        self._beats += 1
+
+    @property
+    def beats(self) -> int:
+        """Those that the thread made, and the collectives that it came to: it goes on as long as they grow."""
+        return self._beats + passed(self._thread)
+
+    def starved_s(self) -> float:
+        """As :func:`starved_s` tells of the thread."""
+        return starved_s(os.getpid(), self.native)
 
     @contextmanager
     def without_hurry(self) -> Iterator[None]:
@@ -132,6 +143,16 @@ def stacks() -> str:
     for ident, frame in sys._current_frames().items():
         found.append(f"Thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)))
     return "\n".join(found)
+
+
+def starved_s(pid: int, thread: int) -> float:
+    """Seconds so far for which a thread of this machine could have run and others had the processors (or its container had used up what it
+    may): what the kernel calls run delay. 0 where it doesn't tell."""
+    try:
+        with open(f"/proc/{pid}/task/{thread}/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def offer_stacks() -> int:

@@ -138,7 +138,8 @@ class Worker:
             return report
         at = self._pulse.where()
         slow = self._pulse.unhurried or at.compiling
-        return replace(report, beats=self._pulse.beats, where=at.text, waiting=at.waiting, unhurried=slow)
+        beats, starved_s = self._pulse.beats, self._pulse.starved_s()
+        return replace(report, beats=beats, where=at.text, waiting=at.waiting, unhurried=slow, starved_s=starved_s)
 
     @ray.method(concurrency_group="control")
     def outlined(self) -> Outlined | None:
@@ -279,6 +280,7 @@ class Worker:
             warm_seconds=time.perf_counter() - begin,
             pod=socket.gethostname(),
             stacks=offer_stacks(),
+            thread=threading.get_native_id(),
         )
 
     def _join(self, order: Join) -> None:

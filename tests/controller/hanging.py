@@ -33,8 +33,15 @@ class HangingModel(DropoutModel):
             way = word.read_text()
             if way == "raise again":
                 raise ZeroDivisionError(f"no luck in process {os.getpid()}")
-            if way.startswith("slow "):
-                time.sleep(float(way.removeprefix("slow ")) if tokens.numel() > 1 else 0.0)
+            kind, _, seconds = way.partition(" ")
+            if kind == "slow":
+                time.sleep(float(seconds) if tokens.numel() > 1 else 0.0)
+            if kind == "works":
+                end = time.thread_time() + (float(seconds) if tokens.numel() > 1 else 0.0)
+                much = torch.ones(400, 400)
+                while time.thread_time() < end:  # as a model does: mostly without the interpreter's lock
+                    torch.mm(much, much)
+            if kind in ("slow", "works"):
                 return super().forward(tokens)
             word.unlink()
             act(way)
@@ -80,6 +87,11 @@ def hang(pid: int, way: str) -> None:
 def slow_down(pid: int, seconds: float) -> None:
     """Each slot of the worker of this process takes so much longer from now on."""
     hang(pid, f"slow {seconds}")
+
+
+def work_more(pid: int, seconds: float) -> None:
+    """Each slot of the worker of this process takes so many seconds of a processor more from now on."""
+    hang(pid, f"works {seconds}")
 
 
 def at_full_speed(pid: int) -> None:

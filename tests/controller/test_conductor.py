@@ -15,7 +15,7 @@ from vescale_ray.controller import conductor as subject
 from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.conductor import GIVER_S, TICK_S, Conductor
 from vescale_ray.controller.crew import Lost
-from vescale_ray.controller.hang import HangWatch
+from vescale_ray.controller.hang import LEAST_S, HangWatch
 from vescale_ray.controller.protocol import Bounds, Ending, RunState, Source, World
 from vescale_ray.workers.messages import Fault, FaultKind, Origin, Phase, Report, Ticket
 
@@ -37,6 +37,7 @@ class Crew:
         self.fenced: list[tuple[float, tuple[str, ...]]] = []
         self.hired = self.hiring = 0
         self.on_the_way: list[str] = []
+        self.starve: dict[str, float] = {}
 
     def clock(self) -> float:
         return self.now
@@ -52,6 +53,9 @@ class Crew:
 
     def silent(self, seconds: float) -> list[str]:
         return []
+
+    def starved(self, workers: Any) -> dict[str, float]:
+        return {worker: self.starve.pop(worker) for worker in workers if worker in self.starve}
 
     def ready(self) -> tuple[str, ...]:
         return tuple(self.reports)
@@ -107,6 +111,36 @@ class Stage:
     def lose(self, worker: str, cause: Cause) -> None:
         del self.crew.reports[worker]
         self.conductor._gone[worker] = Lost(worker, None, "its node does not answer", cause)
+
+
+def test_who_answers_nothing_is_ended_only_when_its_machine_was_asked_whether_it_could(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could not for 3 of the seconds: it has as many more."""
+    crew = Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING))
+    crew.starve["b"] = 3.0
+    stage = Stage(crew, filled=True)
+    watch, ended = stage.conductor._hangs, []
+    watch.begin(TICKET)
+    for step in range(1, 20):
+        for _ in WORLD.members:
+            watch.stepped(TICKET, step, 0.1)
+    monkeypatch.setattr(subject.time, "monotonic", lambda: crew.now)
+
+    def end(crew: Any, ledger: Any, world: Any, hung: Any) -> None:
+        ended.append((crew.now, dict(hung)))
+        for worker in WORLD.members:
+            crew.reports[worker] = report(worker, Phase.PARKED, fault=PEER)
+
+    monkeypatch.setattr(subject, "end_hung", end)
+    stage.conductor._evidence.hung = lambda report: None
+
+    def play(passed: float) -> None:
+        for worker in "ab" if passed < 1 else "a":
+            watch.heard(replace(crew.reports[worker], waiting=True), crew.now)
+
+    stage.each_round = play
+    stage.conductor._watch(WORLD)
+    ((when, hung),) = ended
+    assert set(hung) == {"b"} and when - 51.0 == pytest.approx(LEAST_S + 3.0, abs=4 * TICK_S) and not crew.starve
 
 
 def test_a_leaver_whose_machine_stops_before_it_has_given_its_shards_is_not_waited_for() -> None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from vescale_ray.controller.awake import GAP_S, AwakeClock
-from vescale_ray.controller.crew import POLL_WAIT_S, Crew, Member
-from vescale_ray.controller.hang import FACTOR, FIRST, FIRST_S, LEAST_S, OWN_GAP_S, RECENT, STEPS, HangWatch
-from vescale_ray.workers.messages import Phase, Report, Ticket
+from vescale_ray.controller.crew import LATE_HALF_S, POLL_WAIT_S, Crew, Member
+from vescale_ray.controller.hang import AGAIN, FACTOR, FIRST, FIRST_S, LEAST_S, OWN_GAP_S, PERIOD, RECENT, STEPS, HangWatch
+from vescale_ray.workers.messages import Phase, Report, Ticket, WorkerInfo
 
 TICKET = Ticket(3, 1)
 MEMBERS = ("a", "b", "c")
@@ -18,13 +18,26 @@ IDLE = Report("", TICKET, Phase.TRAINING, 0, (), (), None, 0, where="forward (mo
 
 
 class Play:
-    """Three workers that report every 0.1 s; each makes a beat unless it is told to be ``stuck`` or ``waiting``, or nothing at all."""
+    """Three workers that report every 0.1 s; each makes a beat unless it is told to be ``stuck``, to wait or to be silent. One that
+    is ``starved`` has a processor for a fifth of the time."""
 
     def __init__(self, fixed: float | None = None, step: float = 0.2, steps: int = STEPS, members: tuple[str, ...] = MEMBERS) -> None:
         self.watch, self.now, self.beats, self.members = HangWatch(fixed), 100.0, dict.fromkeys(members, 0), members
+        self.starved_s, self.completed = dict.fromkeys(members, 0.0), steps
+        self.ticket = TICKET
         self.watch.begin(TICKET)
         for number in range(steps * len(members)):
-            self.watch.stepped(TICKET, number // len(members), step)
+            self.watch.stepped(TICKET, 1 + number // len(members), step)
+
+    def done(self, step: float, steps: int = 1, begins_anew: bool = False) -> None:
+        """The next ``steps`` steps are completed, in ``step`` seconds each; in another generation, if it ``begins_anew``."""
+        if begins_anew:
+            self.ticket = Ticket(self.ticket.generation + 1, 1)
+            self.watch.begin(self.ticket)
+        for _ in range(steps):
+            self.completed += 1
+            for _ in self.members:
+                self.watch.stepped(self.ticket, self.completed, step)
 
     def go(self, seconds: float, tick: float = 0.1, phase: Phase = Phase.TRAINING, **acts: str) -> dict[str, str]:
         """The first verdict within ``seconds``; ``since`` is when."""
@@ -34,11 +47,14 @@ class Play:
             for worker in self.members:
                 act = acts.get(worker, "beats")
                 self.beats[worker] += act == "beats"
+                self.starved_s[worker] += 0.8 * tick * (act == "starved")
                 if act != "silent":
-                    report = replace(IDLE, worker=worker, phase=phase, beats=self.beats[worker])
+                    report = replace(IDLE, worker=worker, phase=phase, completed=self.completed, beats=self.beats[worker])
+                    report = replace(report, ticket=self.ticket, starved_s=self.starved_s[worker])
                     self.watch.heard(replace(report, waiting=act == "waits", unhurried=act == "copies"), self.now)
             hung = dict(self.watch.verdict(self.members, self.now))
             if hung:
+                self.watch.ended(hung)
                 self.since = self.now - begin
                 return hung
         return {}
@@ -137,15 +153,77 @@ def test_a_slow_step_is_remembered_for_as_many_steps_however_many_ranks_tell_of_
         watch = HangWatch()
         watch.begin(TICKET)
         members = [str(rank) for rank in range(world)]
-        for step, seconds in enumerate([1.0] * 5 + [2.0] + [1.0] * (RECENT - 1)):
+        for step, seconds in enumerate([1.0] * 5 + [2.0] + [1.0] * (RECENT - 1), start=1):
             for _ in members:
                 watch.stepped(TICKET, step, seconds)
         watch.verdict(members, 0.0)
         bounds.add(watch.bound_s)
         for _ in members:
             watch.stepped(TICKET, 100, 1.0)
-        assert watch.bound_s == pytest.approx(FACTOR * 1.0)
+        assert watch.bound_s == pytest.approx(AGAIN * 2.0)
     assert bounds == {FACTOR * 2.0}
+
+
+def test_who_only_gets_no_processor_does_not_hang():
+    """Two of three workers were ended, and their shards with them, since a test suite ran beside them on two cores."""
+    play = Play()
+    play.go(1)
+    assert play.go(5 * LEAST_S - 0.2, a="waits", b="starved", c="starved") == {}
+    hung = play.go(1, a="waits", b="starved", c="starved")
+    assert set(hung) == {"b", "c"} and "for 1.2 s" in hung["b"], "so long it had a processor, and made no beat"
+    play = Play()
+    play.go(1, b="starved")  # long ago
+    assert set(play.go(5, a="waits", b="stuck", c="waits")) == {"b"} and LEAST_S <= play.since < 1.5
+    play = Play()
+    play.go(1)
+    assert set(play.go(5, a="starved", b="silent", c="waits")) == set(), "who is slow may be the one that is waited for"
+    assert set(play.go(5, a="waits", b="silent", c="waits")) == {"b"}
+
+
+def test_who_could_not_answer_as_its_machine_tells_is_not_silent():
+    play = Play()
+    play.go(1)
+    assert play.go(1, a="waits", b="waits", c="silent") == {}
+    play.watch.starved("c", 0.7)
+    play.watch.starved("c", 0.3)
+    assert play.go(LEAST_S - 0.2, a="waits", b="waits", c="silent") == {}
+    hung = play.go(0.5, a="waits", b="waits", c="silent")
+    assert set(hung) == {"c"} and re.search(r"answered nothing for 1\.[23] s", hung["c"])
+    play.go(1)
+    assert set(play.go(5, a="waits", b="waits", c="silent")) == {"c"} and play.since < 2 * LEAST_S + 0.3, "that counts for one silence"
+
+
+def test_whoever_repeats_the_step_in_which_another_was_ended_is_given_twice_as_long_until_it_is_done():
+    """It may take that long: ended each time, it would never be done."""
+    play = Play(steps=20)
+    play.go(1)
+    bounds = []
+    for _ in range(3):
+        assert play.go(300, a="waits", b="stuck", c="waits")
+        bounds.append(play.since)
+        play.done(0.2, 0, begins_anew=True)
+    first = max(FIRST_S, FIRST * FACTOR * 0.2)
+    assert bounds == pytest.approx([LEAST_S, 2 * first, 4 * first], abs=0.2)
+    play.done(4.0)
+    play.done(0.2, steps=RECENT + 1)
+    play.go(1)
+    assert play.watch.bound_s == pytest.approx(AGAIN * 4.0), "what the step really took, and no more"
+    play.done(0.2, steps=PERIOD)
+    play.go(1)
+    assert play.watch.bound_s == LEAST_S
+
+
+def test_what_only_every_hundredth_step_does_is_no_hang_the_next_time():
+    play = Play(steps=RECENT)
+    play.done(3.0)
+    play.done(0.2, steps=100)
+    play.go(1)
+    assert play.go(3.2, a="waits", b="stuck", c="waits") == {}
+    assert set(play.go(1, a="waits", b="stuck", c="waits")) == {"b"}
+    play = Play(step=9.0)
+    play.done(0.2, steps=RECENT)
+    play.go(1)
+    assert play.watch.bound_s == LEAST_S, "what the first steps of a generation do, none of the next does"
 
 
 def test_slow_steps_are_given_their_time():
@@ -227,3 +305,16 @@ def test_nobody_was_silent_while_the_one_who_listens_stood_still():
         return crew.silent(1.0)
 
     assert next(look for look in range(100) if told() == ["a"]) == pytest.approx((1.0 + POLL_WAIT_S - GAP_S) / 0.1, abs=1)
+
+
+def test_how_late_a_machines_other_workers_are_tells_how_late_one_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("vescale_ray.controller.crew.time.monotonic", lambda: now[0])
+    crew = Crew(nursery=None, call_s=1.0, epoch=1)
+    for worker, node, late in (("a", "1", 0.0), ("b", "1", 0.8), ("c", "1", 0.2), ("d", "2", 3.0)):
+        info = WorkerInfo(worker, 1, 1, node, "host", "cpu", 1.0)
+        crew.members[worker] = Member(worker, handle=None, hired=0.0, info=info, heard=now[0], late_s=late)
+    told = {accused: crew._late(crew.members[accused[0]], accused) for accused in ("a", "b", "ab", "abc", "d")}
+    assert told == {"a": 0.8, "b": 0.2, "ab": 0.2, "abc": 0.0, "d": 0.0}
+    now[0] += LATE_HALF_S
+    assert crew._late(crew.members["a"], "a") == pytest.approx(0.4), "a moment's lateness is soon forgotten"

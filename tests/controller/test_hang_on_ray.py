@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +14,12 @@ from typing import Any
 import pytest
 
 from tests.controller.cues import Cue, cues, played
+from tests.controller.hanging import work_more
 from tests.controller.runs import Finished, alive, carry_out, parents, print_figures, tiny
 from tests.controller.test_fault_matrix import controller_process
 from tests.controller.test_runs_on_ray import nothing_left, pid_of
 from vescale_ray import client
+from vescale_ray.controller.crew import SLOWEST_S
 from vescale_ray.runfolder import RunFolder
 
 pytestmark = [pytest.mark.usefixtures("ray_here"), pytest.mark.slow, pytest.mark.timeout(300)]
@@ -116,6 +120,53 @@ def test_a_worker_that_is_stopped_while_the_next_generation_forms_holds_it_up_fo
     (event,) = finished.of("rescaled")
     assert (event["from"], event["to"]) == (4, 2), "the two may have been neighbours: then it begins anew"
     assert event["pause_seconds"] < 10.0
+    nothing_left(finished)
+
+
+def test_on_an_overloaded_machine_all_are_slow_and_only_who_hangs_is_ended(tmp_path: Path) -> None:
+    """Eight processes come to two cores, and each step takes several times as long as any before."""
+    play = Play(tmp_path, 3)
+    rivals: list[subprocess.Popen[bytes]] = []
+    rival = "import os\nos.nice(15 - os.nice(0))\nwhile True: pass"  # Ray's workers are so nice
+    steps: list[int] = []
+    times: dict[str, float] = {}
+
+    def watch(status: Mapping[str, Any]) -> None:
+        if "crowded" in times and "asked" not in times and time.time() - times["crowded"] > 90.0:
+            times["asked"] = time.time()
+            client.request(play.folder, "stop", {})
+        if status["state"] != "RUNNING" or status["step"] < (steps[-1] if steps else 0) + 12:
+            return
+        if not steps:
+            work_more(pid_of(play.config, status, 1), 0.25)  # two slots in a step
+            steps.append(status["step"])
+        elif not rivals:
+            for _ in range(4 * (os.cpu_count() or 1)):
+                rivals.append(subprocess.Popen([sys.executable, "-c", rival]))
+            steps.append(status["step"] - 12)
+            times["crowded"] = time.time()
+        elif "stopped" not in times:
+            if time.time() - times["crowded"] > 20.0 and status["world"] == 3:
+                os.kill(pid_of(play.config, status, 2), signal.SIGSTOP)
+                times["stopped"] = time.time()
+        elif status["world"] == 2 and "asked" not in times:
+            times["asked"] = time.time()
+            client.request(play.folder, "stop", {})
+
+    try:
+        finished = carry_out(play.config, watch=watch)
+    finally:
+        for process in rivals:
+            process.kill()
+            process.wait()
+    longest = max(line["step_seconds"] for line in finished.folder.read_metrics())
+    (lost,) = finished.of("worker_lost")
+    late = lost["time"] - times["stopped"]
+    print(f"\nlongest step {longest:.1f} s; ended {late:.1f} s after it was stopped", end="")
+    assert longest > 1.5, "the machine was not overloaded"
+    assert lost["cause"] == "hang"
+    assert 0 < late < 2 * longest + SLOWEST_S + 3.0
+    assert len(finished.of("hang")) == 1 and finished.accounting().exact and finished.result.state == "STOPPED"
     nothing_left(finished)
 
 

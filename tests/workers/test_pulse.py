@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -13,11 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests import ranks
-from tests.ranks import run_gloo
+from tests.ranks import run_gloo, run_threads
 from vescale_ray.fsdp import fully_shard
 from vescale_ray.workers.pulse import RECORDER, Pulse, Where, offer_stacks, stacks, state_of, take_stacks, where
 
@@ -109,11 +111,57 @@ def test_beats_are_counted_and_stacks_name_the_threads():
     pulse = Pulse()
     for _ in range(3):
         pulse.beat()
-    assert pulse.beats == 3
+    assert pulse.beats == 3 and Pulse().beats == 0
     text = stacks()
     assert "Thread MainThread" in text and "test_beats_are_counted" in text
     frame = sys._getframe()
     assert where(frame).text.startswith("test_beats_are_counted_and_stacks_name_the_threads (test_pulse.py:")
+
+
+UNITS = 3
+
+
+def counts_its_beats(rank, world):
+    layers = [torch.nn.Linear(8, 8) for _ in range(UNITS)]
+    model = fully_shard(torch.nn.Sequential(*(fully_shard(layer) for layer in layers)))
+    model(torch.ones(2, 8)).sum().backward()
+    pulse, seen = Pulse(), [0]
+    loss = model(torch.ones(2, 8)).sum()
+    seen.append(pulse.beats)
+    loss.backward()
+    return [*seen, pulse.beats]
+
+
+def test_a_thread_beats_in_every_unit_of_a_step_also_where_nobody_has_it_beat():
+    for none, forward, backward in run_threads(2, counts_its_beats):
+        assert forward - none >= UNITS and backward - forward >= UNITS
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="this kernel tells nobody how long a thread waits for a processor")
+def test_time_in_which_others_have_the_processor_is_told_from_time_in_which_none_is_wanted():
+    """By what no kernel gets wrong: a thread that never sleeps is on a processor, or it waits for one."""
+    pulse = Pulse()
+    others = "import os, sys, time; os.sched_setaffinity(0, {int(sys.argv[1])}); end = time.time() + 20\nwhile time.time() < end: pass"
+    all_of_them = os.sched_getaffinity(0)
+    one = min(all_of_them)
+    rivals = [subprocess.Popen([sys.executable, "-c", others, str(one)]) for _ in range(3)]
+    try:
+        os.sched_setaffinity(0, {one})
+        time.sleep(0.5)
+        starved, began, cpu = pulse.starved_s(), time.perf_counter(), time.thread_time()
+        while time.thread_time() - cpu < 0.3:
+            pass
+        starved, took, cpu = pulse.starved_s() - starved, time.perf_counter() - began, time.thread_time() - cpu
+        before = pulse.starved_s()
+        time.sleep(0.5)
+        slept = pulse.starved_s() - before
+    finally:
+        os.sched_setaffinity(0, all_of_them)
+        for rival in rivals:
+            rival.kill()
+            rival.wait()
+    assert took > 2 * cpu and starved == pytest.approx(took - cpu, rel=0.1, abs=0.05)
+    assert slept < 0.25
 
 
 def test_a_thread_that_compiles_says_so_and_one_that_runs_what_was_compiled_does_not():
