@@ -6,6 +6,7 @@ finding, too.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import importlib.metadata
 import json
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from vescale_ray.config import RunConfig
 
@@ -60,6 +61,7 @@ def examine(config: RunConfig | None) -> Iterator[Finding]:
         ("shared memory", shared_memory),
         ("open files", open_files),
         ("locked memory", locked_memory),
+        ("clock", clock),
     ]
     if config is not None:
         checks += [
@@ -168,6 +170,35 @@ def locked_memory() -> Finding:
     )
 
 
+class _Timex(ctypes.Structure):
+    """``struct timex`` of adjtimex(2), with room for what follows what is read here."""
+
+    _fields_: ClassVar = [
+        ("modes", ctypes.c_uint),
+        *((name, ctypes.c_long) for name in ("offset", "freq", "maxerror", "esterror")),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_long * 64),
+    ]
+
+
+UNSYNCHRONISED = 5
+"""``TIME_ERROR``: what adjtimex(2) returns where nothing keeps the clock."""
+
+
+def clock() -> Finding:
+    """Whether something keeps this machine's clock, as the kernel knows. (How far nodes are apart: :func:`ray_cluster`.)"""
+    try:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(told := _Timex()))
+    except (OSError, AttributeError):
+        state = -1
+    if state < 0:
+        return Finding("clock", "ok", "whether something keeps it this system doesn't tell")
+    if state == UNSYNCHRONISED:
+        remedy = "run an NTP client (chrony): S3 refuses requests of a clock that is 15 minutes off, and the events and metrics of several "
+        return Finding("clock", "warn", "nothing keeps it, says the kernel", f"{remedy}machines can't be compared")
+    return Finding("clock", "ok", f"kept, to {told.maxerror / 1e6:.3f} s")
+
+
 def run_folder(config: RunConfig) -> Finding:
     """Whether lines can be written there, and how much room there is."""
     folder = config.run_folder
@@ -255,10 +286,33 @@ def port(host: str, number: int) -> Finding:
 
 _PROBE = """
 import json, sys, time, ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
 nodes = [n for n in ray.nodes() if n["Alive"]]
-print("\\n" + json.dumps({"nodes": len(nodes), "resources": ray.cluster_resources(), "version": ray.__version__}))
+
+@ray.remote(num_cpus=0)
+class Clock:
+    def now(self):
+        return time.time()
+
+end = time.monotonic() + float(sys.argv[2])
+clocks = {n["NodeID"]: Clock.options(scheduling_strategy=On(n["NodeID"], soft=False)).remote() for n in nodes[: int(sys.argv[3])]}
+first = {node: clock.now.remote() for node, clock in clocks.items()}  # a process starts there meanwhile
+ready, _ = ray.wait(list(first.values()), num_returns=len(first), timeout=max(0.0, end - time.monotonic()))
+apart = {}
+for node, clock in clocks.items():
+    if first[node] in ready:
+        began = time.time()
+        try:
+            there = ray.get(clock.now.remote(), timeout=max(0.1, end - time.monotonic()))
+        except ray.exceptions.RayError:
+            continue
+        apart[node] = there - (began + time.time()) / 2
+told = {"nodes": len(nodes), "resources": ray.cluster_resources(), "version": ray.__version__}
+print("\\n" + json.dumps({**told, "asked": len(clocks), "apart": apart}))
 """
+CLOCKS, CLOCKS_S = 64, 15.0
+"""Most nodes whose clocks are read, and how long that may take."""
 
 
 def ray_cluster(address: str | None, wait_s: float = RAY_S) -> Finding:
@@ -268,7 +322,7 @@ def ray_cluster(address: str | None, wait_s: float = RAY_S) -> Finding:
         return Finding("ray cluster", "ok", "none is named: the run starts a Ray of its own")
     assert address is not None
     try:
-        command = [sys.executable, "-c", _PROBE, address]
+        command = [sys.executable, "-c", _PROBE, address, str(CLOCKS_S), str(CLOCKS)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=wait_s, check=False)
     except subprocess.TimeoutExpired:
         return Finding(
@@ -279,7 +333,20 @@ def ray_cluster(address: str | None, wait_s: float = RAY_S) -> Finding:
         said = re.sub(r"\x1b\[[0-9;]*m", "", lines[-1])[:300] if lines else f"exit code {done.returncode}"
         remedy = "start one (ray start --head), or set ray.address; with AuthenticationError set RAY_AUTH_MODE to what the cluster has"
         return Finding("ray cluster", "fail", f"{address}: {said}", remedy)
-    told = json.loads(done.stdout.splitlines()[-1])
-    have = told["resources"]
+    return _cluster(address, json.loads(done.stdout.splitlines()[-1]))
+
+
+def _cluster(address: str, told: dict[str, Any]) -> Finding:
+    """What a probe has told of a cluster. ``apart``: by node, how many seconds its clock is ahead of this machine's, if it has answered."""
+    have, apart = told["resources"], told["apart"]
     text = f"{address}: {told['nodes']} nodes, {have.get('CPU', 0):g} CPUs, {have.get('GPU', 0):g} GPUs, Ray {told['version']}"
-    return Finding("ray cluster", "ok", text)
+    mute = told["asked"] - len(apart)
+    if mute:
+        remedy = "look at these nodes in `ray status` and the dashboard: no process could be started there"
+        return Finding("ray cluster", "warn", f"{text}; {mute} of {told['asked']} nodes asked for their clock did not answer", remedy)
+    ahead, behind = (choose(apart, key=lambda node: apart[node]) for choose in (max, min)) if apart else ("", "")
+    skew = apart[ahead] - apart[behind] if apart else 0.0
+    if skew > SKEW_S:
+        remedy = "run an NTP client (chrony) on every node: times in events, logs and metrics can't be compared"
+        return Finding("ray cluster", "warn", f"{text}; the clock of node {ahead} is {skew:.1f} s ahead of node {behind}'s", remedy)
+    return Finding("ray cluster", "ok", f"{text}; clocks {skew:.2f} s apart")

@@ -6,15 +6,19 @@ import importlib.metadata
 import json
 import os
 import resource
+import signal
 import socket
+import subprocess
 import sys
 import time
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+from tests.controller.clusters import cluster
 from tests.controller.runs import tiny
 from vescale_ray import cli
 from vescale_ray.checkpoint.faulty import Fault, FaultyStore
@@ -98,6 +102,51 @@ def test_limits_of_the_machine_are_found(monkeypatch, tmp_path: Path) -> None:
         monkeypatch.setattr(resource, "getrlimit", lambda what, limit=limit: limit)
         assert doctor.open_files().verdict == verdict
     assert "hard limit, 4096" in doctor.open_files().remedy
+
+
+@pytest.mark.parametrize(
+    ("state", "verdict", "words"),
+    [(0, "ok", "kept, to 0.250 s"), (1, "ok", "kept, to"), (5, "warn", "nothing keeps it"), (-1, "ok", "doesn't tell")],
+)
+def test_whether_something_keeps_the_clock_is_the_kernel_s_to_say(state: int, verdict: str, words: str, monkeypatch) -> None:
+    def adjtimex(told: object) -> int:
+        told._obj.maxerror = 250_000  # type: ignore[attr-defined]
+        return state
+
+    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda *about, **named: SimpleNamespace(adjtimex=adjtimex))
+    found = doctor.clock()
+    assert (found.verdict, words in found.text, bool(found.remedy)) == (verdict, True, verdict != "ok"), found
+    monkeypatch.undo()
+    synchronised = subprocess.run(["timedatectl", "show", "-p", "NTPSynchronized", "--value"], capture_output=True, text=True, check=False)
+    if synchronised.stdout.strip() in ("yes", "no"):
+        assert (doctor.clock().verdict == "ok") == (synchronised.stdout.strip() == "yes")
+
+
+def test_nodes_whose_clocks_are_apart_or_that_do_not_answer_are_found() -> None:
+    told = {"nodes": 3, "resources": {"CPU": 6.0}, "version": "2.60.0", "asked": 3}
+    assert doctor._cluster("c:6379", {**told, "apart": {"a": 0.01, "b": -0.02, "c": 0.0}}).text.endswith("; clocks 0.03 s apart")
+    found = doctor._cluster("c:6379", {**told, "apart": {"a": 4.0, "b": -3.0, "c": 0.0}})
+    assert found.verdict == "warn" and "node a is 7.0 s ahead of node b's" in found.text and "NTP" in found.remedy
+    found = doctor._cluster("c:6379", {**told, "apart": {"a": 0.0}})
+    assert found.verdict == "warn" and "2 of 3 nodes" in found.text and found.remedy
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_cluster_s_nodes_are_asked_for_their_clocks(monkeypatch) -> None:
+    """All (the head has no CPU) are this machine's, so that they are as far apart as the answers take; one that is stopped says nothing."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with cluster(1, 1, 1) as nodes:
+        found = doctor.ray_cluster(nodes.address)
+        assert found.verdict == "ok" and "4 nodes, 3 CPUs" in found.text, found
+        assert 0 <= float(found.text.rpartition("clocks ")[2].partition(" s apart")[0]) < 1.0
+        stopped = next(pid for pid in nodes.processes() if b"raylet/raylet" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            found = doctor.ray_cluster(nodes.address)
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        assert found.verdict != "ok" and found.remedy, found
 
 
 def test_an_interface_that_is_not_there_is_found(monkeypatch) -> None:
