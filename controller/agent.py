@@ -6,6 +6,7 @@ there when it is needed: starting one then would take longer than all the rest o
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -13,6 +14,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vescale_ray.workers.pulse import starved_s, take_stacks
 from vescale_ray.workers.worker import born
+
+Thread = tuple[int, int, int]
+"""Process, when that was born, and the system's number of the thread."""
 
 
 class Agent:
@@ -26,9 +30,9 @@ class Agent:
         """The stacks of all threads of a worker's process, or why there are none."""
         return fetch_stacks(pid, process_born, descriptor, wait_s)
 
-    def starved(self, pid: int, process_born: int, thread: int) -> float | None:
-        """Seconds for which a worker's training thread got no processor; None if its process is gone."""
-        return fetch_starved(pid, process_born, thread)
+    def starved(self, threads: Sequence[Thread]) -> list[float]:
+        """Seconds for which each of these got no processor."""
+        return fetch_starved(threads)
 
 
 def send_signal(pid: int, process_born: int, number: int) -> bool:
@@ -47,9 +51,9 @@ def fetch_stacks(pid: int, process_born: int, descriptor: int, wait_s: float) ->
     return take_stacks(pid, descriptor, wait_s) if born(pid) == process_born else "(its process is gone)"
 
 
-def fetch_starved(pid: int, process_born: int, thread: int) -> float | None:
-    """Seconds for which a thread of this machine got no processor, if its process is still the one that was born then."""
-    return starved_s(pid, thread) if born(pid) == process_born else None
+def fetch_starved(threads: Sequence[Thread]) -> list[float]:
+    """Seconds for which each of these threads of this machine got no processor; 0 where its process is not the one that was born then."""
+    return [starved_s(pid, thread) if born(pid) == process_born else 0.0 for pid, process_born, thread in threads]
 
 
 def start_agent(node: str) -> Any:

@@ -37,6 +37,8 @@ HIRE_S = 2.0
 SLOW_S, SLOWER, SLOWEST_S = 0.1, 10, 5.0
 """Where others on its machine are later than this with an answer (hundredths of that are usual), a worker is given so many times as long,
 up to the last: its answer passes through as many hands."""
+LOOKS = 8
+"""Most nodes that are asked for it: where more are silent it is no machine that is slow."""
 LATE_HALF_S = 3.0
 """How late somebody was counts for half after so long."""
 ORDER_S = 5.0
@@ -324,27 +326,33 @@ class Crew:
         It is the time for which its training thread got no processor; and, for the threads that answer, a multiple of how late others on
         that machine are, its other workers and whoever tells this.
         """
-        asked = {w: m for w in workers if (m := self.members.get(w)) is not None and m.owes and m.info is not None and m.report is not None}
+        asked: dict[str, dict[str, WorkerInfo]] = {}
+        for worker in workers:
+            member = self.members.get(worker)
+            if member is not None and member.owes and member.info is not None and member.report is not None:
+                asked.setdefault(member.info.node, {})[worker] = member.info
         began = time.monotonic()
-        owed = {self._nursery.starved.remote(member.info): worker for worker, member in asked.items()}
+        nodes = asked if len(asked) <= LOOKS else {}
+        owed = {self._nursery.starved.remote(node, list(nodes[node].values())): node for node in nodes}
         found: dict[str, float] = {}
         while owed:
             there, _ = ray.wait(list(owed), num_returns=1, timeout=max(0.0, began + self._call_s - time.monotonic()))
             if not there:
                 break
-            took, worker = time.monotonic() - began, owed.pop(there[0])
-            member, told = asked[worker], self._answer(there[0], self._call_s)
-            if told is not None and member.report is not None:
-                slow = told - member.report.starved_s if told else 0.0
-                late = max(took, self._late(member, workers))
+            took, node = time.monotonic() - began, owed.pop(there[0])
+            told = self._answer(there[0], self._call_s)
+            for worker, seconds in zip(asked[node], told or (), strict=False):
+                member = self.members[worker]
+                late = max(took, self._late(node, workers))
+                slow = seconds - member.report.starved_s if seconds and member.report is not None else 0.0
                 slow = max(slow, min(SLOWER * late, SLOWEST_S) if late > SLOW_S else 0.0)
                 if slow > member.starved_s:
                     found[worker], member.starved_s = slow - member.starved_s, slow
         return found
 
-    def _late(self, member: Member, but: Collection[str]) -> float:
-        """How late other workers of a member's node were of late with their answers, in seconds; without those in ``but``."""
-        now, node = time.monotonic(), member.info.node if member.info is not None else ""
+    def _late(self, node: str, but: Collection[str]) -> float:
+        """How late workers of a node were of late with their answers, in seconds; without those in ``but``."""
+        now = time.monotonic()
         others = [m for w, m in self.members.items() if w not in but and m.info is not None and m.info.node == node]
         return max((m.late_s * 0.5 ** ((now - m.heard) / LATE_HALF_S) for m in others), default=0.0)
 

@@ -17,7 +17,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -210,11 +210,11 @@ class Nursery:
             return fetch_stacks(info.pid, info.born, info.stacks, wait_s)
         return str(self._on_node(info.node, wait_s + AGENT_S, "stacks", info.pid, info.born, info.stacks, wait_s) or "(its node is gone)")
 
-    def starved(self, info: WorkerInfo) -> float | None:
-        """Seconds so far for which a worker's training thread got no processor, as its machine tells; None if that does not answer."""
-        about = (info.pid, info.born, info.thread)
-        told = fetch_starved(*about) if info.node == self._node else self._on_node(info.node, AGENT_S, "starved", *about)
-        return None if told is None else float(told)
+    def starved(self, node: str, infos: Sequence[WorkerInfo]) -> list[float] | None:
+        """Seconds so far for which the training threads of workers of a node got no processor; None if that does not answer."""
+        threads = [(info.pid, info.born, info.thread) for info in infos]
+        told = fetch_starved(threads) if node == self._node else self._on_node(node, AGENT_S, "starved", threads)
+        return None if told is None else list(told)
 
     def station(self, worker: str, node: str) -> None:
         """Have an agent on ``node``, where ``worker`` is, if that is another one than this; for as long as a worker is there. A node with

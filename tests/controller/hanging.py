@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.workers.tiny import DropoutModel
+from vescale_ray.workers.worker import born
 
 FOR_S = 60
 SLOWLY = "VESCALE_TEST_SLOWLY"
@@ -22,7 +23,8 @@ SLOWLY = "VESCALE_TEST_SLOWLY"
 
 
 def _word(pid: int) -> Path:
-    return Path(tempfile.gettempdir()) / f"vescale-test-hang-{pid}"
+    """By the process' birth, too: its number is given to others later, and what it was told would be left for them."""
+    return Path(tempfile.gettempdir()) / f"vescale-test-hang-{pid}-{born(pid)}"
 
 
 class HangingModel(DropoutModel):

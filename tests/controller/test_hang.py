@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from vescale_ray.controller.awake import GAP_S, AwakeClock
-from vescale_ray.controller.crew import LATE_HALF_S, POLL_WAIT_S, Crew, Member
+from vescale_ray.controller.crew import LATE_HALF_S, LOOKS, POLL_WAIT_S, SLOWER, SLOWEST_S, Crew, Member
 from vescale_ray.controller.hang import AGAIN, FACTOR, FIRST, FIRST_S, LEAST_S, OWN_GAP_S, PERIOD, RECENT, STEPS, HangWatch
 from vescale_ray.workers.messages import Phase, Report, Ticket, WorkerInfo
 
@@ -314,7 +316,48 @@ def test_how_late_a_machines_other_workers_are_tells_how_late_one_may_be(monkeyp
     for worker, node, late in (("a", "1", 0.0), ("b", "1", 0.8), ("c", "1", 0.2), ("d", "2", 3.0)):
         info = WorkerInfo(worker, 1, 1, node, "host", "cpu", 1.0)
         crew.members[worker] = Member(worker, handle=None, hired=0.0, info=info, heard=now[0], late_s=late)
-    told = {accused: crew._late(crew.members[accused[0]], accused) for accused in ("a", "b", "ab", "abc", "d")}
+    told = {accused: crew._late("2" if accused == "d" else "1", accused) for accused in ("a", "b", "ab", "abc", "d")}
     assert told == {"a": 0.8, "b": 0.2, "ab": 0.2, "abc": 0.0, "d": 0.0}
     now[0] += LATE_HALF_S
-    assert crew._late(crew.members["a"], "a") == pytest.approx(0.4), "a moment's lateness is soon forgotten"
+    assert crew._late("1", "a") == pytest.approx(0.4), "a moment's lateness is soon forgotten"
+
+
+class Nodes:
+    """A nursery whose nodes tell of their threads what the test says, each after some time; None: after a second, that it is gone."""
+
+    def __init__(self, now: list[float], told: dict[str, tuple[float, dict[str, float] | None]]) -> None:
+        self.now, self.told, self.asked = now, told, 0
+        self.starved = SimpleNamespace(remote=self._starved)
+
+    def _starved(self, node: str, infos: list[WorkerInfo]) -> tuple[float, tuple[float, ...] | None]:
+        self.asked += 1
+        after, told = self.told[node]
+        return self.now[0] + after, tuple(told[info.worker] for info in infos) if told else None
+
+    def wait(self, refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        first = min(refs, key=lambda ref: ref[0])
+        self.now[0] = max(self.now[0], first[0])
+        return [first], [ref for ref in refs if ref is not first]
+
+
+def test_who_is_asked_for_what_it_could_not_do_and_what_is_given_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    nodes = Nodes(now, {"1": (0.01, {"a": 7.5, "b": 3.0}), "2": (0.3, {"c": 0.0}), "3": (1.0, None), "4": (2.0, {"e": 0.0})})
+    monkeypatch.setattr("vescale_ray.controller.crew.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("vescale_ray.controller.crew.ray.wait", nodes.wait)
+    monkeypatch.setattr("vescale_ray.controller.crew.ray.get", lambda ref, timeout=None: ref[1])
+    crew = Crew(nodes, call_s=5.0, epoch=1)
+    for worker, node in (("a", "1"), ("b", "1"), ("c", "2"), ("d", "3"), ("e", "4"), ("f", "1")):
+        info = WorkerInfo(worker, 1, 1, node, "host", "cpu", 1.0)
+        report = replace(IDLE, worker=worker, starved_s=3.0)
+        crew.members[worker] = Member(worker, handle=None, hired=0.0, info=info, heard=now[0], report=report, owes=worker != "f")
+    given = crew.starved("abcdef")
+    assert given == pytest.approx({"a": 4.5, "c": SLOWER * 0.3, "e": SLOWEST_S}) and nodes.asked == 4
+    now[0] += 1.0
+    nodes.told["2"] = (0.4, {"c": 0.0})
+    assert crew.starved("ac") == pytest.approx({"c": SLOWER * 0.1}), "only what has come since"
+    for number in range(LOOKS + 1):
+        info = WorkerInfo(f"n{number}", 1, 1, f"n{number}", "host", "cpu", 1.0)
+        crew.members[f"n{number}"] = Member(f"n{number}", handle=None, hired=0.0, info=info, report=report, owes=True)
+    asked = nodes.asked
+    assert crew.starved([f"n{number}" for number in range(LOOKS + 1)]) == {} and nodes.asked == asked, "a rack, and no slow machine"
