@@ -378,7 +378,9 @@ class Conductor:
 
     def _break(self, world: World, inside: Iterable[str]) -> None:
         """A generation is broken: close it, so that whoever is still in it does not begin another step."""
-        if self._ledger.state is not RunState.STARTING or world.ticket.attempt > 1:
+        if self._ledger.state is RunState.STOPPING:
+            pass  # what is left stops: there is no other generation
+        elif self._ledger.state is not RunState.STARTING or world.ticket.attempt > 1:
             self._ledger.begin_shift("failure", world.size)
             self._enter(RunState.RESCALING)
         self._crew.fence(inside, world.ticket)

@@ -47,7 +47,8 @@ TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
     _S.RESCALING: frozenset({_S.RUNNING, _S.CHECKPOINTING, _S.STOPPING, _S.FAILED}),
     # DONE comes from the last checkpoint only, so that a run is never done without one.
     _S.CHECKPOINTING: frozenset({_S.RUNNING, _S.RESCALING, _S.STOPPING, _S.DONE, _S.FAILED}),
-    _S.STOPPING: frozenset({_S.DONE, _S.FAILED}),
+    # A stop may meet the last step: then all is done, and the last checkpoint is made.
+    _S.STOPPING: frozenset({_S.CHECKPOINTING, _S.DONE, _S.FAILED}),
     _S.DONE: frozenset(),
     _S.FAILED: frozenset(),
 }

@@ -16,8 +16,12 @@ from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.conductor import GIVER_S, TICK_S, Conductor
 from vescale_ray.controller.crew import Lost
 from vescale_ray.controller.hang import HangWatch
+from vescale_ray.controller.ledger import Ledger
+from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import Bounds, Ending, RunState, Source, World
-from vescale_ray.workers.messages import Fault, FaultKind, Origin, Phase, Report, Ticket
+from vescale_ray.controller.saves import SaveResult
+from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.messages import Fault, FaultKind, Filled, Origin, Phase, Report, Ticket
 
 TICKET = Ticket(7, 1)
 WORLD = World(TICKET, ("a", "b"), Source(Origin.MEMORY, 40))
@@ -97,6 +101,18 @@ class Stage:
         made._tick, made._break = self._tick, lambda world, inside: self.broken.append((crew.now, list(inside)))
         made._plan_ahead = lambda world: None
         self.conductor = made
+
+    def with_books(self, folder: Path, state: RunState) -> Ledger:
+        """Real books, of a run that is in this state; what a broken generation does to it is real, too."""
+        config = tiny(folder, "books")
+        ledger = Ledger(RunFolder(config.run_folder).create(), config, "r", 1, 1)
+        ledger.opened(WORLD)
+        for worker in WORLD.members:
+            ledger.filled(worker, Filled(TICKET, 40, Origin.MEMORY, {}))
+        ledger.state = state
+        self.conductor._ledger = ledger
+        del self.conductor._break
+        return ledger
 
     def _tick(self) -> list[Any]:
         self.crew.now += TICK_S
@@ -227,3 +243,32 @@ def test_a_lone_worker_that_hangs_is_given_time_where_nobody_would_take_its_plac
     assert not watch().replaced
     for changes in ({"elastic_replace_lost": True}, {"elastic_grow": True}, {"elastic_spares": 1, "elastic_max_workers": 2}):
         assert watch(**changes).replaced
+
+
+def test_a_worker_that_is_lost_between_a_stop_and_its_boundary_does_not_keep_the_rest_from_stopping(tmp_path: Path) -> None:
+    """The run failed, with what its workers held, on the way from STOPPING to RESCALING."""
+    crew = Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING))
+    stage = Stage(crew)
+    ledger = stage.with_books(tmp_path, RunState.STOPPING)
+    stage.conductor.desk.stop = "SIGTERM"
+
+    def play(passed: float) -> None:
+        if passed > 1.0 and "b" in crew.reports:
+            stage.lose("b", Cause.KILLED)
+        if crew.fenced:
+            crew.reports["a"] = report("a", Phase.PARKED, fault=PEER)
+
+    stage.each_round = play
+    ending = stage.conductor._watch(WORLD)
+    assert ending.living == ("a",) and set(ending.lost) == {"b"} and crew.fenced
+    assert ledger.state is RunState.STOPPING and ledger.shift is None
+
+
+def test_a_stop_that_meets_the_last_step_ends_a_run_that_is_done(tmp_path: Path) -> None:
+    stage = Stage(Crew(report("a", Phase.FINISHED), report("b", Phase.FINISHED)))
+    ledger = stage.with_books(tmp_path, RunState.STOPPING)
+    ledger.step = 60
+    stage.conductor._keeper.save = lambda workers: SaveResult("r-h8-s60", 60, 8, 0.1, Kept("c60", "/c60", 60))
+    outcome = stage.conductor._complete(Ending(("a", "b"), finished=True))
+    assert outcome is not None and (outcome.state, outcome.step, outcome.checkpoint) == ("DONE", 60, "/c60")
+    assert ledger.state is RunState.DONE
