@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from vescale_ray.config import RunConfig
@@ -170,8 +170,9 @@ class Conductor:
     def _decide(self, ended: Ending, waited: bool) -> policy.Decision:
         silent = self._crew.silent(SILENT_S)
         stragglers = self._steering.stragglers
-        ready = [w for w in self._crew.ready() if w not in ended.living and w not in self._steering.leavers]
-        ready.sort(key=lambda w: w in silent)  # a joiner that is stopped would hold up everyone
+        # Whoever was to leave after a move that has failed is as good as a joiner, where one is missing now.
+        ready = [w for w in self._crew.ready() if w not in ended.living]
+        ready.sort(key=lambda w: (w in silent, w in self._steering.leavers))  # a joiner that is stopped would hold up everyone
         self._leaving = self._steering.leaving((*ended.living, *ready)) | stragglers.leaving(ended.living, ready, self.desk.target)
         situation = policy.Situation(
             stopping=self.desk.stop is not None,
@@ -409,15 +410,21 @@ class Conductor:
             if own and world.source.origin is Origin.CHECKPOINT and not ledger.all_filled:
                 ledger.load_failed(world.source.commit, next(iter(own.values())).text)
             if lost:
-                fully = self.desk.target == world.size
-                if not self._config.elastic.replace_lost:
-                    # The run goes on with those that are left; whoever wants more asks for more.
-                    left = len(living) + len(self._steering.outside(living))
-                    self.desk.want(max(1, min(self.desk.target, left)), self.desk.reason)
-                if fully or self._config.elastic.replace_lost:
-                    self.desk.reason = "replacement"
+                self._want_those_left(world, living)
             ledger.event("generation_failed", lost=lost, faults={w: f.text for w, f in faults.items()}, attempt=world.ticket.attempt)
         return ending
+
+    def _want_those_left(self, world: World, living: Sequence[str]) -> None:
+        """Members were lost: the run goes on with those that are left, whoever wants more asks for more."""
+        desk, elastic, steering = self.desk, self._config.elastic, self._steering
+        fully = desk.target == world.size
+        if not elastic.replace_lost:
+            draining = steering.leaving(steering.leavers)
+            back = [w for w in steering.leavers if self._crew.alive(w) and w not in draining]
+            left = len(living) + len(back) + len(steering.outside(living)) + self._crew.hiring
+            desk.want(max(elastic.min_workers, min(desk.target, left)), desk.reason)
+        if fully or elastic.replace_lost:
+            desk.reason = "replacement"
 
     # ------------------------------------------------------------------------------------------------------ states to go on from
 

@@ -12,6 +12,7 @@ import pytest
 from tests.controller.runs import tiny
 from vescale_ray.config import ElasticSection
 from vescale_ray.controller import conductor as subject
+from vescale_ray.controller import policy
 from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.conductor import GIVER_S, TICK_S, Conductor
 from vescale_ray.controller.crew import Lost
@@ -61,7 +62,7 @@ class Crew:
         return tuple(self.reports)
 
     def warming(self) -> tuple[str, ...]:
-        return tuple(self.on_the_way)
+        return tuple(w for w in self.on_the_way if w not in self.reports)
 
     def fence(self, workers: Any, ticket: Ticket) -> None:
         self.fenced.append((self.now, tuple(workers)))
@@ -86,8 +87,12 @@ class Stage:
         self.crew, self.each_round = crew, lambda passed: None
         self.broken: list[tuple[float, list[str]]] = []
         made: Any = Conductor.__new__(Conductor)
+        self.leaving: frozenset[str] = frozenset()
+        """Whose node is about to go."""
         steering = SimpleNamespace(leavers=list(leavers), steer=lambda world: None, outside=lambda living: [], hire_failures=[], nodes=None)
         steering.nodes = SimpleNamespace(draining={})
+        steering.leaving = lambda workers: self.leaving & set(workers)
+        steering.stragglers = SimpleNamespace(leaving=lambda *about: frozenset())
         made._crew, made._steering, made._gone, made._inherited = crew, steering, {}, None
         made._ledger = SimpleNamespace(all_filled=filled, world=WORLD, known={}, shift=None, step=40, event=lambda *a, **k: None)
         made._ledger.waits, made._ledger.state = lambda waiting: None, RunState.RESCALING
@@ -97,7 +102,7 @@ class Stage:
         made._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic))
         made._spec = SimpleNamespace(bounds=Bounds())
         made._budget = Budget(Limits(3, 20, 20))
-        made.desk = SimpleNamespace(stop=None, target=2, reason="drain", want=lambda *about: None)
+        made.desk = SimpleNamespace(stop=None, target=2, reason="drain", want=self._want)
         made._tick, made._break = self._tick, lambda world, inside: self.broken.append((crew.now, list(inside)))
         made._plan_ahead = lambda world: None
         self.conductor = made
@@ -119,6 +124,9 @@ class Stage:
         self.each_round(self.crew.now - 50.0)
         assert self.crew.now < 150.0, "the loop does not end"
         return []
+
+    def _want(self, workers: int, reason: str) -> None:
+        self.conductor.desk.target, self.conductor.desk.reason = workers, reason
 
     def lose(self, worker: str, cause: Cause) -> None:
         del self.crew.reports[worker]
@@ -272,3 +280,62 @@ def test_a_stop_that_meets_the_last_step_ends_a_run_that_is_done(tmp_path: Path)
     outcome = stage.conductor._complete(Ending(("a", "b"), finished=True))
     assert outcome is not None and (outcome.state, outcome.step, outcome.checkpoint) == ("DONE", 60, "/c60")
     assert ledger.state is RunState.DONE
+
+
+def decided(stage: Stage) -> list[policy.Decision]:
+    """What is decided from now on, with all that is waited for, until a generation begins or the run ends."""
+    made: list[policy.Decision] = []
+    ended = Ending(tuple(w for w in WORLD.members if stage.crew.alive(w)), {"b": "its process died"}, {}, False, {"b": "killed"})
+    waited = False
+    while not made or isinstance(made[-1], policy.Await):
+        assert len(made) < 5, made
+        made.append(stage.conductor._decide(ended, waited))
+        if isinstance(made[-1], policy.Await):
+            waited = not stage.conductor._await(ended, made[-1].workers, made[-1].hire)
+    return made
+
+
+def test_a_leaver_that_still_lives_takes_part_again_where_a_worker_that_was_to_stay_is_lost_in_the_move() -> None:
+    """Three were to become two. The run failed, or waited for a replacement without end, with two warm workers there."""
+    crew = Crew(report("a", Phase.FORMING), report("b", Phase.FORMING), report("l", Phase.GIVING))
+    stage = Stage(crew, ("l",), min_workers=2)
+
+    def play(passed: float) -> None:
+        if passed > 1.0 and "b" in crew.reports:
+            stage.lose("b", Cause.KILLED)
+            for worker in "al":
+                crew.reports[worker] = report(worker, Phase.PARKED, fault=PEER)
+
+    stage.each_round = play
+    stage.conductor._watch(WORLD)
+    assert stage.conductor.desk.target == 2
+    assert decided(stage) == [policy.Go(("a", "l"))]
+    assert crew.hired == 0
+
+
+def test_a_leaver_whose_node_is_about_to_go_takes_part_again_only_where_it_can_not_be_done_without() -> None:
+    for fewest, members in ((1, ("a",)), (2, ("a", "l"))):
+        crew = Crew(report("a", Phase.PARKED, fault=PEER), report("l", Phase.PARKED, fault=PEER))
+        stage = Stage(crew, ("l",), min_workers=fewest)
+        stage.leaving = frozenset("l")
+        stage.conductor._watch(WORLD)
+        assert stage.conductor.desk.target == fewest
+        assert decided(stage) == [policy.Go(members)]
+
+
+def test_a_run_that_grows_by_itself_hires_one_worker_where_one_is_missing_to_the_fewest_and_goes_on_with_it() -> None:
+    """It wanted fewer than it may have, waited for more, had them, wanted fewer: another hiring with each round, for ever."""
+    crew = Crew(report("a", Phase.PARKED, fault=PEER))
+    stage = Stage(crew, min_workers=2, grow=True)
+    stage.each_round = lambda passed: crew.reports.update({w: report(w, Phase.IDLE, Ticket(0, 0)) for w in crew.on_the_way})
+    stage.conductor._watch(WORLD)
+    made = decided(stage)
+    assert crew.hired == 1 and made == [policy.Await(2, 1), policy.Go(("a", "new1"))]
+
+
+def test_who_is_being_hired_counts_as_there_when_another_is_lost() -> None:
+    crew = Crew(report("a", Phase.PARKED, fault=PEER))
+    crew.hiring = 1
+    stage = Stage(crew)
+    stage.conductor._watch(WORLD)
+    assert stage.conductor.desk.target == 2
