@@ -410,14 +410,14 @@ class Conductor:
             if own and world.source.origin is Origin.CHECKPOINT and not ledger.all_filled:
                 ledger.load_failed(world.source.commit, next(iter(own.values())).text)
             if lost:
-                self._want_those_left(world, living)
+                self._want_those_left(world.size, living)
             ledger.event("generation_failed", lost=lost, faults={w: f.text for w, f in faults.items()}, attempt=world.ticket.attempt)
         return ending
 
-    def _want_those_left(self, world: World, living: Sequence[str]) -> None:
+    def _want_those_left(self, before: int, living: Sequence[str]) -> None:
         """Members were lost: the run goes on with those that are left, whoever wants more asks for more."""
         desk, elastic, steering = self.desk, self._config.elastic, self._steering
-        fully = desk.target == world.size
+        fully = desk.target == before
         if not elastic.replace_lost:
             draining = steering.leaving(steering.leavers)
             back = [w for w in steering.leavers if self._crew.alive(w) and w not in draining]
@@ -434,17 +434,24 @@ class Conductor:
             self._ledger.end_shift(time.time())
         self._enter(RunState.CHECKPOINTING)
         result = self._keeper.save(ended.living)
-        if result is not None and result.kept is not None:
+        kept = result.kept if result is not None else None
+        if kept is not None and kept.step == self._config.train.steps:
             self._enter(RunState.DONE)
-            self._ledger.event("run_finished", checkpoint=result.kept.path)
-            return Outcome("DONE", self._ledger.step, checkpoint=result.kept.path)
-        if result is None or not ended.living or not all(self._crew.alive(w) for w in ended.living):
-            causes = {self._gone[w].cause for w in ended.living if w in self._gone}
-            self._budget = self._budget.failed(causes or {Cause.KILLED}, ["workers were lost after the last step"])
+            self._ledger.event("run_finished", checkpoint=kept.path)
+            return Outcome("DONE", self._ledger.step, checkpoint=kept.path)
+        living = self._still_living(ended).living
+        lost = set(ended.living) - set(living)
+        if result is None or kept is not None or lost:
+            if lost:  # else what is missing was lost, and counted, before
+                causes = {self._gone[w].cause for w in lost if w in self._gone}
+                self._budget = self._budget.failed(causes or {Cause.KILLED}, ["workers were lost after the last step"])
+                self._want_those_left(len(ended.living), living)
             self._ledger.begin_shift("failure", len(ended.living))
             return None
-        kept = self._ledger.checkpoint_path or "none"
-        return self._failed(f"all {self._ledger.step} steps are done, but the last checkpoint failed: {result.error}; the newest is {kept}")
+        newest = self._ledger.checkpoint_path or "none"
+        return self._failed(
+            f"all {self._ledger.step} steps are done, but the last checkpoint failed: {result.error}; the newest is {newest}"
+        )
 
     def _halt(self, ended: Ending) -> Outcome:
         self._enter(RunState.STOPPING)

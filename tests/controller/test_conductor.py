@@ -99,7 +99,7 @@ class Stage:
         made._hangs, made._laggards = HangWatch(), SimpleNamespace(late=lambda *about: {})
         made._keeper = SimpleNamespace(abandon=lambda: None, layouts=SimpleNamespace(told=True, ahead=lambda worlds: None))
         made._evidence = SimpleNamespace(failed=lambda *about: None)
-        made._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic))
+        made._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic), train=SimpleNamespace(steps=60))
         made._spec = SimpleNamespace(bounds=Bounds())
         made._budget = Budget(Limits(3, 20, 20))
         made.desk = SimpleNamespace(stop=None, target=2, reason="drain", want=self._want)
@@ -339,3 +339,31 @@ def test_who_is_being_hired_counts_as_there_when_another_is_lost() -> None:
     stage = Stage(crew)
     stage.conductor._watch(WORLD)
     assert stage.conductor.desk.target == 2
+
+
+def completing(folder: Path, kept: int | None, *living: str) -> tuple[Stage, Any]:
+    """What comes of the last checkpoint of a run of 60 steps, that is of step ``kept``; ``living``: who is left after it."""
+    stage = Stage(Crew(report("a", Phase.FINISHED), report("b", Phase.FINISHED)))
+    ledger = stage.with_books(folder, RunState.RUNNING)
+    ledger.step = 60
+
+    def save(workers: Any) -> SaveResult | None:
+        for worker in {"a", "b"} - set(living):
+            stage.lose(worker, Cause.KILLED)
+        return None if kept is None else SaveResult("r-h8", kept, 8, 0.1, Kept(f"c{kept}", f"/c{kept}", kept))
+
+    stage.conductor._keeper.save = save
+    return stage, stage.conductor._complete(Ending(("a", "b"), finished=True))
+
+
+def test_a_run_is_not_done_with_a_checkpoint_of_an_earlier_step(tmp_path: Path) -> None:
+    """With a copy every third step, and a worker lost in the last checkpoint: of the last step nobody has its part. It was called DONE."""
+    stage, outcome = completing(tmp_path, 59, "a")
+    assert outcome is None, "training goes back to what is left"
+    assert stage.conductor._budget.crashes == 1 and stage.conductor.desk.target == 1, "those that are left go on"
+
+
+def test_a_state_that_is_incomplete_after_the_last_step_counts_as_no_failure_more(tmp_path: Path) -> None:
+    """The loss that it comes from was counted when the generation ended."""
+    stage, outcome = completing(tmp_path, None, "a", "b")
+    assert outcome is None and stage.conductor._budget.tries == 0
