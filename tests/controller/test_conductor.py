@@ -21,6 +21,7 @@ from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import Bounds, Ending, RunState, Source, World
 from vescale_ray.controller.saves import SaveResult
+from vescale_ray.controller.steering import Steering
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Fault, FaultKind, Filled, Origin, Phase, Report, Ticket
 
@@ -367,3 +368,15 @@ def test_a_state_that_is_incomplete_after_the_last_step_counts_as_no_failure_mor
     """The loss that it comes from was counted when the generation ended."""
     stage, outcome = completing(tmp_path, None, "a", "b")
     assert outcome is None and stage.conductor._budget.tries == 0
+
+
+def test_leavers_stay_until_the_next_generation_has_made_a_step() -> None:
+    """Until then its first copies are on their way: a worker that is lost meanwhile would be lost with what only leavers hold."""
+    gone: list[str] = []
+    steering: Any = Steering.__new__(Steering)
+    steering.leavers, steering.asked, steering.let_go = ["l", "m"], TICKET, gone.append
+    for filled, stepped, left in ((False, False, 2), (True, False, 2), (True, True, 0)):
+        steering._ledger = SimpleNamespace(all_filled=filled, has_stepped=stepped)
+        steering.steer(WORLD)
+        assert len(steering.leavers) == left
+    assert gone == ["l", "m"]
