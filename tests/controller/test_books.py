@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import subprocess
 import sys
@@ -18,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.controller.runs import tiny
-from vescale_ray import checkpoint
+from tests.controller.runs import tiny, until
+from vescale_ray import checkpoint, client
 from vescale_ray.config import CheckpointSection
 from vescale_ray.controller import conductor, driver, figures, watchdog
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.conductor import Conductor, take_up
-from vescale_ray.controller.desk import Desk
+from vescale_ray.controller.desk import ANSWER_S, DONE_S, Desk
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo, Memos, read_memo, write_memo
@@ -164,6 +165,30 @@ def test_commands_that_come_when_the_loop_is_over_are_answered_at_once(ledger: L
     with pytest.raises(RequestRefused, match="the run is over, at step 0: rescale comes too late"):
         desk.command("rescale", {"workers": 2})
     assert time.monotonic() - began < 2.0
+
+
+@pytest.mark.parametrize("action", ["rescale", "stop"])
+def test_a_command_that_was_given_up_is_never_carried_out(ledger: Ledger, tmp_path: Path, action: str) -> None:
+    """Who was told that nothing had come of it, and gave another one, got both."""
+    spec: Any = SimpleNamespace(schedule=(), capacity=None)
+    desk = Desk(spec, tiny(tmp_path, "books"), SimpleNamespace(), ledger, Memo("r1", 0), lambda: None)  # type: ignore[arg-type]
+    before = desk.target
+    with pytest.raises(RequestRefused, match=f"did not come to {action} within 0.2 s"):
+        desk.command(action, {"workers": 1}, wait_s=0.2)
+    desk.heed()
+    assert (desk.target, desk.stop) == (before, None)
+    told: list[dict[str, Any]] = []
+    second = threading.Thread(target=lambda: told.append(desk.command("rescale", {"workers": 2})))
+    second.start()
+    until(lambda: bool(desk.heed() or told), 5, "an answer")
+    second.join(5)
+    assert told[0]["workers"] == desk.target == 2
+
+
+def test_a_command_is_answered_before_who_gave_it_has_stopped_listening() -> None:
+    """Also where the controller has only just been started: a client that heard nothing would not know what became of it."""
+    patience = inspect.signature(client.request).parameters["timeout_s"].default
+    assert ANSWER_S + DONE_S < patience
 
 
 def test_a_step_of_which_the_samples_were_written_and_the_metrics_not_is_not_written_twice(ledger: Ledger) -> None:
