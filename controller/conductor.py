@@ -295,9 +295,8 @@ class Conductor:
             )
         if ledger.shift is not None:
             ledger.shift.spend("plan", time.monotonic() - began)
-        for worker, problem in self._crew.order(orders).items():
-            if self._crew.alive(worker):
-                self._crew.kill(worker, f"killed: {problem}")
+        refused = self._crew.order(orders)
+        self._crew.kill({worker: f"killed: {problem}" for worker, problem in refused.items() if self._crew.alive(worker)})
         return world
 
     def _evaluation_due(self, step: int) -> bool:
@@ -561,8 +560,8 @@ class Conductor:
                     if info is None:
                         self._steering.hire_failed(reason)
         silence = self._spec.bounds.silence or self._config.elastic.collective_timeout_s
-        for worker in self._crew.silent(silence):
-            self._crew.kill(worker, f"killed: answered nothing for {silence:g} s, its process is hung or stopped")
+        mute = f"killed: answered nothing for {silence:g} s, its process is hung or stopped"
+        self._crew.kill(dict.fromkeys(self._crew.silent(silence), mute))
         self._keeper.collect()
         ledger = self._ledger
         ledger.budget(self._budget)
