@@ -491,6 +491,8 @@ class Conductor:
         assert world is not None
         self._inherited = world.ticket
         self._hangs.begin(world.ticket)
+        # Each worker tells its last vote again; those of an older generation were given up.
+        self._saves.fence(world.ticket.generation)
         self._crew.adopt(ledger.known)
         heard: set[str] = set()
         deadline = time.monotonic() + ADOPT_S

@@ -20,10 +20,10 @@ from vescale_ray.controller.hang import HangWatch
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import Bounds, Ending, RunState, Source, World
-from vescale_ray.controller.saves import SaveResult
+from vescale_ray.controller.saves import SaveResult, Saves
 from vescale_ray.controller.steering import Steering
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.messages import Fault, FaultKind, Filled, Origin, Phase, Report, Ticket
+from vescale_ray.workers.messages import Fault, FaultKind, Filled, Origin, Phase, Report, Saved, Ticket
 
 TICKET = Ticket(7, 1)
 WORLD = World(TICKET, ("a", "b"), Source(Origin.MEMORY, 40))
@@ -95,6 +95,7 @@ class Stage:
         steering.leaving = lambda workers: self.leaving & set(workers)
         steering.stragglers = SimpleNamespace(leaving=lambda *about: frozenset())
         made._crew, made._steering, made._gone, made._inherited = crew, steering, {}, None
+        made._saves = Saves("nowhere", None, lambda step: {}, None)  # type: ignore[arg-type]
         made._ledger = SimpleNamespace(all_filled=filled, world=WORLD, known={}, shift=None, step=40, event=lambda *a, **k: None)
         made._ledger.waits, made._ledger.state = lambda waiting: None, RunState.RESCALING
         made._hangs, made._laggards = HangWatch(), SimpleNamespace(late=lambda *about: {})
@@ -199,6 +200,21 @@ def test_a_controller_that_is_restarted_misses_no_leaver_of_a_move_that_is_over(
     stage.conductor._tick = lambda: [subject.Heard(one) for one in crew.reports.values()]
     stage.conductor._adopted()
     assert stage.conductor._steering.leavers == ([] if moved else ["gone"])
+
+
+@pytest.mark.parametrize("generation", [6, 7])
+def test_a_restarted_controller_waits_for_no_checkpoint_of_a_generation_that_is_over(generation: int) -> None:
+    """Every worker tells it its last vote, those of the others were given up long since: none was begun for ten minutes."""
+    stage = Stage(Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING)))
+    conductor, ticket = stage.conductor, Ticket(generation, 1)
+
+    def tick() -> list[Any]:
+        conductor._saves.heed(Saved(ticket, f"r-g{generation}-s40", 40, generation, 0, 2, "{}", None, 0.1))
+        return [subject.Heard(one) for one in stage.crew.reports.values()]
+
+    conductor._tick, conductor._wait = tick, lambda until, seconds: True
+    conductor._adopted()
+    assert conductor._saves.busy == (generation == 7)
 
 
 @pytest.mark.parametrize(
