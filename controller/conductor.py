@@ -571,6 +571,8 @@ class Conductor:
         members = ledger.world.members if ledger.world else ()
         reports = {rank: self._crew.report(worker) for rank, worker in enumerate(members)}
         ledger.draining, ledger.pending = len(self._steering.leaving(members)), self._saves.pending
+        nodes = [info.node if (info := ledger.known.get(worker)) is not None else "" for worker in members]
+        ledger.unprotected = policy.unprotected(nodes, copies=self._config.elastic.snapshot_every > 0)
         ledger.publish({rank: (self._crew.info(members[rank]), r.memory) for rank, r in reports.items() if r is not None})
         ledger.write_state()
         return news

@@ -92,7 +92,8 @@ class Keeper:
         return seated(members, self._parts(resume, holders), self.layouts.overlap(resume.world, len(members)))
 
     def staying(self, candidates: Sequence[str], count: int, holders: Sequence[str]) -> tuple[str, ...]:
-        """The ``count`` of ``candidates`` that stay so that the fewest bytes move, and whole nodes become free where that moves no more."""
+        """The ``count`` of ``candidates`` that stay so that the fewest bytes move; where that moves no more, so that copies lie on other
+        nodes, and whole nodes become free."""
         from vescale_ray.workers.seating import staying
 
         resume = self.source(candidates, holders).resume
@@ -102,8 +103,8 @@ class Keeper:
         for worker in (*self._crew.ready(), *self._crew.warming()):
             info = self._crew.info(worker)
             there.setdefault(info.node if info is not None else "", []).append(worker)
-        nodes = [workers for workers in there.values() if set(workers) <= set(candidates)]
-        return tuple(staying(candidates, self._parts(resume, holders), self.layouts.overlap(resume.world, count), nodes))
+        overlap = self.layouts.overlap(resume.world, count)
+        return tuple(staying(candidates, self._parts(resume, holders), overlap, list(there.values())))
 
     def _parts(self, resume: Resume, holders: Iterable[str]) -> dict[str, list[int]]:
         """By worker, the ranks of that state whose shards it has."""

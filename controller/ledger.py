@@ -122,8 +122,8 @@ class Ledger:
         self._tally = Tally()
         self._phase_seconds: dict[str, float] = {}
         self._health = dict.fromkeys(HEALTH, 0)
-        self.draining = self.pending = 0
-        """Members on nodes that are about to go; checkpoints under way."""
+        self.draining = self.pending = self.unprotected = 0
+        """Members on nodes that are about to go; checkpoints under way; ranks without a copy on another node."""
         self._loads = Histogram()
         self._read_bytes = self._load_failures = self._load_of = 0
         self._checkpoint: Mapping[str, Any] = {}
@@ -477,6 +477,7 @@ class Ledger:
             clipped_steps=self._health["clipped"],
             skipped_steps=self._health["skipped"],
             draining=self.draining,
+            unprotected=self.unprotected,
             grad_norm=line.get("grad_norm"),
             learning_rate=line.get("lr"),
             world=world.size if world else 0,
