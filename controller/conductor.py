@@ -220,6 +220,7 @@ class Conductor:
 
     def _await(self, ended: Ending, workers: int, hire: int) -> bool:
         """Wait until ``workers`` are there, survivors included; whether they came in time."""
+        self._remember()  # it may take minutes
         elastic, failures = self._config.elastic, self._steering.hire_failures
         failures.clear()
         self._ledger.waits(True)
@@ -398,11 +399,14 @@ class Conductor:
             self._keeper.abandon()
             own = {w: f for w, f in faults.items() if f.kind is not FaultKind.PEER}
             # A leaver that is lost before all is given breaks the generation as well, and mostly since its node went.
-            every = gone | {w: self._gone[w] for w in self._steering.leavers if w in self._gone and not self._crew.alive(w)}
+            givers = self._steering.leavers if not ledger.all_filled else ()
+            every = gone | {w: self._gone[w] for w in givers if w in self._gone and not self._crew.alive(w)}
             causes = {one.cause for one in every.values()} | ({Cause.ERROR} if own else set())
             errors = [f"{w}: {one.reason}" for w, one in every.items()] + [f"{w}: {f.text}" for w, f in own.items()]
-            # A collective that fails though everybody is there: to the others, that is what a hang is.
-            self._budget = self._budget.failed(causes or {Cause.HANG}, errors or [f"{w}: {f.text}" for w, f in faults.items()][:1])
+            if self._memo.failed != world.ticket.generation:  # else an earlier life of the controller has counted it
+                # A collective that fails though everybody is there: to the others, that is what a hang is.
+                self._budget = self._budget.failed(causes or {Cause.HANG}, errors or [f"{w}: {f.text}" for w, f in faults.items()][:1])
+                self._memo = replace(self._memo, failed=world.ticket.generation)
             self._evidence.failed(world, ending, ledger)
             if any(fault.kind is FaultKind.DATA for fault in faults.values()) and world.source.commit:
                 self._keeper.distrust(world.source.commit)
@@ -411,6 +415,9 @@ class Conductor:
             if lost:
                 self._want_those_left(world.size, living)
             ledger.event("generation_failed", lost=lost, faults={w: f.text for w, f in faults.items()}, attempt=world.ticket.attempt)
+        elif ledger.state is RunState.RUNNING and not finished and self.desk.stop is None:
+            # The wish to stop was heard, though the answer to it was not.
+            ledger.begin_shift(self.desk.reason, world.size)
         return ending
 
     def _want_those_left(self, before: int, living: Sequence[str]) -> None:
@@ -429,8 +436,7 @@ class Conductor:
 
     def _complete(self, ended: Ending) -> Outcome | None:
         """The last checkpoint; None when a state is lost with a worker that died now, and training must go back."""
-        if self._ledger.shift is not None:
-            self._ledger.end_shift(time.time())
+        self._ledger.end_shift(time.time())
         self._enter(RunState.CHECKPOINTING)
         result = self._keeper.save(ended.living)
         kept = result.kept if result is not None else None

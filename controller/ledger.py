@@ -315,6 +315,8 @@ class Ledger:
         if shift is None or world is None:
             return
         self.shift = None
+        if shift.generation == world.ticket.generation:
+            return self.event("rescale_abandoned", **{"from": shift.before, "to": self.target, "error": "the run was over before it"})
         for phase in ("form", "build", "sync"):
             # The members work side by side: the slowest counts.
             shift.spend(phase, max((item.phases.get(phase, 0.0) for item in self._filled.values()), default=0.0))

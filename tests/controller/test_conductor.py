@@ -18,6 +18,7 @@ from vescale_ray.controller.conductor import GIVER_S, TICK_S, Conductor
 from vescale_ray.controller.crew import Lost
 from vescale_ray.controller.hang import HangWatch
 from vescale_ray.controller.ledger import Ledger
+from vescale_ray.controller.memo import Memo
 from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import Bounds, Ending, RunState, Source, World
 from vescale_ray.controller.saves import SaveResult, Saves
@@ -103,7 +104,7 @@ class Stage:
         made._evidence = SimpleNamespace(failed=lambda *about: None)
         made._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic), train=SimpleNamespace(steps=60))
         made._spec = SimpleNamespace(bounds=Bounds())
-        made._budget = Budget(Limits(3, 20, 20))
+        made._budget, made._memo, made._remember = Budget(Limits(3, 20, 20)), Memo("r", 7), lambda: None
         made.desk = SimpleNamespace(stop=None, target=2, reason="drain", want=self._want)
         made._tick, made._break = self._tick, lambda world, inside: self.broken.append((crew.now, list(inside)))
         made._plan_ahead = lambda world: None
@@ -396,3 +397,45 @@ def test_leavers_stay_until_the_next_generation_has_made_a_step() -> None:
         steering.steer(WORLD)
         assert len(steering.leavers) == left
     assert gone == ["l", "m"]
+
+
+def test_a_failure_that_an_earlier_life_of_the_controller_has_counted_counts_once() -> None:
+    """While the run waited for a replacement each restart of its controller counted it again, and a lost node as a crash."""
+    first = Stage(Crew(report("a", Phase.PARKED, fault=PEER), report("b", Phase.TRAINING)), min_workers=2, replace_lost=True)
+    first.lose("b", Cause.NODE)
+    first.conductor._watch(WORLD)
+    written: list[Memo] = []
+    first.conductor._remember = lambda: written.append(first.conductor._memo)
+    first.crew.reports["c"] = report("c", Phase.IDLE, Ticket(0, 0))
+    first.conductor._await(Ending(("a",)), 2, 0)
+    again = Stage(Crew(report("a", Phase.PARKED, fault=PEER)))
+    again.conductor._memo, again.conductor._budget = written[0], first.conductor._budget
+    ending = again.conductor._watch(WORLD)
+    assert set(ending.lost) == {"b"}
+    assert (again.conductor._budget.nodes, again.conductor._budget.crashes) == (1, 0) and again.conductor._budget.total == {Cause.NODE: 1}
+    other = replace(WORLD, ticket=Ticket(8, 1))
+    again.crew.reports["a"] = report("a", Phase.PARKED, other.ticket, PEER)
+    again.conductor._watch(other)
+    assert again.conductor._budget.crashes == 1, "of another generation"
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["the answer came", "the answer came late"])
+def test_a_change_that_was_asked_for_is_no_failure_though_the_answer_to_the_asking_came_late(tmp_path: Path, heard: bool) -> None:
+    stage = Stage(Crew(report("a", Phase.PARKED), report("b", Phase.PARKED)))
+    ledger = stage.with_books(tmp_path, RunState.RUNNING)
+    stage.conductor.desk.reason = "manual"
+    if heard:
+        ledger.begin_shift("drain", 2)
+        ledger.state = RunState.RESCALING
+    assert stage.conductor._watch(WORLD).clean
+    assert ledger.shift is not None and ledger.shift.reason == ("drain" if heard else "manual")
+
+
+def test_a_change_that_the_last_step_comes_before_is_none(tmp_path: Path) -> None:
+    stage = Stage(Crew(report("a", Phase.FINISHED), report("b", Phase.FINISHED)))
+    ledger = stage.with_books(tmp_path, RunState.RESCALING)
+    ledger.begin_shift("manual", 2)
+    stage.conductor._keeper.save = lambda workers: SaveResult("r-h8-s60", 60, 8, 0.1, Kept("c60", "/c60", 60))
+    stage.conductor._complete(Ending(("a", "b"), finished=True))
+    told = [event["event"] for event in ledger.folder.read_events()]
+    assert "rescale_abandoned" in told and "rescaled" not in told
