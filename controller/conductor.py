@@ -191,12 +191,12 @@ class Conductor:
 
     def _gather(self) -> Outcome | None:
         """Have the first workers warm; an outcome if it can't be, or is not wanted any more."""
-        wanted, fewest = self.desk.target, self._config.elastic.min_workers
+        fewest = self._config.elastic.min_workers
         if self._memo.epoch > 1:
             self._crew.adopt(self._ledger.known)
         self._crew.prepare_store()
         deadline = time.monotonic() + self._spec.bounds.start
-        while len(self._crew.ready()) < wanted:
+        while len(self._crew.ready()) < (wanted := self.desk.target):  # which may be changed meanwhile
             if len(self._steering.hire_failures) > self._config.elastic.max_recoveries_without_progress:
                 return self._failed(f"workers do not start: {self._steering.hire_failures[-1]}")
             for _ in range(wanted - len(self._crew.ready()) - len(self._crew.warming()) - self._crew.hiring):

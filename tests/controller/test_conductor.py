@@ -77,7 +77,7 @@ class Crew:
     def ask_outline(self, workers: Any) -> None:
         pass
 
-    def hire(self, avoid: Any) -> None:
+    def hire(self, avoid: Any = ()) -> None:
         self.hired += 1
         self.on_the_way.append(f"new{self.hired}")
 
@@ -439,3 +439,24 @@ def test_a_change_that_the_last_step_comes_before_is_none(tmp_path: Path) -> Non
     stage.conductor._complete(Ending(("a", "b"), finished=True))
     told = [event["event"] for event in ledger.folder.read_events()]
     assert "rescale_abandoned" in told and "rescaled" not in told
+
+
+@pytest.mark.parametrize(("asked", "hired"), [(1, 2), (3, 3)])
+def test_a_rescale_that_comes_while_the_first_workers_are_awaited_is_heeded_at_once(asked: int, hired: int) -> None:
+    """The run went on waiting for as many as it was begun with, for three minutes."""
+    crew = Crew()
+    stage = Stage(crew)
+    crew.prepare_store = lambda: None  # type: ignore[attr-defined]
+    stage.conductor._memo = replace(stage.conductor._memo, epoch=1)
+
+    def play(passed: float) -> None:
+        if passed > 1.0:
+            crew.reports["new1"] = report("new1", Phase.IDLE, Ticket(0, 0))
+        if passed > 2.0:
+            stage.conductor.desk.target = asked
+        if passed > 3.0 and asked > 2:
+            crew.reports.update({w: report(w, Phase.IDLE, Ticket(0, 0)) for w in crew.on_the_way})
+
+    stage.each_round = play
+    assert stage.conductor._gather() is None
+    assert crew.now - 50.0 < 4.0 and crew.hired == hired and len(crew.ready()) == asked
