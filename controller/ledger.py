@@ -451,6 +451,12 @@ class Ledger:
         return None if seconds is None else float(seconds)
 
     @property
+    def checkpoint_step(self) -> int | None:
+        """Of the newest checkpoint that this start of the run has made, or began from."""
+        step = self._checkpoint.get("step")
+        return None if step is None else int(step)
+
+    @property
     def checkpoint_path(self) -> str | None:
         path = self._checkpoint.get("path")
         return None if path is None else str(path)

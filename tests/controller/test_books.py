@@ -21,6 +21,7 @@ import torch
 
 from tests.controller.runs import tiny, until
 from vescale_ray import checkpoint, client
+from vescale_ray.checkpoint import commits
 from vescale_ray.config import CheckpointSection
 from vescale_ray.controller import conductor, driver, figures, watchdog
 from vescale_ray.controller.cadence import Cadence
@@ -459,6 +460,34 @@ def test_a_checkpoint_that_can_not_be_read_back_is_not_resumed_from_whenever_tha
         if order == "told after the commit":
             keeper.damaged("bad")
         assert keeper._bad == {"c7"} and len(noted) == 1, order
+
+
+@pytest.mark.parametrize("in_memory", [41, 30, None], ids=["as new as any", "older", "nothing"])
+def test_a_recovery_needs_no_storage_where_the_workers_hold_a_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: int | None
+) -> None:
+    """The loss of a worker while the storage was out of reach failed the run; where only the manifests were, a run without copies would
+    have begun anew from its first step."""
+    asked: list[str] = []
+
+    def refuse(store: Any) -> Any:
+        asked.append("asked")
+        raise OSError(errno.EIO, "out of reach")
+
+    monkeypatch.setattr(commits, "_listed", refuse)
+    held = () if in_memory is None else (Holding(4, 1, in_memory, (0,)),)
+    crew = SimpleNamespace(alive=lambda w: True, report=lambda w: Report(w, Ticket(4, 1), Phase.PARKED, 41, (), held, None, 0))
+    books = SimpleNamespace(world=generation(4, 0, "a"), checkpoint_step=40, checkpoint_path="/c/e4-s40")
+    keeper = Keeper(str(tmp_path), "run", crew, books, None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    if in_memory is None:
+        with pytest.raises(OSError, match="out of reach"):
+            keeper.source("a", "a")
+        return
+    source = keeper.source("a", "a")
+    assert (source.origin, source.step) == (Origin.MEMORY, in_memory)
+    assert len(asked) == (in_memory < 40), "only where a checkpoint may be newer"
+    newest = keeper.newest()
+    assert newest is not None and newest.path == "/c/e4-s40", "what the end of the run tells is not worth failing for"
 
 
 class Writers:
