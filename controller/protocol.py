@@ -41,8 +41,8 @@ class RunState(StrEnum):
 _S = RunState
 TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
     _S.PENDING: frozenset({_S.STARTING, _S.STOPPING, _S.FAILED}),
-    # A worker lost while the first group forms: the next try is a rescale.
-    _S.STARTING: frozenset({_S.RUNNING, _S.RESCALING, _S.STOPPING, _S.FAILED}),
+    # A worker lost while the first group forms: the next try is a rescale. One step may be all that is left to do.
+    _S.STARTING: frozenset({_S.RUNNING, _S.RESCALING, _S.CHECKPOINTING, _S.STOPPING, _S.FAILED}),
     _S.RUNNING: frozenset({_S.RESCALING, _S.CHECKPOINTING, _S.STOPPING, _S.FAILED}),
     _S.RESCALING: frozenset({_S.RUNNING, _S.CHECKPOINTING, _S.STOPPING, _S.FAILED}),
     # DONE comes from the last checkpoint only, so that a run is never done without one.

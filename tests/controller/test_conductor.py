@@ -290,9 +290,11 @@ def test_a_worker_that_is_lost_between_a_stop_and_its_boundary_does_not_keep_the
     assert ledger.state is RunState.STOPPING and ledger.shift is None
 
 
-def test_a_stop_that_meets_the_last_step_ends_a_run_that_is_done(tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", [RunState.STOPPING, RunState.STARTING, RunState.RESCALING, RunState.RUNNING])
+def test_a_run_whose_last_step_is_done_is_done_whatever_it_was_at_then(tmp_path: Path, state: RunState) -> None:
+    """A stop may meet the last step; of a run with one step left the first word may be that it is done. Both failed."""
     stage = Stage(Crew(report("a", Phase.FINISHED), report("b", Phase.FINISHED)))
-    ledger = stage.with_books(tmp_path, RunState.STOPPING)
+    ledger = stage.with_books(tmp_path, state)
     ledger.step = 60
     stage.conductor._keeper.save = lambda workers: SaveResult("r-h8-s60", 60, 8, 0.1, Kept("c60", "/c60", 60))
     outcome = stage.conductor._complete(Ending(("a", "b"), finished=True))
