@@ -473,9 +473,9 @@ class Conductor:
     def _give_up(self, ended: Ending, error: str, refused: bool) -> Outcome:
         """The run has failed: keep what the survivors still hold, if it is more than the newest checkpoint."""
         kept = self._keeper.newest()
-        source = self._keeper.source((), (*ended.living, *self._steering.leavers))
-        if not refused and source.origin is Origin.MEMORY and source.step > (kept.step if kept else 0):
-            self._keeper.save((*ended.living, *self._steering.leavers))
+        holders = (*ended.living, *self._steering.leavers)
+        if not refused and self._keeper.held_step(holders) > (kept.step if kept else 0):
+            self._keeper.save(holders)
             kept = self._keeper.newest()
         found = None if refused else self._evidence.write(self._crew, self._ledger)
         error += f"; tracebacks and stacks of all workers: {found}" if found else ""

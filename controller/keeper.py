@@ -106,6 +106,13 @@ class Keeper:
                 _log.warning("%s is out of reach: going on from step %d in memory: %s", self._root, resume.step, error)
         return policy.choose_source(held, members, newest, self._ledger.world)
 
+    def held_step(self, workers: Iterable[str]) -> int:
+        """Of the newest state that ``workers``, who are parked, hold together; -1: none. The storage is not asked."""
+        from vescale_ray.workers.snapshot import choose_resume
+
+        resume = choose_resume(self._held(workers))
+        return -1 if resume is None else resume.step
+
     def seated(self, members: Sequence[str], source: Source, holders: Iterable[str]) -> tuple[str, ...]:
         """``members`` in the order of their ranks: the one in which the fewest bytes move."""
         from vescale_ray.workers.seating import seated
@@ -181,6 +188,9 @@ class Keeper:
                 self._wait(lambda name=attempt, of=tuple(plan): self._decided(name, of), self._save_s)  # type: ignore[misc]
                 if attempt in self._results:
                     return self._results[attempt]
+                if all(self._crew.alive(w) for w in plan):  # nothing would be another time: the storage hangs
+                    self.abandon(problem := f"it was not written within {self._save_s:g} s")
+                    break
             self.abandon()
             # Who still writes for the attempt that has failed can neither write again nor join: its order would be refused. Nor
             # does it count as a holder.

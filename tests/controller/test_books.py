@@ -479,6 +479,7 @@ def test_a_recovery_needs_no_storage_where_the_workers_hold_a_state(
     crew = SimpleNamespace(alive=lambda w: True, report=lambda w: Report(w, Ticket(4, 1), Phase.PARKED, 41, (), held, None, 0))
     books = SimpleNamespace(world=generation(4, 0, "a"), checkpoint_step=40, checkpoint_path="/c/e4-s40")
     keeper = Keeper(str(tmp_path), "run", crew, books, None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    assert keeper.held_step("a") == (-1 if in_memory is None else in_memory) and not asked
     if in_memory is None:
         with pytest.raises(OSError, match="out of reach"):
             keeper.source("a", "a")
@@ -544,6 +545,27 @@ def test_a_last_checkpoint_is_written_by_who_is_left_though_it_is_still_at_the_o
     result = crew.keeper.save(["a", "b"])
     assert result is not None and result.kept is not None and result.error is None
     assert crew.refused == 0 and crew.living == {"a"}
+
+
+def test_a_last_checkpoint_that_hangs_in_the_storage_is_given_up_when_its_time_is_over(tmp_path: Path) -> None:
+    """It was ordered twice more, each time for as long, and each time it was waited for those who still wrote: more than an hour."""
+    crew, waited, ordered = Writers(), 0.0, []
+    busy = Report("a", crew.TICKET, Phase.FINISHED, 41, (), (Holding(4, 1, 41, (0,)),), None, 0)
+
+    def wait(until: Callable[[], bool], seconds: float) -> bool:
+        nonlocal waited
+        waited += 0.0 if until() else seconds
+        return until()
+
+    books: Any = SimpleNamespace(saved=lambda _: None, last_save=None, world=generation(4, 40, "a"), step=41)
+    saves: Any = SimpleNamespace(results=list, abandon=lambda _: [], committing=lambda _: False)
+    stuck: Any = SimpleNamespace(
+        alive=lambda w: True, stale=lambda w: bool(ordered), report=lambda w: busy, order=lambda o: ordered.append(o)
+    )
+    keeper = Keeper(str(tmp_path), "run", stuck, books, saves, lambda: 8, wait, 600.0, None, 8)  # type: ignore[arg-type]
+    result = keeper.save(["a"])
+    assert result is not None and result.kept is None and result.error == "it was not written within 600 s"
+    assert waited == 600.0 and len(ordered) == 1
 
 
 def test_votes_that_come_again_after_a_restart_change_nothing(tmp_path: Path) -> None:
