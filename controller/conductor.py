@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from vescale_ray.config import RunConfig
@@ -170,8 +170,9 @@ class Conductor:
     def _decide(self, ended: Ending, waited: bool) -> policy.Decision:
         silent = self._crew.silent(SILENT_S)
         stragglers = self._steering.stragglers
-        ready = [w for w in self._crew.ready() if w not in ended.living and w not in self._steering.leavers]
-        ready.sort(key=lambda w: w in silent)  # a joiner that is stopped would hold up everyone
+        # Whoever was to leave after a move that has failed is as good as a joiner, where one is missing now.
+        ready = [w for w in self._crew.ready() if w not in ended.living]
+        ready.sort(key=lambda w: (w in silent, w in self._steering.leavers))  # a joiner that is stopped would hold up everyone
         self._leaving = self._steering.leaving((*ended.living, *ready)) | stragglers.leaving(ended.living, ready, self.desk.target)
         situation = policy.Situation(
             stopping=self.desk.stop is not None,
@@ -190,12 +191,12 @@ class Conductor:
 
     def _gather(self) -> Outcome | None:
         """Have the first workers warm; an outcome if it can't be, or is not wanted any more."""
-        wanted, fewest = self.desk.target, self._config.elastic.min_workers
+        fewest = self._config.elastic.min_workers
         if self._memo.epoch > 1:
             self._crew.adopt(self._ledger.known)
         self._crew.prepare_store()
         deadline = time.monotonic() + self._spec.bounds.start
-        while len(self._crew.ready()) < wanted:
+        while len(self._crew.ready()) < (wanted := self.desk.target):  # which may be changed meanwhile
             if len(self._steering.hire_failures) > self._config.elastic.max_recoveries_without_progress:
                 return self._failed(f"workers do not start: {self._steering.hire_failures[-1]}")
             for _ in range(wanted - len(self._crew.ready()) - len(self._crew.warming()) - self._crew.hiring):
@@ -219,6 +220,7 @@ class Conductor:
 
     def _await(self, ended: Ending, workers: int, hire: int) -> bool:
         """Wait until ``workers`` are there, survivors included; whether they came in time."""
+        self._remember()  # it may take minutes
         elastic, failures = self._config.elastic, self._steering.hire_failures
         failures.clear()
         self._ledger.waits(True)
@@ -294,9 +296,8 @@ class Conductor:
             )
         if ledger.shift is not None:
             ledger.shift.spend("plan", time.monotonic() - began)
-        for worker, problem in self._crew.order(orders).items():
-            if self._crew.alive(worker):
-                self._crew.kill(worker, f"killed: {problem}")
+        refused = self._crew.order(orders)
+        self._crew.kill({worker: f"killed: {problem}" for worker, problem in refused.items() if self._crew.alive(worker)})
         return world
 
     def _evaluation_due(self, step: int) -> bool:
@@ -394,7 +395,9 @@ class Conductor:
 
     def _break(self, world: World, inside: Iterable[str]) -> None:
         """A generation is broken: close it, so that whoever is still in it does not begin another step."""
-        if self._ledger.state is not RunState.STARTING or world.ticket.attempt > 1:
+        if self._ledger.state is RunState.STOPPING:
+            pass  # what is left stops: there is no other generation
+        elif self._ledger.state is not RunState.STARTING or world.ticket.attempt > 1:
             self._ledger.begin_shift("failure", world.size)
             self._enter(RunState.RESCALING)
         self._crew.fence(inside, world.ticket)
@@ -412,46 +415,64 @@ class Conductor:
             self._keeper.abandon()
             own = {w: f for w, f in faults.items() if f.kind is not FaultKind.PEER}
             # A leaver that is lost before all is given breaks the generation as well, and mostly since its node went.
-            every = gone | {w: self._gone[w] for w in self._steering.leavers if w in self._gone and not self._crew.alive(w)}
+            givers = self._steering.leavers if not ledger.all_filled else ()
+            every = gone | {w: self._gone[w] for w in givers if w in self._gone and not self._crew.alive(w)}
             causes = {one.cause for one in every.values()} | ({Cause.ERROR} if own else set())
             errors = [f"{w}: {one.reason}" for w, one in every.items()] + [f"{w}: {f.text}" for w, f in own.items()]
-            # A collective that fails though everybody is there: to the others, that is what a hang is.
-            self._budget = self._budget.failed(causes or {Cause.HANG}, errors or [f"{w}: {f.text}" for w, f in faults.items()][:1])
+            if self._memo.failed != world.ticket.generation:  # else an earlier life of the controller has counted it
+                # A collective that fails though everybody is there: to the others, that is what a hang is.
+                self._budget = self._budget.failed(causes or {Cause.HANG}, errors or [f"{w}: {f.text}" for w, f in faults.items()][:1])
+                self._memo = replace(self._memo, failed=world.ticket.generation)
             self._evidence.failed(world, ending, ledger)
             if any(fault.kind is FaultKind.DATA for fault in faults.values()) and world.source.commit:
                 self._keeper.distrust(world.source.commit)
             if own and world.source.origin is Origin.CHECKPOINT and not ledger.all_filled:
                 ledger.load_failed(world.source.commit, next(iter(own.values())).text)
             if lost:
-                fully = self.desk.target == world.size
-                if not self._config.elastic.replace_lost:
-                    # The run goes on with those that are left; whoever wants more asks for more.
-                    left = len(living) + len(self._steering.outside(living))
-                    self.desk.want(max(1, min(self.desk.target, left)), self.desk.reason)
-                if fully or self._config.elastic.replace_lost:
-                    self.desk.reason = "replacement"
+                self._want_those_left(world.size, living)
             ledger.event("generation_failed", lost=lost, faults={w: f.text for w, f in faults.items()}, attempt=world.ticket.attempt)
+        elif ledger.state is RunState.RUNNING and not finished and self.desk.stop is None:
+            # The wish to stop was heard, though the answer to it was not.
+            ledger.begin_shift(self.desk.reason, world.size)
         return ending
+
+    def _want_those_left(self, before: int, living: Sequence[str]) -> None:
+        """Members were lost: the run goes on with those that are left, whoever wants more asks for more."""
+        desk, elastic, steering = self.desk, self._config.elastic, self._steering
+        fully = desk.target == before
+        if not elastic.replace_lost:
+            draining = steering.leaving(steering.leavers)
+            back = [w for w in steering.leavers if self._crew.alive(w) and w not in draining]
+            left = len(living) + len(back) + len(steering.outside(living)) + self._crew.hiring
+            desk.want(max(elastic.min_workers, min(desk.target, left)), desk.reason)
+        if fully or elastic.replace_lost:
+            desk.reason = "replacement"
 
     # ------------------------------------------------------------------------------------------------------ states to go on from
 
     def _complete(self, ended: Ending) -> Outcome | None:
         """The last checkpoint; None when a state is lost with a worker that died now, and training must go back."""
-        if self._ledger.shift is not None:
-            self._ledger.end_shift(time.time())
+        self._ledger.end_shift(time.time())
         self._enter(RunState.CHECKPOINTING)
         result = self._keeper.save(ended.living)
-        if result is not None and result.kept is not None:
+        kept = result.kept if result is not None else None
+        if kept is not None and kept.step == self._config.train.steps:
             self._enter(RunState.DONE)
-            self._ledger.event("run_finished", checkpoint=result.kept.path)
-            return Outcome("DONE", self._ledger.step, checkpoint=result.kept.path)
-        if result is None or not ended.living or not all(self._crew.alive(w) for w in ended.living):
-            causes = {self._gone[w].cause for w in ended.living if w in self._gone}
-            self._budget = self._budget.failed(causes or {Cause.KILLED}, ["workers were lost after the last step"])
+            self._ledger.event("run_finished", checkpoint=kept.path)
+            return Outcome("DONE", self._ledger.step, checkpoint=kept.path)
+        living = self._still_living(ended).living
+        lost = set(ended.living) - set(living)
+        if result is None or kept is not None or lost:
+            if lost:  # else what is missing was lost, and counted, before
+                causes = {self._gone[w].cause for w in lost if w in self._gone}
+                self._budget = self._budget.failed(causes or {Cause.KILLED}, ["workers were lost after the last step"])
+                self._want_those_left(len(ended.living), living)
             self._ledger.begin_shift("failure", len(ended.living))
             return None
-        kept = self._ledger.checkpoint_path or "none"
-        return self._failed(f"all {self._ledger.step} steps are done, but the last checkpoint failed: {result.error}; the newest is {kept}")
+        newest = self._ledger.checkpoint_path or "none"
+        return self._failed(
+            f"all {self._ledger.step} steps are done, but the last checkpoint failed: {result.error}; the newest is {newest}"
+        )
 
     def _halt(self, ended: Ending) -> Outcome:
         self._enter(RunState.STOPPING)
@@ -468,9 +489,9 @@ class Conductor:
     def _give_up(self, ended: Ending, error: str, refused: bool) -> Outcome:
         """The run has failed: keep what the survivors still hold, if it is more than the newest checkpoint."""
         kept = self._keeper.newest()
-        source = self._keeper.source((), (*ended.living, *self._steering.leavers))
-        if not refused and source.origin is Origin.MEMORY and source.step > (kept.step if kept else 0):
-            self._keeper.save((*ended.living, *self._steering.leavers))
+        holders = (*ended.living, *self._steering.leavers)
+        if not refused and self._keeper.held_step(holders) > (kept.step if kept else 0):
+            self._keeper.save(holders)
             kept = self._keeper.newest()
         found = None if refused else self._evidence.write(self._crew, self._ledger)
         error += f"; tracebacks and stacks of all workers: {found}" if found else ""
@@ -492,6 +513,8 @@ class Conductor:
         assert world is not None
         self._inherited = world.ticket
         self._hangs.begin(world.ticket)
+        # Each worker tells its last vote again; those of an older generation were given up.
+        self._saves.fence(world.ticket.generation)
         self._crew.adopt(ledger.known)
         heard: set[str] = set()
         deadline = time.monotonic() + ADOPT_S
@@ -561,8 +584,8 @@ class Conductor:
                     if info is None:
                         self._steering.hire_failed(reason)
         silence = self._spec.bounds.silence or self._config.elastic.collective_timeout_s
-        for worker in self._crew.silent(silence):
-            self._crew.kill(worker, f"killed: answered nothing for {silence:g} s, its process is hung or stopped")
+        mute = f"killed: answered nothing for {silence:g} s, its process is hung or stopped"
+        self._crew.kill(dict.fromkeys(self._crew.silent(silence), mute))
         self._keeper.collect()
         ledger = self._ledger
         ledger.budget(self._budget)
@@ -570,6 +593,8 @@ class Conductor:
         members = ledger.world.members if ledger.world else ()
         reports = {rank: self._crew.report(worker) for rank, worker in enumerate(members)}
         ledger.draining, ledger.pending = len(self._steering.leaving(members)), self._saves.pending
+        nodes = [info.node if (info := ledger.known.get(worker)) is not None else "" for worker in members]
+        ledger.unprotected = policy.unprotected(nodes, copies=self._config.elastic.snapshot_every > 0)
         ledger.publish({rank: (self._crew.info(members[rank]), r.memory) for rank, r in reports.items() if r is not None})
         ledger.write_state()
         return news

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from vescale_ray.config import RunConfig, parse_config
 from vescale_ray.controller.conductor import Conductor, outcome_of, take_up
 from vescale_ray.controller.crew import Crew, NurseryLost
+from vescale_ray.controller.desk import ANSWER_S
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo, Memos, read_memo
 from vescale_ray.controller.metrics import MetricsServer, PortInUse
@@ -143,10 +144,11 @@ class Controller:
         self._outcome = outcome
 
     def _take(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
+        began = time.monotonic()
         if not self._begun.wait(BEGIN_S):
             raise RequestRefused(f"the controller has just been started and takes no commands yet; try {action} again")
         assert self._conductor is not None
-        return self._conductor.desk.command(action, body)
+        return self._conductor.desk.command(action, body, began + ANSWER_S - time.monotonic())
 
     def _serve(self, host: str, remembered: int, wanted: int) -> MetricsServer:
         """Listen where the run listened before, if it can be: whoever scrapes it need not notice the restart.

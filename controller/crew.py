@@ -201,22 +201,27 @@ class Crew:
         self._nursery.store.remote()
 
     def dismiss(self, worker: str) -> None:
-        """Let a worker go: it is ended, and no news of it comes any more."""
+        """Let a worker go: it is ended, and no news of it comes any more. Not waited for: its node may not answer."""
         member = self.members.pop(worker, None)
         if member is not None:
-            self._ask_nursery("dismiss", worker, member.info)
+            self._nursery.dismiss.remote(worker, member.info)
 
-    def kill(self, worker: str, reason: str) -> None:
-        """End a worker that is not as it should be; the news of its loss will give ``reason``."""
-        member = self.members[worker]
-        if member.verdict is None:
-            member.verdict, member.sentenced, member.cause = reason, time.monotonic(), Cause.HANG
-            done = self._ask_nursery("dismiss", worker, member.info)
+    def kill(self, reasons: Mapping[str, str]) -> None:
+        """End workers that are not as they should be; the news of the loss of each will give its reason. All at once: the nursery waits a
+        moment for each node that does not answer."""
+        asked: dict[str, Any] = {}
+        for worker, reason in reasons.items():
+            member = self.members[worker]
+            if member.verdict is None:
+                member.verdict, member.sentenced, member.cause = reason, time.monotonic(), Cause.HANG
+                asked[worker] = self._nursery.dismiss.remote(worker, member.info)
+        for worker, ref in asked.items():
+            member, done = self.members[worker], self._answer(ref, self._call_s)
             if done is Dismissal.GONE:
                 member.gone = True
             elif done is Dismissal.UNKNOWN:
                 assert member.info is not None
-                self._leave_node(member.info.node, worker, reason)
+                self._leave_node(member.info.node, worker, reasons[worker])
 
     def _leave_node(self, node: str, worker: str, reason: str) -> None:
         """``worker`` could not be ended, since its node does not answer: whoever is there and says nothing either is lost with it, or the
@@ -452,6 +457,8 @@ class Crew:
             member = owner[ref]
             if member.worker in self.members:  # else: just found dead by another of its calls
                 news += self._receive(member, ref)
+        if any(isinstance(one, Lost) for one in news):
+            self._ask_nursery("kept")  # whatever it answers: had it been lost, all workers would be
         return news
 
     def _receive(self, member: Member, ref: Any) -> list[News]:
@@ -506,8 +513,8 @@ class Crew:
     def _bury(self, member: Member, reason: str, cause: Cause) -> list[News]:
         self.members.pop(member.worker, None)
         if member.verdict is None:
-            # The place that it had must be given back.
-            self._ask_nursery("dismiss", member.worker, member.info)
+            # The place that it had must be given back. A recovery does not wait for that: its node may be gone.
+            self._nursery.dismiss.remote(member.worker, member.info)
         told = (reason, cause) if member.verdict is None or member.gone else (member.verdict, member.cause)
         return [Lost(member.worker, member.info, *told)]
 

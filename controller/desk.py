@@ -9,7 +9,8 @@ from __future__ import annotations
 import queue
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from vescale_ray.config import RunConfig
@@ -18,6 +19,20 @@ from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo
 from vescale_ray.controller.protocol import RequestRefused, RunSpec
+
+ANSWER_S = 8.0
+"""A command is answered by then, whatever the controller is at: a client (``client.request``) listens a little longer."""
+DONE_S = 1.0
+"""It takes milliseconds once the loop has come to it."""
+
+
+@dataclass
+class _Command:
+    action: str
+    body: dict[str, Any]
+    answer: queue.Queue[Any] = field(default_factory=queue.Queue)
+    over: bool = False
+    """The loop has come to it, or whoever gave it waits no more. Whatever is first: the door's lock guards it."""
 
 
 class Desk:
@@ -38,7 +53,7 @@ class Desk:
 
     def __init__(self, spec: RunSpec, config: RunConfig, crew: Crew, ledger: Ledger, memo: Memo, changed: Callable[[], None]) -> None:
         self._spec, self._config, self._crew, self._ledger, self._changed = spec, config, crew, ledger, changed
-        self._commands: queue.Queue[tuple[str, dict[str, Any], queue.Queue[Any]]] = queue.Queue()
+        self._commands: queue.Queue[_Command] = queue.Queue()
         self._door = threading.Lock()
         self._closed = False
         self.stop: str | None = memo.stop
@@ -48,46 +63,61 @@ class Desk:
         self.actions = memo.actions
         ledger.target = self.target
 
-    def command(self, action: str, body: dict[str, Any], wait_s: float = 8.0) -> dict[str, Any]:
+    def command(self, action: str, body: dict[str, Any], wait_s: float = ANSWER_S) -> dict[str, Any]:
         """Carry a command to the loop and its answer back; from any thread.
 
         Raises:
-            RequestRefused: it can't be done, or the loop did not come to it within ``wait_s``.
+            RequestRefused: it can't be done, or the loop did not come to it within ``wait_s``: then it never is.
         """
-        answer: queue.Queue[Any] = queue.Queue()
+        given = _Command(action, body)
         with self._door:
             if not self._closed:
-                self._commands.put((action, body, answer))
+                self._commands.put(given)
             else:
-                answer.put(self._too_late(action))
+                given.answer.put(self._too_late(action))
         try:
-            value = answer.get(timeout=wait_s)
+            value = given.answer.get(timeout=wait_s)
         except queue.Empty:
-            raise RequestRefused(f"the controller did not come to {action} within {wait_s:g} s; try again") from None
+            if not self._over(given):
+                raise RequestRefused(f"the controller did not come to {action} within {wait_s:.1f} s, and will not; try again") from None
+            try:
+                value = given.answer.get(timeout=DONE_S)
+            except queue.Empty:
+                raise RequestRefused(f"the controller is at {action}, and takes long; `vescale-ray status` tells what came of it") from None
         if isinstance(value, Exception):
             raise value
         return dict(value)
 
     def heed(self) -> None:
         """Carry out what has come in, and the scheduled actions whose step has come."""
-        while True:
+        for given in self._come_in():
             try:
-                action, body, answer = self._commands.get_nowait()
-            except queue.Empty:
-                break
-            try:
-                answer.put(self._do(action, body))
+                given.answer.put(self._do(given.action, given.body))
             except RequestRefused as refusal:
-                answer.put(refusal)
+                given.answer.put(refusal)
         self._act()
 
     def close(self) -> None:
         """The loop is over, and nobody will heed: what has come in since, and what still comes, is answered at once."""
         with self._door:
             self._closed = True
-        while not self._commands.empty():
-            action, _, answer = self._commands.get_nowait()
-            answer.put(self._too_late(action))
+        for given in self._come_in():
+            given.answer.put(self._too_late(given.action))
+
+    def _come_in(self) -> Iterator[_Command]:
+        while True:
+            try:
+                given = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if not self._over(given):
+                yield given
+
+    def _over(self, given: _Command) -> bool:
+        """Whether it was, and from now on it is."""
+        with self._door:
+            was, given.over = given.over, True
+            return was
 
     def want(self, workers: int, reason: str) -> None:
         """Go for another number of workers."""

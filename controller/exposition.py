@@ -258,6 +258,7 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
     yield from gauge("vescale_world_size_target", "Workers that are wanted.", s.world_target)
     yield from gauge("vescale_world_size_min", "Fewest workers that still train.", s.world_min)
     yield from gauge("vescale_world_size_max", "Most workers.", s.world_max)
+    yield from gauge("vescale_unprotected_ranks", "Ranks that have no copy of their shards on another node.", s.unprotected)
     yield from gauge("vescale_draining_workers", "Workers that train on a node that is about to go.", s.draining)
     yield from gauge("vescale_spares", "Warm workers beside those that train.", s.spares)
     yield from gauge("vescale_spares_target", "Spares that are wanted.", s.spares_target)

@@ -68,6 +68,7 @@ class RunSnapshot:
         loss: of the last step, in nats per token; ``bpb``: the same in bits per byte.
         world_target, world_min, world_max: workers wanted, and the bounds.
         draining: members whose node is about to go.
+        unprotected: ranks without a copy of their shards on another node: with theirs the steps since the checkpoint would be lost.
         spares, spares_target: warm workers beside those that train; how many are wanted.
         places_wanted: places that Ray's autoscaler is shown as wanted.
         rescales: count by (direction, reason).
@@ -116,6 +117,7 @@ class RunSnapshot:
     world_min: int = 0
     world_max: int = 0
     draining: int = 0
+    unprotected: int = 0
     spares: int = 0
     spares_target: int = 0
     places_wanted: int = 0

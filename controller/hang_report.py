@@ -19,8 +19,7 @@ def end_hung(crew: Crew, ledger: Ledger, world: World, hung: Mapping[str, str]) 
     ranks = {worker: rank for rank, worker in enumerate(world.members)}
     reports = {worker: crew.report(worker) for worker in {**ranks, **hung}}
     stacks = crew.stacks(hung, STACKS_S)
-    for worker, why in hung.items():
-        crew.kill(worker, f"killed: {why}")
+    crew.kill({worker: f"killed: {why}" for worker, why in hung.items()})
     stacks |= crew.stacks([worker for worker in reports if worker not in hung], STACKS_S)
     lines = []
     for worker, report in reports.items():

@@ -7,6 +7,7 @@ of a worker in that moment costs nothing while a copy is left.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ from vescale_ray.workers.messages import Phase, Save
 
 if TYPE_CHECKING:
     from vescale_ray.workers.snapshot import Holding, Resume
+
+_log = logging.getLogger(__name__)
 
 TRIES = 3
 
@@ -75,12 +78,40 @@ class Keeper:
             self.distrust(result.kept.name)
 
     def newest(self) -> policy.Kept | None:
-        """The newest checkpoint that is not known to be damaged."""
-        return newest_kept(self._root, self._bad)
+        """The newest checkpoint that is not known to be damaged; what the books know of where the storage does not tell."""
+        try:
+            return newest_kept(self._root, self._bad)
+        except OSError as error:
+            _log.warning("%s does not tell its newest checkpoint: %s", self._root, error)
+        path, step = self._ledger.checkpoint_path, self._ledger.checkpoint_step
+        return policy.Kept(path.rpartition("/")[2], path, step) if path is not None and step is not None else None
 
     def source(self, members: Sequence[str], holders: Iterable[str]) -> Source:
-        """Where ``members`` start from, with what ``holders`` (parked workers, leavers too) hold."""
-        return policy.choose_source(self._held(holders), members, self.newest(), self._ledger.world)
+        """Where ``members`` start from, with what ``holders`` (parked workers, leavers too) hold. Where they hold a state as new as any
+        checkpoint the storage is not asked: it may be slow, or out of reach.
+
+        Raises:
+            OSError: no state is held, and the storage is out of reach: to begin anew would be wrong.
+        """
+        from vescale_ray.workers.snapshot import choose_resume
+
+        held = self._held(holders)
+        resume, newest = choose_resume(held), None
+        if resume is None or resume.step < (self._ledger.checkpoint_step or 0):
+            try:
+                newest = newest_kept(self._root, self._bad)
+            except OSError as error:
+                if resume is None:
+                    raise
+                _log.warning("%s is out of reach: going on from step %d in memory: %s", self._root, resume.step, error)
+        return policy.choose_source(held, members, newest, self._ledger.world)
+
+    def held_step(self, workers: Iterable[str]) -> int:
+        """Of the newest state that ``workers``, who are parked, hold together; -1: none. The storage is not asked."""
+        from vescale_ray.workers.snapshot import choose_resume
+
+        resume = choose_resume(self._held(workers))
+        return -1 if resume is None else resume.step
 
     def seated(self, members: Sequence[str], source: Source, holders: Iterable[str]) -> tuple[str, ...]:
         """``members`` in the order of their ranks: the one in which the fewest bytes move."""
@@ -92,7 +123,8 @@ class Keeper:
         return seated(members, self._parts(resume, holders), self.layouts.overlap(resume.world, len(members)))
 
     def staying(self, candidates: Sequence[str], count: int, holders: Sequence[str]) -> tuple[str, ...]:
-        """The ``count`` of ``candidates`` that stay so that the fewest bytes move, and whole nodes become free where that moves no more."""
+        """The ``count`` of ``candidates`` that stay so that the fewest bytes move; where that moves no more, so that copies lie on other
+        nodes, and whole nodes become free."""
         from vescale_ray.workers.seating import staying
 
         resume = self.source(candidates, holders).resume
@@ -102,8 +134,8 @@ class Keeper:
         for worker in (*self._crew.ready(), *self._crew.warming()):
             info = self._crew.info(worker)
             there.setdefault(info.node if info is not None else "", []).append(worker)
-        nodes = [workers for workers in there.values() if set(workers) <= set(candidates)]
-        return tuple(staying(candidates, self._parts(resume, holders), self.layouts.overlap(resume.world, count), nodes))
+        overlap = self.layouts.overlap(resume.world, count)
+        return tuple(staying(candidates, self._parts(resume, holders), overlap, list(there.values())))
 
     def _parts(self, resume: Resume, holders: Iterable[str]) -> dict[str, list[int]]:
         """By worker, the ranks of that state whose shards it has."""
@@ -156,6 +188,9 @@ class Keeper:
                 self._wait(lambda name=attempt, of=tuple(plan): self._decided(name, of), self._save_s)  # type: ignore[misc]
                 if attempt in self._results:
                     return self._results[attempt]
+                if all(self._crew.alive(w) for w in plan):  # nothing would be another time: the storage hangs
+                    self.abandon(problem := f"it was not written within {self._save_s:g} s")
+                    break
             self.abandon()
             # Who still writes for the attempt that has failed can neither write again nor join: its order would be refused. Nor
             # does it count as a holder.

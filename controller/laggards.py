@@ -17,7 +17,7 @@ from vescale_ray.controller.hang import FIRST_S
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.protocol import Bounds
-from vescale_ray.workers.messages import Origin, Phase
+from vescale_ray.workers.messages import Phase
 
 FORM_S = 15.0
 """Bound of forming a group, on the workers (``groups.FORM_SECONDS``)."""
@@ -73,5 +73,4 @@ class Laggards:
         comes = bool(outside) or self._elastic.replace_lost or self._elastic.grow
         if not comes or len(out) < self._elastic.min_workers:
             return False
-        source = self._keeper.source(out, out)
-        return source.origin is Origin.MEMORY and source.step >= self._ledger.step
+        return self._keeper.held_step(out) >= self._ledger.step

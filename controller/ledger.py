@@ -122,8 +122,8 @@ class Ledger:
         self._tally = Tally()
         self._phase_seconds: dict[str, float] = {}
         self._health = dict.fromkeys(HEALTH, 0)
-        self.draining = self.pending = 0
-        """Members on nodes that are about to go; checkpoints under way."""
+        self.draining = self.pending = self.unprotected = 0
+        """Members on nodes that are about to go; checkpoints under way; ranks without a copy on another node."""
         self._loads = Histogram()
         self._read_bytes = self._load_failures = self._load_of = 0
         self._checkpoint: Mapping[str, Any] = {}
@@ -315,6 +315,8 @@ class Ledger:
         if shift is None or world is None:
             return
         self.shift = None
+        if shift.generation == world.ticket.generation:
+            return self.event("rescale_abandoned", **{"from": shift.before, "to": self.target, "error": "the run was over before it"})
         for phase in ("form", "build", "sync"):
             # The members work side by side: the slowest counts.
             shift.spend(phase, max((item.phases.get(phase, 0.0) for item in self._filled.values()), default=0.0))
@@ -449,6 +451,12 @@ class Ledger:
         return None if seconds is None else float(seconds)
 
     @property
+    def checkpoint_step(self) -> int | None:
+        """Of the newest checkpoint that this start of the run has made, or began from."""
+        step = self._checkpoint.get("step")
+        return None if step is None else int(step)
+
+    @property
     def checkpoint_path(self) -> str | None:
         path = self._checkpoint.get("path")
         return None if path is None else str(path)
@@ -477,6 +485,7 @@ class Ledger:
             clipped_steps=self._health["clipped"],
             skipped_steps=self._health["skipped"],
             draining=self.draining,
+            unprotected=self.unprotected,
             grad_norm=line.get("grad_norm"),
             learning_rate=line.get("lr"),
             world=world.size if world else 0,

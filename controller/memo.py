@@ -46,6 +46,7 @@ class Memo:
         shift: the rescale under way (``ledger.Shift`` as a mapping).
         crashes, nodes, controllers, total: used up of the budget (``budget.Budget``).
         ceiling: most workers that the run goes for by itself; 0: nobody has asked for another number.
+        failed: generation whose failure is in these figures.
         number: how often this start of the run has written one: of two, the newer has the higher.
     """
 
@@ -71,6 +72,7 @@ class Memo:
     controllers: int = 0
     total: Mapping[str, int] = field(default_factory=dict)
     done: int = 0
+    failed: int = 0
     number: int = 0
 
     def to_json(self) -> str:

@@ -6,6 +6,7 @@ hired or a new generation is due. :func:`choose_source` says from which state a 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -148,6 +149,12 @@ def staffing(world: int, ready: int, warming: int, target: int, spares: int = 0)
         dismiss=max(0, beside - missing - spares),
         regroup=target < world or 0 < missing <= ready,
     )
+
+
+def unprotected(nodes: Sequence[str], *, copies: bool) -> int:
+    """How many ranks, on these nodes, have no copy of their shards on another one (:func:`vescale_ray.workers.snapshot.buddies`)."""
+    fullest = max(Counter(nodes).values(), default=0)
+    return max(0, 2 * fullest - len(nodes)) if copies else len(nodes)
 
 
 LONGEST_GAP_S = 3600.0

@@ -41,13 +41,14 @@ class RunState(StrEnum):
 _S = RunState
 TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
     _S.PENDING: frozenset({_S.STARTING, _S.STOPPING, _S.FAILED}),
-    # A worker lost while the first group forms: the next try is a rescale.
-    _S.STARTING: frozenset({_S.RUNNING, _S.RESCALING, _S.STOPPING, _S.FAILED}),
+    # A worker lost while the first group forms: the next try is a rescale. One step may be all that is left to do.
+    _S.STARTING: frozenset({_S.RUNNING, _S.RESCALING, _S.CHECKPOINTING, _S.STOPPING, _S.FAILED}),
     _S.RUNNING: frozenset({_S.RESCALING, _S.CHECKPOINTING, _S.STOPPING, _S.FAILED}),
     _S.RESCALING: frozenset({_S.RUNNING, _S.CHECKPOINTING, _S.STOPPING, _S.FAILED}),
     # DONE comes from the last checkpoint only, so that a run is never done without one.
     _S.CHECKPOINTING: frozenset({_S.RUNNING, _S.RESCALING, _S.STOPPING, _S.DONE, _S.FAILED}),
-    _S.STOPPING: frozenset({_S.DONE, _S.FAILED}),
+    # A stop may meet the last step: then all is done, and the last checkpoint is made.
+    _S.STOPPING: frozenset({_S.CHECKPOINTING, _S.DONE, _S.FAILED}),
     _S.DONE: frozenset(),
     _S.FAILED: frozenset(),
 }

@@ -220,10 +220,11 @@ def retention_of(config: RunConfig) -> Retention:
 
 
 def newest_kept(root: str, bad: frozenset[str] = frozenset()) -> Kept | None:
-    """The newest whole checkpoint whose name is not in ``bad``; None when there is none."""
-    from vescale_ray import checkpoint
+    """The newest whole checkpoint whose name is not in ``bad``; None when there is none.
 
-    for commit in reversed(checkpoint.ls(root)):
-        if commit.problem is None and commit.name not in bad:
-            return Kept(commit.name, commit.path, commit.step)
-    return None
+    Raises:
+        OSError: the storage, or a newer one, is out of reach: what is newest can't be told.
+    """
+    from vescale_ray.checkpoint.commits import newest_first
+
+    return next((Kept(one.name, one.path, one.step) for one in newest_first(root) if one.name not in bad), None)

@@ -67,9 +67,11 @@ class Steering:
         ledger = self._ledger
         if not ledger.all_filled:
             return
-        for worker in self.leavers:
-            self.let_go(worker)
-        self.leavers = []
+        if ledger.has_stepped:
+            # Not before: until all have the others' copies, what the leavers hold may be the only way back.
+            for worker in self.leavers:
+                self.let_go(worker)
+            self.leavers = []
         if self.asked == world.ticket:
             return
         if ledger.state in (RunState.STARTING, RunState.RESCALING):

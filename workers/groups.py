@@ -223,6 +223,7 @@ def open_transfer(
     world: int,
     timeout_s: float,
     *,
+    meet_timeout_s: float = FORM_SECONDS,
     form_timeout_s: float = FORM_SECONDS,
     closed: Callable[[], bool] | None = None,
     lines: Lines | None = None,
@@ -232,6 +233,9 @@ def open_transfer(
     The new generation's ranks keep their numbers here, the leavers follow. It is known to nobody but the caller: pass it
     to :func:`vescale_ray.workers.reshard.execute`, then to :func:`close_transfer`.
 
+    Args:
+        meet_timeout_s: bound of the wait for the others to come; the rest is as for :func:`form`.
+
     Raises:
         GroupFailed: not all came in time, or the attempt was ``closed`` or cut, as for :func:`form`.
     """
@@ -240,7 +244,7 @@ def open_transfer(
         with lines.recorded(world):
             store = _store(store_host, store_port, prefix, form_timeout_s)
             with lines.paused():
-                _meet(store, world, form_timeout_s, closed)
+                _meet(store, world, meet_timeout_s, closed)
             group: Any = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=form_timeout_s))
         group.set_timeout(timedelta(seconds=timeout_s))
         return group

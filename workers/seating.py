@@ -23,6 +23,9 @@ training stands still. Fewer among more."""
 EXACT = 128
 """Among more workers than this, who stays is chosen rank by rank: nearly as good, and no matter of seconds."""
 
+LARGEST = 55
+"""Bits of a cost: 2 ** 7 of them, and their potentials, are added up in 64."""
+
 Weights = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
@@ -46,13 +49,14 @@ def seated(members: Sequence[str], held: Mapping[str, Sequence[int]], overlap: W
 def staying(candidates: Sequence[str], held: Mapping[str, Sequence[int]], overlap: Weights, nodes: Sequence[Collection[str]]) -> list[str]:
     """Who of ``candidates`` stays, in their order; the others leave.
 
-    As few bytes move as can be. Of the choices that are equal in this, one that leaves whole nodes free, the smallest first; of these, one
-    with which the last leave.
+    As few bytes move as can be. Of the choices that are equal in this, one after which the most ranks have their copy on another node
+    (:func:`vescale_ray.workers.snapshot.buddies`); of these, one that leaves whole nodes free, the smallest first; of these, one with which
+    the last leave.
 
     Args:
         held: as for :func:`seated`.
         overlap: as for :func:`seated`; as many stay as it has columns.
-        nodes: the workers on each node that is free if all of these leave.
+        nodes: the workers on each node, others than candidates too.
     """
     stay = overlap.shape[1]
     leave = len(candidates) - stay
@@ -60,18 +64,26 @@ def staying(candidates: Sequence[str], held: Mapping[str, Sequence[int]], overla
     if len(candidates) > EXACT:
         return [candidates[place] for place in sorted(_nearest(bytes_kept))]
     last = dict.fromkeys(candidates[stay:], 1)
+    # What moves counts before copies, these before nodes, and nodes before the order.
+    per_free, per_copy, per_byte = leave + 1, (leave + 1) ** 2, (leave + 1) ** 3
+    bytes_kept >>= max(0, (int(bytes_kept.max(initial=0)) * per_byte).bit_length() - LARGEST)
+    # All have their copy elsewhere where no node has more than half of them: so many of each node must leave.
+    here = [set(node).intersection(candidates) for node in nodes]
+    must = [node for node in here for _ in range(len(node) - stay // 2)][:leave] if stay > 1 else []
+    unspread = np.zeros((len(candidates), leave), dtype=np.int64)
+    for place, node in enumerate(must):
+        unspread[:, place] = [per_copy * (worker not in node) for worker in candidates]
 
     def without(freed: Collection[str]) -> list[str]:
-        # What moves counts before nodes, and nodes before the order.
         cost = np.zeros((len(candidates), len(candidates)), dtype=np.int64)
-        cost[:, :stay] = -bytes_kept * (leave + 1) ** 2
-        cost[:, stay:] = -np.array([(leave + 1) * (worker in freed) + last.get(worker, 0) for worker in candidates])[:, None]
+        cost[:, :stay] = -bytes_kept * per_byte
+        cost[:, stay:] = unspread - np.array([per_free * (worker in freed) + last.get(worker, 0) for worker in candidates])[:, None]
         return [worker for worker, place in zip(candidates, assign(cost), strict=True) if place < stay]
 
     freed: set[str] = set()
     found = without(freed)
     tries = int(TRIES * min(1.0, (TRIED / max(1, len(candidates))) ** 3))
-    for node in sorted((set(node) for node in nodes), key=len)[:tries]:
+    for node in sorted((set(node) for node in nodes if set(node) <= set(candidates)), key=len)[:tries]:
         if len(freed | node) <= leave and not (freed | node).intersection(there := without(freed | node)):
             freed, found = freed | node, there
     return found

@@ -167,8 +167,7 @@ class Snapshots:
         self._layouts = LayoutMemo()
         self._current: _Generation | None = None
         self._before: list[_Generation] = []
-        """Earlier generations whose copies of step :attr:`_kept_step` are kept until the current one is known to be safe everywhere."""
-        self._kept_step: int | None = None
+        """Earlier generations whose copies are kept until the current one is known to be safe everywhere."""
         self._kept_parked: list[Shards] = []
         self._parked: Shards | None = None
 
@@ -196,14 +195,14 @@ class Snapshots:
     def begin(self, trainer: Trainer) -> None:
         """Collective, once the new generation's trainer is filled: agree on layouts and take the first copy.
 
-        Of older generations only the state that this one started from stays, until :meth:`after_step` has proved that
-        every rank has got past its first copy.
+        Of older generations the state that this one started from stays, and copies of steps before it, until :meth:`after_step` has
+        proved that every rank has got past its first copy: of live shards that were parked for a change there is no copy.
         """
         step = trainer.completed
         parked = [*self._kept_parked, *([self._parked] if self._parked else [])]
         before = self._generations()
-        self._kept_step, self._kept_parked, self._parked, self._current = step, [s for s in parked if s.step == step], None, None
-        self._before = [part for part in before if any(s.step == step for s in part.complete())]
+        self._kept_parked, self._parked, self._current = [s for s in parked if s.step == step], None, None
+        self._before = [part for part in before if any(s.step <= step for s in part.complete())]
         for part in before:
             part.pending = []
             if part not in self._before:
@@ -284,13 +283,13 @@ class Snapshots:
     def _drop_older(self) -> None:
         for part in self._before:
             part.release()
-        self._before, self._kept_step, self._kept_parked = [], None, []
+        self._before, self._kept_parked = [], []
 
     def _generations(self) -> list[_Generation]:
         return [*self._before, *([self._current] if self._current else [])]
 
     def _all(self) -> list[Shards]:
-        older = [s for part in self._before for s in part.complete() if s.step == self._kept_step]
+        older = [s for part in self._before for s in part.complete()]
         current = self._current.complete() if self._current else []
         return [*older, *self._kept_parked, *current, *([self._parked] if self._parked else [])]
 

@@ -63,8 +63,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-TRANSFER_FORM_SECONDS = 30.0
-"""Leavers wait this long for the others, who first form the new generation and build their trainers."""
+LEAVER_SECONDS = 600.0
+"""Longest wait of a leaver for the others, who first form the new generation and build their trainers, however long that takes; a fence
+ends it. Who has built waits for the others as in any collective."""
 
 
 class Refused(ValueError):
@@ -417,7 +418,7 @@ class Worker:
             seat.rank,
             seat.world,
             self._config.elastic.collective_timeout_s,
-            form_timeout_s=TRANSFER_FORM_SECONDS,
+            meet_timeout_s=LEAVER_SECONDS if trainer is None else self._config.elastic.collective_timeout_s,
             closed=lambda: order.ticket <= self._fenced,
             lines=lines,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import subprocess
 import sys
@@ -18,13 +19,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.controller.runs import tiny
-from vescale_ray import checkpoint
+from tests.controller.runs import tiny, until
+from vescale_ray import checkpoint, client
+from vescale_ray.checkpoint import commits
 from vescale_ray.config import CheckpointSection
 from vescale_ray.controller import conductor, driver, figures, watchdog
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.conductor import Conductor, take_up
-from vescale_ray.controller.desk import Desk
+from vescale_ray.controller.desk import ANSWER_S, DONE_S, Desk
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo, Memos, read_memo, write_memo
@@ -164,6 +166,30 @@ def test_commands_that_come_when_the_loop_is_over_are_answered_at_once(ledger: L
     with pytest.raises(RequestRefused, match="the run is over, at step 0: rescale comes too late"):
         desk.command("rescale", {"workers": 2})
     assert time.monotonic() - began < 2.0
+
+
+@pytest.mark.parametrize("action", ["rescale", "stop"])
+def test_a_command_that_was_given_up_is_never_carried_out(ledger: Ledger, tmp_path: Path, action: str) -> None:
+    """Who was told that nothing had come of it, and gave another one, got both."""
+    spec: Any = SimpleNamespace(schedule=(), capacity=None)
+    desk = Desk(spec, tiny(tmp_path, "books"), SimpleNamespace(), ledger, Memo("r1", 0), lambda: None)  # type: ignore[arg-type]
+    before = desk.target
+    with pytest.raises(RequestRefused, match=f"did not come to {action} within 0.2 s"):
+        desk.command(action, {"workers": 1}, wait_s=0.2)
+    desk.heed()
+    assert (desk.target, desk.stop) == (before, None)
+    told: list[dict[str, Any]] = []
+    second = threading.Thread(target=lambda: told.append(desk.command("rescale", {"workers": 2})))
+    second.start()
+    until(lambda: bool(desk.heed() or told), 5, "an answer")
+    second.join(5)
+    assert told[0]["workers"] == desk.target == 2
+
+
+def test_a_command_is_answered_before_who_gave_it_has_stopped_listening() -> None:
+    """Also where the controller has only just been started: a client that heard nothing would not know what became of it."""
+    patience = inspect.signature(client.request).parameters["timeout_s"].default
+    assert ANSWER_S + DONE_S < patience
 
 
 def test_a_step_of_which_the_samples_were_written_and_the_metrics_not_is_not_written_twice(ledger: Ledger) -> None:
@@ -436,6 +462,35 @@ def test_a_checkpoint_that_can_not_be_read_back_is_not_resumed_from_whenever_tha
         assert keeper._bad == {"c7"} and len(noted) == 1, order
 
 
+@pytest.mark.parametrize("in_memory", [41, 30, None], ids=["as new as any", "older", "nothing"])
+def test_a_recovery_needs_no_storage_where_the_workers_hold_a_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: int | None
+) -> None:
+    """The loss of a worker while the storage was out of reach failed the run; where only the manifests were, a run without copies would
+    have begun anew from its first step."""
+    asked: list[str] = []
+
+    def refuse(store: Any) -> Any:
+        asked.append("asked")
+        raise OSError(errno.EIO, "out of reach")
+
+    monkeypatch.setattr(commits, "_listed", refuse)
+    held = () if in_memory is None else (Holding(4, 1, in_memory, (0,)),)
+    crew = SimpleNamespace(alive=lambda w: True, report=lambda w: Report(w, Ticket(4, 1), Phase.PARKED, 41, (), held, None, 0))
+    books = SimpleNamespace(world=generation(4, 0, "a"), checkpoint_step=40, checkpoint_path="/c/e4-s40")
+    keeper = Keeper(str(tmp_path), "run", crew, books, None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    assert keeper.held_step("a") == (-1 if in_memory is None else in_memory) and not asked
+    if in_memory is None:
+        with pytest.raises(OSError, match="out of reach"):
+            keeper.source("a", "a")
+        return
+    source = keeper.source("a", "a")
+    assert (source.origin, source.step) == (Origin.MEMORY, in_memory)
+    assert len(asked) == (in_memory < 40), "only where a checkpoint may be newer"
+    newest = keeper.newest()
+    assert newest is not None and newest.path == "/c/e4-s40", "what the end of the run tells is not worth failing for"
+
+
 class Writers:
     """Two parked workers that hold each other's shards. ``b`` dies of its first order; ``a`` is at its own for 5 rounds, refuses another
     meanwhile, and its reports come 3 rounds late."""
@@ -490,6 +545,27 @@ def test_a_last_checkpoint_is_written_by_who_is_left_though_it_is_still_at_the_o
     result = crew.keeper.save(["a", "b"])
     assert result is not None and result.kept is not None and result.error is None
     assert crew.refused == 0 and crew.living == {"a"}
+
+
+def test_a_last_checkpoint_that_hangs_in_the_storage_is_given_up_when_its_time_is_over(tmp_path: Path) -> None:
+    """It was ordered twice more, each time for as long, and each time it was waited for those who still wrote: more than an hour."""
+    crew, waited, ordered = Writers(), 0.0, []
+    busy = Report("a", crew.TICKET, Phase.FINISHED, 41, (), (Holding(4, 1, 41, (0,)),), None, 0)
+
+    def wait(until: Callable[[], bool], seconds: float) -> bool:
+        nonlocal waited
+        waited += 0.0 if until() else seconds
+        return until()
+
+    books: Any = SimpleNamespace(saved=lambda _: None, last_save=None, world=generation(4, 40, "a"), step=41)
+    saves: Any = SimpleNamespace(results=list, abandon=lambda _: [], committing=lambda _: False)
+    stuck: Any = SimpleNamespace(
+        alive=lambda w: True, stale=lambda w: bool(ordered), report=lambda w: busy, order=lambda o: ordered.append(o)
+    )
+    keeper = Keeper(str(tmp_path), "run", stuck, books, saves, lambda: 8, wait, 600.0, None, 8)  # type: ignore[arg-type]
+    result = keeper.save(["a"])
+    assert result is not None and result.kept is None and result.error == "it was not written within 600 s"
+    assert waited == 600.0 and len(ordered) == 1
 
 
 def test_votes_that_come_again_after_a_restart_change_nothing(tmp_path: Path) -> None:

@@ -12,12 +12,19 @@ import pytest
 from tests.controller.runs import tiny
 from vescale_ray.config import ElasticSection
 from vescale_ray.controller import conductor as subject
+from vescale_ray.controller import policy
 from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.conductor import GIVER_S, TICK_S, Conductor
 from vescale_ray.controller.crew import Lost
 from vescale_ray.controller.hang import LEAST_S, HangWatch
+from vescale_ray.controller.ledger import Ledger
+from vescale_ray.controller.memo import Memo
+from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import Bounds, Ending, RunState, Source, World
-from vescale_ray.workers.messages import Fault, FaultKind, Origin, Phase, Report, Ticket
+from vescale_ray.controller.saves import SaveResult, Saves
+from vescale_ray.controller.steering import Steering
+from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.messages import Fault, FaultKind, Filled, Origin, Phase, Report, Saved, Ticket
 
 TICKET = Ticket(7, 1)
 WORLD = World(TICKET, ("a", "b"), Source(Origin.MEMORY, 40))
@@ -61,7 +68,7 @@ class Crew:
         return tuple(self.reports)
 
     def warming(self) -> tuple[str, ...]:
-        return tuple(self.on_the_way)
+        return tuple(w for w in self.on_the_way if w not in self.reports)
 
     def fence(self, workers: Any, ticket: Ticket) -> None:
         self.fenced.append((self.now, tuple(workers)))
@@ -74,7 +81,7 @@ class Crew:
     def ask_outline(self, workers: Any) -> None:
         pass
 
-    def hire(self, avoid: Any) -> None:
+    def hire(self, avoid: Any = ()) -> None:
         self.hired += 1
         self.on_the_way.append(f"new{self.hired}")
 
@@ -86,27 +93,47 @@ class Stage:
         self.crew, self.each_round = crew, lambda passed: None
         self.broken: list[tuple[float, list[str]]] = []
         made: Any = Conductor.__new__(Conductor)
+        self.leaving: frozenset[str] = frozenset()
+        """Whose node is about to go."""
         steering = SimpleNamespace(leavers=list(leavers), steer=lambda world: None, outside=lambda living: [], hire_failures=[], nodes=None)
         steering.nodes = SimpleNamespace(draining={})
+        steering.leaving = lambda workers: self.leaving & set(workers)
+        steering.stragglers = SimpleNamespace(leaving=lambda *about: frozenset())
         made._crew, made._steering, made._gone, made._inherited = crew, steering, {}, None
+        made._saves = Saves("nowhere", None, lambda step: {}, None)  # type: ignore[arg-type]
         made._ledger = SimpleNamespace(all_filled=filled, world=WORLD, known={}, shift=None, step=40, event=lambda *a, **k: None)
         made._ledger.waits, made._ledger.state = lambda waiting: None, RunState.RESCALING
         made._hangs, made._laggards = HangWatch(), SimpleNamespace(late=lambda *about: {})
         made._keeper = SimpleNamespace(abandon=lambda: None, layouts=SimpleNamespace(told=True, ahead=lambda worlds: None))
         made._evidence = SimpleNamespace(failed=lambda *about: None)
-        made._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic))
+        made._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic), train=SimpleNamespace(steps=60))
         made._spec = SimpleNamespace(bounds=Bounds())
-        made._budget = Budget(Limits(3, 20, 20))
-        made.desk = SimpleNamespace(stop=None, target=2, reason="drain", want=lambda *about: None)
+        made._budget, made._memo, made._remember = Budget(Limits(3, 20, 20)), Memo("r", 7), lambda: None
+        made.desk = SimpleNamespace(stop=None, target=2, reason="drain", want=self._want)
         made._tick, made._break = self._tick, lambda world, inside: self.broken.append((crew.now, list(inside)))
         made._plan_ahead = lambda world: None
         self.conductor = made
+
+    def with_books(self, folder: Path, state: RunState) -> Ledger:
+        """Real books, of a run that is in this state; what a broken generation does to it is real, too."""
+        config = tiny(folder, "books")
+        ledger = Ledger(RunFolder(config.run_folder).create(), config, "r", 1, 1)
+        ledger.opened(WORLD)
+        for worker in WORLD.members:
+            ledger.filled(worker, Filled(TICKET, 40, Origin.MEMORY, {}))
+        ledger.state = state
+        self.conductor._ledger = ledger
+        del self.conductor._break
+        return ledger
 
     def _tick(self) -> list[Any]:
         self.crew.now += TICK_S
         self.each_round(self.crew.now - 50.0)
         assert self.crew.now < 150.0, "the loop does not end"
         return []
+
+    def _want(self, workers: int, reason: str) -> None:
+        self.conductor.desk.target, self.conductor.desk.reason = workers, reason
 
     def lose(self, worker: str, cause: Cause) -> None:
         del self.crew.reports[worker]
@@ -210,6 +237,21 @@ def test_a_controller_that_is_restarted_misses_no_leaver_of_a_move_that_is_over(
     assert stage.conductor._steering.leavers == ([] if moved else ["gone"])
 
 
+@pytest.mark.parametrize("generation", [6, 7])
+def test_a_restarted_controller_waits_for_no_checkpoint_of_a_generation_that_is_over(generation: int) -> None:
+    """Every worker tells it its last vote, those of the others were given up long since: none was begun for ten minutes."""
+    stage = Stage(Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING)))
+    conductor, ticket = stage.conductor, Ticket(generation, 1)
+
+    def tick() -> list[Any]:
+        conductor._saves.heed(Saved(ticket, f"r-g{generation}-s40", 40, generation, 0, 2, "{}", None, 0.1))
+        return [subject.Heard(one) for one in stage.crew.reports.values()]
+
+    conductor._tick, conductor._wait = tick, lambda until, seconds: True
+    conductor._adopted()
+    assert conductor._saves.busy == (generation == 7)
+
+
 @pytest.mark.parametrize(
     ("deaths", "elastic", "comes"),
     [(2, {"replace_lost": True}, True), (3, {"grow": True}, True), (100, {"replace_lost": True}, False), (1, {}, False)],
@@ -261,3 +303,196 @@ def test_a_lone_worker_that_hangs_is_given_time_where_nobody_would_take_its_plac
     assert not watch().replaced
     for changes in ({"elastic_replace_lost": True}, {"elastic_grow": True}, {"elastic_spares": 1, "elastic_max_workers": 2}):
         assert watch(**changes).replaced
+
+
+def test_a_worker_that_is_lost_between_a_stop_and_its_boundary_does_not_keep_the_rest_from_stopping(tmp_path: Path) -> None:
+    """The run failed, with what its workers held, on the way from STOPPING to RESCALING."""
+    crew = Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING))
+    stage = Stage(crew)
+    ledger = stage.with_books(tmp_path, RunState.STOPPING)
+    stage.conductor.desk.stop = "SIGTERM"
+
+    def play(passed: float) -> None:
+        if passed > 1.0 and "b" in crew.reports:
+            stage.lose("b", Cause.KILLED)
+        if crew.fenced:
+            crew.reports["a"] = report("a", Phase.PARKED, fault=PEER)
+
+    stage.each_round = play
+    ending = stage.conductor._watch(WORLD)
+    assert ending.living == ("a",) and set(ending.lost) == {"b"} and crew.fenced
+    assert ledger.state is RunState.STOPPING and ledger.shift is None
+
+
+@pytest.mark.parametrize("state", [RunState.STOPPING, RunState.STARTING, RunState.RESCALING, RunState.RUNNING])
+def test_a_run_whose_last_step_is_done_is_done_whatever_it_was_at_then(tmp_path: Path, state: RunState) -> None:
+    """A stop may meet the last step; of a run with one step left the first word may be that it is done. Both failed."""
+    stage = Stage(Crew(report("a", Phase.FINISHED), report("b", Phase.FINISHED)))
+    ledger = stage.with_books(tmp_path, state)
+    ledger.step = 60
+    stage.conductor._keeper.save = lambda workers: SaveResult("r-h8-s60", 60, 8, 0.1, Kept("c60", "/c60", 60))
+    outcome = stage.conductor._complete(Ending(("a", "b"), finished=True))
+    assert outcome is not None and (outcome.state, outcome.step, outcome.checkpoint) == ("DONE", 60, "/c60")
+    assert ledger.state is RunState.DONE
+
+
+def decided(stage: Stage) -> list[policy.Decision]:
+    """What is decided from now on, with all that is waited for, until a generation begins or the run ends."""
+    made: list[policy.Decision] = []
+    ended = Ending(tuple(w for w in WORLD.members if stage.crew.alive(w)), {"b": "its process died"}, {}, False, {"b": "killed"})
+    waited = False
+    while not made or isinstance(made[-1], policy.Await):
+        assert len(made) < 5, made
+        made.append(stage.conductor._decide(ended, waited))
+        if isinstance(made[-1], policy.Await):
+            waited = not stage.conductor._await(ended, made[-1].workers, made[-1].hire)
+    return made
+
+
+def test_a_leaver_that_still_lives_takes_part_again_where_a_worker_that_was_to_stay_is_lost_in_the_move() -> None:
+    """Three were to become two. The run failed, or waited for a replacement without end, with two warm workers there."""
+    crew = Crew(report("a", Phase.FORMING), report("b", Phase.FORMING), report("l", Phase.GIVING))
+    stage = Stage(crew, ("l",), min_workers=2)
+
+    def play(passed: float) -> None:
+        if passed > 1.0 and "b" in crew.reports:
+            stage.lose("b", Cause.KILLED)
+            for worker in "al":
+                crew.reports[worker] = report(worker, Phase.PARKED, fault=PEER)
+
+    stage.each_round = play
+    stage.conductor._watch(WORLD)
+    assert stage.conductor.desk.target == 2
+    assert decided(stage) == [policy.Go(("a", "l"))]
+    assert crew.hired == 0
+
+
+def test_a_leaver_whose_node_is_about_to_go_takes_part_again_only_where_it_can_not_be_done_without() -> None:
+    for fewest, members in ((1, ("a",)), (2, ("a", "l"))):
+        crew = Crew(report("a", Phase.PARKED, fault=PEER), report("l", Phase.PARKED, fault=PEER))
+        stage = Stage(crew, ("l",), min_workers=fewest)
+        stage.leaving = frozenset("l")
+        stage.conductor._watch(WORLD)
+        assert stage.conductor.desk.target == fewest
+        assert decided(stage) == [policy.Go(members)]
+
+
+def test_a_run_that_grows_by_itself_hires_one_worker_where_one_is_missing_to_the_fewest_and_goes_on_with_it() -> None:
+    """It wanted fewer than it may have, waited for more, had them, wanted fewer: another hiring with each round, for ever."""
+    crew = Crew(report("a", Phase.PARKED, fault=PEER))
+    stage = Stage(crew, min_workers=2, grow=True)
+    stage.each_round = lambda passed: crew.reports.update({w: report(w, Phase.IDLE, Ticket(0, 0)) for w in crew.on_the_way})
+    stage.conductor._watch(WORLD)
+    made = decided(stage)
+    assert crew.hired == 1 and made == [policy.Await(2, 1), policy.Go(("a", "new1"))]
+
+
+def test_who_is_being_hired_counts_as_there_when_another_is_lost() -> None:
+    crew = Crew(report("a", Phase.PARKED, fault=PEER))
+    crew.hiring = 1
+    stage = Stage(crew)
+    stage.conductor._watch(WORLD)
+    assert stage.conductor.desk.target == 2
+
+
+def completing(folder: Path, kept: int | None, *living: str) -> tuple[Stage, Any]:
+    """What comes of the last checkpoint of a run of 60 steps, that is of step ``kept``; ``living``: who is left after it."""
+    stage = Stage(Crew(report("a", Phase.FINISHED), report("b", Phase.FINISHED)))
+    ledger = stage.with_books(folder, RunState.RUNNING)
+    ledger.step = 60
+
+    def save(workers: Any) -> SaveResult | None:
+        for worker in {"a", "b"} - set(living):
+            stage.lose(worker, Cause.KILLED)
+        return None if kept is None else SaveResult("r-h8", kept, 8, 0.1, Kept(f"c{kept}", f"/c{kept}", kept))
+
+    stage.conductor._keeper.save = save
+    return stage, stage.conductor._complete(Ending(("a", "b"), finished=True))
+
+
+def test_a_run_is_not_done_with_a_checkpoint_of_an_earlier_step(tmp_path: Path) -> None:
+    """With a copy every third step, and a worker lost in the last checkpoint: of the last step nobody has its part. It was called DONE."""
+    stage, outcome = completing(tmp_path, 59, "a")
+    assert outcome is None, "training goes back to what is left"
+    assert stage.conductor._budget.crashes == 1 and stage.conductor.desk.target == 1, "those that are left go on"
+
+
+def test_a_state_that_is_incomplete_after_the_last_step_counts_as_no_failure_more(tmp_path: Path) -> None:
+    """The loss that it comes from was counted when the generation ended."""
+    stage, outcome = completing(tmp_path, None, "a", "b")
+    assert outcome is None and stage.conductor._budget.tries == 0
+
+
+def test_leavers_stay_until_the_next_generation_has_made_a_step() -> None:
+    """Until then its first copies are on their way: a worker that is lost meanwhile would be lost with what only leavers hold."""
+    gone: list[str] = []
+    steering: Any = Steering.__new__(Steering)
+    steering.leavers, steering.asked, steering.let_go = ["l", "m"], TICKET, gone.append
+    for filled, stepped, left in ((False, False, 2), (True, False, 2), (True, True, 0)):
+        steering._ledger = SimpleNamespace(all_filled=filled, has_stepped=stepped)
+        steering.steer(WORLD)
+        assert len(steering.leavers) == left
+    assert gone == ["l", "m"]
+
+
+def test_a_failure_that_an_earlier_life_of_the_controller_has_counted_counts_once() -> None:
+    """While the run waited for a replacement each restart of its controller counted it again, and a lost node as a crash."""
+    first = Stage(Crew(report("a", Phase.PARKED, fault=PEER), report("b", Phase.TRAINING)), min_workers=2, replace_lost=True)
+    first.lose("b", Cause.NODE)
+    first.conductor._watch(WORLD)
+    written: list[Memo] = []
+    first.conductor._remember = lambda: written.append(first.conductor._memo)
+    first.crew.reports["c"] = report("c", Phase.IDLE, Ticket(0, 0))
+    first.conductor._await(Ending(("a",)), 2, 0)
+    again = Stage(Crew(report("a", Phase.PARKED, fault=PEER)))
+    again.conductor._memo, again.conductor._budget = written[0], first.conductor._budget
+    ending = again.conductor._watch(WORLD)
+    assert set(ending.lost) == {"b"}
+    assert (again.conductor._budget.nodes, again.conductor._budget.crashes) == (1, 0) and again.conductor._budget.total == {Cause.NODE: 1}
+    other = replace(WORLD, ticket=Ticket(8, 1))
+    again.crew.reports["a"] = report("a", Phase.PARKED, other.ticket, PEER)
+    again.conductor._watch(other)
+    assert again.conductor._budget.crashes == 1, "of another generation"
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["the answer came", "the answer came late"])
+def test_a_change_that_was_asked_for_is_no_failure_though_the_answer_to_the_asking_came_late(tmp_path: Path, heard: bool) -> None:
+    stage = Stage(Crew(report("a", Phase.PARKED), report("b", Phase.PARKED)))
+    ledger = stage.with_books(tmp_path, RunState.RUNNING)
+    stage.conductor.desk.reason = "manual"
+    if heard:
+        ledger.begin_shift("drain", 2)
+        ledger.state = RunState.RESCALING
+    assert stage.conductor._watch(WORLD).clean
+    assert ledger.shift is not None and ledger.shift.reason == ("drain" if heard else "manual")
+
+
+def test_a_change_that_the_last_step_comes_before_is_none(tmp_path: Path) -> None:
+    stage = Stage(Crew(report("a", Phase.FINISHED), report("b", Phase.FINISHED)))
+    ledger = stage.with_books(tmp_path, RunState.RESCALING)
+    ledger.begin_shift("manual", 2)
+    stage.conductor._keeper.save = lambda workers: SaveResult("r-h8-s60", 60, 8, 0.1, Kept("c60", "/c60", 60))
+    stage.conductor._complete(Ending(("a", "b"), finished=True))
+    told = [event["event"] for event in ledger.folder.read_events()]
+    assert "rescale_abandoned" in told and "rescaled" not in told
+
+
+@pytest.mark.parametrize(("asked", "hired"), [(1, 2), (3, 3)])
+def test_a_rescale_that_comes_while_the_first_workers_are_awaited_is_heeded_at_once(asked: int, hired: int) -> None:
+    """The run went on waiting for as many as it was begun with, for three minutes."""
+    crew = Crew()
+    stage = Stage(crew)
+    crew.prepare_store = lambda: None  # type: ignore[attr-defined]
+    stage.conductor._memo = replace(stage.conductor._memo, epoch=1)
+
+    def play(passed: float) -> None:
+        if passed > 1.0:
+            crew.reports["new1"] = report("new1", Phase.IDLE, Ticket(0, 0))
+        if passed > 2.0:
+            stage.conductor.desk.target = asked
+        if passed > 3.0 and asked > 2:
+            crew.reports.update({w: report(w, Phase.IDLE, Ticket(0, 0)) for w in crew.on_the_way})
+
+    stage.each_round = play
+    assert stage.conductor._gather() is None
+    assert crew.now - 50.0 < 4.0 and crew.hired == hired and len(crew.ready()) == asked

@@ -11,8 +11,8 @@ import pytest
 from vescale_ray.config import ElasticSection
 from vescale_ray.controller.hang import FIRST_S
 from vescale_ray.controller.laggards import FORM_S, Laggards
-from vescale_ray.controller.protocol import Bounds, Source
-from vescale_ray.workers.messages import Origin, Phase, Report, Ticket
+from vescale_ray.controller.protocol import Bounds
+from vescale_ray.workers.messages import Phase, Report, Ticket
 
 PARK_S, COLLECTIVE_S, STEP = Bounds().park, 20.0, 41
 
@@ -23,7 +23,7 @@ class Scene:
 
     report: Report | None
     elastic: dict[str, Any] = field(default_factory=dict)
-    held: Source = field(default_factory=lambda: Source(Origin.MEMORY, STEP))
+    held: int = STEP
     silent: Sequence[str] = ()
     doomed: Sequence[str] = ()
     spares: Sequence[str] = ()
@@ -46,8 +46,8 @@ class Scene:
             step, step_seconds = STEP, 0.5
 
         class Keeper:
-            def source(self, members: Sequence[str], holders: Sequence[str]) -> Source:
-                assert set(holders) == set(members) == {"a", "b"}, "not what the one still has that may have to be ended"
+            def held_step(self, workers: Sequence[str]) -> int:
+                assert set(workers) == {"a", "b"}, "not what the one still has that may have to be ended"
                 return scene.held
 
         section = ElasticSection(**{"workers": 3, "collective_timeout_s": COLLECTIVE_S, **self.elastic})
@@ -107,6 +107,6 @@ def test_where_another_takes_its_place_and_nothing_is_lost_whoever_waits_is_ende
     assert Scene(WAITS, elastic, spares=spares).ended() == early
     assert "another takes its place" in Scene(WAITS, elastic, spares=spares).late(PARK_S + 1)["c"]
     late = pytest.approx(COLLECTIVE_S + PARK_S + AFTER)
-    lost = [Source(Origin.MEMORY, STEP - 1), Source(Origin.CHECKPOINT, STEP), Source(Origin.FRESH, 0)]
-    assert [Scene(WAITS, elastic, held, spares=spares).ended() for held in lost] == [late] * 3, "its shard is needed"
+    lost = [STEP - 1, -1]
+    assert [Scene(WAITS, elastic, held, spares=spares).ended() for held in lost] == [late] * 2, "its shard is needed"
     assert Scene(WAITS, {**elastic, "min_workers": 3}, spares=spares).ended() == late, "the others are too few"

@@ -14,6 +14,7 @@ import pytest
 from tests.controller.runs import until
 from vescale_ray.controller import crew as crews
 from vescale_ray.controller import nursery as subject
+from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.crew import Crew, Lost
 from vescale_ray.controller.nursery import Nursery
 from vescale_ray.controller.protocol import Dismissal
@@ -205,3 +206,51 @@ def test_a_worker_that_can_not_be_hired_is_one_that_does_not_come_and_not_the_en
     (news,) = crew.pump(0.0)
     assert isinstance(news, Lost) and news.info is None and "could not be hired: the control store has just come back" in news.reason
     assert crew.hiring == 0 and crew.pump(0.0) == []
+
+
+class Rack:
+    """A nursery, and workers on nodes of their own that answer nothing any more: to end one takes a second, of any number at a time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.lost: set[str] = set()
+        self.asked: list[str] = []
+        monkeypatch.setattr(crews.ray, "wait", lambda refs, num_returns, timeout: ([ref for ref in refs if ref in self.lost], []))
+        monkeypatch.setattr(crews.ray, "get", self._get)
+        self.dismiss = SimpleNamespace(remote=self._dismiss)
+        self.kept = SimpleNamespace(remote=lambda: (self.now, None))
+        self.crew = Crew(self, call_s=10.0, epoch=1)
+        for number in range(8):
+            call = {name: SimpleNamespace(remote=lambda *about, n=number, of=name: f"{of} {n}") for name in ("lifeline", "hello", "poll")}
+            info = WorkerInfo(f"w{number}", 1, 1, f"node{number}", "h", "cpu", 1.0)
+            self.crew._enroll(f"w{number}", SimpleNamespace(**call), info)
+
+    def _dismiss(self, worker: str, info: Any) -> tuple[float, Dismissal]:
+        self.asked.append(worker)
+        return self.now + 1.0, Dismissal.UNKNOWN
+
+    def _get(self, ref: Any, timeout: float = 0.0) -> Any:
+        if isinstance(ref, str):
+            raise crews.RayActorError()
+        self.now = max(self.now, ref[0])
+        return ref[1]
+
+
+def test_a_rack_that_is_lost_with_all_its_nodes_takes_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller waited a second for each of them, one after another, and with it everybody who is left."""
+    rack = Rack(monkeypatch)
+    rack.crew.kill({"w0": "hung", "w1": "hung", "w2": "hung"})
+    assert rack.now <= 1.0 and all(rack.crew.doomed(worker) for worker in ("w0", "w1", "w2"))
+    assert {one.cause for one in rack.crew.pump(0.0) if isinstance(one, Lost)} == {Cause.NODE}
+    rack.lost = {"lifeline 3", "lifeline 4", "lifeline 5"}
+    assert sorted(one.worker for one in rack.crew.pump(0.0) if isinstance(one, Lost)) == ["w3", "w4", "w5"]
+    rack.crew.dismiss("w6")
+    assert rack.now <= 1.0 and rack.crew.ready() == ("w7",) and sorted(rack.asked) == [f"w{n}" for n in range(7)]
+
+
+def test_that_the_nursery_is_lost_is_known_before_anything_is_made_of_the_loss_of_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    rack = Rack(monkeypatch)
+    rack.lost = {f"lifeline {n}" for n in range(8)}
+    rack.kept = SimpleNamespace(remote=lambda: "the nursery")
+    with pytest.raises(crews.NurseryLost):
+        rack.crew.pump(0.0)

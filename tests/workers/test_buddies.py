@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vescale_ray.controller.policy import unprotected
 from vescale_ray.workers.snapshot import buddies
 
 
@@ -20,6 +21,7 @@ def test_every_rank_gives_one_copy_and_gets_one_and_as_many_as_can_be_go_to_anot
     apart = sum(nodes[rank] != nodes[buddy] for rank, buddy in enumerate(to))
     # Ranks of the fullest node can only give to, and get from, the others.
     assert apart == min(world, 2 * (world - fullest))
+    assert unprotected(nodes, copies=True) == world - apart and unprotected(nodes, copies=False) == world, "so it is told"
 
 
 @pytest.mark.parametrize("lost", ["a", "b", "c"])

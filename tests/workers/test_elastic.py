@@ -21,7 +21,10 @@ from tests.workers.tiny import (
     forget,
     form,
     held,
+    keep_its_copies_to_itself,
+    keep_on_leaving,
     leave,
+    lose_the_group,
     same_bits,
     scalars,
     start_from_memory,
@@ -187,6 +190,7 @@ def test_a_death_between_the_own_copy_and_the_exchange_resumes_one_copy_earlier(
 
 
 def _train_and_die_before_sending(state: State, until: int, _: None) -> None:
+    state["snapshots"].settle()  # the copy before is on its way yet
     setattr(dist, "isend", lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
     train(state, until, False)
 
@@ -215,6 +219,31 @@ def test_two_steps_are_held_by_each_rank_its_own_shards_and_its_predecessors(tex
         # Where one is lost on the way, the others have the copies.
         assert run.resume([0], [0]).step == 8
         run.train(9)
+
+
+@pytest.mark.parametrize("after", [[0, 1, 2], [2, 0]], ids=["a worker joins", "one leaves"])
+def test_a_death_before_the_first_copy_of_a_planned_generation_is_out_costs_a_step_and_not_all_since_the_checkpoint(
+    text: str, undisturbed: list[float], after: list[int]
+) -> None:
+    """The live shards that the change began with are nowhere else; the copies of the step before were given up for them."""
+    config = tiny(text)
+    with Fleet(3) as fleet:
+        run = Run(fleet, config)
+        run.fresh([0, 1] if len(after) == 3 else [0, 1, 2])
+        run.train(4, rescale=True)
+        run.end()
+        before = run.members
+        # A leaver stays until the new generation has made a step, too.
+        fleet.run([w for w in before if w not in after], keep_on_leaving)
+        fleet.run([0], keep_its_copies_to_itself)
+        assert run.resume(before, after).step == 4
+        fleet.kill(0)
+        left = [w for w in {*before, *after} if w]
+        fleet.run([w for w in after if w], lose_the_group)
+        assert run.resume(left, [w for w in after if w]).step == 3
+        run.train(8)
+        _check_curve_and_samples(run, undisturbed, config, 8)
+        assert {h.generation for w in run.members for h in fleet.run([w], held)[w]} == {run.generation}, "nothing older is kept on"
 
 
 @pytest.mark.parametrize("whose", ["own", "theirs"])

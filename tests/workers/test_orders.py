@@ -5,12 +5,17 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.controller.runs import until
-from vescale_ray.workers.messages import FaultKind, Join, Origin, Phase, Save, Seat, Ticket
+from vescale_ray.workers import groups
+from vescale_ray.workers.groups import GroupFailed
+from vescale_ray.workers.messages import FaultKind, Give, Join, Origin, Phase, Save, Seat, Ticket
+from vescale_ray.workers.snapshot import Resume
 from vescale_ray.workers.worker import Refused, Worker
 
 LIVE = Worker._live
@@ -110,3 +115,22 @@ def test_whoever_was_to_join_a_generation_that_is_closed_before_it_begins_report
     worker.give_order(join(6))
     until(lambda: bool(begun), 5, "the next generation")
     assert begun == [Ticket(6, 1)]
+
+
+@pytest.mark.parametrize("leaver", [True, False])
+def test_a_leaver_waits_as_long_as_the_others_need_to_build_and_they_wait_for_each_other_as_in_any_collective(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, leaver: bool
+) -> None:
+    """Where building took more than half a minute each planned change with a leaver failed, and after four of them the run."""
+
+    def come_after_two_minutes(*about: Any, meet_timeout_s: float, **rest: Any) -> None:
+        assert meet_timeout_s >= 120.0
+        raise GroupFailed("that was all")
+
+    monkeypatch.setattr(groups, "open_transfer", come_after_two_minutes)
+    worker._snapshots = SimpleNamespace(shards=lambda generation, step: [])
+    worker._config = SimpleNamespace(elastic=SimpleNamespace(collective_timeout_s=30.0))
+    seat, resume = Seat("host", 1, "prefix/move", 2, 3), Resume(4, 3, 40, {0: "w7"})
+    order = Give(Ticket(5, 1), seat, resume) if leaver else replace(join(5), transfer=seat, resume=resume)
+    with pytest.raises(GroupFailed if leaver else AssertionError):
+        worker._move(order, None if leaver else object())

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tests.workers.fleet import Fleet
-from tests.workers.tiny import FullState, Run, forget, same_bits, text_of, tiny, write_text
+from tests.workers.tiny import FullState, Run, forget, keep_on_leaving, same_bits, text_of, tiny, write_text
 from vescale_ray.config import RunConfig
 from vescale_ray.data.stream import SampleStream
 
@@ -51,8 +51,14 @@ class Play:
         run, told = Run(self.fleet, self.config), [f"{world} workers"]
         run.fresh(members)
         at = 0
+        leavers: list[int] = []
         while at < STEPS:
-            at = min(STEPS, at + rng.randint(1, 3))
+            # 0: in the first step of a generation, while its first copies are on their way.
+            steps = rng.randint(0 if leavers else 1, 3)
+            at = min(STEPS, at + steps)
+            if steps:
+                self.fleet.run(leavers, forget)
+                leavers = []
             act = rng.choice(["kill", "kill", "grow", "shrink", "replace"])
             if act == "kill" and len(run.members) > 1 and at < STEPS:
                 victim, delay = rng.choice(run.members), rng.random() * 0.05
@@ -63,9 +69,11 @@ class Play:
                 survivors, _, _ = run.train_with_a_death(STEPS, victim, at - 1, delay)
                 self.living.remove(victim)
                 joiners = self._joiners(1) if rng.random() < 0.3 else []
-                run.resume(survivors, [*survivors, *joiners])
+                run.resume([*survivors, *leavers], [*survivors, *joiners])
+                self.fleet.run(leavers, forget)
+                leavers = []
                 continue
-            run.train(at)
+            run.train(at, rescale=act != "kill")
             before = list(run.members)
             if act == "grow" and len(before) < MOST:
                 after = [*before, *self._joiners(1)]
@@ -77,8 +85,10 @@ class Play:
                 continue
             told.append(f"{before} -> {after} after step {at}")
             run.end()
-            run.resume(before, after)
-            self.fleet.run([w for w in before if w not in after], forget)
+            gone = [w for w in before if w not in after]
+            self.fleet.run(gone, keep_on_leaving)
+            run.resume([*before, *leavers], after)
+            leavers += gone  # they stay until a step is made
         run.train(STEPS)
         self._check(run, told)
         self._leave(run)

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from vescale_ray.data.corpus import Corpus, load_corpus
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.schedule import lr_at
-from vescale_ray.workers import groups, reshard
+from vescale_ray.workers import groups, reshard, snapshot
 from vescale_ray.workers.groups import GroupFailed
 from vescale_ray.workers.reshard import ReshardReport, execute, restore_from_checkpoint
 from vescale_ray.workers.shards import export_shards
@@ -176,9 +177,33 @@ def start_with_leavers(
     del group
     if transfer_rank < world:
         state["snapshots"].begin(state["trainer"])
-    else:
+    elif not state.pop("keeps", False):
         state["snapshots"].clear()
     return report
+
+
+def keep_on_leaving(state: State) -> None:
+    """This worker still holds what it holds when it has given it, as long as the controller keeps it."""
+    state["keeps"] = True
+
+
+def keep_its_copies_to_itself(state: State) -> None:
+    """What this worker sends of its copies does not leave it."""
+    send = dist.isend
+
+    def hold(*args: Any, **kwargs: Any) -> Any:
+        copied = kwargs.get("tag") in (snapshot._EXCHANGE, snapshot._SUMS)
+        return SimpleNamespace(wait=lambda *about: True) if copied else send(*args, **kwargs)
+
+    setattr(dist, "isend", hold)  # noqa: B010
+
+
+def lose_the_group(state: State) -> None:
+    """A rank is lost before the first step of the generation is over."""
+    state.pop("trainer").close()
+    state["snapshots"].let_go()
+    groups.dissolve()
+    state["snapshots"].verify()
 
 
 def start_from_checkpoint(state: State, root: str, *where: Any) -> int:
