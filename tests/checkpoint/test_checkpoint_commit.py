@@ -117,7 +117,15 @@ def test_copies_that_rounding_has_driven_apart_are_saved_with_a_warning_and_no_o
         made = commit(root, votes(f"a{step}", step, one, other), attempt=f"a{step}", step=step, world=2)
         assert made.problem is None and torch.equal(ckpt.open(root, made).read("w").nan_to_num(7.0), one.nan_to_num(7.0))
         assert ("'w' the most" in caplog.text) == (one is not other)
-    for number, (one, other) in enumerate([(gain, far), (gain, holes), (torch.zeros_like(gain), near), (gain, -gain)]):
+    huge, ids = gain.double() * 1e300, torch.arange(120) + 10**6
+    kept = torch.ones(120, dtype=torch.bool)
+    different = [
+        *((gain, far), (gain, holes), (torch.zeros_like(gain), near), (gain, -gain)),
+        (holes, holes.nan_to_num(0.5)),
+        *((huge, -huge), (huge * 1e-307 * 1e-200, huge * 2e-307 * 1e-200)),  # whose squares are no numbers
+        *((ids, ids.where(ids > ids[0], 7)), (ids, ids.where(ids > ids[0], ids[0] + 1)), (kept, kept ^ (ids == ids[0]))),
+    ]
+    for number, (one, other) in enumerate(different):
         with pytest.raises(ckpt.CommitRefused, match="ranks 0 and 1 both hold"):
             commit(root, votes(f"b{number}", 9, one, other), attempt=f"b{number}", step=9, world=2)
 
