@@ -77,10 +77,11 @@ def local_part(name: str, tensor: torch.Tensor, world: int, rank: int) -> LocalP
     """This rank's part of ``tensor``. A plain tensor counts as replicated over all ``world`` ranks.
 
     Raises:
-        ValueError: a pending reduction, a placement other than Shard (plain or strided) and Replicate, no data, or what
-            :func:`check_dense` refuses: with the remedy.
+        ValueError: a pending reduction, a placement other than Shard (plain or strided) and Replicate, no data, a mesh whose ranks do not
+            ascend, or what :func:`check_dense` refuses: with the remedy.
     """
     check_dense(name, tensor)
+    _check_mesh(name, getattr(tensor, "device_mesh", None))
     with torch.no_grad():
         if hasattr(tensor, "local_intervals"):
             part = _ragged(name, tensor, world)
@@ -107,6 +108,19 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"tensor {name!r} has layout {tensor.layout}; only dense tensors can be stored: call to_dense() first")
     if tensor.is_quantized:
         raise ValueError(f"tensor {name!r} is of the quantized type {tensor.dtype}, whose scales are not stored: call dequantize() first")
+
+
+def _check_mesh(name: str, mesh: Any) -> None:
+    """A rank has one place in the mesh, and one among the ranks of each dimension's process group, which torch puts in ascending order.
+    FSDP2 shards by the second, DTensor places by the first: where they differ, nobody can tell which elements a rank holds."""
+    at = mesh.get_coordinate() if mesh is not None else None
+    for dim, place in enumerate(at or ()):
+        if place != mesh.get_local_rank(dim):
+            raise ValueError(
+                f"tensor {name!r} is on {mesh}, where this rank is number {place} of dimension {dim}, but number "
+                f"{mesh.get_local_rank(dim)} of that dimension's process group: which elements it holds can't be told; make the mesh with "
+                "ranks that ascend in each dimension"
+            )
 
 
 def check_target(name: str, tensor: torch.Tensor) -> None:

@@ -145,6 +145,17 @@ def mixed_mesh_rank(rank: int, world: int, root: str) -> Any:
     if rank in (1, 3):
         assert torch.equal(theirs.full_tensor(), full + 4)
     back = {name: (t.full_tensor() if isinstance(t, DTensor) else t).numpy() for name, t in target.items()}
+    plain, backwards = nn.Linear(3, 8), nn.Linear(3, 8)
+    fully_shard(backwards, mesh=DeviceMesh("cpu", [3, 1, 2, 0]))
+    line = os.path.join(root, "line")
+    ckpt.save({"model": plain}, line, 1, timeout_s=20)
+    for use in (lambda: ckpt.save({"model": backwards}, line, 2, timeout_s=20), lambda: ckpt.load({"model": backwards}, line)):
+        try:
+            use()
+        except ValueError as error:
+            assert "which elements it holds can't be told" in str(error) or "rank 0: " in str(error), error
+        else:
+            raise AssertionError("rows would be saved, or loaded, in another order than the model has them")
     for how in (fully_shard, fsdp.fully_shard):
         over_tensor_parallelism(how, mesh, os.path.join(root, how.__module__))
     return back
