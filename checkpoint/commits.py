@@ -23,7 +23,7 @@ import torch
 from vescale_ray.geometry import Extent, FlatSpace, merge_adjacent
 
 from .copies import Held, contradiction, each_once
-from .errors import CheckpointCorrupt, CommitExists, CommitRefused, NoCheckpoint, SaveFailed
+from .errors import STAGES, CheckpointCorrupt, CommitExists, CommitRefused, NoCheckpoint, SaveFailed
 from .faults import fault_point
 from .layout import dtype_of, group_tensors, merge_orders, tensor_kinds
 from .manifest import (
@@ -338,7 +338,9 @@ def _check_cover(name: str, kind: str, pieces: list[tuple[int, int, int, int]], 
             raise CommitRefused(f"{what}: elements from {start} on were written twice, by ranks {other} and {rank}")
         position = end
     if position < numel:
-        raise CommitRefused(f"{what}: no rank wrote elements [{position}, {numel})")
+        # Each rank has left it to another: a plain tensor is one that all of them hold, so that one of them writes it.
+        remedy = "" if position else f"; a plain tensor has to be there on every rank that saves, and the same ({STAGES})"
+        raise CommitRefused(f"{what}: no rank wrote elements [{position}, {numel}){remedy}")
 
 
 def _extents(

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from .errors import STAGES
 from .layout import PlacedPiece, dtype_of
 from .shard import Vote
 from .store import ObjectStore
@@ -84,7 +85,7 @@ def contradiction(store: ObjectStore, votes: Sequence[Vote]) -> str | None:
 def _differ(name: str, kind: str, start: int, end: int, one: Vote, other: Vote) -> str:
     return (
         f"{kind!r} of tensor {name!r}: ranks {one.rank} and {other.rank} both hold elements [{start}, {end}), and they differ; "
-        "if these are two tensors, give them names of their own; if they are one, make them equal (broadcast)"
+        f"if these are two tensors, give them names of their own ({STAGES}); if they are one, make them equal (broadcast)"
     )
 
 
