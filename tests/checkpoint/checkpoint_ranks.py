@@ -127,11 +127,12 @@ def mixed_mesh_rank(rank: int, world: int, root: str) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     full = torch.arange(5 * 3, dtype=torch.float32).view(5, 3)
 
-    some = DeviceMesh("cpu", [1, 3])
+    some, others = DeviceMesh("cpu", [1, 3]), DeviceMesh("cpu", [0, 1])
 
     def tensors(scale: float) -> dict[str, torch.Tensor]:
         return {
             "some ranks'": distribute_tensor((full + 4) * scale, some, [Shard(0)]),
+            "others'": distribute_tensor((full + 5) * scale, others, [Replicate()]),
             "hsdp": distribute_tensor(full * scale, mesh, [Replicate(), Shard(0)]),
             "copy": distribute_tensor((full + 1) * scale, mesh, [Replicate(), Replicate()]),
             "plain": (full + 2) * scale,
@@ -141,10 +142,11 @@ def mixed_mesh_rank(rank: int, world: int, root: str) -> Any:
     ckpt.save({"model": tensors(1.0)}, root, 1, timeout_s=20)
     target = tensors(0.0)
     ckpt.load({"model": target}, root)
-    theirs = target.pop("some ranks'")
-    assert isinstance(theirs, DTensor)
-    if rank in (1, 3):
-        assert torch.equal(theirs.full_tensor(), full + 4)
+    for name, ranks, of in (("some ranks'", (1, 3), full + 4), ("others'", (0, 1), full + 5)):
+        theirs = target.pop(name)
+        assert isinstance(theirs, DTensor)
+        if rank in ranks:
+            assert torch.equal(theirs.full_tensor(), of)
     back = {name: (t.full_tensor() if isinstance(t, DTensor) else t).numpy() for name, t in target.items()}
     plain, backwards = nn.Linear(3, 8), nn.Linear(3, 8)
     fully_shard(backwards, mesh=DeviceMesh("cpu", [3, 1, 2, 0]))
