@@ -315,8 +315,11 @@ def _encoded(manifest: Manifest) -> bytes:
     """The commit object, which a reader takes: a checkpoint that nobody could open would be found out only when it is needed."""
     raw = encode(manifest)
     if len(raw) > MAX_BYTES:
+        intervals = sum(len(e.start) for g in manifest.groups for e in g.kinds)
         raise CommitRefused(
-            f"its manifest would have {len(raw)} bytes, more than a reader takes ({MAX_BYTES}): keep what is large as tensors, or as aux"
+            f"its manifest would have {len(raw)} bytes, more than a reader takes ({MAX_BYTES}): keep what is large as tensors, or as aux; "
+            f"it names {intervals} intervals of tensors, one for each row of those that are cut by another dimension than the first: cut "
+            "these by rows, or over fewer ranks"
         )
     try:
         decode(raw)

@@ -8,6 +8,7 @@ tell. Copies that have drifted apart by rounding are told, and no reason to lose
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 from collections import defaultdict
@@ -91,8 +92,8 @@ def _differ(name: str, kind: str, start: int, end: int, one: Vote, other: Vote) 
 
 def _apart(store: ObjectStore, piece: PlacedPiece, vote: Vote, other: PlacedPiece, theirs: Vote, end: int) -> float:
     """The norm of the difference of two pieces from where ``other``, the later one, begins, up to ``end``, to the larger of their norms; 0
-    if all bytes are equal, infinite where one is NaN or Inf and the other is not, where nothing is to be read, and for what no rounding
-    makes different: counters, indices, masks."""
+    if all bytes are equal, infinite where one is NaN or Inf and the other is not, and for what no rounding makes different: counters,
+    indices, masks. Raises OSError if not all of them can be read."""
     dtype = dtype_of(piece.dtype)
     size = (end - other.start) * dtype.itemsize
     left, right = (memoryview(bytearray(min(size, _READ_BYTES))) for _ in range(2))
@@ -103,7 +104,7 @@ def _apart(store: ObjectStore, piece: PlacedPiece, vote: Vote, other: PlacedPiec
             ours = first.read_into(piece.offset + (other.start - piece.start) * dtype.itemsize + position, left[:count])
             others = second.read_into(other.offset + position, right[:count])
             if (ours, others) != (count, count):
-                return math.inf
+                raise OSError(errno.EIO, f"copies of {piece.name!r} can be read in part only")
             same = left[:count] == right[:count]
             if not same and not _rounded(dtype):
                 return math.inf
