@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .digest import digest_of
-from .errors import SaveAborted, SaveFailed
+from .errors import STAGES, SaveAborted, SaveFailed
 from .polling import pause_after
 from .store import Root
 
@@ -37,11 +37,12 @@ _SPACE = "vescale-ray/saves"
 @dataclass(frozen=True)
 class Word:
     """What one rank has to say of a save: it is ready (none of these), still busy with earlier ones, can't take part for a ``problem`` of
-    its state, or has ``left`` it before it was begun."""
+    its state, or has ``left`` it before it was begun. ``alike``: a digest of what every rank's state must have the same."""
 
     problem: str | None = None
     busy: bool = False
     left: str | None = None
+    alike: str = ""
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,16 @@ class Accord:
             if said is not None:
                 return Verdict("unfit" if word.left is None else "failed", text=f"rank {rank}: {said}" if self.world > 1 else said)
         late = [rank for rank, word in enumerate(words) if word.busy]
-        return Verdict("busy", text=f"ranks {late} are still writing the ones before") if late else Verdict("go")
+        if late:
+            return Verdict("busy", text=f"ranks {late} are still writing the ones before")
+        other = next((rank for rank, word in enumerate(words) if word.alike != words[0].alike), None)
+        if other is None:
+            return Verdict("go")
+        return Verdict(
+            "unfit",
+            text=f"rank {other} has other optimizers than rank 0, or others' parameters in them, and no load could take them up: what is "
+            f"stored of them for all ranks is rank 0's; give the same on every rank ({STAGES})",
+        )
 
     def _publish(self, key: str, verdict: Verdict, *, taken: bool = False) -> None:
         assert self._store is not None

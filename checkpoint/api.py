@@ -24,6 +24,7 @@ from .accord import Accord, Word
 from .arguments import of_type, order, seconds, state_of
 from .bounded import Quiet, Watch, bounded
 from .commits import Commit
+from .digest import digest_of
 from .errors import SaveAborted, SaveFailed
 from .handle import SaveHandle
 from .layout import ShardPiece
@@ -102,7 +103,9 @@ def save(
     def work(watch: Watch) -> None:
         if device is not None:
             torch.cuda.set_device(device)
-        verdict = accord.agree(key, Word(), lambda: (new_attempt(), next_epoch(newest_order(store), epoch, step)), timeout_s, watch)
+        verdict = accord.agree(
+            key, Word(alike=prepared.alike), lambda: (new_attempt(), next_epoch(newest_order(store), epoch, step)), timeout_s, watch
+        )
         if verdict.fate == "unfit":
             raise ValueError(verdict.text)
         if verdict.fate != "go":
@@ -163,6 +166,12 @@ class Prepared:
     document: Mapping[str, Any]
     aliases: Mapping[str, str]
     aux: Mapping[str, Any]
+
+    @property
+    def alike(self) -> str:
+        """Digest of what every rank's state must have the same: rank 0's optimizers, by which all ranks load, name these parameters."""
+        named = {key: [sorted(group["params"]) for group in saved["groups"]] for key, saved in self.document["optimizers"].items()}
+        return digest_of(json.dumps(named, sort_keys=True).encode())
 
 
 def prepare(

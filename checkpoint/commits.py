@@ -23,7 +23,7 @@ import torch
 from vescale_ray.geometry import Extent, FlatSpace, merge_adjacent
 
 from .copies import Held, contradiction, each_once
-from .errors import CheckpointCorrupt, CommitExists, CommitRefused, NoCheckpoint, SaveFailed
+from .errors import STAGES, CheckpointCorrupt, CommitExists, CommitRefused, NoCheckpoint, SaveFailed
 from .faults import fault_point
 from .layout import dtype_of, group_tensors, merge_orders, tensor_kinds
 from .manifest import (
@@ -315,8 +315,11 @@ def _encoded(manifest: Manifest) -> bytes:
     """The commit object, which a reader takes: a checkpoint that nobody could open would be found out only when it is needed."""
     raw = encode(manifest)
     if len(raw) > MAX_BYTES:
+        intervals = sum(len(e.start) for g in manifest.groups for e in g.kinds)
         raise CommitRefused(
-            f"its manifest would have {len(raw)} bytes, more than a reader takes ({MAX_BYTES}): keep what is large as tensors, or as aux"
+            f"its manifest would have {len(raw)} bytes, more than a reader takes ({MAX_BYTES}): keep what is large as tensors, or as aux; "
+            f"it names {intervals} intervals of tensors, one for each row of those that are cut by another dimension than the first: cut "
+            "these by rows, or over fewer ranks"
         )
     try:
         decode(raw)
@@ -338,7 +341,9 @@ def _check_cover(name: str, kind: str, pieces: list[tuple[int, int, int, int]], 
             raise CommitRefused(f"{what}: elements from {start} on were written twice, by ranks {other} and {rank}")
         position = end
     if position < numel:
-        raise CommitRefused(f"{what}: no rank wrote elements [{position}, {numel})")
+        # Each rank has left it to another: a plain tensor is one that all of them hold, so that one of them writes it.
+        remedy = "" if position else f"; a plain tensor has to be there on every rank that saves, and the same ({STAGES})"
+        raise CommitRefused(f"{what}: no rank wrote elements [{position}, {numel}){remedy}")
 
 
 def _extents(

@@ -8,6 +8,7 @@ tell. Copies that have drifted apart by rounding are told, and no reason to lose
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 from collections import defaultdict
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from .errors import STAGES
 from .layout import PlacedPiece, dtype_of
 from .shard import Vote
 from .store import ObjectStore
@@ -84,36 +86,46 @@ def contradiction(store: ObjectStore, votes: Sequence[Vote]) -> str | None:
 def _differ(name: str, kind: str, start: int, end: int, one: Vote, other: Vote) -> str:
     return (
         f"{kind!r} of tensor {name!r}: ranks {one.rank} and {other.rank} both hold elements [{start}, {end}), and they differ; "
-        "if these are two tensors, give them names of their own; if they are one, make them equal (broadcast)"
+        f"if these are two tensors, give them names of their own ({STAGES}); if they are one, make them equal (broadcast)"
     )
 
 
 def _apart(store: ObjectStore, piece: PlacedPiece, vote: Vote, other: PlacedPiece, theirs: Vote, end: int) -> float:
     """The norm of the difference of two pieces from where ``other``, the later one, begins, up to ``end``, to the larger of their norms; 0
-    if all bytes are equal, infinite where one is NaN or Inf and the other is not, or where nothing is to be read."""
+    if all bytes are equal, infinite where one is NaN or Inf and the other is not, and for what no rounding makes different: counters,
+    indices, masks. Raises OSError if not all of them can be read."""
     dtype = dtype_of(piece.dtype)
     size = (end - other.start) * dtype.itemsize
     left, right = (memoryview(bytearray(min(size, _READ_BYTES))) for _ in range(2))
-    difference, largest, equal = 0.0, [0.0, 0.0], True
+    difference, largest, equal, alike = 0.0, [0.0, 0.0], True, True
     with store.open_read(vote.object.key) as first, store.open_read(theirs.object.key) as second:
         for position in range(0, size, _READ_BYTES):
             count = min(_READ_BYTES, size - position)
             ours = first.read_into(piece.offset + (other.start - piece.start) * dtype.itemsize + position, left[:count])
             others = second.read_into(other.offset + position, right[:count])
             if (ours, others) != (count, count):
-                return math.inf
+                raise OSError(errno.EIO, f"copies of {piece.name!r} can be read in part only")
             same = left[:count] == right[:count]
+            if not same and not _rounded(dtype):
+                return math.inf
             equal = equal and same
             a, b = (_numbers(view[:count], dtype) for view in (left, right))
             odd = ~(a.isfinite() & b.isfinite())
-            if not same and not torch.equal(a[odd].nan_to_num(0.5), b[odd].nan_to_num(0.5)):
+            if not torch.allclose(a[odd], b[odd], 0.0, 0.0, equal_nan=True):
                 return math.inf
             a, b = a[~odd], b[~odd]
+            alike = alike and torch.equal(a, b)
             difference += float((a - b).square().sum())
             largest = [largest[0] + float(a.square().sum()), largest[1] + float(b.square().sum())]
-    if equal or not difference:
+    if alike:
         return 0.0 if equal else math.ulp(1.0)  # zeros of two signs, NaNs of two sorts
-    return math.sqrt(difference / max(largest)) if max(largest) else math.inf
+    # The squares of what is near the ends of float64's range are 0 or infinite, and tell nothing.
+    return math.sqrt(difference / max(largest)) if 0.0 < max(largest) < math.inf and difference < math.inf else math.inf
+
+
+def _rounded(dtype: torch.dtype) -> bool:
+    """Whether copies of it may differ by rounding; so may codes of 8-bit optimizer states."""
+    return dtype.is_floating_point or dtype.is_complex or dtype in (torch.uint8, torch.int8)
 
 
 def _numbers(view: memoryview, dtype: torch.dtype) -> torch.Tensor:

@@ -70,7 +70,7 @@ def export_dcp(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> DcpExported:
-    """Write a commit as a DCP checkpoint that stock ``torch.distributed.checkpoint.load`` reads; several ranks share the writing.
+    """Write a commit as a DCP checkpoint that stock ``torch.distributed.checkpoint.load`` reads; every rank calls it, they share the work.
 
     Every tensor is read back from the files and compared with what our blocks' checksums vouch for; ``.metadata`` is written last. Takes
     about 128 MiB of memory (a row larger than 64 MiB is written whole).

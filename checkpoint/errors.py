@@ -5,6 +5,9 @@ Every error's positional arguments are its fields, so that it survives pickling 
 
 from __future__ import annotations
 
+STAGES = "of a pipeline save each stage by itself: its own group, its own root"
+"""What ranks that hold different things are told."""
+
 
 class CheckpointError(Exception):
     """Base of every error of this package that is not a plain ``ValueError`` (bad argument) or ``OSError`` (storage)."""

@@ -200,7 +200,7 @@ def export_hf(
     group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write the weights of a commit as safetensors files and, last, their index; several ranks share the files.
+    """Write the weights of a commit as safetensors files and, last, their index; every rank calls it, they share the files.
 
     Each file is written under a temporary name, synced, read back and compared, and only then named. Tied tensors are written once, under
     their first name; the others are noted in the header, where :func:`import_hf` finds them. Takes 64 MiB of memory.

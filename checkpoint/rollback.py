@@ -40,5 +40,7 @@ def roll_back(root: Root, name: str) -> Commit:
     except KeyExists:
         raise CommitExists(f"{store.describe(f'commits/{made.name}.json')} has just been made by somebody else; look again") from None
     except OSError as error:
-        raise SaveFailed(f"could not commit in {store.describe()}: {error.strerror or error}; nothing has changed") from error
+        # As after a commit whose folder could not be synced: it is there now, and may not be after a power cut.
+        text = f"could not commit in {store.describe()}: {error.strerror or error}; whether it was made, `vescale-ray ckpt ls` can tell"
+        raise SaveFailed(text) from error
     return find(store, made.name)

@@ -173,6 +173,7 @@ class Saver:
             job.step, job.epoch = order(step, epoch)
             handle.step = job.step
             job.prepared = prepare(state, job.step, world, rank, meta, metrics, aux)
+            job.word = Word(alike=job.prepared.alike)
             layout = self._layouts.of(job.prepared.pieces)
         except BaseException as error:
             job.prepared, job.word = None, word_of(error)
@@ -449,7 +450,7 @@ class _Writer:
             if cancelled():
                 job.accord.tell(job.key, Word(left="given up before it began"))
                 raise SaveAborted(f"step {job.step}: this save was given up before it began; earlier checkpoints are untouched")
-            if job.word == Word():
+            if job.word.problem is None and job.word.left is None:
                 try:
                     job.handle.wait_staged()
                 except Exception as error:

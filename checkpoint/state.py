@@ -120,7 +120,10 @@ def flatten(state: Mapping[str, Any]) -> Flat:
             try:
                 flat.values[key] = pack(f"state.{key}", plain)
             except ValueError as error:
-                raise ValueError(f"{error}; state entries are modules, dicts of tensors, optimizers, or plain values") from None
+                raise ValueError(
+                    f"{error}; state entries are modules, dicts of tensors, optimizers, or plain values: give the objects, as "
+                    '{"model": model, "optimizer": optimizer}, and not their state_dict()'
+                ) from None
     return flat
 
 

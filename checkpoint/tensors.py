@@ -38,7 +38,8 @@ class LocalPart:
     """Flat elements of a tensor of ``shape``, held by this rank as ``local`` (the tensor's own storage): ``intervals`` of them, each
     ``[start, end)``, none empty, in the order in which ``local`` has them.
 
-    ``replicas`` ranks hold the same part, this one being number ``replica`` of them. ``apart``: that is so among the ranks of the tensor's
+    ``replicas`` ranks hold the same part, this one being number ``replica`` of them; ``among``, the names of their process groups, tells
+    which (none: all that save). ``apart``: that is so among the ranks of the tensor's
     mesh, which are not all that save: others, of a mesh beside it, may hold the same tensor (what tensor parallelism leaves alone, under
     FSDP) or know nothing of it (a pipeline's other stages); which of the two a tensor can't tell.
     """
@@ -49,6 +50,7 @@ class LocalPart:
     local: torch.Tensor = field(repr=False)
     replicas: int
     replica: int
+    among: tuple[str, ...] = ()
     apart: bool = False
 
     @property
@@ -77,10 +79,11 @@ def local_part(name: str, tensor: torch.Tensor, world: int, rank: int) -> LocalP
     """This rank's part of ``tensor``. A plain tensor counts as replicated over all ``world`` ranks.
 
     Raises:
-        ValueError: a pending reduction, a placement other than Shard (plain or strided) and Replicate, no data, or what
-            :func:`check_dense` refuses: with the remedy.
+        ValueError: a pending reduction, a placement other than Shard (plain or strided) and Replicate, no data, a mesh whose ranks do not
+            ascend, or what :func:`check_dense` refuses: with the remedy.
     """
     check_dense(name, tensor)
+    _check_mesh(name, getattr(tensor, "device_mesh", None))
     with torch.no_grad():
         if hasattr(tensor, "local_intervals"):
             part = _ragged(name, tensor, world)
@@ -109,6 +112,19 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"tensor {name!r} is of the quantized type {tensor.dtype}, whose scales are not stored: call dequantize() first")
 
 
+def _check_mesh(name: str, mesh: Any) -> None:
+    """A rank has one place in the mesh, and one among the ranks of each dimension's process group, which torch puts in ascending order.
+    FSDP2 shards by the second, DTensor places by the first: where they differ, nobody can tell which elements a rank holds."""
+    at = mesh.get_coordinate() if mesh is not None else None
+    for dim, place in enumerate(at or ()):
+        if place != mesh.get_local_rank(dim):
+            raise ValueError(
+                f"tensor {name!r} is on {mesh}, where this rank is number {place} of dimension {dim}, but number "
+                f"{mesh.get_local_rank(dim)} of that dimension's process group: which elements it holds can't be told; make the mesh with "
+                "ranks that ascend in each dimension"
+            )
+
+
 def check_target(name: str, tensor: torch.Tensor) -> None:
     """Raises ValueError for a tensor that can't be loaded into."""
     check_dense(name, tensor)
@@ -125,13 +141,11 @@ def _ragged(name: str, tensor: Any, world: int) -> LocalPart:
     placements = tuple(getattr(tensor, "placements", ()))
     if any(p.is_partial() for p in placements):
         raise ValueError(f"tensor {name!r} has placements {placements}: a reduction is pending; redistribute it before saving or loading")
-    replicas, replica = 1, 0
     mesh = getattr(tensor, "device_mesh", None)
-    if mesh is not None:
-        replicas, replica = _replica(mesh, placements)
+    replicas, replica, among = (1, 0, ()) if mesh is None else _replica(mesh, placements)
     local = tensor.to_local().detach()
     apart = mesh is not None and mesh.size() < world
-    return LocalPart(tuple(tensor.shape), local.dtype, tensor.local_intervals(), local, replicas, replica, apart)
+    return LocalPart(tuple(tensor.shape), local.dtype, tensor.local_intervals(), local, replicas, replica, among, apart)
 
 
 def _dtensor(name: str, tensor: DTensor, world: int) -> LocalPart:
@@ -144,7 +158,7 @@ def _dtensor(name: str, tensor: DTensor, world: int) -> LocalPart:
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     local = tensor.to_local().detach()
     if mesh.get_coordinate() is None:  # others' tensor: this rank is not in its mesh
-        return LocalPart(shape, local.dtype, [], local.new_empty(0), 1, 0, True)
+        return LocalPart(shape, local.dtype, [], local.new_empty(0), 1, 0, apart=True)
     if any(isinstance(p, _StridedShard) for p in placements):
         held = _strided(shape, mesh, placements)
     else:
@@ -173,27 +187,32 @@ def _runs(indices: torch.Tensor) -> list[tuple[int, int]]:
     return [(int(indices[a]), b - a) for a, b in pairwise(edges) if b > a]
 
 
-def _replica(mesh: Any, placements: tuple[Placement, ...]) -> tuple[int, int]:
-    """How many ranks hold the same part, and which of them this one is."""
+def _replica(mesh: Any, placements: tuple[Placement, ...]) -> tuple[int, int, tuple[str, ...]]:
+    """How many ranks hold the same part, which of them this one is, and the names of the groups that they are."""
     replicas, replica = 1, 0
+    among: tuple[str, ...] = ()
     for dim, placement in enumerate(placements):
         if isinstance(placement, Replicate):
             replicas *= mesh.size(dim)
             replica = replica * mesh.size(dim) + mesh.get_local_rank(dim)
-    return replicas, replica
+            among += (mesh.get_group(dim).group_name,)
+    return replicas, replica, among
 
 
 def owners(parts: list[LocalPart]) -> list[bool]:
     """Whether this rank writes its part, for each: of tensors held by several ranks, one writes, so that each rank of the
-    replicas gets about the same bytes and a contiguous run of tensors. Every rank comes to the same split by itself."""
-    totals: dict[int, int] = {}
+    replicas gets about the same bytes and a contiguous run of tensors. Every rank comes to the same split by itself: of what the same ranks
+    hold, for of others' it may know nothing."""
+    totals: dict[tuple[int, tuple[str, ...]], int] = {}
     for part in parts:
-        totals[part.replicas] = totals.get(part.replicas, 0) + part.bytes
+        holders = part.replicas, part.among
+        totals[holders] = totals.get(holders, 0) + part.bytes
     position = dict.fromkeys(totals, 0)
     decided = []
     for part in parts:
-        total = max(1, totals[part.replicas])
-        middle = position[part.replicas] + part.bytes // 2
+        holders = part.replicas, part.among
+        total = max(1, totals[holders])
+        middle = position[holders] + part.bytes // 2
         decided.append(min(part.replicas - 1, middle * part.replicas // total) == part.replica)
-        position[part.replicas] += part.bytes
+        position[holders] += part.bytes
     return decided

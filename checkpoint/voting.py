@@ -16,7 +16,7 @@ import errno
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,9 +97,6 @@ def _lead(store: ObjectStore, attempt: Attempt, own: Mapping[str, Any], cancelle
             if "error" in raw:
                 raise SaveFailed(raw["error"])
             votes.append(Vote.from_json(raw["vote"]))
-        unknown = _unknown_state(attempt.document, votes)
-        if unknown is not None:
-            raise SaveFailed(f"step {step}: {unknown}; earlier checkpoints are untouched")
         if cancelled():
             raise _given_up(step)
         dead = False
@@ -127,21 +124,6 @@ def _lead(store: ObjectStore, attempt: Attempt, own: Mapping[str, Any], cancelle
     if world > 1:
         _tell(store, attempt.name, "outcome", {"commit": vars(made)})
     return made
-
-
-def _unknown_state(document: Mapping[str, Any], votes: Sequence[Vote]) -> str | None:
-    """A rank's optimizer state of which the optimizers in ``document``, rank 0's, know nothing: it would be stored, and no load could take
-    it up."""
-    known = {name for saved in document.get("optimizers", {}).values() for group in saved["groups"] for name in group["params"]}
-    for vote in votes:
-        for piece in vote.pieces:
-            if piece.kind not in ("param", "state") and piece.name not in known:
-                return (
-                    f"rank {vote.rank} has {piece.kind!r} of {piece.name!r}, which is in no optimizer of rank 0, whose scalars and groups "
-                    "are stored for all; give the same optimizers on every rank (of a pipeline save each stage by itself: its own group, "
-                    "its own root)"
-                )
-    return None
 
 
 def _discard(store: ObjectStore, attempt: Attempt, *, heard: bool = True) -> None:

@@ -117,9 +117,20 @@ def test_copies_that_rounding_has_driven_apart_are_saved_with_a_warning_and_no_o
         made = commit(root, votes(f"a{step}", step, one, other), attempt=f"a{step}", step=step, world=2)
         assert made.problem is None and torch.equal(ckpt.open(root, made).read("w").nan_to_num(7.0), one.nan_to_num(7.0))
         assert ("'w' the most" in caplog.text) == (one is not other)
-    for number, (one, other) in enumerate([(gain, far), (gain, holes), (torch.zeros_like(gain), near), (gain, -gain)]):
+    huge, ids = gain.double() * 1e300, torch.arange(120) + 10**6
+    kept = torch.ones(120, dtype=torch.bool)
+    different = [
+        *((gain, far), (gain, holes), (torch.zeros_like(gain), near), (gain, -gain)),
+        (holes, holes.nan_to_num(0.5)),
+        *((huge, -huge), (huge * 1e-307 * 1e-200, huge * 2e-307 * 1e-200)),  # whose squares are no numbers
+        *((ids, ids.where(ids > ids[0], 7)), (ids, ids.where(ids > ids[0], ids[0] + 1)), (kept, kept ^ (ids == ids[0]))),
+    ]
+    for number, (one, other) in enumerate(different):
         with pytest.raises(ckpt.CommitRefused, match="ranks 0 and 1 both hold"):
             commit(root, votes(f"b{number}", 9, one, other), attempt=f"b{number}", step=9, world=2)
+    short = ckpt.FaultyStore(ckpt.PosixStore(root), [ckpt.Fault("read", "short", key="data/*")])
+    with pytest.raises(ckpt.SaveFailed, match="copies of 'w' can be read in part only"):
+        commit(short, votes("c", 9, gain, near), attempt="c", step=9, world=2)
 
 
 def test_digests_of_ranges_of_a_stream_are_those_of_the_bytes():
@@ -142,7 +153,9 @@ def test_a_commit_that_no_reader_would_take_is_never_made(root, monkeypatch):
     votes = [vote(root, 0, [piece(0, 120)])]
     for module in (commits, manifest):
         monkeypatch.setattr(module, "MAX_BYTES", 3000)
-    with pytest.raises(ckpt.CommitRefused, match=r"its manifest would have \d+ bytes, more than a reader takes \(3000\)"):
+    with pytest.raises(
+        ckpt.CommitRefused, match=r"its manifest would have \d+ bytes, more than a reader takes \(3000\): .* names 1 intervals"
+    ):
         ckpt.commit(root, votes, step=1, epoch=0, attempt="a", world=1, meta={"long": "x" * 3000})
     monkeypatch.setattr(manifest, "FORMAT", "rcp/9")
     with pytest.raises(ckpt.CommitRefused, match="the votes make no valid checkpoint: format 'rcp/9'"):

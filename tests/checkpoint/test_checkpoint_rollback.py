@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
 
 from vescale_ray import checkpoint
-from vescale_ray.checkpoint import NO_GRACE, Commit, CommitRefused, MemoryStore, NoCheckpoint, ObjectStore, PosixStore, Retention
+from vescale_ray.checkpoint import (
+    NO_GRACE,
+    Commit,
+    CommitRefused,
+    MemoryStore,
+    NoCheckpoint,
+    ObjectStore,
+    PosixStore,
+    Retention,
+    SaveFailed,
+    posix,
+)
 
 
 def save(store: ObjectStore, step: int, epoch: int) -> Commit:
@@ -59,6 +71,20 @@ def test_its_data_outlives_the_commit_that_it_was_taken_from(store: ObjectStore)
     save(store, 12, 5)
     checkpoint.gc(store, Retention(keep_last=1, verify=False), grace=NO_GRACE)
     assert values(store) == [12.0] and not store.list(f"data/{made[0].attempt}/"), "and goes with the last one that refers to it"
+
+
+def test_a_commit_that_is_linked_but_not_synced_is_not_said_to_be_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = PosixStore(tmp_path / "c")
+    first, _ = save(store, 10, 3), save(store, 20, 3)
+
+    def failing(folder: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(folder))
+
+    with monkeypatch.context() as patch, pytest.raises(SaveFailed, match="Input/output error; whether it was made, .* can tell"):
+        patch.setattr(posix, "sync_folder", failing)
+        checkpoint.roll_back(store, first.name)
+    assert checkpoint.latest(store).step == 10  # type: ignore[union-attr]
+    assert [one.step for one in checkpoint.ls(store)] == [10, 20, 10] and not checkpoint.verify(store).problems
 
 
 def test_the_newest_one_and_one_that_is_not_there_are_refused(store: ObjectStore) -> None:

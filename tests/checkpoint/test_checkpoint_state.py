@@ -422,6 +422,7 @@ def test_random_generators_come_back(root):
     ("state", "words"),
     [
         ({"model": Net(0), "x": object()}, "state.x is a object, which JSON can't hold"),
+        ({"model": Net(0), "optimizer": {"state": {"w": {"exp_avg": torch.zeros(2)}}}}, "give the objects, .* and not their state_dict"),
         ({"model": Net(0), "x": {"a": {(1, 2): 3}}}, r"state.x.a has the key \(1, 2\); give texts or numbers"),
         ({"model": {"a": torch.zeros(2), "b": 3}}, "'b' of state entry 'model' is a int"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(2))])}, "belongs to no module in the state"),

@@ -81,8 +81,9 @@ def test_replicas_are_written_once_and_restored_everywhere(tmp_path):
         assert_same({"hsdp": full, "copy": full + 1, "plain": full + 2, "tall": full[:1] + 3}, back)
     checkpoint = ckpt.open(tmp_path)
     stored = sum((e.end - e.start).sum() for g in checkpoint.manifest.groups for e in g.kinds)
-    assert stored == 4 * 15 + 3
+    assert stored == 5 * 15 + 3
     assert np.array_equal(checkpoint.read("some ranks'").numpy(), full + 4)
+    assert np.array_equal(checkpoint.read("others'").numpy(), full + 5)
     assert len({int(o) for g in checkpoint.manifest.groups for e in g.kinds for o in e.object}) > 1, "the replicas share the writing"
 
 

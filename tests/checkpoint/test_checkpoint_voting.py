@@ -6,7 +6,6 @@ import errno
 import json
 import threading
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -21,14 +20,14 @@ HALVES = ((0, 4), (4, 10))
 THEIRS = "commits/e0000-s000000000005.json"
 
 
-def rank_of(rank: int, world: int = 2, timeout_s: float = 5.0, document: Mapping[str, Any] | None = None) -> Attempt:
-    return Attempt("mine", 5, 0, world, rank, document or {}, {}, timeout_s)
+def rank_of(rank: int, world: int = 2, timeout_s: float = 5.0) -> Attempt:
+    return Attempt("mine", 5, 0, world, rank, {}, {}, timeout_s)
 
 
-def written(store: Any, rank: int, world: int = 2, attempt: str = "mine", kinds: tuple[str, ...] = ("param",)) -> ckpt.Vote:
+def written(store: Any, rank: int, world: int = 2, attempt: str = "mine") -> ckpt.Vote:
     start, end = HALVES[rank] if world == 2 else (0, 10)
-    pieces = [ckpt.ShardPiece("w", kind, start, end, (10,), torch.float32, W[start:end]) for kind in kinds]
-    return ckpt.write_shard(store, attempt, rank, pieces, aux={"rank": rank}, step=5, epoch=0)
+    piece = ckpt.ShardPiece("w", "param", start, end, (10,), torch.float32, W[start:end])
+    return ckpt.write_shard(store, attempt, rank, [piece], aux={"rank": rank}, step=5, epoch=0)
 
 
 def data(store: Any, rank: int | None = None) -> list[str]:
@@ -39,13 +38,13 @@ def say(store: Any, name: str, value: dict[str, Any]) -> None:
     store.put(f"attempts/mine/{name}.json", json.dumps(value).encode())
 
 
-def both(store: Any, words: list[Any], *, timeout_s: float = 5.0, document: Mapping[str, Any] | None = None) -> list[Any]:
+def both(store: Any, words: list[Any], *, timeout_s: float = 5.0) -> list[Any]:
     """What ``conclude`` gave or raised on ranks 0 and 1, each in a thread."""
     ends: list[Any] = [None, None]
 
     def run(rank: int) -> None:
         try:
-            ends[rank] = conclude(store, rank_of(rank, timeout_s=timeout_s, document=document), words[rank])
+            ends[rank] = conclude(store, rank_of(rank, timeout_s=timeout_s), words[rank])
         except Exception as error:
             ends[rank] = error
 
@@ -62,19 +61,6 @@ def test_both_ranks_come_to_the_one_commit_and_it_loads():
     first, second = both(store, [written(store, 0), written(store, 1)])
     assert first == second == ckpt.latest(store)
     assert torch.equal(ckpt.open(store).read("w"), W)
-
-
-@pytest.mark.parametrize(("known", "fits"), [("w", True), ("v", False), (None, False)])
-def test_optimizer_states_that_rank_0_could_not_describe_are_not_saved(known, fits):
-    """As of a pipeline's other stages: the commit would be made, and their optimizers could never be loaded from it."""
-    store = ckpt.MemoryStore()
-    document = {"optimizers": {"optimizer": {"groups": [{"params": [known]}]}} if known else {}}
-    ends = both(store, [written(store, rank, kinds=("param", "exp_avg")) for rank in (0, 1)], document=document)
-    if fits:
-        assert ends[0] == ends[1] == ckpt.latest(store)
-    else:
-        assert all(type(end) is SaveFailed and "'exp_avg' of 'w', which is in no optimizer of rank 0" in str(end) for end in ends)
-        assert ckpt.latest(store) is None and data(store) == []
 
 
 @pytest.mark.parametrize("action", ["lost", "error"])
