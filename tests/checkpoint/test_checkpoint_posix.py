@@ -151,7 +151,7 @@ def test_two_chunks_are_under_way_at_once_and_no_memory_is_used_again_before_it_
     assert most == UNDER_WAY == 2
     assert_equals(tmp_path, BIG)
     named = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in named if name.startswith(DAEMONS + "write")]
+    assert DAEMONS + "write" not in named
 
 
 def test_the_error_of_one_write_ends_the_stream_after_the_other_and_leaves_nothing(tmp_path, monkeypatch):
