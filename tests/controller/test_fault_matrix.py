@@ -151,6 +151,43 @@ def test_a_node_that_is_lost_in_the_first_step_and_another_in_the_last_cost_no_b
     is_the_same(finished, calm_of_many)
 
 
+@pytest.mark.parametrize("acts", [(Act(4, "stop"), Act(4, "kill", 0)), (Act(4, "kill", 1), Act(4, "stop"))], ids=["then", "before"])
+def test_a_stop_makes_its_checkpoint_though_a_worker_is_killed_in_the_same_step(acts: tuple[Act, ...], home: Path) -> None:
+    config = config_of(home, f"stop-{acts[0].action}", elastic_workers=3, train_steps=400)
+    finished = carry_out(config, *acts)
+    assert finished.result.state == "STOPPED" and finished.of("generation_failed"), finished.result
+    kept = checkpoint.latest(config.checkpoint_root)
+    assert kept is not None and kept.step == finished.result.step >= 4 and len(finished.losses) <= kept.step + 1
+    nothing_left(finished)
+
+
+def test_with_copies_every_fifth_step_a_death_in_the_last_checkpoint_costs_the_steps_since_and_no_bit(home: Path, calm: Finished) -> None:
+    """The copies that are left are of step 10 of 12: that was called DONE."""
+    with cues(Cue("kill", save=True)):
+        finished = carry_out(config_of(home, "fifth", elastic_workers=3, elastic_snapshot_every=5))
+        assert played() == 1
+    assert finished.result.state == "DONE", finished.result
+    (change,) = finished.of("rescaled")
+    assert (change["source"], change["steps_replayed"]) == ("peer", 2)
+    is_the_same(finished, calm)
+
+
+@pytest.mark.parametrize(("forward", "fewest"), [(1, 1), (0, 3)], ids=["in the first step", "in the move"])
+def test_a_death_around_a_planned_change_goes_back_to_no_checkpoint_and_the_leaver_stays_in_its_place(
+    forward: int, fewest: int, home: Path, calm: Finished
+) -> None:
+    with cues(Cue("kill", build=2, forward=forward, rank=0)):
+        config = config_of(home, f"shrink-{forward}", elastic_workers=4, elastic_min_workers=fewest)
+        finished = carry_out(config, Act(4, "rescale", 3))
+        assert played() == 1
+    assert finished.result.state == "DONE", finished.result
+    first, second, third = map(set, finished.generations())
+    assert len(first) == 4 and len(second) == 3 and third - second == first - second
+    (change,) = finished.of("rescaled")
+    assert change["source"] in ("memory", "peer") and change["steps_replayed"] <= 2
+    is_the_same(finished, calm)
+
+
 def processes(title: bytes) -> list[int]:
     """Processes whose title begins so, of this process' Ray."""
     parent = parents()
