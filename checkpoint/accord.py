@@ -36,13 +36,16 @@ _SPACE = "vescale-ray/saves"
 
 @dataclass(frozen=True)
 class Word:
-    """What one rank has to say of a save: it is ready (none of these), still busy with earlier ones, can't take part for a ``problem`` of
-    its state, or has ``left`` it before it was begun. ``alike``: a digest of what every rank's state must have the same."""
+    """What one rank has to say of a save: it is ready (none of the first three), still busy with earlier ones, can't take part for a
+    ``problem`` of its state, or has ``left`` it before it was begun. ``alike``: a digest of what every rank's state must have the same;
+    ``plain``: the names of its entries without tensors, of which rank 0's are stored for all.
+    """
 
     problem: str | None = None
     busy: bool = False
     left: str | None = None
     alike: str = ""
+    plain: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -212,6 +215,10 @@ class Accord:
         late = [rank for rank, word in enumerate(words) if word.busy]
         if late:
             return Verdict("busy", text=f"ranks {late} are still writing the ones before")
+        for rank, word in enumerate(words):
+            if own := sorted(set(word.plain) - set(words[0].plain)):
+                text = f"rank {rank} has entries {own} that rank 0 has not, whose plain values are stored for all; give them on rank 0, too"
+                return Verdict("unfit", text=f"{text}, or what is a rank's own as aux")
         other = next((rank for rank, word in enumerate(words) if word.alike != words[0].alike), None)
         if other is None:
             return Verdict("go")

@@ -104,7 +104,7 @@ def save(
         if device is not None:
             torch.cuda.set_device(device)
         verdict = accord.agree(
-            key, Word(alike=prepared.alike), lambda: (new_attempt(), next_epoch(newest_order(store), epoch, step)), timeout_s, watch
+            key, prepared.word, lambda: (new_attempt(), next_epoch(newest_order(store), epoch, step)), timeout_s, watch
         )
         if verdict.fate == "unfit":
             raise ValueError(verdict.text)
@@ -168,10 +168,10 @@ class Prepared:
     aux: Mapping[str, Any]
 
     @property
-    def alike(self) -> str:
-        """Digest of what every rank's state must have the same: rank 0's optimizers, by which all ranks load, name these parameters."""
+    def word(self) -> Word:
+        """What the ranks tell each other of it: rank 0's optimizers, by which all load, must name the same parameters as every other's."""
         named = {key: [sorted(group["params"]) for group in saved["groups"]] for key, saved in self.document["optimizers"].items()}
-        return digest_of(json.dumps(named, sort_keys=True).encode())
+        return Word(alike=digest_of(json.dumps(named, sort_keys=True).encode()), plain=sorted(self.document["state"]))
 
 
 def prepare(

@@ -173,7 +173,7 @@ class Saver:
             job.step, job.epoch = order(step, epoch)
             handle.step = job.step
             job.prepared = prepare(state, job.step, world, rank, meta, metrics, aux)
-            job.word = Word(alike=job.prepared.alike)
+            job.word = job.prepared.word
             layout = self._layouts.of(job.prepared.pieces)
         except BaseException as error:
             job.prepared, job.word = None, word_of(error)

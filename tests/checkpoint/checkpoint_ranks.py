@@ -188,6 +188,12 @@ def stages_of_a_pipeline(mesh: DeviceMesh, root: str) -> None:
         ckpt.save({"model": {f"layer{mesh.get_local_rank('replicate')}": torch.ones(3)}}, root, 1, timeout_s=20)
     except ckpt.CheckpointError as error:
         assert "'layer0': no rank wrote elements [0, 3); a plain tensor" in str(error) and remedy in str(error), error
+    try:
+        ckpt.save({"plain": 1, **({"extra": 2} if mesh.get_rank() == 2 else {})}, root, 1, timeout_s=20)
+    except ValueError as error:
+        assert "rank 2 has entries ['extra'] that rank 0 has not" in str(error), error
+    else:
+        raise AssertionError("it would be lost without a word")
     own, group = f"{root}/stage{mesh.get_local_rank('replicate')}", mesh.get_group("shard")
     ckpt.save(state, own, 1, timeout_s=20, group=group)
     again = built(2)
