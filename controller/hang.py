@@ -9,13 +9,13 @@ shards, compilation) is not accused either, unless it is silent.
 Of a worker that is alone nobody else tells anything: by itself it is hung as soon as in company, silent or not, if another takes its place.
 Where none does, ending it ends the run: it has the collectives' bound.
 
-How long is some time? The longest step of the last few, times a factor; beats come many times a step. What only some steps do (roots of a
-preconditioner, say) is remembered for longer. Time for which a thread could have run, and others had the processors, counts for nobody: on
-a machine that is overloaded all are slow, and none hangs. A controller that was itself not running for a while can't tell, and starts to
-measure anew.
+How long is some time? The longest step of the last few, times a factor; beats come many times a step. Time for which a thread could have
+run, and others had the processors, counts for nobody: on a machine that is overloaded all are slow, and none hangs. A controller that was
+itself not running for a while can't tell, and starts to measure anew.
 
 Whoever is ended for standing still was perhaps only slower than anything before, and so will the next one be who does the same step over:
-it is given twice as long, then four times, until the step is done. So no mistake of this kind is made for ever.
+it is given twice as long, then four times, until the step is done; and what that took is remembered for longer, as of something that only
+some steps do (roots of a preconditioner, say). So no mistake of this kind is made for ever.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FIRST_S = 5.0
 RECENT = 8
 """Steps; not what the ranks tell of them, which of many ranks would be of one."""
 PERIOD, AGAIN = 128, 1.1
-"""The longest of so many steps counts, times this: what only every hundredth step does takes about as long each time."""
+"""A step that was taken for a hang counts for so many steps, times this: what only every hundredth does takes about as long each time."""
 OWN_GAP_S = 0.6
 """The controller itself was held up for longer than this: nothing can be said about others."""
 
@@ -84,12 +84,13 @@ class HangWatch:
     _steps: dict[int, float] = field(default_factory=dict)
     """The longest that any rank has told of each of the last steps."""
     _rare: dict[int, float] = field(default_factory=dict)
-    """Of the last :data:`PERIOD` steps, but the first few of the generation; and of one that was taken for a hang, wherever it comes."""
+    """Of steps in which somebody stood still for so long that it was ended, among the last :data:`PERIOD`."""
     _earlier: float = 0.0
-    _first: int | None = None
     _accused: int = 0
     """The step that was under way when somebody was last found to stand still; ``_blamed``: in which generation."""
     _blamed: Ticket | None = None
+    _stood: bool = False
+    """Somebody did in that step, and was not silent."""
     _patience: int = 1
     """Times the bound, until that step is done."""
     _stepped: int = 0
@@ -101,20 +102,19 @@ class HangWatch:
         """Another generation. Of the steps before it only the longest counts, and only until it has some of its own."""
         self._earlier = max(self._steps.values(), default=self._earlier)
         self._steps.clear()
-        self._rare.clear()
-        self._ticket, self._stepped, self._settled, self._seen, self._asked, self._first = ticket, 0, False, {}, None, None
+        self._ticket, self._stepped, self._settled, self._seen, self._asked = ticket, 0, False, {}, None
 
     def stepped(self, ticket: Ticket, step: int, seconds: float) -> None:
         """Some worker has completed this step, in so many seconds."""
         if ticket != self._ticket:
             return
         self._stepped += 1
-        self._first = step if self._first is None else min(self._first, step)
-        for steps, most in ((self._steps, RECENT), (self._rare, PERIOD)):
-            if steps is self._steps or step >= self._first + STEPS or step == self._accused:
-                steps[step] = max(seconds, steps.get(step, 0.0))
-                if len(steps) > most:
-                    del steps[min(steps)]
+        self._steps[step] = max(seconds, self._steps.get(step, 0.0))
+        if len(self._steps) > RECENT:
+            del self._steps[min(self._steps)]
+        if step == self._accused and self._stood:
+            self._rare[step] = max(seconds, self._rare.get(step, 0.0))
+        self._rare = {one: took for one, took in self._rare.items() if step < one + PERIOD}
         if step >= self._accused:
             self._patience = 1
 
@@ -191,4 +191,5 @@ class HangWatch:
             self._blamed = self._ticket
             under_way = 1 + max(seen.report.completed for seen in self._seen.values() if seen.report is not None)
             self._accused = max(under_way, self._accused if self._patience > 1 else 0)
+            self._stood = any(self._seen[worker].silent(self._asked or 0.0) < self.bound_s for worker in hung)
             self._patience *= 2
