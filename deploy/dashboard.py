@@ -284,13 +284,15 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 custom=STEPS,
             ),
             Panel(
-                "Spares, wishes and drains",
-                "Warm workers beside those that train; places that Ray's autoscaler is shown as wanted; workers whose node is about to go.",
+                "Spares, wishes, drains and ranks without a copy",
+                "Warm workers beside those that train; places that Ray's autoscaler is shown as wanted; workers whose node is about to go; "
+                "ranks that have no copy of their shards on another node, so that the loss of theirs costs the steps since the checkpoint.",
                 (
                     (f"vescale_spares{{{RUN}}}", "{{run}} spares"),
                     (f"vescale_spares_target{{{RUN}}}", "{{run}} spares wanted"),
                     (f"vescale_places_wanted{{{RUN}}}", "{{run}} places wanted"),
                     (f"vescale_draining_workers{{{RUN}}}", "{{run}} drain"),
+                    (f"vescale_unprotected_ranks{{{RUN}}}", "{{run}} without a copy elsewhere"),
                 ),
                 "none",
                 custom=STEPS,

@@ -7,6 +7,7 @@ import importlib
 import os
 import random
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -97,14 +98,15 @@ def test_a_failing_disk_makes_no_commit_and_says_so_in_one_line(root, monkeypatc
 def test_a_disk_that_fills_up_at_any_byte_leaves_no_torn_object(root, monkeypatch):
     real = os.pwrite
     for room in (0, 100, 4096, 9000, 20000):
-        left = [room]
+        left, door = [room], threading.Lock()
 
-        def pwrite(fd, data, offset, left=left):
-            if not left[0]:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            count = real(fd, bytes(data[: left[0]]), offset)
-            left[0] -= count
-            return count
+        def pwrite(fd, data, offset, left=left, door=door):
+            with door:  # two chunks are under way at once
+                if not left[0]:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                count = real(fd, bytes(data[: left[0]]), offset)
+                left[0] -= count
+                return count
 
         before = sorted(root.rglob("*.safetensors"))
         with monkeypatch.context() as patch:
