@@ -93,25 +93,20 @@ class Keeper:
         Raises:
             OSError: no state is held, and the storage is out of reach: to begin anew would be wrong.
         """
-        from vescale_ray.workers.snapshot import choose_resume
-
         held = self._held(holders)
-        resume, newest = choose_resume(held), None
-        if resume is None or resume.step < (self._ledger.checkpoint_step or 0):
+        step, newest = _newest_step(held), None
+        if step < (self._ledger.checkpoint_step or 0):
             try:
                 newest = newest_kept(self._root, self._bad)
             except OSError as error:
-                if resume is None:
+                if step < 0:
                     raise
-                _log.warning("%s is out of reach: going on from step %d in memory: %s", self._root, resume.step, error)
+                _log.warning("%s is out of reach: going on from step %d in memory: %s", self._root, step, error)
         return policy.choose_source(held, members, newest, self._ledger.world)
 
     def held_step(self, workers: Iterable[str]) -> int:
         """Of the newest state that ``workers``, who are parked, hold together; -1: none. The storage is not asked."""
-        from vescale_ray.workers.snapshot import choose_resume
-
-        resume = choose_resume(self._held(workers))
-        return -1 if resume is None else resume.step
+        return _newest_step(self._held(workers))
 
     def seated(self, members: Sequence[str], source: Source, holders: Iterable[str]) -> tuple[str, ...]:
         """``members`` in the order of their ranks: the one in which the fewest bytes move."""
@@ -217,3 +212,11 @@ class Keeper:
             self.distrust(result.kept.name)
         self._cadence.saved(result)
         self._ledger.saved(result)
+
+
+def _newest_step(held: Mapping[str, Sequence[Holding]]) -> int:
+    """Of the newest state that workers hold together; -1: none."""
+    from vescale_ray.workers.snapshot import choose_resume
+
+    resume = choose_resume(held)
+    return -1 if resume is None else resume.step

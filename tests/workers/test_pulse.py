@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tests import ranks
 from tests.ranks import run_gloo, run_threads
 from vescale_ray.fsdp import fully_shard
-from vescale_ray.workers.pulse import RECORDER, Pulse, Where, offer_stacks, stacks, state_of, take_stacks, where
+from vescale_ray.workers.pulse import RECORDER, Pulse, Where, offer_stacks, stacks, starved_s, state_of, take_stacks, where
 
 
 def while_it_runs(function, look_s: float = 0.0, seen_file: Path | None = None, named: list[str] | None = None) -> Where:
@@ -137,6 +137,11 @@ def test_a_thread_beats_in_every_unit_of_a_step_also_where_nobody_has_it_beat():
         assert forward - none >= UNITS and backward - forward >= UNITS
 
 
+def test_where_the_kernel_does_not_tell_nothing_is_known_of_a_thread():
+    assert starved_s(1 << 30, 1) == 0.0, "there is no such process, and so no such file"
+
+
+# A kernel built without CONFIG_SCHED_INFO, or a sandbox in its place, has no such file: then it goes as the test above says.
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="this kernel tells nobody how long a thread waits for a processor")
 def test_time_in_which_others_have_the_processor_is_told_from_time_in_which_none_is_wanted():
     """By what no kernel gets wrong: a thread that never sleeps is on a processor, or it waits for one."""
