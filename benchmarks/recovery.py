@@ -465,6 +465,7 @@ def main() -> int:
     rounds = options.rounds or (2 if options.quick else 10)
     skip = set(filter(None, options.skip.split(",")))
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # of all clusters alike, Ray Train's too
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]))
     figures: dict[str, Any] = {}

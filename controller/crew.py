@@ -324,6 +324,11 @@ class Crew:
         limit = self.clock() - seconds - POLL_WAIT_S
         return [w for w, m in self.members.items() if m.owes and m.owes_since + m.starved_s < limit and m.verdict is None]
 
+    def given(self, worker: str) -> float:
+        """Seconds for which its silence was excused, as :meth:`starved` tells."""
+        member = self.members.get(worker)
+        return member.starved_s if member else 0.0
+
     def starved(self, workers: Collection[str]) -> dict[str, float]:
         """Those of ``workers`` that owe an answer, and perhaps could not give it since their machine has far too much to do; each with the
         seconds by which this has become more since its last report, or since this was last asked. Ask before you end one.

@@ -18,6 +18,7 @@ def end_hung(crew: Crew, ledger: Ledger, world: World, hung: Mapping[str, str]) 
     report is."""
     ranks = {worker: rank for rank, worker in enumerate(world.members)}
     reports = {worker: crew.report(worker) for worker in {**ranks, **hung}}
+    given = {worker: round(crew.given(worker), 3) for worker in hung}
     stacks = crew.stacks(hung, STACKS_S)
     crew.kill({worker: f"killed: {why}" for worker, why in hung.items()})
     stacks |= crew.stacks([worker for worker in reports if worker not in hung], STACKS_S)
@@ -27,9 +28,10 @@ def end_hung(crew: Crew, ledger: Ledger, world: World, hung: Mapping[str, str]) 
         first = stacks.get(worker, "").partition("\n")[0]
         where += f", in {first.removeprefix(IN)}" if first.startswith(IN) else ""
         mark = f" <- {hung[worker]}" if worker in hung else ""
+        mark += f" (after {given[worker]:.1f} s more, since its machine was late)" if given.get(worker) else ""
         lines.append(f"rank {ranks.get(worker, '-')} {worker}: {where}{mark}")
     text = "\n".join(lines) + "\n\n" + "\n\n".join(f"---- {worker}\n{stack}" for worker, stack in stacks.items()) + "\n"
     path = ledger.hang(f"generation-{world.ticket.generation}-step-{ledger.step}", text)
     at = {worker: report.where for worker, report in reports.items() if report is not None}
-    ledger.event("hang", workers=dict(hung), ranks={w: ranks.get(w) for w in hung}, where=at, report=path)
+    ledger.event("hang", workers=dict(hung), ranks={w: ranks.get(w) for w in hung}, where=at, given_s=given, report=path)
     return path

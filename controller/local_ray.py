@@ -111,7 +111,10 @@ class Cluster:
         # /tmp and short: the folder's name is part of the sockets' paths, which may have 107 bytes.
         self._folder = tempfile.mkdtemp(prefix="vsr-", dir="/tmp")
         self._watchdog = _start_watchdog(self._folder)
-        with _environment({watchdog.MARK: self._folder, "PYTHONPATH": _python_path()}):
+        # Ray gives its workers niceness 15: whatever else runs on the machine would be served first, and training starve beside it. This
+        # cluster is there to train: its workers are served as those of `torchrun` are.
+        niceness = {"RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0")}
+        with _environment({watchdog.MARK: self._folder, "PYTHONPATH": _python_path(), **niceness}):
             ray.init(
                 address="local",
                 num_cpus=cpus,

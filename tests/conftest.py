@@ -11,6 +11,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # not 15: the tests of the other pytest process are no better
 os.environ["NO_COLOR"] = "1"
 os.environ.pop("RAY_ADDRESS", None)  # a test must not join whatever cluster the machine has
 

@@ -339,7 +339,8 @@ def test_workers_that_hang_in_any_way_are_found_within_two_seconds_named_and_end
     for way, (when, pid, worker), event in zip(ways, struck.values(), told, strict=True):
         print(f"\n{way}: ended {lost[worker]['time'] - when:.2f} s after it hung", end="")
         assert set(event["workers"]) == {worker} and not alive(pid)
-        assert lost[worker]["time"] - when < 2.0 + 0.5, "0.5 s: the others have to be in a step, and the test's own polling"
+        # 0.5 s: the others have to be in a step, and the test's own polling. Where other tests keep the machine busy, more is given.
+        assert lost[worker]["time"] - when - event["given_s"][worker] < 2.0 + 0.5
         text = Path(event["report"]).read_text()
         assert f"{worker}: training" in text and " <- it is hung: " in text
         if way != "stop":
