@@ -16,5 +16,9 @@ os.environ["NO_COLOR"] = "1"
 os.environ.pop("RAY_ADDRESS", None)  # a test must not join whatever cluster the machine has
 
 import torch
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+# How fast examples are made says nothing of the code on a machine that does much else: a pause of a second failed a test.
+settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("here")

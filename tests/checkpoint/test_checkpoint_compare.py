@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoint_support import DTYPES, in_subprocess, memory_folder, random_bits, random_layout, save_in_process
@@ -20,7 +20,7 @@ def root():
         yield folder
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(st.sampled_from(DTYPES), st.integers(1, 3000), st.lists(st.integers(0, 2999), max_size=6), st.booleans(), st.integers(0, 1000))
 def test_differing_elements_are_counted_and_the_largest_difference_found(dtype, numel, places, alike, seed):
     before = random_bits((numel,), dtype, seed)

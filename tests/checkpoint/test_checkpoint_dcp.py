@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -98,7 +98,7 @@ def same_optimizers(a: torch.optim.Optimizer, net_a: nn.Module, b: torch.optim.O
 # ------------------------------------------------------------------------------------------------------- stock DCP reads ours
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(models(), st.integers(1, 4), st.integers(0, 10**6))
 def test_stock_dcp_reads_any_tensors_that_any_ranks_wrote(tensors, writers, seed):
     with memory_folder() as place:
@@ -313,7 +313,7 @@ def test_a_bare_state_dict_whose_names_begin_with_model_is_understood(folder):
     assert torch.equal(target["embed"], tensors["model.embed"]) and torch.equal(target["head"], tensors["lm_head"])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(models(), st.integers(1, 200), st.integers(0, 1000))
 def test_any_tensors_go_to_dcp_and_come_back_bit_for_bit(tensors, piece, seed):
     with memory_folder() as place:

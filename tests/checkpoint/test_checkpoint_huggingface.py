@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -64,7 +64,7 @@ def weights(draw):
     return {f"t{i}.w": random_bits(shape, draw(st.sampled_from(DTYPES)), seed=i) for i, shape in enumerate(shapes)}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(weights(), st.integers(1, 600), st.integers(1, 400))
 def test_what_a_commit_exports_the_safetensors_package_reads_and_its_files_import_again(tensors, shard, piece):
     with memory_folder() as place:
@@ -87,7 +87,7 @@ def test_what_a_commit_exports_the_safetensors_package_reads_and_its_files_impor
         same(tensors, target)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(weights())
 def test_what_the_safetensors_package_writes_is_imported(tensors):
     with memory_folder() as place:

@@ -146,7 +146,7 @@ def test_names_are_mapped_for_weights_states_and_scalars(root):
         ckpt.load({"model": other}, root, rename={"wrapped.scale": "scales", "wrapped.*": "*"})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.from_regex(r"[a-z]{1,3}(\.[a-z0-9]{1,2}){0,3}", fullmatch=True), unique=True, min_size=1, max_size=8))
 def test_a_table_and_its_inverse_undo_each_other(names):
     table = ckpt.NameTable({"a*": "model.a*", "*.b.*": "x.*.c.*", "q.weight": "r.weight"})

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoint_support import (
@@ -48,7 +48,7 @@ def models(draw):
     return tensors
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(models(), st.integers(1, 6), st.integers(1, 6), st.integers(0, 10**6), st.booleans(), st.booleans())
 def test_any_model_any_layouts_any_dtypes_survive(tensors, writers, readers, seed, together, name_empty):
     with memory_folder() as root:
@@ -59,7 +59,7 @@ def test_any_model_any_layouts_any_dtypes_survive(tensors, writers, readers, see
         assert ckpt.verify(root).ok
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(models(), st.integers(1, 6), st.integers(0, 10**6), st.booleans())
 def test_what_is_staged_in_memory_is_byte_for_byte_the_object_that_is_written_at_once(tensors, writers, seed, together):
     """One buffer serves all ranks and keeps their bytes in between, as it does from save to save."""
@@ -81,7 +81,7 @@ def test_what_is_staged_in_memory_is_byte_for_byte_the_object_that_is_written_at
             assert (root / "a" / first.object.key).read_bytes() == (root / "b" / first.object.key).read_bytes()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 10**6))
 def test_a_read_takes_at_most_two_blocks_more_per_run_and_a_20th_for_gaps(writers, readers, seed):
     block = 4096

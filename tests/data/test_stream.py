@@ -27,7 +27,7 @@ def test_every_sample_comes_once_per_epoch(size: int, seed: int) -> None:
         assert sorted(stream.ids(epoch * size, size).tolist()) == list(range(size))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(size=st.integers(1, 5000), seed=st.integers(0, 2**63), start=st.integers(0, 20000), counts=st.lists(st.integers(0, 100), max_size=6))
 def test_reading_in_any_pieces_from_anywhere_gives_the_same_sequence(size: int, seed: int, start: int, counts: list[int]) -> None:
     stream = SampleStream(size, seed)
@@ -39,7 +39,7 @@ def test_reading_in_any_pieces_from_anywhere_gives_the_same_sequence(size: int, 
     assert pieces == whole.tolist()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(size=st.integers(1, 300), seed=st.integers(0, 1000), used=st.integers(0, 2000))
 def test_after_any_number_of_samples_no_two_counts_differ_by_more_than_one(size: int, seed: int, used: int) -> None:
     counts = Counter(SampleStream(size, seed).ids(0, used).tolist())

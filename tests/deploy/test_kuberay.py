@@ -219,7 +219,7 @@ def test_pods_hold_as_many_workers_as_their_gpus(config: RunConfig) -> None:
     assert limits["nvidia.com/gpu"] == "8" and int(limits["cpu"]) >= 8 * config.ray.cpus_per_worker
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     each=st.sampled_from([0.25, 0.3, 0.5, 0.9, 1, 2]),
     gpus=st.integers(1, 8),
@@ -334,7 +334,7 @@ _trees = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.dictionaries(_texts, _trees, min_size=1, max_size=4))
 def test_whatever_is_written_reads_back(tree: dict[str, Any]) -> None:
     text = to_yaml([tree, {"x": tree}], "of two documents")

@@ -113,7 +113,7 @@ def _move(rank: int, world: int, shape: tuple[int, ...], source: Layout, target:
     assert torch.equal(a.to_local(), source.part(full, here(mesh)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(moves(), st.booleans(), st.booleans())
 def test_any_two_layouts_with_shards_on_the_other_mesh_dimension(
     move: tuple[Any, Layout, Layout], backwards: bool, async_op: bool
@@ -148,7 +148,7 @@ def _gradient(rank: int, world: int, shape: tuple[int, ...], source: Layout, tar
     assert torch.equal(leaf.grad.to_local(), source.part(weight, here(mesh)))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(moves(), st.booleans())
 def test_gradients_through_them(move: tuple[Any, Layout, Layout], backwards: bool) -> None:
     shape, source, target = move
@@ -202,7 +202,7 @@ def _use(rank: int, world: int, shape: tuple[int, ...], layout: Layout) -> list[
     return chunks
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 @pytest.mark.filterwarnings("ignore:.*has no ragged form")
 def test_operations_and_checkpoint_chunks_on_two_mesh_dimensions(data: st.DataObject) -> None:

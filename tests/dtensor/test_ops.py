@@ -78,7 +78,7 @@ def _unary(rank: int, world: int, case: Case) -> None:
     assert torch.equal(x.full_tensor(), full), "an out-of-place operation changed its operand"
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(cases())
 def test_element_wise_operations_stay_ragged_and_equal_the_plain_ones(case: Case) -> None:
     with warnings.catch_warnings():
@@ -120,7 +120,7 @@ def _binary(rank: int, world: int, a: Case, b: Case, trail: int) -> None:
         assert torch.allclose(target.full_tensor(), plain.expand(a.shape), rtol=1e-5)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(pairs(), st.integers(0, 15))
 def test_operands_of_another_layout_or_that_broadcast_are_brought_to_the_first_ones_layout(pair: tuple[Case, Case], trail: int) -> None:
     with warnings.catch_warnings():
@@ -255,7 +255,7 @@ def _reduce(rank: int, world: int, case: Case) -> None:
                 x.amax()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(cases())
 def test_reductions_equal_the_plain_ones_with_empty_ranks_and_a_single_element(case: Case) -> None:
     run_threads(case.world, _reduce, case)
@@ -275,7 +275,7 @@ def _compare(rank: int, world: int, a: Case, b: Case) -> None:
     assert not torch.equal(x, ragged(Case((99,), 1, (99, *([0] * (world - 1)))), torch.ones(99), mesh, rank))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(pairs())
 def test_comparisons_answer_the_same_on_every_rank(pair: tuple[Case, Case]) -> None:
     run_threads(pair[0].world, _compare, *pair)
@@ -325,7 +325,7 @@ def _foreach(rank: int, world: int, layouts: list[Case]) -> None:
         assert torch.equal(x.full_tensor(), p + p)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.integers(1, 5).flatmap(lambda world: st.lists(cases(world), min_size=1, max_size=4)))
 def test_foreach_operations_equal_the_plain_ones_element_by_element(layouts: list[Case]) -> None:
     with warnings.catch_warnings():
@@ -517,7 +517,7 @@ def _autograd(rank: int, world: int, case: Case) -> None:
     assert torch.equal(x.grad.full_tensor(), weight)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(cases())
 def test_autograd_through_element_wise_operations_and_sums(case: Case) -> None:
     run_threads(case.world, _autograd, case)

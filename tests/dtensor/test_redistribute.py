@@ -64,7 +64,7 @@ def _between(rank: int, world: int, source: Case, target: Case) -> None:
     assert torch.equal(full.reshape(-1)[start:end], a.to_local().reshape(-1))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pairs())
 def test_from_one_ragged_layout_to_another_and_to_the_whole(pair: tuple[Case, Case]) -> None:
     source, target = pair
@@ -88,7 +88,7 @@ def _bytes(rank: int, world: int, source: Case, target: Case) -> None:
     ragged(source, values(source.shape), one_dim_mesh(world), rank).redistribute(placements=[target.placement])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(pairs())
 def test_between_ragged_layouts_there_is_one_all_to_all_of_the_elements_that_change_owner_and_nothing_else(pair: tuple[Case, Case]) -> None:
     source, target = pair
@@ -117,7 +117,7 @@ def _reduced(rank: int, world: int, case: Case) -> None:
     assert torch.equal(target.to_local(), case.part(full * world, rank))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cases())
 def test_gathering_and_reducing_is_one_collective_without_padding(case: Case) -> None:
     unit = math.prod(case.shape[case.dims :])
@@ -159,7 +159,7 @@ def _back(tensor: DTensor, case: Case) -> RaggedDTensor:
     return target
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases(), st.data())
 def test_to_and_from_torchs_shard_on_each_dimension_and_replicate(case: Case, data: st.DataObject) -> None:
     dim = data.draw(st.integers(0, max(len(case.shape) - 1, 0)))
@@ -177,7 +177,7 @@ def _partial(rank: int, world: int, case: Case, op: str) -> None:
     assert torch.allclose(target.to_local(), case.part(expected, rank))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cases(), st.sampled_from(["sum", "avg", "max", "min"]))
 def test_a_pending_reduction_lands_reduced(case: Case, op: str) -> None:
     with spy() as seen:
@@ -209,7 +209,7 @@ def _gradients(rank: int, world: int, source: Case, target: Case) -> None:
         assert isinstance(leaf.grad, RaggedDTensor) and torch.equal(leaf.grad.to_local(), source.part(weight, rank))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(pairs())
 def test_gradients_flow_back_through_every_conversion(pair: tuple[Case, Case]) -> None:
     run_threads(pair[0].world, _gradients, *pair)
@@ -257,7 +257,7 @@ def _two_dims(rank: int, world: int, case: Case) -> None:
     assert theirs[: case.world] == theirs[case.world :], "replicas hold the same random numbers"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(1, 4).flatmap(lambda world: cases(world)))
 def test_with_replicas_on_a_second_mesh_dimension(case: Case) -> None:
     run_threads(2 * case.world, _two_dims, case)

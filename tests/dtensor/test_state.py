@@ -170,7 +170,7 @@ def _boxes(rank: int, world: int, case: Case) -> None:
         x.__get_tensor_shard__(MetadataIndex("x", torch.Size([99] * max(1, len(case.shape)))))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases())
 def test_checkpoint_chunks_of_all_ranks_tile_the_tensor_and_none_is_empty(case: Case) -> None:
     run_threads(case.world, _boxes, case)

@@ -55,7 +55,7 @@ def test_tensors_are_views_and_operators_act_on_all_of_them_at_once():
     assert "full" in repr(one)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=6), st.integers(1, 6))
 def test_padding_is_exactly_what_no_tensor_covers(sizes, world):
     layout = plan_layout([TensorSpec(str(i), (n,)) for i, n in enumerate(sizes)], world)

@@ -23,7 +23,7 @@ def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
     return shape, start, draw(st.integers(start, total))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ranges())
 def test_boxes_tile_the_range_in_memory_order_and_each_is_one_run_of_memory(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, end = case
@@ -39,7 +39,7 @@ def test_boxes_tile_the_range_in_memory_order_and_each_is_one_run_of_memory(case
     assert len(found) <= max(2 * len(shape) - 1, 1)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(shapes, st.data())
 def test_a_range_that_is_one_sub_box_is_given_as_exactly_one_box(shape: tuple[int, ...], data: st.DataObject) -> None:
     if not math.prod(shape):
@@ -62,7 +62,7 @@ def test_boxes_refuse_a_range_outside_the_tensor() -> None:
             boxes((2, 3), start, end)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(shapes, st.data())
 def test_intervals_of_boxes_are_the_fewest_that_hold_exactly_their_elements_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     offsets = tuple(data.draw(st.integers(0, n)) for n in shape)
@@ -96,7 +96,7 @@ def holders(draw: st.DrawFn, space: int, replicas: bool) -> list[list[Extent]]:
     return [draw(st.permutations(extents)) for extents in held]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data(), st.integers(0, 40), st.booleans())
 def test_routes_fill_every_wanted_element_exactly_once_with_the_right_one(data: st.DataObject, space: int, replicas: bool) -> None:
     sources, wanted = data.draw(holders(space, replicas)), data.draw(holders(space, False))
@@ -116,7 +116,7 @@ def test_routes_fill_every_wanted_element_exactly_once_with_the_right_one(data: 
     assert filled == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data(), st.integers(0, 40))
 def test_routes_move_nothing_that_its_destination_has_and_else_prefer_the_lowest_holder(data: st.DataObject, space: int) -> None:
     sources, wanted = data.draw(holders(space, True)), data.draw(holders(space, False))
@@ -137,7 +137,7 @@ def test_routes_of_the_same_layout_stay_where_they_are() -> None:
     assert routes(layout, layout) == [Route(0, 0, 0, 3, 0, 0), Route(2, 2, 3, 7, 5, 5)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5), st.integers(0, 20)), max_size=8))
 def test_merging_keeps_which_element_lies_where_and_leaves_nothing_to_merge(raw: list[tuple[int, int, int]]) -> None:
     extents = [Extent(start, start + length, offset) for start, length, offset in raw]
@@ -152,7 +152,7 @@ def test_merging_keeps_which_element_lies_where_and_leaves_nothing_to_merge(raw:
         assert not (a.end == b.start and a.offset + a.end - a.start == b.offset)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(shapes, st.sampled_from(["element", "rows", "tile", "tensor"]), st.integers(1, 7))
 def test_a_block_is_a_run_of_whole_rows_that_never_leaves_its_matrix(shape: tuple[int, ...], kind: str, rows: int) -> None:
     block = {"element": Block.element(), "rows": Block.rows(rows), "tile": Block.tile(rows, 3), "tensor": Block.tensor()}[kind]
@@ -187,7 +187,7 @@ def test_an_extent_runs_forward_from_a_place_that_exists() -> None:
             Extent(*bad)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 5), max_size=6))
 def test_a_flat_space_knows_which_tensor_each_element_belongs_to(sizes: list[int]) -> None:
     space = FlatSpace([(f"t{i}", n) for i, n in enumerate(sizes)])

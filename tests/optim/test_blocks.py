@@ -52,7 +52,7 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], Any, list[int]]:
     return shape, block, [0, *sorted(cuts), numel]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(cut_tensors())
 def test_regions_tile_a_shard_with_whole_blocks_in_the_order_of_the_states(case: tuple[tuple[int, ...], Any, list[int]]) -> None:
     shape, block, cuts = case
@@ -74,7 +74,7 @@ def test_regions_tile_a_shard_with_whole_blocks_in_the_order_of_the_states(case:
         assert position == end
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(shapes, specs)
 def test_a_cut_is_allowed_where_it_parts_no_block_nor_row_of_tiles_and_the_policy_allows_no_other(
     shape: tuple[int, ...], block: Any
@@ -87,7 +87,7 @@ def test_a_cut_is_allowed_where_it_parts_no_block_nor_row_of_tiles_and_the_polic
     assert all(grid.allows_cut(cut) for cut in range(step, math.prod(shape), step))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cut_tensors(), st.integers(0, 1000))
 def test_a_step_over_shards_is_the_step_over_the_whole_bit_for_bit(case: tuple[tuple[int, ...], Any, list[int]], seed: int) -> None:
     shape, block, cuts = case

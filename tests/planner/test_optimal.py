@@ -95,7 +95,7 @@ def validity(case: tuple[list[tuple[tuple[int, ...], Block | None, torch.dtype, 
     assert again.fingerprint == layout.fingerprint
 
 
-@settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=250, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plans)
 def test_an_independent_judge_accepts_every_plan(case) -> None:
     validity(case)
@@ -103,7 +103,7 @@ def test_an_independent_judge_accepts_every_plan(case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10_000, suppress_health_check=list(HealthCheck))
 @given(plans)
 def test_an_independent_judge_accepts_ten_thousand_plans(case) -> None:
     validity(case)

@@ -65,7 +65,7 @@ def _smallest(sizes: list[int], blocks: list[int], shards: int, orders: list[tup
 tensors = st.tuples(st.integers(1, 24), st.sampled_from([1, 2, 3, 5, 8, 12, 33]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(tensors, min_size=1, max_size=4), st.integers(1, 6))
 def test_the_given_order_gets_the_exact_smallest_shard_and_the_bound_is_below_every_order(
     shapes: list[tuple[int, int]], shards: int
@@ -83,7 +83,7 @@ def test_the_given_order_gets_the_exact_smallest_shard_and_the_bound_is_below_ev
     _check(specs, blocks, shards, auto)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_from(["none", "element", "rows1", "rows3", "tensor"])), max_size=7

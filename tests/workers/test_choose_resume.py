@@ -80,7 +80,7 @@ def test_nothing_held_is_answered_with_none() -> None:
     assert choose_resume({"a": []}) is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_the_answer_is_covered_by_its_suppliers_and_no_newer_step_is(data: st.DataObject) -> None:
     workers = [f"w{i}" for i in range(data.draw(st.integers(1, 5)))]
