@@ -44,7 +44,8 @@ from .matching import StoredTensor
 from .memory import MemoryStore
 from .names import NameTable
 from .posix import PosixStore
-from .reader import Checkpoint, ReadPlan
+from .read_plan import ReadPlan
+from .reader import Checkpoint
 from .reader import open_checkpoint as open
 from .retention import NO_GRACE, GcReport, Grace, Retention, gc, pin, pins, unpin
 from .rng import capture_rng, derive_rng, restore_rng

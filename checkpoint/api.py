@@ -216,7 +216,8 @@ def _pieces(flat: Flat, world: int, rank: int) -> list[ShardPiece]:
     for ((name, kind), part), mine in zip(parts.items(), writes, strict=True):
         if mine and part.intervals:
             held = part.pieces(part.flat())
-            pieces += [ShardPiece(name, kind, start, end, part.shape, part.dtype, data, part.apart) for start, end, data in held]
+            about = part.shape, part.dtype
+            pieces += [ShardPiece(name, kind, start, end, *about, data, part.apart, part.tiling) for start, end, data in held]
         else:  # also what another replica writes is named, empty: so that every rank lists every tensor in the same order
             pieces.append(ShardPiece(name, kind, 0, 0, part.shape, part.dtype, torch.empty(0, dtype=part.dtype)))
     return pieces

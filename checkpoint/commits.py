@@ -11,7 +11,7 @@ import errno
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -25,7 +25,7 @@ from vescale_ray.geometry import Extent, FlatSpace, merge_adjacent
 from .copies import Held, contradiction, each_once
 from .errors import STAGES, CheckpointCorrupt, CommitExists, CommitRefused, NoCheckpoint, SaveFailed
 from .faults import fault_point
-from .layout import dtype_of, group_tensors, merge_orders, tensor_kinds
+from .layout import PlacedPiece, dtype_of, group_tensors, merge_orders, tensor_kinds
 from .manifest import (
     MAX_BYTES,
     Extents,
@@ -42,6 +42,7 @@ from .manifest import (
 )
 from .shard import Vote
 from .store import KeyExists, KeyMissing, ObjectStore, Root, out_of_reach, store_of
+from .tiling import ROWS, Tiling
 
 _log = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ def commit(
     """
     check_meta(meta)
     store = store_of(root)
+    votes = _in_one_order(votes)
     manifest = _assemble(votes, step, epoch, attempt, world, meta, aliases or {})
     raw = _encoded(manifest)
     key = f"commits/{manifest.name}.json"
@@ -255,6 +257,29 @@ def _missing(store: ObjectStore, manifest: Manifest) -> str | None:
     return None
 
 
+def _in_one_order(votes: Sequence[Vote]) -> list[Vote]:
+    """A tensor of which ranks, or kinds, have counted the elements in different orders is taken by rows: its pieces become as many."""
+    orders: dict[str, set[Tiling]] = defaultdict(set)
+    for vote in votes:
+        for p in vote.pieces:
+            if p.end > p.start:
+                orders[p.name].add(p.tiling)
+    mixed = {name for name, found in orders.items() if len(found) > 1}
+    return [replace(vote, pieces=tuple(_by_rows(vote, mixed))) for vote in votes] if mixed else list(votes)
+
+
+def _by_rows(vote: Vote, mixed: Collection[str]) -> Iterator[PlacedPiece]:
+    for p in vote.pieces:
+        if p.name not in mixed or not p.tiling.cuts or p.start == p.end:
+            yield p
+            continue
+        runs = (column.tolist() for column in p.tiling.by_rows(p.shape, p.start, p.end))
+        for first, length, at in zip(*runs, strict=True):
+            # The digest is of the whole piece: copies are compared by what can be read of them.
+            offset, digest = p.offset + at * dtype_of(p.dtype).itemsize, f"rank {vote.rank}" if p.copied else ""
+            yield replace(p, start=first, end=first + length, offset=offset, digest=digest, tiling=ROWS)
+
+
 def _assemble(
     votes: Sequence[Vote], step: int, epoch: int, attempt: str, world: int, meta: Mapping[str, Any], aliases: Mapping[str, str]
 ) -> Manifest:
@@ -276,6 +301,7 @@ def _assemble(
     order = merge_orders(list(dict.fromkeys(p.name for p in v.pieces)) for v in by_rank)
     grouped = group_tensors({name: kinds[name] for name in order})
     shapes = {p.name: p.shape for v in by_rank for p in v.pieces}
+    tilings = {p.name: p.tiling for v in by_rank for p in v.pieces if p.end > p.start}
     held: dict[tuple[str, str], list[Held]] = defaultdict(list)
     copies: dict[tuple[str, str], list[Held]] = defaultdict(list)
     for vote in by_rank:
@@ -289,7 +315,7 @@ def _assemble(
     for group_id, (group_kinds, names) in enumerate(grouped):
         space = FlatSpace([(name, math.prod(shapes[name])) for name in names])
         for name in names:
-            tensors[name] = TensorEntry(name, shapes[name], group_id, space.base(name))
+            tensors[name] = TensorEntry(name, shapes[name], group_id, space.base(name), tilings.get(name, ROWS))
             for kind, _ in group_kinds:
                 _check_cover(name, kind, held[name, kind], space.numel_of(name))
         columns = tuple(_extents(space, names, kind, dtype_of(dtype), held, world) for kind, dtype in group_kinds)
@@ -318,8 +344,7 @@ def _encoded(manifest: Manifest) -> bytes:
         intervals = sum(len(e.start) for g in manifest.groups for e in g.kinds)
         raise CommitRefused(
             f"its manifest would have {len(raw)} bytes, more than a reader takes ({MAX_BYTES}): keep what is large as tensors, or as aux; "
-            f"it names {intervals} intervals of tensors, one for each row of those that are cut by another dimension than the first: cut "
-            "these by rows, or over fewer ranks"
+            f"it names {intervals} intervals of {len(manifest.tensors)} tensors: save from fewer ranks"
         )
     try:
         decode(raw)

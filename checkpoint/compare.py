@@ -173,7 +173,7 @@ def _alike(a: Checkpoint, b: Checkpoint, pair: Pair) -> Callable[[int, int], boo
     if one is None or other is None:
         return None
     (entry, group, extents), (entry_b, group_b, extents_b) = one, other
-    if (entry.base, group.numel) != (entry_b.base, group_b.numel):
+    if (entry.base, group.numel, entry.tiling) != (entry_b.base, group_b.numel, entry_b.tiling):
         return None
     if not all(np.array_equal(getattr(extents, column), getattr(extents_b, column)) for column in columns):
         return None
@@ -182,6 +182,7 @@ def _alike(a: Checkpoint, b: Checkpoint, pair: Pair) -> Callable[[int, int], boo
         return None
 
     def equal(start: int, end: int) -> bool:
+        """Of elements as they are stored."""
         low = int(np.searchsorted(extents.end, entry.base + start, side="right"))
         high = int(np.searchsorted(extents.start, entry.base + end, side="left"))
         for i in range(low, high):
@@ -194,6 +195,9 @@ def _alike(a: Checkpoint, b: Checkpoint, pair: Pair) -> Callable[[int, int], boo
                 return False
         return True
 
+    if entry.tiling.cuts:  # a piece by rows is a part of many blocks: all or nothing
+        whole = equal(0, entry.numel)
+        return lambda start, end: whole
     return equal
 
 

@@ -49,7 +49,8 @@ from .foreign import OBJECT_BYTES, Imported, Progress, into_commit, into_state, 
 from .layout import dtype_name
 from .matching import castable
 from .names import Globs, NameTable, entry_of, globs, table_of
-from .reader import BUDGET_BYTES, Checkpoint, Range, open_checkpoint
+from .read_plan import Range
+from .reader import BUDGET_BYTES, Checkpoint, open_checkpoint
 from .saved_meta import check_saved_meta
 from .scalars import decode, unpack
 from .store import Root
@@ -229,7 +230,7 @@ class DcpReader(StorageReader):
             flat = target.view(-1) if direct else torch.empty(target.numel(), dtype=target.dtype, device=target.device)
             position = 0
             for start, end in intervals(leaf.shape, [(tuple(item.storage_offsets), tuple(item.lengths))]) if leaf.shape else [(0, 1)]:
-                ranges.append((leaf.name, leaf.kind, start, end, flat[position : position + end - start]))
+                ranges.append(Range(leaf.name, leaf.kind, start, end, flat[position : position + end - start]))
                 position += end - start
             ready.append((item, target, None if direct else flat))
         self.bytes_read += checkpoint.read_ranges(ranges, cast=self._cast, budget_bytes=self._budget).planned

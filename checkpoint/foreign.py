@@ -168,7 +168,7 @@ def into_state(
             for pair, (name, kind) in there.items():
                 part = local_part(pair[0], flat.tensors[pair], world, rank)
                 whole = part.flat()
-                for start, _, piece in part.pieces(whole):
+                for start, _, piece in part.rows(whole):
                     try:
                         fill(source, name, kind, start, piece)
                     except ForeignFileError as error:

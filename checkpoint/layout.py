@@ -25,6 +25,7 @@ import torch
 
 from .digest import as_bytes, copy_bytes
 from .store import ALIGNMENT
+from .tiling import ROWS, Tiling
 
 FORMAT = "rcp/1"
 
@@ -56,13 +57,14 @@ class ShardPiece:
     Args:
         name: the tensor's fully qualified name.
         kind: ``"param"`` for the tensor itself, else the optimizer state's key: ``"exp_avg"``, ...
-        start, end: flat, row-major elements of the whole tensor. ``start == end`` says that the tensor exists, and where it
-            stands in the order, though this rank holds nothing of it.
+        start, end: flat elements of the whole tensor, row-major or in the order of ``tiling``. ``start == end`` says that the tensor
+            exists, and where it stands in the order, though this rank holds nothing of it.
         shape: of the whole tensor.
         dtype: of this kind.
         data: 1-D, ``end - start`` elements, CPU or GPU. It is read during :func:`write_shard` and not kept.
         copied: other ranks may hold, and write, these elements too: if they are equal, the commit takes any one's. Else that two ranks
             wrote an element is an error.
+        tiling: the order in which elements are counted; best the same on all ranks, whose intervals become rows otherwise.
     """
 
     name: str
@@ -73,6 +75,7 @@ class ShardPiece:
     dtype: torch.dtype
     data: torch.Tensor = field(repr=False, compare=False)
     copied: bool = False
+    tiling: Tiling = ROWS
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
@@ -83,6 +86,8 @@ class ShardPiece:
             raise ValueError(
                 f"{what}: range [{self.start}, {self.end}) of a tensor of shape {self.shape} ({math.prod(self.shape)} elements)"
             )
+        if self.tiling.cuts and (problem := self.tiling.problem(self.shape)):
+            raise ValueError(f"{what}: {problem}")
         if self.data.dim() != 1 or self.data.numel() != self.end - self.start:
             raise ValueError(f"{what}: data has shape {tuple(self.data.shape)}; give a flat tensor of {self.end - self.start} elements")
         if self.data.dtype != self.dtype:
@@ -104,6 +109,7 @@ class PlacedPiece:
     offset: int
     copied: bool = False
     digest: str = ""
+    tiling: Tiling = ROWS
 
 
 _METADATA_ROOM = 512
@@ -217,6 +223,8 @@ class Described(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def copied(self) -> bool: ...
+    @property
+    def tiling(self) -> Tiling: ...
 
 
 def lay_out(pieces: Sequence[Described]) -> ObjectLayout:
@@ -261,7 +269,8 @@ def lay_out(pieces: Sequence[Described]) -> ObjectLayout:
     placed = []
     for offset, number in relative:
         p = pieces[number]
-        placed.append(PlacedPiece(p.name, p.kind, dtype_name(p.dtype), p.shape, p.start, p.end, start + offset, p.copied))
+        where = p.start, p.end, start + offset
+        placed.append(PlacedPiece(p.name, p.kind, dtype_name(p.dtype), p.shape, *where, p.copied, tiling=p.tiling))
     return ObjectLayout(text, start, start + position, tuple(placed), tuple(number for _, number in relative))
 
 

@@ -25,7 +25,8 @@ from .errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
 from .matching import Pair, match, some
 from .materialize import materialize, on_meta
 from .names import Globs, NameTable, globs, matches, table_of
-from .reader import BUDGET_BYTES, Checkpoint, Range, ReadPlan, open_checkpoint
+from .read_plan import Range, ReadPlan
+from .reader import BUDGET_BYTES, Checkpoint, open_checkpoint
 from .rng import derive_rng, restore_rng
 from .saved_meta import check_saved_meta
 from .scalars import unpack
@@ -273,14 +274,14 @@ def _fill(checkpoint: Checkpoint, flat: Flat, there: Mapping[Pair, Pair], reques
     for pair, stored in there.items():
         part = local_part(pair[0], flat.tensors[pair], world, rank)
         if part.shared:
-            ranges += [(*stored, start, end, piece) for start, end, piece in part.pieces(part.flat())]
+            ranges += [Range(*stored, start, end, piece, part.tiling) for start, end, piece in part.pieces(part.flat())]
         else:
             copied.append((part, stored))
     with torch.no_grad():
         plans = [checkpoint.read_ranges(ranges, cast=request.cast, budget_bytes=request.budget_bytes)]
         for part, stored in copied:
             whole = part.flat()
-            pieces: list[Range] = [(*stored, start, end, piece) for start, end, piece in part.pieces(whole)]
+            pieces = [Range(*stored, start, end, piece, part.tiling) for start, end, piece in part.pieces(whole)]
             plans.append(checkpoint.read_ranges(pieces, cast=request.cast, budget_bytes=request.budget_bytes))
             part.local.copy_(whole.view(part.local.shape))
     segments = tuple(segment for plan in plans for segment in plan.segments)

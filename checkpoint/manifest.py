@@ -24,7 +24,10 @@ from .digest import decode_sums, encode_sums, root_of
 from .errors import shortened
 from .layout import FORMAT, dtype_name, dtype_of
 from .store import ALIGNMENT
+from .tiling import ROWS, Tiling
 
+TILED = "rcp/2"
+"""The format of a manifest with tensors that are stored tile by tile; that of all others is ``rcp/1``."""
 _MOST_DEEP = 400
 """Lists and objects within each other: JSON's own readers stop at some hundred more. Values of a state (100 deep) have tags between."""
 _DATA_KEY = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]{0,127}/r[0-9]{5,9}\.safetensors")
@@ -48,12 +51,13 @@ class ManifestError(ValueError):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a group: elements ``[base, base + numel)`` of the group's flat space."""
+    """One tensor of a group: elements ``[base, base + numel)`` of the group's flat space, in the order ``tiling``."""
 
     fqn: str
     shape: tuple[int, ...]
     group: int
     base: int
+    tiling: Tiling = ROWS
 
     @property
     def numel(self) -> int:
@@ -316,7 +320,7 @@ def unseal(raw: bytes) -> tuple[bytes, str]:
 
 def encode(manifest: Manifest) -> bytes:
     document = {
-        "format": FORMAT,
+        "format": TILED if any(t.tiling.cuts for t in manifest.tensors) else FORMAT,
         "step": manifest.step,
         "epoch": manifest.epoch,
         "attempt": manifest.attempt,
@@ -331,6 +335,7 @@ def encode(manifest: Manifest) -> bytes:
                 "group": t.group,
                 "base": t.base,
                 "numel": t.numel,
+                **({"tiles": t.tiling.to_json()} if t.tiling.cuts else {}),
             }
             for t in manifest.tensors
         ],
@@ -373,7 +378,9 @@ def decode(raw: bytes) -> tuple[Manifest, str]:
         raise ManifestError(f"no JSON: {error}") from None
     _expect(isinstance(document, dict), "no JSON object")
     stated = document.get("format")
-    _expect(isinstance(stated, str) and re.fullmatch(r"rcp/1(\.\d+)?", stated) is not None, f"format {stated!r} is not {FORMAT!r}")
+    known = re.fullmatch(r"(rcp/[12])(\.\d+)?", stated) if isinstance(stated, str) else None
+    _expect(known is not None, f"format {stated!r} is not {FORMAT!r} or {TILED!r}")
+    tiled = known is not None and known[1] == TILED
     try:
         manifest = Manifest(
             step=_count(document, "step"),
@@ -382,7 +389,7 @@ def decode(raw: bytes) -> tuple[Manifest, str]:
             world=_count(document, "world"),
             created=_information(document, "created"),
             writer=_information(document, "writer"),
-            tensors=tuple(_tensor(raw_tensor) for raw_tensor in _list(document, "tensors")),
+            tensors=tuple(_tensor(raw_tensor, tiled) for raw_tensor in _list(document, "tensors")),
             aliases=cast(dict[str, str], document.get("aliases", {})),
             groups=tuple(_group(raw_group) for raw_group in _list(document, "groups")),
             objects=tuple(ObjectEntry.from_json(o) for o in _list(document, "objects")),
@@ -464,13 +471,18 @@ def _check_bytes(manifest: Manifest) -> None:
     _expect(not bool((same & (starts[order][1:] < ends[order][:-1])).any()), "two extents share bytes of an object")
 
 
-def _tensor(raw: Mapping[str, Any]) -> TensorEntry:
+def _tensor(raw: Mapping[str, Any], tiled: bool) -> TensorEntry:
     stated = _list(raw, "shape")
     _expect(len(stated) <= _MAX_DIMS, f"a tensor of {len(stated)} dimensions")
     shape = tuple(_integer(n, "a dimension") for n in stated)
     # An empty tensor too must have a shape whose strides torch can hold.
     _expect(math.prod(max(1, n) for n in shape) < _LIMIT, f"a tensor of shape {shape} is too large")
-    entry = TensorEntry(_text(raw, "fqn"), shape, _count(raw, "group"), _count(raw, "base"))
+    tiles = raw.get("tiles", [])
+    _expect(tiled or not tiles, f"tiles in a manifest that says {FORMAT!r}, whose readers don't know them")
+    tiling = Tiling.from_json(tiles) if tiles != [] else ROWS
+    problem = tiling.problem(shape)
+    _expect(problem is None, f"a tensor with {problem}")
+    entry = TensorEntry(_text(raw, "fqn"), shape, _count(raw, "group"), _count(raw, "base"), tiling)
     _expect(entry.numel == raw.get("numel"), f"tensor {entry.fqn!r} of shape {shape} does not have {raw.get('numel')} elements")
     return entry
 

@@ -1,18 +1,16 @@
 """Reading any range of any tensor, whatever layout and however many ranks wrote it; every byte is verified first.
 
-Needs no process group and no model. A read is planned as interval arithmetic on the manifest's columns: requested ranges
-become byte ranges of objects, those that touch the same or neighbouring checksum blocks become one, and whole blocks are
-read, checked, and only then copied to their destinations: a destination never holds a byte that was not verified.
+Needs no process group and no model. A read is planned as interval arithmetic on the manifest's columns (``read_plan.py``), and whole blocks
+are read, checked, and only then copied to their destinations: a destination never holds a byte that was not verified.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,11 +26,12 @@ from .layout import dtype_name
 from .manifest import Extents, Manifest, ManifestError, TensorEntry
 from .matching import Pair, StoredTensor, castable, label, match, some
 from .names import Globs, chosen, entry_of, globs, nearest
+from .read_plan import Block, Range, ReadPlan, Segment, plan_reads
 from .saved_meta import check_saved_meta
 from .store import ALIGNMENT, KeyMissing, ObjectStore, RangeReader, Root, out_of_reach, store_of
 
-Range = tuple[str, str, int, int, torch.Tensor]
-"""(name, kind, start, end, out): elements ``[start, end)`` of a tensor go to the flat tensor ``out``."""
+Asked = Range | tuple[str, str, int, int, torch.Tensor]
+"""(name, kind, start, end, out), by rows; or a :class:`Range`."""
 
 BUDGET_BYTES = 16 << 20
 """Memory that a read may take beside its destinations, by default: a buffer of :attr:`~.store.ObjectStore.request_bytes` for each stream.
@@ -41,38 +40,10 @@ One process, 256 MiB verified, interleaved in one run on 2 busy cores: 0.82 GB/s
 with 8; the same CPU seconds for each.
 """
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 STREAMS = 8
 """Most streams of one read, however large its budget: with requests of 1 MiB, it takes half of the default one."""
-
-GAP_BYTES = 1 << 20
-"""Blocks that nobody asked for are read along if they are no more than this, and no more than a 20th of what is asked for around them:
-a request costs as much time as 0.1 MB of a local disk, 1 to 5 MB of an object store."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Whole blocks ``[offset, offset + bytes)`` of one object, and where parts of them go: (from, request, to, bytes)."""
-
-    object: int
-    offset: int
-    bytes: int
-    copies: tuple[tuple[int, int, int, int], ...]
-
-
-@dataclass(frozen=True)
-class ReadPlan:
-    """Bytes asked for; bytes that will be read (at most 2 blocks more per run, and a 20th for gaps); contiguous byte runs asked for; the
-    requests to the storage."""
-
-    needed: int
-    planned: int
-    runs: int
-    segments: tuple[Segment, ...] = field(repr=False)
-
-    @property
-    def requests(self) -> int:
-        return len(self.segments)
-
 
 class Checkpoint:
     """One commit, opened for reading. Holds no file open; safe to share between threads."""
@@ -187,7 +158,7 @@ class Checkpoint:
         )
         return {name: read[stored] for name, stored in names.items()}
 
-    def read_ranges(self, ranges: Sequence[Range], *, cast: bool = False, budget_bytes: int = BUDGET_BYTES) -> ReadPlan:
+    def read_ranges(self, ranges: Sequence[Asked], *, cast: bool = False, budget_bytes: int = BUDGET_BYTES) -> ReadPlan:
         """Fill every ``out`` (flat, contiguous, of the stored dtype; CPU or GPU), verified; returns what was read.
 
         Args:
@@ -200,20 +171,15 @@ class Checkpoint:
             OSError: the storage is out of reach (no permission, say); likewise.
             ValueError: the budget is less than one block.
         """
-        plan = self.plan(ranges, cast=cast, budget_bytes=budget_bytes)
+        asked = [Range(*one) for one in ranges]
+        plan = self.plan(asked, cast=cast, budget_bytes=budget_bytes)
         # Same dtype: bytes are copied. Another: elements, which never straddle buffers (blocks are multiples of 4096, extents aligned).
-        stored = [self._find(name, kind)[1].dtype for name, kind, *_ in ranges]
-        same = [dtype == out.dtype for dtype, (*_, out) in zip(stored, ranges, strict=True)]
-        outs = [as_bytes(out.detach()) if same[i] else out.detach() for i, (*_, out) in enumerate(ranges)]
+        stored = [self._find(one.name, one.kind)[1].dtype for one in asked]
+        outs = [one.out.detach() for one in asked]
 
         def deliver(segment: Segment, buffer: torch.Tensor) -> None:
-            for source, request, target, size in segment.copies:
-                data = buffer[source : source + size]
-                if same[request]:
-                    copy_bytes(outs[request][target : target + size], data)
-                else:
-                    width = stored[request].itemsize
-                    outs[request][target // width : (target + size) // width].copy_(data.view(stored[request]))
+            for block in segment.blocks():
+                _put(buffer, outs[block.request], stored[block.request], block)
 
         size = max((s.bytes for s in plan.segments), default=0)
         streams = min(len(plan.segments), STREAMS, budget_bytes // max(1, _padded(size))) or 1
@@ -222,51 +188,18 @@ class Checkpoint:
             _fetch(self._store, self.manifest, plan.segments, deliver, streams, device)
         finally:
             # Torch has not seen the bytes change: whoever keeps something made from a tensor must learn that it is out of date.
-            increment_version([out for *_, out in ranges if not out.is_inference()])
+            increment_version([one.out for one in asked if not one.out.is_inference()])
         return plan
 
-    def plan(self, ranges: Sequence[Range], *, cast: bool = False, budget_bytes: int = BUDGET_BYTES) -> ReadPlan:
+    def plan(self, ranges: Sequence[Asked], *, cast: bool = False, budget_bytes: int = BUDGET_BYTES) -> ReadPlan:
         """What :meth:`read_ranges` would read. Cost: O(log extents) for each range, and O(runs log runs)."""
         nbytes("budget_bytes", budget_bytes)
-        runs: list[tuple[int, int, int, int, int]] = []  # object, first byte, bytes, request, byte of its out
-        for request, (name, kind, start, end, out) in enumerate(ranges):
-            entry, extents = self._find(name, kind)
-            _check_range(name, kind, start, end, out, entry, extents, cast)
-            runs += _runs(extents, entry.base + start, entry.base + end, request)
-        runs.sort()
-        needed = sum(run[2] for run in runs)
-        contiguous, reach = 0, (-1, 0)
-        for index, start, size, *_ in runs:
-            if index != reach[0] or start > reach[1]:
-                contiguous, reach = contiguous + 1, (index, start)
-            reach = (index, max(reach[1], start + size))  # not this one's end: one asked for before may hold it whole
-        planned = 0
-        segments: list[Segment] = []
-        first = 0
-        while first < len(runs):
-            index, start, size, _, _ = runs[first]
-            stored = self.manifest.objects[index]
-            block = stored.block_bytes
-            if budget_bytes < block:
-                raise ValueError(f"budget_bytes is {budget_bytes}, less than a block of the checkpoint: give at least {block}")
-            low, high = start // block * block, -(-(start + size) // block) * block
-            last = first + 1
-            wanted, gaps = size, 0
-            # Neighbouring blocks cost nothing between them: one read. So, nearly, do small gaps.
-            while last < len(runs) and runs[last][0] == index:
-                gap = max(0, runs[last][1] // block * block - high)
-                if gap and (gap > GAP_BYTES or 20 * (gaps + gap) > wanted + runs[last][2]):
-                    break
-                gaps, wanted = gaps + gap, wanted + runs[last][2]
-                high = max(high, -(-(runs[last][1] + runs[last][2]) // block) * block)
-                last += 1
-            high = min(high, stored.bytes)
-            # Two streams at least: one is checked and copied while another is read.
-            chunk = min(self._store.request_bytes, budget_bytes // 2 if budget_bytes >= 2 * block else block)
-            segments += _segments(index, low, high, max(block, chunk // block * block), runs[first:last])
-            planned += high - low
-            first = last
-        return ReadPlan(needed, planned, contiguous, tuple(segments))
+        wanted = []
+        for asked in (Range(*one) for one in ranges):
+            entry, extents = self._find(asked.name, asked.kind)
+            _check_range(asked, entry, extents, cast)
+            wanted.append((asked, entry, extents))
+        return plan_reads(self.manifest, wanted, self._store.request_bytes, budget_bytes)
 
     def require(self, wanted: Mapping[Pair, tuple[Sequence[int], torch.dtype]], among: Iterable[Pair] | None = None) -> dict[Pair, Pair]:
         """Check that the checkpoint has exactly the wanted (name, kind) pairs, with these shapes and dtypes.
@@ -402,6 +335,24 @@ def _checked(store: ObjectStore, manifest: Manifest, segment: Segment, reader: R
     return buffer
 
 
+def _put(buffer: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, block: Block) -> None:
+    """Copy a block's parts from the uint8 ``buffer``, whose bytes are elements of ``dtype``, to ``out``: bit for bit if it has that dtype,
+    else converted."""
+    _, source, target, size, times, source_step, target_step = block
+    if out.dtype == dtype:
+        if times == 1:
+            copy_bytes(as_bytes(out)[target : target + size], buffer[source : source + size])
+            return
+        word = _WORDS[min(8, dtype.itemsize)]  # of no values: as many as fit into an element, each as it is
+        left, right = as_bytes(out).view(word), buffer.view(word)
+    else:
+        word, left, right = dtype, out, buffer.view(dtype)
+    width = word.itemsize
+    shape = times, size // width
+    there = left.as_strided(shape, (target_step // width, 1), left.storage_offset() + target // width)
+    there.copy_(right.as_strided(shape, (source_step // width, 1), right.storage_offset() + source // width))
+
+
 def bad_blocks(manifest: Manifest, segment: Segment, buffer: torch.Tensor) -> list[int]:
     """Numbers of the object's blocks in ``buffer`` whose checksum differs."""
     stored = manifest.objects[segment.object]
@@ -425,37 +376,16 @@ def _read_again(store: ObjectStore, manifest: Manifest, segment: Segment, buffer
         raise _unreadable(store, key, error) from error
 
 
-def _runs(extents: Extents, start: int, end: int, request: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """The byte ranges that hold elements ``[start, end)`` of the group: the extents tile it, so two binary searches find them."""
-    if start == end:
-        return
-    size = extents.dtype.itemsize
-    low = int(np.searchsorted(extents.end, start, side="right"))
-    high = int(np.searchsorted(extents.start, end, side="left"))
-    for i in range(low, high):
-        begin = int(extents.start[i])
-        first, last = max(start, begin), min(end, int(extents.end[i]))
-        byte = int(extents.offset[i]) + (first - begin) * size
-        yield int(extents.object[i]), byte, (last - first) * size, request, (first - start) * size
-
-
-def _segments(index: int, low: int, high: int, chunk: int, runs: Sequence[tuple[int, int, int, int, int]]) -> list[Segment]:
-    copies: list[list[tuple[int, int, int, int]]] = [[] for _ in range(low, high, chunk)]
-    for _, start, size, request, target in runs:
-        for k in range((start - low) // chunk, (start + size - 1 - low) // chunk + 1):
-            base = low + k * chunk
-            first, last = max(start, base), min(start + size, base + chunk)
-            copies[k].append((first - base, request, target + first - start, last - first))
-    return [Segment(index, low + k * chunk, min(chunk, high - low - k * chunk), tuple(parts)) for k, parts in enumerate(copies)]
-
-
 def _check_bounds(name: str, kind: str, start: int, end: int, entry: TensorEntry) -> None:
     if not 0 <= start <= end <= entry.numel:
         raise CheckpointMismatch(f"{label(name, kind)} has {entry.numel} elements in the checkpoint; [{start}, {end}) was asked for")
 
 
-def _check_range(name: str, kind: str, start: int, end: int, out: torch.Tensor, entry: TensorEntry, extents: Extents, cast: bool) -> None:
+def _check_range(asked: Range, entry: TensorEntry, extents: Extents, cast: bool) -> None:
+    name, kind, start, end, out, tiling = asked
     _check_bounds(name, kind, start, end, entry)
+    if problem := tiling.problem(entry.shape):
+        raise CheckpointMismatch(f"{label(name, kind)} was asked for in {problem}")
     if out.dtype != extents.dtype and not (cast and castable(extents.dtype, out.dtype)):
         raise CheckpointMismatch(f"{label(name, kind)} is {dtype_name(extents.dtype)} in the checkpoint, {dtype_name(out.dtype)} wanted")
     if out.dim() != 1 or out.numel() != end - start or not out.is_contiguous():

@@ -13,7 +13,8 @@ from .commits import Commit, find, ls, read_manifest
 from .digest import CHUNK_BYTES, aligned_buffer, digest_of, one_ahead, view_of
 from .errors import CheckpointCorrupt, describe_tensors
 from .manifest import Manifest, ManifestError, ObjectEntry
-from .reader import Segment, bad_blocks, corrupt_block
+from .read_plan import Segment
+from .reader import bad_blocks, corrupt_block
 from .store import ALIGNMENT, KeyMissing, ObjectStore, Root, store_of
 
 
@@ -125,7 +126,7 @@ def _check_object(store: ObjectStore, manifest: Manifest, index: int, stored: Ob
         with store.open_read(stored.key) as reader:
             reader.expect([(offset, min(chunk, -(-(readable - offset) // ALIGNMENT) * ALIGNMENT)) for offset in offsets])
             for k, offset in enumerate(offsets):
-                segment = Segment(index, offset, min(chunk, readable - offset), ())
+                segment = Segment(index, offset, min(chunk, readable - offset))
                 padded = -(-segment.bytes // ALIGNMENT) * ALIGNMENT
                 failure: OSError | None = None
                 try:

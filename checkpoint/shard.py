@@ -24,6 +24,7 @@ from .layout import ObjectPlan, PlacedPiece, ShardPiece, dtype_of, plan_object
 from .manifest import AuxEntry, ObjectEntry, check_attempt, check_meta
 from .staging import Slab
 from .store import ALIGNMENT, KeyExists, ObjectStore, Root, store_of
+from .tiling import Tiling
 
 STAGED_CHUNK_BYTES = 2 << 20
 """Written at a time from staged memory, where a chunk costs no memory of its own: still in the processor's cache since it was hashed."""
@@ -51,7 +52,7 @@ class Vote:
                 "object": self.object.to_json(),
                 "aux": self.aux.to_json() if self.aux else None,
                 "pieces": [
-                    [p.name, p.kind, p.dtype, list(p.shape), p.start, p.end, p.offset, *([p.digest] if p.copied else [])]
+                    [p.name, p.kind, p.dtype, p.shape, p.tiling.to_json(), p.start, p.end, p.offset, *([p.digest] if p.copied else [])]
                     for p in self.pieces
                 ],
             },
@@ -68,8 +69,12 @@ class Vote:
             raw["epoch"],
             ObjectEntry.from_json(raw["object"]),
             AuxEntry.from_json(raw["aux"]) if raw["aux"] else None,
-            tuple(PlacedPiece(p[0], p[1], p[2], tuple(p[3]), p[4], p[5], p[6], len(p) > 7, *p[7:]) for p in raw["pieces"]),
+            tuple(_piece(*p) for p in raw["pieces"]),
         )
+
+
+def _piece(name: str, kind: str, dtype: str, shape: list[int], tiles: Any, start: int, end: int, offset: int, *digest: str) -> PlacedPiece:
+    return PlacedPiece(name, kind, dtype, tuple(shape), start, end, offset, bool(digest), "".join(digest), Tiling.from_json(tiles))
 
 
 def new_attempt() -> str:

@@ -130,7 +130,7 @@ class LayoutMemo:
         self._layout: ObjectLayout | None = None
 
     def of(self, pieces: Sequence[ShardPiece]) -> ObjectLayout:
-        key = tuple((p.name, p.kind, p.start, p.end, p.shape, p.dtype, p.copied) for p in pieces)
+        key = tuple((p.name, p.kind, p.start, p.end, p.shape, p.dtype, p.copied, p.tiling) for p in pieces)
         if self._layout is None or key != self._key:
             self._layout, self._key = lay_out(pieces), key
         return self._layout

@@ -1,13 +1,14 @@
 """What part of a tensor this rank holds, for every sort of tensor: plain, DTensor, RaggedDTensor.
 
 A tensor is read through duck typing: whatever has ``local_intervals()`` and ``to_local()`` is a ragged shard. Nothing here
-communicates. A part is a list of flat intervals: one for nearly every layout, one for each row where a mesh dimension shards columns.
+communicates. A part is a list of flat intervals, one for nearly every layout; where a mesh dimension shards columns, of the tensor tile by
+tile.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +19,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 from torch.nn.parameter import is_lazy
 
-from vescale_ray.geometry import intervals
+from vescale_ray.geometry import Box, intervals
+
+from .tiling import ROWS, Tiling, rows_of
 
 
 @runtime_checkable
@@ -28,7 +31,7 @@ class Ragged(Protocol):
     @property
     def shape(self) -> torch.Size: ...
 
-    def local_intervals(self) -> list[tuple[int, int]]: ...
+    def local_boxes(self) -> Sequence[Box]: ...
 
     def to_local(self) -> torch.Tensor: ...
 
@@ -36,7 +39,8 @@ class Ragged(Protocol):
 @dataclass(frozen=True, eq=False)
 class LocalPart:
     """Flat elements of a tensor of ``shape``, held by this rank as ``local`` (the tensor's own storage): ``intervals`` of them, each
-    ``[start, end)``, none empty, in the order in which ``local`` has them.
+    ``[start, end)``, none empty, in the order in which ``local`` has them. They count the elements in the order ``tiling``, the same on
+    every rank of the tensor's mesh.
 
     ``replicas`` ranks hold the same part, this one being number ``replica`` of them; ``among``, the names of their process groups, tells
     which (none: all that save). ``apart``: that is so among the ranks of the tensor's
@@ -52,6 +56,7 @@ class LocalPart:
     replica: int
     among: tuple[str, ...] = ()
     apart: bool = False
+    tiling: Tiling = ROWS
 
     @property
     def bytes(self) -> int:
@@ -64,15 +69,23 @@ class LocalPart:
 
     def pieces(self, flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Each interval with its elements, a view of ``flat``."""
-        position = 0
-        for start, end in self.intervals:
-            yield start, end, flat[position : position + end - start]
-            position += end - start
+        return _pieces(self.intervals, flat)
+
+    def rows(self, flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """As :meth:`pieces`, by intervals of the tensor by rows."""
+        return _pieces(rows_of(self.shape, self.tiling, self.intervals), flat)
 
     @property
     def shared(self) -> bool:
         """Whether writing into :meth:`flat` writes into the tensor."""
         return self.local.is_contiguous() and not self.local.is_conj() and not self.local.is_neg()
+
+
+def _pieces(held: Iterable[tuple[int, int]], flat: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor]]:
+    position = 0
+    for start, end in held:
+        yield start, end, flat[position : position + end - start]
+        position += end - start
 
 
 def local_part(name: str, tensor: torch.Tensor, world: int, rank: int) -> LocalPart:
@@ -85,7 +98,7 @@ def local_part(name: str, tensor: torch.Tensor, world: int, rank: int) -> LocalP
     check_dense(name, tensor)
     _check_mesh(name, getattr(tensor, "device_mesh", None))
     with torch.no_grad():
-        if hasattr(tensor, "local_intervals"):
+        if hasattr(tensor, "local_boxes"):
             part = _ragged(name, tensor, world)
         elif isinstance(tensor, DTensor):
             part = _dtensor(name, tensor, world)
@@ -145,7 +158,39 @@ def _ragged(name: str, tensor: Any, world: int) -> LocalPart:
     replicas, replica, among = (1, 0, ()) if mesh is None else _replica(mesh, placements)
     local = tensor.to_local().detach()
     apart = mesh is not None and mesh.size() < world
-    return LocalPart(tuple(tensor.shape), local.dtype, tensor.local_intervals(), local, replicas, replica, among, apart)
+    shape = tuple(tensor.shape)
+    tiling, held = _held(shape, mesh, placements, tensor.local_boxes())
+    return LocalPart(shape, local.dtype, held, local, replicas, replica, among, apart, tiling)
+
+
+def _held(shape: tuple[int, ...], mesh: Any, placements: Sequence[Placement], boxes: Sequence[Box]) -> tuple[Tiling, list[tuple[int, int]]]:
+    """The order in which a tensor of these placements is stored, and this rank's intervals of it."""
+    tiling = _tiling(shape, mesh, placements)
+    held = tiling.held(shape, boxes)
+    assert held is not None, f"{boxes} of {shape} under {placements} are not within tiles"
+    return tiling, held
+
+
+def _tiling(shape: tuple[int, ...], mesh: Any, placements: Sequence[Placement]) -> Tiling:
+    """What inner dimensions are cut into: by each mesh dimension that shards them, one after the other, as torch does.
+
+    Where one interleaves what later ones have cut (strided), no rank's part would be a tile: by rows.
+    """
+    parts: dict[int, list[int]] = {}
+    for mesh_dim, placement in enumerate(placements):
+        if not isinstance(placement, (Shard, _StridedShard)) or not (dim := placement.dim % len(shape)):
+            continue
+        if type(placement) is not Shard:
+            return ROWS
+        count = mesh.size(mesh_dim)
+        parts[dim] = [part for size in parts.get(dim, [shape[dim]]) for part in _chunks(size, count)]
+    return Tiling.of(shape, parts)
+
+
+def _chunks(size: int, count: int) -> list[int]:
+    """Sizes of ``torch.chunk``'s parts, the empty ones left out."""
+    each = max(1, -(-size // count))
+    return [min(each, size - start) for start in range(0, size, each)]
 
 
 def _dtensor(name: str, tensor: DTensor, world: int) -> LocalPart:
@@ -160,11 +205,11 @@ def _dtensor(name: str, tensor: DTensor, world: int) -> LocalPart:
     if mesh.get_coordinate() is None:  # others' tensor: this rank is not in its mesh
         return LocalPart(shape, local.dtype, [], local.new_empty(0), 1, 0, apart=True)
     if any(isinstance(p, _StridedShard) for p in placements):
-        held = _strided(shape, mesh, placements)
+        tiling, held = ROWS, _strided(shape, mesh, placements)
     else:
         sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
-        held = intervals(shape, [(tuple(offsets), tuple(sizes))])
-    return LocalPart(shape, local.dtype, held, local, *_replica(mesh, placements), mesh.size() < world)
+        tiling, held = _held(shape, mesh, placements, [(tuple(offsets), tuple(sizes))] if math.prod(sizes) else [])
+    return LocalPart(shape, local.dtype, held, local, *_replica(mesh, placements), mesh.size() < world, tiling)
 
 
 def _strided(shape: tuple[int, ...], mesh: Any, placements: tuple[Placement, ...]) -> list[tuple[int, int]]:

@@ -166,8 +166,11 @@ class RaggedDTensor(DTensor):
     def local_intervals(self) -> list[tuple[int, int]]:
         """The flat elements of the full tensor that this rank holds, in the order of the local tensor's: for most layouts one interval,
         for a Shard of an inner dimension on another mesh dimension about one for each row; none on a rank without elements."""
-        sharding = sharding_of(self._spec)
-        return intervals(tuple(sharding.shape), sharding.boxes())
+        return intervals(tuple(self.shape), self.local_boxes())
+
+    def local_boxes(self) -> Sequence[Box]:
+        """The same as boxes, each ``(offsets, sizes)``: at most ``2 * ndim - 1``, none empty."""
+        return sharding_of(self._spec).boxes()
 
     # -- dispatch and the tensor's own machinery -----------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ from vescale_ray import waits
 from vescale_ray.checkpoint.digest import BLOCK_BYTES, block_sums, view_of
 from vescale_ray.checkpoint.layout import ObjectLayout, lay_out
 from vescale_ray.checkpoint.staging import LayoutMemo, Slab, SlabPool, copy_pieces
+from vescale_ray.checkpoint.tiling import ROWS, Tiling
 from vescale_ray.workers.groups import all_gather_bytes, describe
 from vescale_ray.workers.shards import Piece, Shards, Span, dtype_of, export_shards, stored_pieces
 
@@ -519,6 +520,7 @@ class _Described(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     copied: bool = False
+    tiling: Tiling = ROWS
 
 
 def _posted(work: Any) -> Any:

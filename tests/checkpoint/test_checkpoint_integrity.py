@@ -252,7 +252,8 @@ def edits():
 
     param = ("groups", 0, "kinds", 0)
     return {
-        "unknown major version": edit(("format",), "rcp/2"),
+        "unknown major version": edit(("format",), "rcp/3"),
+        "tiles in a format that has none": edit(("tensors", 0, "tiles"), [[1, [[2, 2]]]]),
         "path traversal in a key": edit(("objects", 0, "key"), lambda k: "data/../../etc/r00000.safetensors"),
         "absolute key": edit(("objects", 0, "key"), "/etc/passwd"),
         "another attempt's object": edit(("objects", 0, "key"), "data/other/r00000.safetensors"),

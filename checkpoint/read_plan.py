@@ -1,0 +1,202 @@
+"""What to read of which object for the ranges that somebody asks for, and where its parts go: integers only, by columns of numpy.
+
+Requested ranges become byte ranges of objects; those that touch the same or neighbouring checksum blocks become one, and whole blocks are
+read. A tensor that is stored in another order than it is asked for has as many parts as rows; so nothing here is done one part at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .manifest import Extents, Manifest, ObjectEntry, TensorEntry
+from .tiling import ROWS, Tiling, between
+
+GAP_BYTES = 1 << 20
+"""Blocks that nobody asked for are read along if they are no more than this, and no more than a 20th of what is asked for around them:
+a request costs as much time as 0.1 MB of a local disk, 1 to 5 MB of an object store."""
+
+
+class Range(NamedTuple):
+    """Elements ``[start, end)`` of one kind of a tensor go to the flat tensor ``out``. ``tiling``: the order in which they are counted."""
+
+    name: str
+    kind: str
+    start: int
+    end: int
+    out: torch.Tensor
+    tiling: Tiling = ROWS
+
+
+class Block(NamedTuple):
+    """``times`` parts of ``bytes`` each: from byte ``source + i * source_step`` of a segment to byte ``target + i * target_step`` of a
+    request's destination."""
+
+    request: int
+    source: int
+    target: int
+    bytes: int
+    times: int
+    source_step: int
+    target_step: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Whole blocks ``[offset, offset + bytes)`` of one object, and where parts of them go: rows of (from, request, to, bytes), int64."""
+
+    object: int
+    offset: int
+    bytes: int
+    copies: np.ndarray = field(default_factory=lambda: np.zeros((0, 4), np.int64), repr=False)
+
+    def blocks(self) -> Iterator[Block]:
+        """The copies, those that are evenly spaced put together."""
+        copies = self.copies
+        count = len(copies)
+        steps = np.diff(copies, axis=0)
+        # One goes on from the one before where request and size are the same, and it lies behind it on both sides.
+        goes_on = (steps[:, 1] == 0) & (steps[:, 3] == 0) & (steps[:, 0] >= 0) & (steps[:, 2] >= copies[1:, 3])
+        changes = np.flatnonzero((steps[1:, [0, 2]] != steps[:-1, [0, 2]]).any(1) | ~goes_on[1:] | ~goes_on[:-1]) + 1
+        stops = iter((*changes.tolist(), count - 1))
+        first = 0
+        while first < count:
+            source, request, target, size = copies[first].tolist()
+            # Steps[i] is between copies i and i + 1: equal ones from ``first`` on reach up to copy ``last``.
+            last = first
+            if first < count - 1 and goes_on[first]:
+                last = next((stop for stop in stops if stop > first), count - 1)
+            step = steps[first].tolist() if last > first else (size, 0, size, 0)
+            yield Block(request, source, target, size, last - first + 1, step[0], step[2])
+            first = last + 1
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """Bytes asked for; bytes that will be read (at most 2 blocks more per run, and a 20th for gaps); contiguous byte runs asked for; the
+    requests to the storage."""
+
+    needed: int
+    planned: int
+    runs: int
+    segments: tuple[Segment, ...] = field(repr=False)
+
+    @property
+    def requests(self) -> int:
+        return len(self.segments)
+
+
+def plan_reads(manifest: Manifest, wanted: Sequence[tuple[Range, TensorEntry, Extents]], request_bytes: int, budget_bytes: int) -> ReadPlan:
+    """What to read for these ranges of these tensors. Raises ValueError for a budget of less than one block."""
+    found: list[tuple[int, int, int, int, int]] = []
+    columns: list[np.ndarray] = []
+    for number, (asked, entry, extents) in enumerate(wanted):
+        if asked.start == asked.end:
+            continue
+        if asked.tiling == entry.tiling:
+            found += _interval(extents, entry.base + asked.start, entry.base + asked.end, number)
+        else:
+            runs = between(entry.shape, asked.tiling, entry.tiling, asked.start, asked.end)
+            columns.append(_intervals(extents, entry.base + runs[0], *runs[1:], number))
+    rows = np.concatenate([np.array(found, np.int64).reshape(-1, 5), *columns])
+    rows = rows[np.lexsort((rows[:, 3], rows[:, 2], rows[:, 1], rows[:, 0]))]
+    planned = 0
+    segments: list[Segment] = []
+    solid = _solid(rows)
+    sums = np.concatenate((np.zeros(1, np.int64), rows[:, 2].cumsum()))
+    first = 0
+    while first < len(solid):
+        index, start, end, low_row, high_row = solid[first]
+        stored = manifest.objects[index]
+        block = stored.block_bytes
+        if budget_bytes < block:
+            raise ValueError(f"budget_bytes is {budget_bytes}, less than a block of the checkpoint: give at least {block}")
+        low, high = start // block * block, -(-end // block) * block
+        wanted_bytes, gaps = int(sums[high_row] - sums[low_row]), 0
+        last = first + 1
+        # Neighbouring blocks cost nothing between them: one read. So, nearly, do small gaps.
+        while last < len(solid) and solid[last][0] == index:
+            _, start, end, from_row, to_row = solid[last]
+            more = int(sums[to_row] - sums[from_row])
+            gap = max(0, start // block * block - high)
+            if gap and (gap > GAP_BYTES or 20 * (gaps + gap) > wanted_bytes + more):
+                break
+            gaps, wanted_bytes = gaps + gap, wanted_bytes + more
+            high = max(high, -(-end // block) * block)
+            high_row = to_row
+            last += 1
+        high = min(high, stored.bytes)
+        # Two streams at least: one is checked and copied while another is read.
+        chunk = min(request_bytes, budget_bytes // 2 if budget_bytes >= 2 * block else block)
+        segments += _segments(stored, index, low, high, max(block, chunk // block * block), rows[low_row:high_row])
+        planned += high - low
+        first = last
+    return ReadPlan(int(sums[-1]), planned, len(solid), tuple(segments))
+
+
+def _interval(extents: Extents, start: int, end: int, request: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """(object, first byte, bytes, request, byte of its out) of what holds elements ``[start, end)`` of the group: the extents tile it, so
+    that two binary searches find them."""
+    size = extents.dtype.itemsize
+    low = int(np.searchsorted(extents.end, start, side="right"))
+    high = int(np.searchsorted(extents.start, end, side="left"))
+    for i in range(low, high):
+        begin = int(extents.start[i])
+        first, last = max(start, begin), min(end, int(extents.end[i]))
+        byte = int(extents.offset[i]) + (first - begin) * size
+        yield int(extents.object[i]), byte, (last - first) * size, request, (first - start) * size
+
+
+def _intervals(extents: Extents, start: np.ndarray, length: np.ndarray, at: np.ndarray, request: int) -> np.ndarray:
+    """The same for many intervals at once, of which ``at`` elements of the request come before each: rows."""
+    size = extents.dtype.itemsize
+    end = start + length
+    low = np.searchsorted(extents.end, start, side="right")
+    counts = np.searchsorted(extents.start, end, side="left") - low
+    of = np.repeat(np.arange(len(start)), counts)
+    i = low[of] + np.arange(len(of)) - np.repeat(counts.cumsum() - counts, counts)
+    first, last = np.maximum(start[of], extents.start[i]), np.minimum(end[of], extents.end[i])
+    byte = extents.offset[i] + (first - extents.start[i]) * size
+    target = (at[of] + first - start[of]) * size
+    return np.stack((extents.object[i], byte, (last - first) * size, np.full_like(i, request), target), axis=1)
+
+
+def _solid(rows: np.ndarray) -> list[tuple[int, int, int, int, int]]:
+    """Sorted rows that touch or overlap, as one: (object, first byte, end, first row, row after the last)."""
+    if not len(rows):
+        return []
+    found = []
+    ends = rows[:, 1] + rows[:, 2]
+    for index in np.unique(rows[:, 0]).tolist():
+        low, high = (int(np.searchsorted(rows[:, 0], index, side=side)) for side in ("left", "right"))
+        reach = np.maximum.accumulate(ends[low:high])  # not each one's end: one asked for before may hold it whole
+        edges = [0, *(np.flatnonzero(rows[low + 1 : high, 1] > reach[:-1]) + 1).tolist(), high - low]
+        firsts, lasts = rows[low + np.array(edges[:-1]), 1].tolist(), reach[np.array(edges[1:]) - 1].tolist()
+        found += [(index, a, b, low + i, low + j) for a, b, i, j in zip(firsts, lasts, edges[:-1], edges[1:], strict=True)]
+    return found
+
+
+def _segments(stored: ObjectEntry, index: int, low: int, high: int, chunk: int, rows: np.ndarray) -> list[Segment]:
+    """The object's bytes ``[low, high)`` in requests of ``chunk``, each with its parts of ``rows``."""
+    start, end = rows[:, 1], rows[:, 1] + rows[:, 2]
+    first_of = (start - low) // chunk
+    counts = (end - 1 - low) // chunk - first_of + 1
+    if bool((counts != 1).any()):
+        of = np.repeat(np.arange(len(rows)), counts)
+        number = first_of[of] + np.arange(len(of)) - np.repeat(counts.cumsum() - counts, counts)
+    else:
+        of, number = np.arange(len(rows)), first_of
+    ranked = np.argsort(number, kind="stable")
+    of, number = of[ranked], number[ranked]
+    base = low + number * chunk
+    begin, stop = np.maximum(start[of], base), np.minimum(end[of], base + chunk)
+    copies = np.stack((begin - base, rows[of, 3], rows[of, 4] + begin - start[of], stop - begin), axis=1)
+    edges = np.searchsorted(number, np.arange(-(-(high - low) // chunk) + 1)).tolist()
+    return [
+        Segment(index, low + k * chunk, min(chunk, high - low - k * chunk), copies[a:b])
+        for k, (a, b) in enumerate(zip(edges[:-1], edges[1:], strict=True))
+    ]

@@ -1,0 +1,228 @@
+"""The order in which a tensor's elements are stored: by rows, or tile by tile.
+
+Tensor parallelism cuts many weights by columns. By rows such a tensor is one interval for each row and rank, hundreds of thousands in a
+model; tile by tile each rank's part is one:
+
+    [3, 4] cut in two along dimension 1       by rows   0 1 2 3 4 5 6 7 8 9 10 11
+       0  1 |  2  3                           by tiles  0 1 4 5 8 9 | 2 3 6 7 10 11
+       4  5 |  6  7
+       8  9 | 10 11
+
+Tiles stand in row-major order of the grid that they form, the elements of each in row-major order of its own. Integers only, by columns
+of numpy: a tensor has as many rows as a vocabulary has words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from vescale_ray.geometry import Box, Shape, intervals
+
+MOST_TILES = 1 << 16
+"""Of a tensor. One that is cut into more is stored by rows."""
+
+Sizes = tuple[tuple[int, int], ...]
+"""(size, how many) along a dimension, in order."""
+Runs = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Of each run its first element, its length, and how many elements of what was asked for come before it: int64."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """``cuts``: (dimension, sizes) for each dimension that is cut, ascending; none: by rows. Equal ones are the same order.
+
+    The first dimension is never cut: a range of rows is an interval as it is.
+    """
+
+    cuts: tuple[tuple[int, Sizes], ...] = ()
+
+    @staticmethod
+    def of(shape: Sequence[int], parts: Mapping[int, Sequence[int]]) -> Tiling:
+        """The order for a tensor of which ``parts[d]`` are the sizes along dimension ``d`` that its holders have."""
+        cuts = []
+        for dim, sizes in sorted(parts.items()):
+            counted: list[list[int]] = []
+            for size in sizes:
+                if size and counted and counted[-1][0] == size:
+                    counted[-1][1] += 1
+                elif size:
+                    counted.append([size, 1])
+            if counted not in ([], [[shape[dim], 1]]):
+                cuts.append((dim, tuple((size, count) for size, count in counted)))
+        found = Tiling(tuple(cuts))
+        in_rows = not math.prod(shape) or len(cuts) == 1 and math.prod(shape[: cuts[0][0]]) == 1
+        return ROWS if in_rows or found.tiles > MOST_TILES else found
+
+    @property
+    def tiles(self) -> int:
+        return math.prod(sum(count for _, count in sizes) for _, sizes in self.cuts)
+
+    def problem(self, shape: Sequence[int]) -> str | None:
+        """What makes it no order of a tensor of this shape, if anything."""
+        dims = [dim for dim, _ in self.cuts]
+        if any(not 0 < dim < len(shape) for dim in dims) or dims != sorted(set(dims)):
+            return f"tiles along dimensions {dims} of shape {tuple(shape)}"
+        for dim, sizes in self.cuts:
+            if not sizes or any(size < 1 or count < 1 for size, count in sizes) or sum(s * c for s, c in sizes) != shape[dim]:
+                return f"tiles of {[list(one) for one in sizes]} along dimension {dim} of shape {tuple(shape)}"
+        return f"{self.tiles} tiles, more than {MOST_TILES}" if self.tiles > MOST_TILES else None
+
+    def held(self, shape: Shape, boxes: Sequence[Box]) -> list[tuple[int, int]] | None:
+        """The intervals, in this order, that these boxes are; ``None`` if one does not lie within a tile."""
+        if not self.cuts:
+            return intervals(shape, boxes)
+        grid = _grid(shape, self)
+        found: list[tuple[int, int]] = []
+        for offsets, sizes in boxes:
+            place = grid.tile_of(offsets, sizes)
+            if place is None:
+                return None
+            base, tile, within = place
+            for start, end in intervals(tile, [(within, sizes)]):
+                if found and found[-1][1] == base + start:
+                    found[-1] = found[-1][0], base + end
+                else:
+                    found.append((base + start, base + end))
+        return found
+
+    def stored(self, shape: Shape, start: int, end: int) -> Runs:
+        """Where the elements ``[start, end)`` by rows are in this order."""
+        return _grid(shape, self).stored(start, end) if self.cuts and end > start else _one(start, end)
+
+    def by_rows(self, shape: Shape, start: int, end: int) -> Runs:
+        """Where the elements ``[start, end)`` of this order are by rows."""
+        return _grid(shape, self).by_rows(start, end) if self.cuts and end > start else _one(start, end)
+
+    def to_json(self) -> list[Any]:
+        return [[dim, [list(one) for one in sizes]] for dim, sizes in self.cuts]
+
+    @staticmethod
+    def from_json(raw: Any) -> Tiling:
+        """Raises ValueError for what is no list of cuts; whether these fit a shape :meth:`problem` says."""
+        try:
+            if not isinstance(raw, list):
+                raise TypeError
+            cuts = tuple((dim, tuple((size, count) for size, count in sizes)) for dim, sizes in raw)
+        except (TypeError, ValueError):
+            raise ValueError(f"tiles {str(raw)[:80]} are no list of [dimension, [[size, count], ..]]") from None
+        if any(type(n) is not int for dim, sizes in cuts for n in (dim, *(m for one in sizes for m in one))):
+            raise ValueError(f"tiles {str(raw)[:80]} hold something else than integers")
+        return Tiling(cuts)
+
+
+ROWS = Tiling()
+
+
+def between(shape: Shape, order: Tiling, other: Tiling, start: int, end: int) -> Runs:
+    """Where elements ``[start, end)`` of one order are in another."""
+    if order == other or start == end:
+        return _one(start, end)
+    first, length, at = order.by_rows(shape, start, end)
+    if not other.cuts:
+        return first, length, at
+    ranked = np.argsort(first, kind="stable")
+    first, length, at = first[ranked], length[ranked], at[ranked]
+    low = int(first[0])
+    there, runs, after = other.stored(shape, low, int(first[-1] + length[-1]))
+    after = after + low
+    edges = np.unique(np.concatenate((first, first + length, after, after + runs)))
+    begin, stop = edges[:-1], edges[1:]
+    mine = np.searchsorted(first, begin, side="right") - 1
+    theirs = np.searchsorted(after, begin, side="right") - 1
+    within = begin < (first + length)[mine]
+    begin, stop, mine, theirs = begin[within], stop[within], mine[within], theirs[within]
+    return there[theirs] + begin - after[theirs], stop - begin, at[mine] + begin - first[mine]
+
+
+def _one(start: int, end: int) -> Runs:
+    count = int(end > start)
+    return np.full(count, start, np.int64), np.full(count, end - start, np.int64), np.zeros(count, np.int64)
+
+
+class _Grid:
+    """The tiles of one shape."""
+
+    def __init__(self, shape: Shape, tiling: Tiling) -> None:
+        self.last = tiling.cuts[-1][0]
+        """The last dimension that is cut; ``inner``: elements of one index of it."""
+        self.inner = math.prod(shape[self.last + 1 :])
+        self.shape = shape
+        cuts = dict(tiling.cuts)
+        self.sizes = [np.repeat(*np.array(cuts.get(d, ((n, 1),)), dtype=np.int64).T) for d, n in enumerate(shape[: self.last + 1])]
+        self.edges = [np.concatenate((np.zeros(1, np.int64), sizes.cumsum())) for sizes in self.sizes]
+        volume = np.ones(1, np.int64)
+        for sizes in self.sizes:
+            volume = np.multiply.outer(volume, sizes).reshape(-1)
+        self.bases = np.concatenate((np.zeros(1, np.int64), (volume * self.inner).cumsum()))
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(len(sizes) for sizes in self.sizes)
+
+    def tile_of(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, Shape, Shape] | None:
+        """Of the tile that holds a box: its base, its shape, and the box's offsets within it."""
+        number, tile, within = 0, list(self.shape), list(offsets)
+        for dim, edges in enumerate(self.edges):
+            index = int(np.searchsorted(edges, offsets[dim], side="right")) - 1
+            if index >= self.counts[dim] or offsets[dim] + sizes[dim] > edges[index + 1]:
+                return None
+            number = number * self.counts[dim] + index
+            tile[dim], within[dim] = int(self.sizes[dim][index]), offsets[dim] - int(edges[index])
+        return int(self.bases[number]), tuple(tile), tuple(within)
+
+    def stored(self, start: int, end: int) -> Runs:
+        row = self.shape[self.last] * self.inner
+        prefix = np.arange(start // row, -(-end // row), dtype=np.int64)
+        number, within = np.zeros_like(prefix), np.zeros_like(prefix)
+        for dim, index in enumerate(np.unravel_index(prefix, self.shape[: self.last])):
+            tile = np.searchsorted(self.edges[dim], index, side="right") - 1
+            number = number * self.counts[dim] + tile
+            within = within * self.sizes[dim][tile] + index - self.edges[dim][tile]
+        count, widths = self.counts[self.last], self.sizes[self.last] * self.inner
+        bases = self.bases[:-1].reshape(-1, count)[number]
+        there = (bases + within[:, None] * widths).reshape(-1)
+        here = (prefix[:, None] * row + self.edges[self.last][:-1] * self.inner).reshape(-1)
+        return _clipped(here, np.tile(widths, len(prefix)), there, start, end)
+
+    def by_rows(self, start: int, end: int) -> Runs:
+        row = self.shape[self.last] * self.inner
+        found = []
+        for number in range(int(np.searchsorted(self.bases, start, side="right")) - 1, int(np.searchsorted(self.bases, end))):
+            tile = [int(i) for i in np.unravel_index(number, self.counts)]
+            sizes = [int(of[i]) for of, i in zip(self.sizes, tile, strict=True)]
+            offsets = [int(edges[i]) for edges, i in zip(self.edges, tile, strict=True)]
+            base, width = int(self.bases[number]), sizes[-1] * self.inner
+            first, last = max(start, base) - base, min(end, int(self.bases[number + 1])) - base
+            line = np.arange(first // width, -(-last // width), dtype=np.int64)
+            prefix = np.zeros_like(line)
+            for dim, index in enumerate(np.unravel_index(line, sizes[:-1])):
+                prefix = prefix * self.shape[dim] + index + offsets[dim]
+            there = prefix * row + offsets[-1] * self.inner
+            found.append(_clipped(base + line * width, np.full_like(line, width), there, start, end))
+        first_, length, at = (np.concatenate(column) for column in zip(*found, strict=True))
+        return first_, length, at
+
+
+def _clipped(here: np.ndarray, length: np.ndarray, there: np.ndarray, start: int, end: int) -> Runs:
+    """Runs that begin at ``here`` in one order and ``there`` in the other: what of them lies in ``[start, end)`` of the first."""
+    low, high = np.maximum(here, start), np.minimum(here + length, end)
+    kept = high > low
+    return (there + low - here)[kept], (high - low)[kept], (low - start)[kept]
+
+
+@lru_cache(maxsize=4096)
+def _grid(shape: Shape, tiling: Tiling) -> _Grid:
+    return _Grid(shape, tiling)
+
+
+def rows_of(shape: Shape, order: Tiling, held: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Intervals of an order as intervals by rows, in the order of ``held``."""
+    for start, end in held:
+        first, length, _ = order.by_rows(shape, start, end)
+        yield from zip(first.tolist(), (first + length).tolist(), strict=True)

@@ -1,0 +1,335 @@
+"""The order in which tensors are stored that are cut by columns: against torch's own indexing, element by element."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoint.checkpoint_support import bits, memory_folder, random_bits
+from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint.compare import diff
+from vescale_ray.checkpoint.manifest import ManifestError, decode, seal, unseal
+from vescale_ray.checkpoint.read_plan import Range, Segment
+from vescale_ray.checkpoint.tiling import MOST_TILES, ROWS, Runs, Tiling, between, rows_of
+from vescale_ray.geometry import boxes, intervals
+
+Parts = dict[int, list[int]]
+
+
+@st.composite
+def tiled(draw: st.DrawFn, count: int = 1) -> tuple[tuple[int, ...], list[Parts]]:
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=2, max_size=4)))
+    found = []
+    for _ in range(count):
+        parts: Parts = {}
+        for dim in range(1, len(shape)):
+            if draw(st.booleans()):
+                edges = sorted(draw(st.sets(st.integers(0, shape[dim]), max_size=3)) | {0, shape[dim]})
+                parts[dim] = [b - a for a, b in itertools.pairwise(edges)]
+        found.append(parts)
+    return shape, found
+
+
+def in_order(shape: tuple[int, ...], parts: Parts) -> torch.Tensor:
+    """The row-major index of each element in the order stored, tile by tile, by slicing a tensor of indices."""
+    whole = torch.arange(math.prod(shape)).view(shape)
+    edges = [[0, *itertools.accumulate(parts.get(d, [n]))] for d, n in enumerate(shape)]
+    tiles = itertools.product(*(itertools.pairwise(e) for e in edges))
+    return torch.cat([whole[tuple(slice(a, b) for a, b in tile)].reshape(-1) for tile in tiles])
+
+
+def gathered(source: torch.Tensor, runs: Runs) -> torch.Tensor:
+    out = torch.full((int(runs[1].sum()),), -1)
+    for first, length, at in zip(*(column.tolist() for column in runs), strict=True):
+        out[at : at + length] = source[first : first + length]
+    return out
+
+
+@given(tiled(), st.data())
+def test_every_range_is_found_where_slicing_puts_it(case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject) -> None:
+    shape, (parts,) = case
+    order, tiling = in_order(shape, parts), Tiling.of(shape, parts)
+    assert tiling.problem(shape) is None
+    numel = math.prod(shape)
+    start = data.draw(st.integers(0, numel))
+    end = data.draw(st.integers(start, numel))
+    assert torch.equal(gathered(order, tiling.stored(shape, start, end)), torch.arange(start, end))
+    assert torch.equal(gathered(torch.arange(numel), tiling.by_rows(shape, start, end)), order[start:end])
+    assert Tiling.from_json(tiling.to_json()) == tiling
+
+
+@given(tiled(2), st.data())
+def test_one_order_is_found_in_another(case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject) -> None:
+    shape, (one, other) = case
+    start = data.draw(st.integers(0, math.prod(shape)))
+    end = data.draw(st.integers(start, math.prod(shape)))
+    runs = between(shape, Tiling.of(shape, one), Tiling.of(shape, other), start, end)
+    assert torch.equal(gathered(in_order(shape, other), runs), in_order(shape, one)[start:end])
+
+
+@given(tiled(), st.data())
+def test_a_part_of_a_tile_is_as_few_intervals_as_it_is_by_rows_of_the_tile(case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject):
+    shape, (parts,) = case
+    edges = [[0, *itertools.accumulate(parts.get(d, [n]))] for d, n in enumerate(shape)]
+    tile = [data.draw(st.sampled_from(list(itertools.pairwise(e)))) for e in edges]
+    offsets, section = tuple(a for a, _ in tile), tuple(b - a for a, b in tile)
+    start = data.draw(st.integers(0, math.prod(section)))
+    end = data.draw(st.integers(start, math.prod(section)))
+    held = [(tuple(o + w for o, w in zip(offsets, within, strict=True)), sizes) for within, sizes in boxes(section, start, end)]
+    tiling = Tiling.of(shape, parts)
+    found = tiling.held(shape, held)
+    assert found is not None and len(found) <= 1
+    index = torch.arange(math.prod(shape)).view(shape)
+    wanted = [i for o, s in held for i in index[tuple(slice(a, a + n) for a, n in zip(o, s, strict=True))].reshape(-1).tolist()]
+    assert [int(i) for a, b in found for i in in_order(shape, parts)[a:b]] == wanted
+    assert [i for a, b in rows_of(shape, tiling, found) for i in range(a, b)] == wanted
+    assert intervals(shape, held) == _merged(rows_of(shape, tiling, found))
+
+
+def _merged(runs):  # type: ignore[no-untyped-def]
+    found: list[tuple[int, int]] = []
+    for start, end in runs:
+        found = [*found[:-1], (found[-1][0], end)] if found and found[-1][1] == start else [*found, (start, end)]
+    return found
+
+
+def test_what_is_no_cut_and_what_would_be_too_many_is_stored_by_rows() -> None:
+    assert Tiling.of((4, 6), {1: [6]}) == Tiling.of((1, 6), {1: [3, 3]}) == Tiling.of((4, 0), {1: [0, 0]}) == ROWS
+    assert Tiling.of((4, 6), {1: [0, 3, 3, 0]}) == Tiling(((1, ((3, 2),)),))
+    assert Tiling.of((2, MOST_TILES + 1), {1: [1] * (MOST_TILES + 1)}) == ROWS
+    assert Tiling.of((4, 6), {1: [3, 3]}).held((4, 6), [((0, 2), (4, 2))]) is None, "across two tiles"
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [((0, ((2, 2),)),), ((2, ((2, 2),)),), ((1, ((3, 1),)),), ((1, ()),), ((1, ((0, 2), (6, 1))),), ((1, ((3, 2),)), (1, ((3, 2),)))],
+)
+def test_tiles_that_fit_no_shape_are_known(cuts) -> None:  # type: ignore[no-untyped-def]
+    assert Tiling(cuts).problem((4, 6)) is not None
+
+
+@pytest.mark.parametrize("raw", [5, [1], [[1]], [[1, 5]], [[1, [[3]]]], [[1, [[3, 2.0]]]], [["1", [[3, 2]]]], [[True, [[3, 2]]]], {"a": 1}])
+def test_what_is_no_list_of_tiles_is_refused(raw) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match="tiles"):
+        Tiling.from_json(raw)
+
+
+def test_a_large_table_is_mapped_by_columns_of_numbers() -> None:
+    shape = (200_000, 64)
+    tiling = Tiling.of(shape, {1: [8] * 8})
+    first, length, at = tiling.stored(shape, 0, math.prod(shape))
+    assert len(first) == 1_600_000 and int(length.sum()) == math.prod(shape) and bool((np.diff(at) == 8).all())
+
+
+# ------------------------------------------------------------------------------------------------- saved, read, and compared
+
+
+def save_tiled(
+    root: Path, full: torch.Tensor, orders: list[Parts], cuts: list[int], *, step: int = 1, copied: bool = False, kind: str = "param"
+) -> ckpt.Commit:
+    """As many ranks as there are orders, each with its interval of the tensor in the order it names (the whole one if ``copied``); between
+    two tensors that are stored by rows."""
+    attempt, shape, votes = ckpt.new_attempt(), tuple(full.shape), []
+    flat, edges = full.reshape(-1), [0, *cuts, full.numel()]
+    for rank, parts in enumerate(orders):
+        start, end = (0, full.numel()) if copied else (edges[rank], edges[rank + 1])
+        data = flat[in_order(shape, parts)][start:end].clone()
+        side = torch.arange(3.0) + rank
+        votes.append(
+            ckpt.write_shard(
+                root,
+                attempt,
+                rank,
+                [
+                    ckpt.ShardPiece("a", "param", 3 * rank, 3 * rank + 3, (3 * len(orders),), torch.float32, side),
+                    ckpt.ShardPiece("w", "param", start, end, shape, full.dtype, data, copied, Tiling.of(shape, parts)),
+                    ckpt.ShardPiece("z", "param", 3 * rank, 3 * rank + 3, (3 * len(orders),), torch.float32, side),
+                ],
+                step=step,
+                epoch=0,
+                block_bytes=4096,
+            )
+        )
+    votes = [ckpt.Vote.from_json(vote.to_json()) for vote in votes]
+    return ckpt.commit(root, votes, step=step, epoch=0, attempt=attempt, world=len(orders), meta={})
+
+
+@settings(max_examples=60)
+@given(tiled(3), st.data())
+def test_what_is_saved_in_any_orders_is_read_in_any_order_bit_for_bit(
+    case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject
+) -> None:
+    """The ranks have counted alike, or each in its own way: then the tensor is stored by rows."""
+    shape, (one, other, third) = case
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.int64]))
+    full = random_bits(shape, dtype, data.draw(st.integers(0, 99)))
+    orders = [one, other] if data.draw(st.booleans()) else [one, one]
+    whole = {1} if orders == [one, one] else {}
+    # Intervals of two orders tile a tensor only where one of them is all of it.
+    cut = data.draw(st.integers(0, full.numel())) if whole else data.draw(st.sampled_from([0, full.numel()]))
+    with memory_folder() as folder:
+        save_tiled(folder, full, orders, [cut])
+        checkpoint = ckpt.open(folder)
+        assert bits(checkpoint.read("w")) == bits(full)
+        start = data.draw(st.integers(0, full.numel()))
+        end = data.draw(st.integers(start, full.numel()))
+        assert bits(checkpoint.read_range("w", start, end)) == bits(full.reshape(-1)[start:end])
+        out = torch.zeros(end - start, dtype=dtype)
+        plan = checkpoint.read_ranges([Range("w", "param", start, end, out, Tiling.of(shape, third))])
+        assert bits(out) == bits(full.reshape(-1)[in_order(shape, third)][start:end])
+        assert plan.needed == (end - start) * dtype.itemsize
+        if dtype == torch.float32:
+            wide = torch.zeros(end - start, dtype=torch.float64)
+            checkpoint.read_ranges([("w", "param", start, end, wide)], cast=True)
+            assert torch.equal(wide.nan_to_num(7), full.reshape(-1)[start:end].double().nan_to_num(7))
+
+
+def test_ranks_that_count_in_two_orders_are_stored_by_rows_and_lose_nothing(tmp_path: Path) -> None:
+    full = random_bits((6, 8), torch.float32, 1)
+    # The first has the left half by tiles, the second the right half by rows, one interval for each.
+    attempt, votes, halves = ckpt.new_attempt(), [], Tiling.of((6, 8), {1: [4, 4]})
+    left = [ckpt.ShardPiece("w", "param", 0, 24, (6, 8), torch.float32, full[:, :4].reshape(-1), tiling=halves)]
+    right = [ckpt.ShardPiece("w", "param", 8 * r + 4, 8 * r + 8, (6, 8), torch.float32, full[r, 4:].clone()) for r in range(6)]
+    for rank, pieces in enumerate((left, right)):
+        votes.append(ckpt.write_shard(tmp_path, attempt, rank, pieces, step=1, epoch=0))
+    ckpt.commit(tmp_path, votes, step=1, epoch=0, attempt=attempt, world=2, meta={})
+    checkpoint = ckpt.open(tmp_path)
+    assert bits(checkpoint.read("w")) == bits(full) and checkpoint.manifest.by_name["w"].tiling == ROWS
+    assert json.loads(unseal(Path(checkpoint.commit.path).read_bytes())[0])["format"] == "rcp/1"
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("equal", [True, False])
+def test_copies_are_compared_in_whatever_order_they_were_counted(tmp_path: Path, same: bool, equal: bool) -> None:
+    full = random_bits((6, 8), torch.int64, 2)
+    orders: list[Parts] = [{1: [4, 4]}, {1: [4, 4]} if same else {1: [2, 6]}]
+    if equal:
+        save_tiled(tmp_path, full, orders, [], copied=True)
+        assert bits(ckpt.open(tmp_path).read("w")) == bits(full)
+        return
+    attempt, votes = ckpt.new_attempt(), []
+    for rank, parts in enumerate(orders):
+        data = (full + rank * (torch.arange(48).view(6, 8) == 29)).reshape(-1)[in_order((6, 8), parts)]
+        piece = ckpt.ShardPiece("w", "param", 0, 48, (6, 8), torch.int64, data, True, Tiling.of((6, 8), parts))
+        votes.append(ckpt.write_shard(tmp_path, attempt, rank, [piece], step=1, epoch=0))
+    with pytest.raises(ckpt.CommitRefused, match="both hold elements"):
+        ckpt.commit(tmp_path, votes, step=1, epoch=0, attempt=attempt, world=2, meta={})
+
+
+def test_a_stranger_can_read_tiles_with_the_manifest_alone(tmp_path: Path) -> None:
+    """docs/checkpoint-format.md, followed with json, numpy and hashlib only: section 2, tiles."""
+    full = random_bits((5, 7, 6), torch.int32, 3)
+    save_tiled(tmp_path, full, [{1: [3, 4], 2: [2, 2, 2]}] * 3, [60, 100])
+    raw = next(tmp_path.glob("commits/*.json")).read_bytes()
+    assert hashlib.sha256(raw[:-65]).hexdigest().encode() == raw[-65:-1]
+    manifest = json.loads(raw[:-65])
+    assert manifest["format"] == "rcp/2"
+    entry = next(t for t in manifest["tensors"] if t["fqn"] == "w")
+    columns = manifest["groups"][entry["group"]]["kinds"][0]
+    stored = np.zeros(entry["numel"], np.int32)
+    for start, end, obj, offset in zip(columns["start"], columns["end"], columns["object"], columns["offset"], strict=True):
+        low, high = max(start, entry["base"]), min(end, entry["base"] + entry["numel"])
+        data = Path(tmp_path, manifest["objects"][obj]["key"]).read_bytes()[offset : offset + (end - start) * 4]
+        if low < high:
+            stored[low - entry["base"] : high - entry["base"]] = np.frombuffer(data, np.int32)[low - start : high - start]
+    sizes = {dim: [size for size, count in runs for _ in range(count)] for dim, runs in entry["tiles"]}
+    whole, position = np.zeros(entry["shape"], np.int32), 0
+    edges = [[0, *itertools.accumulate(sizes.get(dim, [n]))] for dim, n in enumerate(entry["shape"])]
+    for tile in itertools.product(*(itertools.pairwise(e) for e in edges)):
+        box = tuple(slice(a, b) for a, b in tile)
+        count = whole[box].size
+        whole[box] = stored[position : position + count].reshape(whole[box].shape)
+        position += count
+    assert np.array_equal(whole, full.numpy())
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        [[1, [[2, 2]]]],
+        [[0, [[3, 2]]]],
+        [[5, [[4, 2]]]],
+        [[1, [[4, 1 << 61]]]],
+        [[1, [[-4, 2], [16, 1]]]],
+        [[1, [["4", 2]]]],
+        [[1]],
+        7,
+        {"1": 2},
+        "",
+        None,
+    ],
+)
+def test_tiles_that_contradict_a_tensor_are_refused(tmp_path: Path, tiles: object) -> None:
+    commit = save_tiled(tmp_path, random_bits((6, 8), torch.float32, 4), [{1: [4, 4]}] * 2, [24])
+    document = json.loads(unseal(Path(commit.path).read_bytes())[0])
+    next(t for t in document["tensors"] if t["fqn"] == "w")["tiles"] = tiles
+    with pytest.raises(ManifestError, match="tiles"):
+        decode(seal(json.dumps(document).encode()))
+
+
+def test_a_tensor_cut_in_columns_costs_one_interval_for_each_rank(tmp_path: Path) -> None:
+    full = random_bits((2048, 64), torch.bfloat16, 5)
+    save_tiled(tmp_path, full, [{1: [8] * 8}] * 8, [k * 2048 * 8 for k in range(1, 8)])
+    checkpoint = ckpt.open(tmp_path)
+    (extents,) = checkpoint.manifest.groups[checkpoint.manifest.by_name["w"].group].kinds
+    assert len(extents.start) == 8
+    # Read by rows it has 16384 parts, all in one run of each object, and they are copied together.
+    plan = checkpoint.read_ranges([("w", "param", 0, full.numel(), torch.zeros(full.numel(), dtype=full.dtype))])
+    assert plan.runs == plan.requests == 8
+    assert sum(len(segment.copies) for segment in plan.segments) == 2048 * 8
+    assert [len(list(segment.blocks())) for segment in plan.segments] == [1] * 8
+
+
+def test_two_checkpoints_of_tiles_are_compared_by_blocks_where_they_lie_alike(tmp_path: Path) -> None:
+    full = random_bits((64, 64), torch.int32, 6)
+    one, same, rows, other = (tmp_path / name for name in ("one", "same", "rows", "other"))
+    changed = full.clone()
+    changed[17, 40] += 1
+    save_tiled(one, full, [{1: [32, 32]}] * 2, [2048])
+    save_tiled(same, full, [{1: [32, 32]}] * 2, [2048])
+    save_tiled(rows, full, [{}] * 2, [2048])
+    save_tiled(other, changed, [{1: [32, 32]}] * 2, [2048])
+    by_blocks, read = diff(ckpt.open(one), ckpt.open(same)), diff(ckpt.open(one), ckpt.open(rows))
+    assert by_blocks.equal and not by_blocks.bytes_read and read.equal and read.bytes_read >= 2 * 64 * 64 * 4
+    (found,) = diff(ckpt.open(one), ckpt.open(other)).changed
+    assert (found.name, found.differing) == ("w", 1)
+
+
+def test_damage_in_a_tile_is_named_by_its_tensor(tmp_path: Path) -> None:
+    full = random_bits((64, 64), torch.int32, 7)
+    save_tiled(tmp_path, full, [{1: [32, 32]}] * 2, [2048])
+    path = sorted(tmp_path.glob("data/*/r00001.safetensors"))[0]
+    raw = bytearray(path.read_bytes())
+    position = raw.find(full[3, 32:64].numpy().tobytes())
+    raw[position + 5] ^= 4
+    path.write_bytes(raw)
+    with pytest.raises(ckpt.CheckpointCorrupt, match="holds w"):
+        ckpt.open(tmp_path).read("w")
+
+
+# ----------------------------------------------------------------------------------------------------- copies, put together
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1), st.integers(0, 3), st.integers(1, 2)), max_size=12))
+def test_blocks_are_the_copies_in_their_order_each_once(steps: list[tuple[int, int, int, int]]) -> None:
+    """Rows that go on evenly, and others between them."""
+    rows, source, target = [], 0, 0
+    for gap, request, way, size in steps:
+        source, target = source + gap, target + (way - 1) * 2
+        rows.append((source, request, max(0, target), size))
+    segment = Segment(0, 0, 4096, np.array(rows, np.int64).reshape(-1, 4))
+    found = [
+        (b.source + i * b.source_step, b.request, b.target + i * b.target_step, b.bytes) for b in segment.blocks() for i in range(b.times)
+    ]
+    assert found == rows
+    assert replace(segment, bytes=1).bytes == 1
