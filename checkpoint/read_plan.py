@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -171,8 +172,9 @@ def _solid(rows: np.ndarray) -> list[tuple[int, int, int, int, int]]:
         return []
     found = []
     ends = rows[:, 1] + rows[:, 2]
-    for index in np.unique(rows[:, 0]).tolist():
-        low, high = (int(np.searchsorted(rows[:, 0], index, side=side)) for side in ("left", "right"))
+    changes = [0, *(np.flatnonzero(np.diff(rows[:, 0])) + 1).tolist(), len(rows)]
+    for low, high in pairwise(changes):
+        index = int(rows[low, 0])
         reach = np.maximum.accumulate(ends[low:high])  # not each one's end: one asked for before may hold it whole
         edges = [0, *(np.flatnonzero(rows[low + 1 : high, 1] > reach[:-1]) + 1).tolist(), high - low]
         firsts, lasts = rows[low + np.array(edges[:-1]), 1].tolist(), reach[np.array(edges[1:]) - 1].tolist()

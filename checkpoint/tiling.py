@@ -123,6 +123,8 @@ def between(shape: Shape, order: Tiling, other: Tiling, start: int, end: int) ->
     """Where elements ``[start, end)`` of one order are in another."""
     if order == other or start == end:
         return _one(start, end)
+    if not order.cuts:
+        return other.stored(shape, start, end)
     first, length, at = order.by_rows(shape, start, end)
     if not other.cuts:
         return first, length, at
@@ -216,7 +218,7 @@ def _clipped(here: np.ndarray, length: np.ndarray, there: np.ndarray, start: int
     return (there + low - here)[kept], (high - low)[kept], (low - start)[kept]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def _grid(shape: Shape, tiling: Tiling) -> _Grid:
     return _Grid(shape, tiling)
 
