@@ -59,6 +59,11 @@ class Tiling:
         in_rows = not math.prod(shape) or len(cuts) == 1 and math.prod(shape[: cuts[0][0]]) == 1
         return ROWS if in_rows or found.tiles > MOST_TILES else found
 
+    @staticmethod
+    def around(shape: Sequence[int], box: Box) -> Tiling:
+        """The order in which a box is a tile, or rows of one: one interval, or few."""
+        return Tiling.of(shape, {d: [o, n, shape[d] - o - n] for d, (o, n) in enumerate(zip(*box, strict=True)) if d})
+
     @property
     def tiles(self) -> int:
         return math.prod(sum(count for _, count in sizes) for _, sizes in self.cuts)
@@ -80,6 +85,8 @@ class Tiling:
         grid = _grid(shape, self)
         found: list[tuple[int, int]] = []
         for offsets, sizes in boxes:
+            if not math.prod(sizes):
+                continue
             place = grid.tile_of(offsets, sizes)
             if place is None:
                 return None

@@ -96,6 +96,18 @@ def test_a_part_of_a_tile_is_as_few_intervals_as_it_is_by_rows_of_the_tile(case:
     assert intervals(shape, held) == _merged(rows_of(shape, tiling, found))
 
 
+@given(tiled(), st.data())
+def test_a_box_is_one_interval_of_the_order_around_it(case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject) -> None:
+    shape, _ = case
+    offsets = tuple(data.draw(st.integers(0, n)) for n in shape)
+    sizes = tuple(data.draw(st.integers(0, n - o)) for n, o in zip(shape, offsets, strict=True))
+    tiling = Tiling.around(shape, (offsets, sizes))
+    found = tiling.held(shape, [(offsets, sizes)])
+    assert found is not None and len(found) == (1 if math.prod(sizes) else 0)
+    box = torch.arange(math.prod(shape)).view(shape)[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+    assert [i for a, b in rows_of(shape, tiling, found) for i in range(a, b)] == box.reshape(-1).tolist()
+
+
 def _merged(runs):  # type: ignore[no-untyped-def]
     found: list[tuple[int, int]] = []
     for start, end in runs:
