@@ -22,6 +22,10 @@ GAP_BYTES = 1 << 20
 a request costs as much time as 0.1 MB of a local disk, 1 to 5 MB of an object store."""
 
 
+_FEW = 4
+"""Copies of a segment are not looked at for what they have in common."""
+
+
 class Range(NamedTuple):
     """Elements ``[start, end)`` of one kind of a tensor go to the flat tensor ``out``. ``tiling``: the order in which they are counted."""
 
@@ -59,20 +63,25 @@ class Segment:
         """The copies, those that are evenly spaced put together."""
         copies = self.copies
         count = len(copies)
+        if count < _FEW:
+            for source, request, target, size in copies.tolist():
+                yield Block(request, source, target, size, 1, size, size)
+            return
         steps = np.diff(copies, axis=0)
         # One goes on from the one before where request and size are the same, and it lies behind it on both sides.
         goes_on = (steps[:, 1] == 0) & (steps[:, 3] == 0) & (steps[:, 0] >= 0) & (steps[:, 2] >= copies[1:, 3])
-        changes = np.flatnonzero((steps[1:, [0, 2]] != steps[:-1, [0, 2]]).any(1) | ~goes_on[1:] | ~goes_on[:-1]) + 1
-        stops = iter((*changes.tolist(), count - 1))
+        changes = (steps[1:, [0, 2]] != steps[:-1, [0, 2]]).any(1) | ~goes_on[1:] | ~goes_on[:-1]
+        stops = iter((*(np.flatnonzero(changes) + 1).tolist(), count - 1))
+        on, rows = goes_on.tolist(), copies.tolist()
         first = 0
         while first < count:
-            source, request, target, size = copies[first].tolist()
-            # Steps[i] is between copies i and i + 1: equal ones from ``first`` on reach up to copy ``last``.
+            source, request, target, size = rows[first]
+            # Step i is between copies i and i + 1: equal ones from ``first`` on reach up to copy ``last``.
             last = first
-            if first < count - 1 and goes_on[first]:
+            if first < count - 1 and on[first]:
                 last = next((stop for stop in stops if stop > first), count - 1)
-            step = steps[first].tolist() if last > first else (size, 0, size, 0)
-            yield Block(request, source, target, size, last - first + 1, step[0], step[2])
+            following = rows[first + 1] if last > first else (source + size, 0, target + size)
+            yield Block(request, source, target, size, last - first + 1, following[0] - source, following[2] - target)
             first = last + 1
 
 
