@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed.fsdp
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -115,6 +117,40 @@ def experts_apart(rank: int, world: int, replicas: int) -> None:
 @pytest.mark.parametrize(("world", "replicas"), [(4, 1), (8, 2)])
 def test_parameters_of_one_unit_may_be_sharded_over_different_ranks(world: int, replicas: int) -> None:
     run_threads(world, experts_apart, replicas)
+
+
+def plainly_placed(rank: int, world: int) -> None:
+    ours = sharded(shard_placement_fn=lambda param: Shard(0))
+    ours(batch(rank)).sum().backward()
+    values = {name: full(p).detach() for name, p in ours.named_parameters()}
+    buffer = io.BytesIO()
+    torch.save(ours.state_dict(), buffer)
+    buffer.seek(0)
+    ways = {
+        "saved": torch.load(buffer, weights_only=True),
+        "copied": copy.deepcopy(ours.state_dict()),
+        "staged": StateDictStager().stage(ours.state_dict()),
+        "got": get_model_state_dict(ours),
+    }
+    for what, state in ways.items():
+        assert state.keys() == values.keys()
+        for name, value in state.items():
+            assert type(value) is DTensor and value.placements == (Shard(0),), (what, name)
+            assert torch.equal(value.full_tensor(), values[name]), (what, name)
+    # What the state holds are the shards themselves, as ever.
+    with torch.no_grad():
+        for value in ours.state_dict().values():
+            value.to_local().mul_(2)
+    assert all(torch.equal(full(p), 2 * values[name]) for name, p in ours.named_parameters())
+    whole = get_model_state_dict(ours, options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(ours, {name: value / 2 for name, value in whole.items()}, options=StateDictOptions(full_state_dict=True))
+    ours.load_state_dict(ways["saved"])
+    assert all(torch.equal(full(p), values[name]) for name, p in ours.named_parameters())
+    ours(batch(rank)).sum().backward()
+
+
+def test_the_state_of_parameters_with_plain_placements_is_saved_copied_and_staged_as_torchs() -> None:
+    run_gloo(2, plainly_placed)
 
 
 def misplaced(rank: int, world: int) -> None:

@@ -17,12 +17,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
+from vescale_ray.dtensor_spec import enclose
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.group import Group, Retain, plan_groups
 from vescale_ray.fsdp.hooked import HookedGroup, has_gather_hooks
 from vescale_ray.fsdp.linear import adopt_linear
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
-from vescale_ray.fsdp.parameters import Owner, Parallel, Source
+from vescale_ray.fsdp.parameters import Owner, Parallel, Source, local_of
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.schedule import Lanes, unit_of
 from vescale_ray.fsdp.sharding import Sharding, flattened, plan_sharding
@@ -457,6 +458,13 @@ def _hook_state_dict(unit: Unit, groups: list[Group]) -> None:
     def before_save(*_: Any) -> None:
         to_sharded("saved")
 
+    def after_save(module: nn.Module, saved: dict[str, Any], prefix: str, *_: Any) -> None:
+        # What detach() makes of a DTensor whose local part looks into a buffer says that it has memory, where that part's offset is.
+        for name in module._parameters:
+            value = saved.get(prefix + name)
+            if type(value) is DTensor and value.storage_offset():
+                saved[prefix + name] = enclose(DTensor, local_of(value), value._spec)
+
     def before_load(*_: Any) -> None:
         owner = to_sharded("loaded")
         if owner is not None and owner.schedule is not None and owner.schedule.running:
@@ -475,5 +483,6 @@ def _hook_state_dict(unit: Unit, groups: list[Group]) -> None:
 
     for holder in holders.values():
         holder.register_state_dict_pre_hook(before_save)
+        holder.register_state_dict_post_hook(after_save)
         holder.register_load_state_dict_pre_hook(before_load)
         holder.register_load_state_dict_post_hook(after_load)
