@@ -144,14 +144,16 @@ def _train(config: RunConfig, schedule: Sequence[ScheduledAction] = ()) -> tuple
     from vescale_ray.progress import Progress
     from vescale_ray.runfolder import RunFolder
 
-    config = preflight.absolute(config)  # so that config.yaml means the same from any folder
-    folder = RunFolder(config.run_folder).create()
-    resume = f"vescale-ray train {report.shown(folder.config_path)}"
-    with folder.claim(), _written_config(folder, config.to_yaml()):
+    foreseen = preflight.foresee(config)  # before there is a folder
+    config = foreseen.config  # with absolute paths, so that config.yaml means the same from any folder
+    folder = RunFolder(config.run_folder)
+    new = not folder.path.exists()
+    resume = f"vescale-ray train {report.shown(folder.create().config_path)}"
+    with folder.claim(), _written_config(folder, config.to_yaml(), new):
         starting = f"starting {config.elastic.workers} workers: {config.train.steps} steps, folder {report.shown(folder.path)}"
         try:
             with Progress(folder, config.train.steps, config.metrics.interval_s):
-                result = driver.run(config, schedule=schedule, on_ready=lambda: click.echo(starting))
+                result = driver.run(config, schedule=schedule, on_ready=lambda: click.echo(starting), foreseen=foreseen)
         except KeyboardInterrupt:
             return _fail(f"interrupted twice: no last checkpoint; nothing is left running; resume with: {resume}", INTERRUPTED), None
     for warning in result.warnings:
@@ -174,8 +176,9 @@ def _train(config: RunConfig, schedule: Sequence[ScheduledAction] = ()) -> tuple
 
 
 @contextmanager
-def _written_config(folder: RunFolder, text: str) -> Iterator[None]:
-    """Put ``text`` in the folder's config.yaml; what was there comes back if it turns out that the run can't begin with it."""
+def _written_config(folder: RunFolder, text: str, new: bool) -> Iterator[None]:
+    """Put ``text`` in the folder's config.yaml; what was there comes back if it turns out that the run can't begin with it, and a ``new``
+    folder goes."""
     before = folder.config_path.read_text(encoding="utf-8") if folder.config_path.is_file() else None
     folder.write_config(text)
     try:
@@ -183,6 +186,8 @@ def _written_config(folder: RunFolder, text: str) -> Iterator[None]:
     except BadInput:
         if before is None:
             folder.config_path.unlink(missing_ok=True)
+            if new:
+                folder.discard()
         else:
             folder.write_config(before)
         raise

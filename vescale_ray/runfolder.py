@@ -79,6 +79,17 @@ class RunFolder:
             raise RunFolderError(f"{self.path}: can't be written ({error.strerror}); set run.dir to a folder that can") from None
         return self
 
+    def discard(self) -> None:
+        """Remove a folder in which no run has begun; one that holds anything but the lock and an empty ``checkpoints/`` stays."""
+        try:
+            if self.checkpoints.is_dir():
+                self.checkpoints.rmdir()
+            if {path.name for path in self.path.iterdir()} <= {"lock"}:
+                (self.path / "lock").unlink(missing_ok=True)
+                self.path.rmdir()
+        except OSError:
+            pass  # something is in it: it is somebody's
+
     def claim(self) -> IO[str]:
         """Take the run for this process: two runs in one folder would mix their lines. Held until the file returned is closed
         or the process ends, however it ends (a lock of the kernel's).

@@ -356,12 +356,19 @@ def test_a_corpus_that_is_empty_or_missing_is_refused(elsewhere: Path, capsys: p
     (elsewhere / "empty").mkdir()
     assert "is empty; give a file or folder that holds text" in refused(capsys, "data.corpus=empty")
     assert "no such file or folder" in refused(capsys, "data.corpus=missing")
+    assert not (elsewhere / "runs").exists(), "nothing was made"
 
 
 def test_an_output_folder_that_can_not_be_written_is_refused(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (elsewhere / "file").write_text("")
     assert "can't be written" in refused(capsys, "run.dir=file/runs")
     assert "can't be written" in refused(capsys, "checkpoint.dir=file/checkpoints")
+    assert not (elsewhere / "runs" / "x").exists(), "what was made for a run that did not begin is gone"
+    kept = elsewhere / "runs" / "x" / "notes.txt"
+    kept.parent.mkdir()
+    kept.write_text("mine")
+    refused(capsys, "checkpoint.dir=file/checkpoints")
+    assert kept.read_text() == "mine"
 
 
 def test_the_checkpoints_of_another_model_are_refused_and_the_runs_configuration_stays(
@@ -376,8 +383,9 @@ def test_the_checkpoints_of_another_model_are_refused_and_the_runs_configuration
     assert not (elsewhere / "runs" / "y" / "config.yaml").exists()
 
 
-def test_a_model_factory_that_can_not_be_imported_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_factory_that_can_not_be_imported_is_refused(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "model.factory = no.such:thing" in refused(capsys, "model.factory=no.such:thing")
+    assert not (elsewhere / "runs").exists()
 
 
 def test_a_run_that_must_resume_and_can_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
