@@ -74,9 +74,10 @@ class Ledger:
 
     Args:
         epoch: how often the controller was started; 1 for the first time.
+        ray_session: name of the Ray that it is on, as Ray's own metrics have it; empty: not known.
     """
 
-    def __init__(self, folder: RunFolder, config: RunConfig, run_id: str, driver_pid: int, epoch: int) -> None:
+    def __init__(self, folder: RunFolder, config: RunConfig, run_id: str, driver_pid: int, epoch: int, ray_session: str = "") -> None:
         self.folder = folder
         self.state = RunState.PENDING
         self.world: World | None = None
@@ -100,6 +101,8 @@ class Ledger:
         self.last_save: SaveResult | None = None
         self._config, self._run_id, self._pid, self._epoch = config, run_id, driver_pid, epoch
         self._about = {"model": config.model.factory or config.model.kind, **versions()}
+        if ray_session:
+            self._about["ray_session"] = ray_session
         self._started = time.time()
         self.goodput = Goodput.beginning(self._started)
         self._waiting: deque[Callable[[], None]] = deque()
