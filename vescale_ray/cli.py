@@ -368,19 +368,24 @@ def doctor(file: str | None, overrides: tuple[str, ...], as_json: bool) -> int:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def ls(runs: str, as_json: bool) -> int:
     """List the runs under RUNS (default ./runs), the newest last."""
-    from vescale_ray.runfolder import list_runs
+    from vescale_ray.runfolder import RunFolderError, list_runs
 
     if not Path(runs).is_dir() and runs != "runs":
         raise BadInput(f"{runs}: no such folder")
+    code = OK
     for folder in list_runs(runs):
-        state = folder.read_state() or {}
+        try:
+            state = folder.read_state() or {}
+        except (RunFolderError, OSError) as error:  # one that is damaged hides no other
+            state = {"state": "UNREADABLE", "error": _one_line(error)}
+            code = _fail(_one_line(error), FAILED)
         if as_json:
             click.echo(json.dumps({"folder": str(folder.path), **state}))
             continue
         started = state.get("started")
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if isinstance(started, (int, float)) else "-"
         click.echo(f"{when:<16}  {state.get('state', 'NEW'):<13}  {state.get('step', 0)}/{state.get('steps', '?')} steps  {folder.path}")
-    return OK
+    return code
 
 
 # --------------------------------------------------------------------------------------------------------------- capacity

@@ -132,7 +132,7 @@ def test_a_run_that_was_started_again_at_another_address_is_one_run(tmp_path: Pa
     some = [{"metric": {}, "values": [[1, "1"]]}]
     monkeypatch.setattr(dash.prometheus, "ask", lambda url, what, query: queries.append(query["query"]) or {"result": some})
     dash.from_prometheus("http://x", "r", 1.0)
-    assert len(queries) > len(board) + 15 and 'vescale_tokens_per_second{run="a\\"b\\\\"}' in "".join(queries)
+    assert len(queries) > len(board) + 15 and 'vescale_step{run="a\\"b\\\\"}' in "".join(queries)
     assert not refused(queries, tmp_path)
     assert "duplicate series" in refused(["rate(vescale_tokens_total[10m]) / on (run) rate(vescale_steps_total[10m])"], tmp_path)
 
