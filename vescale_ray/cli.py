@@ -228,10 +228,14 @@ def status(run_folder: str | None, as_json: bool) -> int:
     if note is not None:
         click.echo(note)
         if merged.get("error"):
-            click.echo(f"error: {' '.join(str(merged['error']).split())}")
+            from vescale_ray.report import one_line
+
+            click.echo(f"error: {one_line(merged['error'])}")
         return OK
-    loss = "none yet" if merged.get("loss") is None else f"{merged['loss']:.3f} ({merged.get('bpb') or 0:.2f} bits/byte)"
-    click.echo(f"{merged.get('run')}: {merged.get('state')}, step {merged.get('step')} of {merged.get('steps')}, loss {loss}")
+    from vescale_ray.report import goodput_line, loss_words
+
+    where = f"{merged.get('state')}, step {merged.get('step')} of {merged.get('steps')}"
+    click.echo(f"{merged.get('run')}: {where}, loss {loss_words(merged)}")
     spares = f", {merged.get('spares')} of {merged['spares_target']} spares" if merged.get("spares_target") else ""
     speed = f"{merged.get('tokens_per_second') or 0:,.0f} tokens/s"
     click.echo(f"workers {merged.get('world')}{spares}, generation {merged.get('generation')}, {speed}")
@@ -242,8 +246,6 @@ def status(run_folder: str | None, as_json: bool) -> int:
             f"{slow['since_step']}" + (f", and does {slots} of {sum(merged['slots'].values())} slots" if slots else "")
         )
     if merged.get("goodput"):
-        from vescale_ray.report import goodput_line
-
         click.echo(f"time: {goodput_line(merged['goodput'])}")
     if merged.get("checkpoint_step") is not None:
         click.echo(f"newest checkpoint: step {merged['checkpoint_step']}")
@@ -267,6 +269,9 @@ def top(run_folder: str | None, interval: float, once: bool) -> int:
 
     from vescale_ray import client
     from vescale_ray import top as screen
+
+    if not interval < 86_400:
+        raise BadInput(f"--interval {interval:g}: give seconds, less than a day")
 
     try:
         end = screen.show(_folder(run_folder), interval, Console(), once=once)

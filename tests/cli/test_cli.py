@@ -142,6 +142,8 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["status", "nowhere"], "nowhere: is not a run's folder"),
         (["stop"], "holds no run"),
         (["rescale", "2"], "holds no run"),
+        (["top", "--interval", "nan"], "--interval nan: give seconds, less than a day"),
+        (["top", "--interval", "inf"], "--interval inf: give seconds"),
         (["ls", "nowhere"], "nowhere: no such folder"),
         (["ckpt", "ls", "nowhere"], "no such folder of checkpoints"),
         (["ckpt", "verify"], "holds no run"),
@@ -198,6 +200,15 @@ def test_status_shows_a_living_run(alive: Controller, capsys: pytest.CaptureFixt
     assert code == 0
     assert "live: RUNNING, step 12 of 50, loss 2.000 (2.88 bits/byte)" in out  # the server's figures, not run.json's
     assert "workers 3, generation 2, 5,000 tokens/s" in out and f"{alive.server.url()}/metrics" in out
+
+
+def test_a_loss_that_is_no_number_is_not_one_that_is_not_known_yet(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
+    alive.snapshot = replace(alive.snapshot, loss=float("nan"), bpb=float("nan"))
+    for command in (["status"], ["top", "--once"]):
+        assert "not a finite number" in said(capsys, *command)[1]
+    alive.snapshot = replace(alive.snapshot, loss=None, bpb=None, tokens_per_second=None)
+    for command in (["status"], ["top", "--once"]):
+        assert "none yet" in said(capsys, *command)[1]
 
 
 def test_status_shows_the_newest_checkpoint_and_the_interval_that_was_chosen(
