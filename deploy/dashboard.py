@@ -145,7 +145,7 @@ def _annotations() -> list[dict[str, Any]]:
             "enable": True,
             "hide": False,
             "iconColor": "#ff9830",
-            "target": {"refId": "rescales", "expr": f"changes(vescale_generation{{{RUN}}}[$__interval]) > 0"},
+            "target": {"refId": "rescales", "expr": f"changes(vescale_generation{{{RUN}}}[$__rate_interval]) > 0"},
             "titleFormat": "{{run}}: other workers",
         }
     ]

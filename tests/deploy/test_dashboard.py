@@ -137,6 +137,12 @@ def test_a_run_that_was_started_again_at_another_address_is_one_run(tmp_path: Pa
     assert "duplicate series" in refused(["rate(vescale_tokens_total[10m]) / on (run) rate(vescale_steps_total[10m])"], tmp_path)
 
 
+def test_no_range_may_hold_a_single_scrape() -> None:
+    """Grafana's $__interval may be as short as one: a rate or a change of that has no answer. $__rate_interval is four at least."""
+    assert not [where for where, expr in expressions().items() if "[$__interval]" in expr]
+    assert "[$__rate_interval]" in expressions()["annotation Rescales"]
+
+
 def test_what_is_asked_of_the_present_alone_is_told_of_runs_that_have_ended_too() -> None:
     for panel in PANELS:
         for target in panel["targets"]:
