@@ -29,7 +29,7 @@ from vescale_ray.controller.hang import HangWatch
 from vescale_ray.controller.hang_report import end_hung
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.laggards import Laggards
-from vescale_ray.controller.ledger import Ledger, Shift
+from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo, Memos
 from vescale_ray.controller.protocol import (
     Ending,
@@ -41,6 +41,7 @@ from vescale_ray.controller.protocol import (
     check_transition,
 )
 from vescale_ray.controller.saves import Saves
+from vescale_ray.controller.shifts import Shift
 from vescale_ray.controller.steering import Steering
 from vescale_ray.workers.messages import (
     Damaged,
@@ -592,7 +593,8 @@ class Conductor:
         self.desk.heed()
         members = ledger.world.members if ledger.world else ()
         reports = {rank: self._crew.report(worker) for rank, worker in enumerate(members)}
-        ledger.draining, ledger.pending = len(self._steering.leaving(members)), self._saves.pending
+        ledger.draining = len(self._steering.leaving(members))
+        ledger.saving(self._saves.pending)
         nodes = [info.node if (info := ledger.known.get(worker)) is not None else "" for worker in members]
         ledger.unprotected = policy.unprotected(nodes, copies=self._config.elastic.snapshot_every > 0)
         ledger.publish({rank: (self._crew.info(members[rank]), r.memory) for rank, r in reports.items() if r is not None})

@@ -64,7 +64,8 @@ class Controller:
             done = 0 if config.checkpoint.resume == "never" else max(folder.last_step(), memo.high if memo else 0, memo.done if memo else 0)
             memo = Memo(spec.run_id, first, target=config.elastic.workers, done=done)
         memo = replace(memo, epoch=memo.epoch + 1)
-        self._ledger = Ledger(folder, config, spec.run_id, spec.driver_pid, memo.epoch)
+        session = ray.get_runtime_context().get_session_name()
+        self._ledger = Ledger(folder, config, spec.run_id, spec.driver_pid, memo.epoch, session)
         self._ledger.target = memo.target
         self._ledger.begin_from(spec.source, memo.done)
         self._books = threading.Event()

@@ -74,7 +74,8 @@ def examine(config: RunConfig | None) -> Iterator[Finding]:
         try:
             yield check()
         except Exception as error:
-            yield Finding(name, "fail", f"could not be looked at: {type(error).__name__}: {' '.join(str(error).split())}")
+            said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            yield Finding(name, "fail", f"could not be looked at: {said}", "a fault of this check; please report it with this line")
 
 
 def python() -> Finding:
@@ -220,7 +221,10 @@ def storage(root: str) -> Finding:
     from vescale_ray.checkpoint.store import store_of
 
     key = f"attempts/doctor-{uuid.uuid4().hex}/probe.json"
-    store = store_of(root)
+    try:
+        store = store_of(root)
+    except (OSError, ValueError) as error:
+        return Finding("storage", "fail", _said(error), "set checkpoint.dir to a folder, or to a URL that checkpoints can be written to")
     folders = [] if "://" in root else [Path(root, key).absolute().parent, *Path(root, key).absolute().parent.parents]
     made = [folder for folder in folders if not folder.exists()]
     try:

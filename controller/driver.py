@@ -21,9 +21,10 @@ from types import FrameType
 from typing import Any
 
 from vescale_ray.config import RunConfig
+from vescale_ray.controller.farewell import FAREWELL_S, patience_s
 from vescale_ray.controller.goodput import Goodput
 from vescale_ray.controller.local_ray import Cluster
-from vescale_ray.controller.preflight import Preflight, check
+from vescale_ray.controller.preflight import Foreseen, Preflight, check
 from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RunRefused, RunSpec, ScheduledAction
 from vescale_ray.errors import BadInput
 from vescale_ray.runfolder import RunFolder
@@ -35,8 +36,6 @@ CONTROLLER_GONE_S = 120.0
 STOP_S = 600.0
 """For the checkpoint after a signal; then the run is ended without."""
 CLEAN_S = 5.0
-FAREWELL_S = 30.0
-"""Longest wait for a scrape after the run is over."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,7 @@ def run(
     schedule: Sequence[ScheduledAction] = (),
     bounds: Bounds | None = None,
     on_ready: Callable[[], None] | None = None,
+    foreseen: Foreseen | None = None,
 ) -> RunResult:
     """Train as ``config`` says, and return when nothing of the run is left.
 
@@ -87,12 +87,13 @@ def run(
         schedule: what to do to the run, in the order of steps.
         bounds: how long to wait for what; for tests.
         on_ready: called once everything that can be checked before Ray is started was found right.
+        foreseen: what ``preflight.foresee`` has found of ``config``, if it was asked already.
 
     Raises:
         BadInput: what was given can't be used, with one line; exit code 2. As far as possible before Ray is started.
         KeyboardInterrupt: a second signal came. Everything is cleaned up all the same.
     """
-    ready = check(config)
+    ready = check(config, foreseen)
     config = ready.config
     folder = RunFolder(config.run_folder)
     if not folder.config_path.is_file():
@@ -135,6 +136,8 @@ class _Signals:
     def __init__(self) -> None:
         self.count = 0
         self.name = ""
+        self.since: float | None = None
+        """When the first came; of ``time.monotonic()``."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
@@ -167,6 +170,7 @@ class _Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         self.name = signal.Signals(number).name
+        self.since = self.since or time.monotonic()
         if self.count > 1:
             raise KeyboardInterrupt
 
@@ -242,20 +246,24 @@ class _Attempt:
             warnings=tuple(self._warnings),
         )
         if not self.orphaned:
-            with suppress(_Lost):  # the result stands
+            with suppress(_Lost, KeyboardInterrupt):  # the result stands, also where a second signal ends the waiting
                 self._farewell()
         return self._result
 
     def _farewell(self) -> None:
         """Let whoever scrapes the run see how it has ended: else one that is done and one whose head is lost look alike, and one that has
-        failed raises no alert. The workers go first: accelerators wait for no scrape. Nobody waits for a scraper that has stood still,
-        nor after a signal."""
+        failed raises no alert. The workers go first: accelerators wait for no scrape. Nobody waits for a scraper that has stood still;
+        after a signal only a job does that has the time (:func:`~vescale_ray.controller.farewell.patience_s`)."""
+
+        def patience() -> float:
+            return patience_s(self._signals.count, self._signals.since, time.monotonic(), os.environ)
+
         told = self._call("farewell")
-        if not told or not told[0] or self._signals.count:
+        if not told or not told[0] or not patience():
             return
         deadline = time.monotonic() + min(told[0], FAREWELL_S)
         self._nursery.close.remote()
-        while not self._signals.count and time.monotonic() < deadline:
+        while patience() and time.monotonic() < deadline:
             now = self._call("farewell")
             if now is None or now[1] > told[1]:
                 return

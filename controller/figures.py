@@ -15,7 +15,7 @@ SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _BOUNDS = (*(str(bound) for bound in SECONDS_BUCKETS), "+Inf")
 DIRECTIONS = ("grow", "shrink", "replace")
 REASONS = ("failure", "manual", "replacement", "drain", "straggler", "growth")
-"""What a rescale is for (``ledger.Shift``)."""
+"""What a rescale is for (``shifts.Shift``)."""
 RESCALE_PHASES = ("detect", "fence", "plan", "form", "build", "sync")
 STEP_PHASES = ("data", "forward_backward", "comm", "optimizer", "other", "checkpoint")
 LOST = ("killed", "died")

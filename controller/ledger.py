@@ -1,17 +1,15 @@
-"""What the run has done: counted in memory for the metrics, written to the run's folder for everyone else.
+"""What the run has done: counted in memory for the metrics, written to the run's folder (``journal``) for everyone else.
 
-The lines in the folder are also what a restarted controller learns the past from (:meth:`Ledger.restore`). A disk that is
-full or gone never stops the training: lines wait in memory until they can be written, and one warning is given.
+The lines in the folder are also what a restarted controller learns the past from (:meth:`Ledger.restore`). Changes of the world are counted
+in ``shifts``, checkpoints in ``kept``, what the workers tell of themselves in ``tally``, where the time went in ``goodput``.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -19,10 +17,13 @@ from typing import TYPE_CHECKING, Any
 from vescale_ray import __version__
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.budget import Budget
-from vescale_ray.controller.figures import STAGES, Histogram, RunSnapshot
+from vescale_ray.controller.figures import Histogram, RunSnapshot
 from vescale_ray.controller.goodput import Goodput, Loss
+from vescale_ray.controller.journal import Journal
+from vescale_ray.controller.kept import Kept
 from vescale_ray.controller.protocol import RunState, Source, World
 from vescale_ray.controller.saves import SaveResult
+from vescale_ray.controller.shifts import Shift, Shifts
 from vescale_ray.controller.tally import Tally
 from vescale_ray.data.units import bits_per_byte
 from vescale_ray.runfolder import RunFolder
@@ -32,10 +33,6 @@ if TYPE_CHECKING:
     from vescale_ray.checkpoint import Interval
     from vescale_ray.workers.trainer import StepRecord
 
-_log = logging.getLogger(__name__)
-
-MOST_WAITING = 100_000
-"""Lines that wait in memory for a disk that can be written again; beyond it the oldest are lost."""
 STATE_GAP_S = 1.0
 """Between two writings of run.json while nothing but the step changes."""
 KEPT_TIMES = 20_000
@@ -45,38 +42,15 @@ HEARD_S = 0.5
 """Within it news of the workers are heard."""
 
 
-@dataclass
-class Shift:
-    """A change of the world under way: from its first sign to the first step after it. JSON-able.
-
-    Attributes:
-        reason: ``failure``, ``manual``, ``replacement``, ``drain``, ``straggler``.
-        before: workers that trained before.
-        generation: theirs; the change is over with the first step of a later one.
-        step: completed steps before it.
-        noticed: seconds since the epoch.
-        phases: seconds spent in each: detect, fence, plan, form, build, sync.
-    """
-
-    reason: str
-    before: int
-    generation: int
-    step: int
-    noticed: float
-    phases: dict[str, float] = field(default_factory=dict)
-
-    def spend(self, phase: str, seconds: float) -> None:
-        self.phases[phase] = self.phases.get(phase, 0.0) + max(0.0, seconds)
-
-
 class Ledger:
     """The books of a run. Used from the conductor's thread; :attr:`snapshot` may be read from any.
 
     Args:
         epoch: how often the controller was started; 1 for the first time.
+        ray_session: name of the Ray that it is on, as Ray's own metrics have it; empty: not known.
     """
 
-    def __init__(self, folder: RunFolder, config: RunConfig, run_id: str, driver_pid: int, epoch: int) -> None:
+    def __init__(self, folder: RunFolder, config: RunConfig, run_id: str, driver_pid: int, epoch: int, ray_session: str = "") -> None:
         self.folder = folder
         self.state = RunState.PENDING
         self.world: World | None = None
@@ -88,9 +62,6 @@ class Ledger:
         self._in_a_row: Mapping[str, int] = {}
         self.control_url: str | None = None
         self.error: str | None = None
-        self.warnings: tuple[str, ...] = ()
-        """What went wrong without ending the run, each once."""
-        self._unwritable = False
         self.evaluated: set[int] = set()
         self._about_workers: dict[str, Mapping[str, str]] = {}
         self.known: dict[str, WorkerInfo] = {}
@@ -100,9 +71,12 @@ class Ledger:
         self.last_save: SaveResult | None = None
         self._config, self._run_id, self._pid, self._epoch = config, run_id, driver_pid, epoch
         self._about = {"model": config.model.factory or config.model.kind, **versions()}
+        if ray_session:
+            self._about["ray_session"] = ray_session
         self._started = time.time()
         self.goodput = Goodput.beginning(self._started)
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._journal = Journal(folder, self._stamp)
+        self._shifts, self._kept = Shifts(), Kept()
         self._filled: dict[str, Filled] = {}
         self._ended: dict[int, float] = {}
         self._losses: dict[int, float] = {}
@@ -113,24 +87,13 @@ class Ledger:
         self._executed = 0
         self._sampled: tuple[int, int] | None = None
         self._done = 0
-        self._replayed = 0
         self._step_seconds = Histogram()
-        self._rescales: dict[tuple[str, str], int] = {}
-        self._rescale_seconds = Histogram()
-        self._phases: dict[str, float] = {}
         self._failures: dict[str, int] = {}
         self._tally = Tally()
         self._phase_seconds: dict[str, float] = {}
         self._health = dict.fromkeys(HEALTH, 0)
-        self.draining = self.pending = self.unprotected = 0
-        """Members on nodes that are about to go; checkpoints under way; ranks without a copy on another node."""
-        self._loads = Histogram()
-        self._read_bytes = self._load_failures = self._load_of = 0
-        self._checkpoint: Mapping[str, Any] = {}
-        self._interval: dict[str, Any] = {}
-        self._checkpoint_bytes = 0
-        self._checkpoint_failures = 0
-        self._stages = dict.fromkeys(STAGES, Histogram())
+        self.draining = self.unprotected = 0
+        """Members on nodes that are about to go; ranks without a copy on another node."""
         self.snapshot: RunSnapshot
         self.publish({})
 
@@ -138,8 +101,16 @@ class Ledger:
 
     def event(self, name: str, **about: Any) -> None:
         """Write an event, with the generation and step that it belongs to."""
-        record = {**self._stamp(name), **about}
-        self._write(lambda: self.folder.append_event(record))
+        self._journal.event(name, about)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What went wrong without ending the run, each once."""
+        return self._journal.warnings
+
+    def warn(self, text: str) -> None:
+        """Tell of something that does not stop the training: in the log, in run.json, as an event."""
+        self._journal.warn(text)
 
     def _stamp(self, name: str) -> dict[str, Any]:
         generation = self.world.ticket.generation if self.world else 0
@@ -152,7 +123,7 @@ class Ledger:
         """
         self._done = done
         if source.origin is Origin.CHECKPOINT:
-            self._checkpoint = {"path": source.path, "step": source.step}
+            self._kept.began_from(source.path, source.step)
 
     def started(self) -> None:
         """The run begins, or (``epoch`` > 1) its controller does, again."""
@@ -209,10 +180,10 @@ class Ledger:
             self._tally.moved(worker, item.phases.get("sync", 0.0))
         # What a restarted controller takes for granted of those that train (no phases) tells nothing of the load.
         told = [one for one in self._filled.values() if one.phases]
-        if news and item.origin is Origin.CHECKPOINT and self.all_filled and told and self._load_of != self.world.ticket.generation:
+        if news and item.origin is Origin.CHECKPOINT and self.all_filled and told and self._kept.loaded_by != self.world.ticket.generation:
             seconds = max(one.phases.get("sync", 0.0) for one in told)
             about = {"seconds": seconds, "bytes": sum(one.read_bytes for one in told), "generation": self.world.ticket.generation}
-            self._loaded(about)
+            self._kept.loaded(about)
             self.event("checkpoint_loaded", **about, commit=self.world.source.commit)
 
     def heard(self, worker: str) -> None:
@@ -286,15 +257,15 @@ class Ledger:
         self._account(line)
         self._step_seconds = self._step_seconds.observe(record.seconds)
         if self._sampled != (record.generation, record.index):
-            self._write(lambda: self.folder.append_samples(record.index, record.generation, record.ids))
-        self._write(lambda: self.folder.append_metrics(line))
+            self._journal.samples(record.index, record.generation, record.ids)
+        self._journal.metrics(line)
         return True
 
     def _was_done(self, step: int) -> bool:
         """Whether the step that has just been done had been done before; counts it, where no rescale of this start does."""
         if step in self._ended:
             return True
-        self._replayed += step <= self._done
+        self._shifts.replayed += step <= self._done
         return step <= self._done
 
     def _account(self, line: Mapping[str, Any]) -> None:
@@ -317,27 +288,9 @@ class Ledger:
         self.shift = None
         if shift.generation == world.ticket.generation:
             return self.event("rescale_abandoned", **{"from": shift.before, "to": self.target, "error": "the run was over before it"})
-        for phase in ("form", "build", "sync"):
-            # The members work side by side: the slowest counts.
-            shift.spend(phase, max((item.phases.get(phase, 0.0) for item in self._filled.values()), default=0.0))
         pause = max(0.0, resumed - self._ended.get(world.source.step, shift.noticed))
-        direction = "shrink" if world.size < shift.before else "grow" if world.size > shift.before else "replace"
-        one = next(iter(self._filled.values()), None)
-        replayed = max(0, shift.step - world.source.step)
-        about = {
-            "from": shift.before,
-            "to": world.size,
-            "direction": direction,
-            "reason": shift.reason,
-            "source": "peer" if world.source.copies else str(world.source.origin),
-            "pause_seconds": pause,
-            "phases": shift.phases,
-            "steps_replayed": replayed,
-            "moved_bytes": one.moved_bytes if one else 0,
-            "lower_bound_bytes": one.lower_bound if one else 0,
-            "attempt": world.ticket.attempt,
-        }
-        self._count_rescale(about)
+        about = shift.story(world, self._filled.values(), pause)
+        self._shifts.count(about)
         self.event("rescaled", **about)
 
     def evaluation(self, item: Evaluated) -> None:
@@ -385,7 +338,7 @@ class Ledger:
     def saved(self, result: SaveResult) -> None:
         """A checkpoint has ended, well or not."""
         if result.kept is None:
-            self._checkpoint_failures += 1
+            self._kept.failures += 1
             self.event("checkpoint_failed", error=result.error, step=result.step)
             return
         self.last_save = result
@@ -397,35 +350,28 @@ class Ledger:
             "bytes": result.bytes,
             "step": result.step,
         }
-        self._kept({**about, "time": time.time()})
+        self._kept.saved({**about, "time": time.time()})
         self.event("checkpoint_saved", **about)
 
     def load_failed(self, commit: str | None, error: str) -> None:
         """A generation could not take up the checkpoint that it was to start from."""
-        self._load_failures += 1
+        self._kept.load_failures += 1
         self.event("checkpoint_load_failed", commit=commit, error=error)
 
     def hang(self, name: str, text: str) -> str | None:
         """Keep the report of a hang; where it is."""
-        try:
-            return str(self.folder.write_hang(name, text))
-        except OSError as error:
-            self._warn(error)
-            return None
+        return self._journal.report(self.folder.write_hang, name, text)
 
     def gave_up(self, text: str) -> str | None:
         """Keep what is known of the failures that ended the run; where it is."""
-        try:
-            return str(self.folder.write_failure(f"step-{self.step}-{self._run_id}", text))
-        except OSError as error:
-            self._warn(error)
-            return None
+        return self._journal.report(self.folder.write_failure, f"step-{self.step}-{self._run_id}", text)
 
     def interval_changed(self, interval: Interval) -> None:
         """``checkpoint.every: auto`` has come to another interval."""
-        about = {"seconds": interval.seconds, "by": interval.by, "mtbf_hours": interval.mtbf_s / 3600}
-        self._interval = {**about, "stall_seconds": interval.stall_s, "persist_seconds": interval.persist_s, "text": str(interval)}
-        self.event("checkpoint_interval", **self._interval)
+        about: dict[str, Any] = {"seconds": interval.seconds, "by": interval.by, "mtbf_hours": interval.mtbf_s / 3600}
+        about |= {"stall_seconds": interval.stall_s, "persist_seconds": interval.persist_s, "text": str(interval)}
+        self._kept.interval = about
+        self.event("checkpoint_interval", **about)
 
     @property
     def age_s(self) -> float:
@@ -453,13 +399,15 @@ class Ledger:
     @property
     def checkpoint_step(self) -> int | None:
         """Of the newest checkpoint that this start of the run has made, or began from."""
-        step = self._checkpoint.get("step")
-        return None if step is None else int(step)
+        return self._kept.step
 
     @property
     def checkpoint_path(self) -> str | None:
-        path = self._checkpoint.get("path")
-        return None if path is None else str(path)
+        return self._kept.path
+
+    def saving(self, pending: int) -> None:
+        """So many checkpoints are under way."""
+        self._kept.pending = pending
 
     # ------------------------------------------------------------------------------------------------------------ for others
 
@@ -501,10 +449,7 @@ class Ledger:
             lost_seconds=dict(self.goodput.lost),
             last_step_time=line.get("time"),
             step_seconds=self._step_seconds,
-            rescales=dict(self._rescales),
-            rescale_seconds=self._rescale_seconds,
-            rescale_phase_seconds=dict(self._phases),
-            replayed_steps=self._replayed,
+            **self._shifts.figures(),
             worker_failures=dict(self._failures),
             failures=self._used,
             failures_in_a_row=self._in_a_row,
@@ -512,19 +457,7 @@ class Ledger:
             **self._paces(),
             **self._tally.figures(),
             workers={rank: self._who(info) for rank, (info, _) in workers.items() if info},
-            checkpoint_step=self._checkpoint.get("step"),
-            checkpoint_time=self._checkpoint.get("time"),
-            checkpoint_path=self._checkpoint.get("path"),
-            checkpoint_bytes=self._checkpoint_bytes,
-            checkpoint_failures=self._checkpoint_failures,
-            checkpoint_read_bytes=self._read_bytes,
-            checkpoint_load_failures=self._load_failures,
-            checkpoint_stages=dict(self._stages),
-            checkpoint_loads=self._loads,
-            checkpoints_pending=self.pending,
-            checkpoint_stall=self._checkpoint.get("stall_seconds"),
-            checkpoint_interval=self._interval.get("seconds"),
-            checkpoint_interval_text=self._interval.get("text"),
+            **self._kept.figures(),
             error=self.error,
             info={"run_id": self._run_id, "controller_epoch": str(self._epoch), **self._about},
         )
@@ -553,11 +486,7 @@ class Ledger:
         if not now and time.monotonic() - self._state_written < STATE_GAP_S:
             return
         self._state_written = time.monotonic()
-        record = self.record()
-        try:
-            self.folder.write_state(record)
-        except OSError as error:
-            self._warn(error)
+        self._journal.state(self.record())
 
     def record(self) -> dict[str, Any]:
         """What run.json holds."""
@@ -576,7 +505,7 @@ class Ledger:
             "goodput": self.goodput.to_json(),
             "error": self.error,
             "warning": "; ".join(self.warnings) or None,
-            "checkpoint": self._checkpoint.get("path"),
+            "checkpoint": self._kept.path,
             "pid": self._pid,
         }
 
@@ -591,26 +520,26 @@ class Ledger:
         for event in events[starts[-1] :] if starts else []:
             match event["event"]:
                 case "rescaled":
-                    self._count_rescale(event)
+                    self._shifts.count(event)
                 case "worker_started":
                     self.known[str(event["worker"])] = WorkerInfo(**{one.name: event[one.name] for one in fields(WorkerInfo)})
                 case "worker_lost":
                     kind = str(event.get("kind"))
                     self._failures[kind] = self._failures.get(kind, 0) + 1
                 case "checkpoint_saved":
-                    self._kept(event)
+                    self._kept.saved(event)
                 case "checkpoint_loaded":
-                    self._loaded(event)
+                    self._kept.loaded(event)
                 case "checkpoint_load_failed":
-                    self._load_failures += 1
+                    self._kept.load_failures += 1
                 case "checkpoint_failed":
-                    self._checkpoint_failures += 1
+                    self._kept.failures += 1
                 case "straggler":
                     self.stragglers[str(event["worker"])] = {key: event[key] for key in ("rank", "factor", "since_step", "node")}
                 case "straggler_over":
                     self.stragglers.pop(str(event["worker"]), None)
                 case "checkpoint_interval":
-                    self._interval = event
+                    self._kept.interval = event
                 case "evaluation":
                     self.evaluated.add(int(event["step"]))
                     if event.get("loss") is not None:
@@ -645,57 +574,6 @@ class Ledger:
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
             told = None  # written by nobody yet, or damaged: the time before counts as lost to the start, the steps as they were
         self.goodput = told if told is not None and abs(told.since - self._started) < 60 else Goodput.beginning(self._started)
-
-    def _kept(self, about: Mapping[str, Any]) -> None:
-        """A checkpoint was committed: now, or before a restart of the controller."""
-        self._checkpoint = about
-        self._checkpoint_bytes += int(about.get("bytes") or 0)
-        for stage, seconds in (about.get("stages") or {}).items():
-            self._stages[stage] = self._stages[stage].observe(float(seconds))
-
-    def _loaded(self, about: Mapping[str, Any]) -> None:
-        """A generation has read its checkpoint; likewise."""
-        self._loads = self._loads.observe(float(about["seconds"]))
-        self._read_bytes += int(about["bytes"])
-        self._load_of = int(about["generation"])
-
-    def _count_rescale(self, about: Mapping[str, Any]) -> None:
-        key = (str(about["direction"]), str(about["reason"]))
-        self._rescales[key] = self._rescales.get(key, 0) + 1
-        self._rescale_seconds = self._rescale_seconds.observe(float(about["pause_seconds"]))
-        for phase, seconds in about["phases"].items():
-            self._phases[phase] = self._phases.get(phase, 0.0) + float(seconds)
-        self._replayed += int(about["steps_replayed"])
-
-    # --------------------------------------------------------------------------------------------------------------- writing
-
-    def _write(self, append: Callable[[], None]) -> None:
-        self._waiting.append(append)
-        while self._waiting:
-            try:
-                self._waiting[0]()
-            except OSError as error:
-                self._warn(error)
-                if len(self._waiting) > MOST_WAITING:
-                    self._waiting.popleft()
-                return
-            self._waiting.popleft()
-
-    def warn(self, text: str) -> None:
-        """Tell of something that does not stop the training: in the log, in run.json, as an event."""
-        _log.warning("%s", text)
-        self.warnings = (*self.warnings, text)
-        self.event("warning", text=text)
-
-    def _warn(self, error: OSError) -> None:
-        if not self._unwritable:
-            self._unwritable = True
-            text = f"{self.folder.path}: can't be written ({error.strerror or error}); training goes on, lines wait in memory"
-            self.warnings = (*self.warnings, text)
-            # Behind what waits already: whoever reads the lines later sees when it began.
-            record = {**self._stamp("warning"), "text": text}
-            self._waiting.append(lambda: self.folder.append_event(record))
-            _log.warning("%s", text)
 
 
 @cache

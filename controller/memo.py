@@ -43,7 +43,7 @@ class Memo:
         stop: why the run is being stopped, if it is.
         port: of the HTTP server, so that the address stays the same.
         epoch: how often the controller was started.
-        shift: the rescale under way (``ledger.Shift`` as a mapping).
+        shift: the rescale under way (``shifts.Shift`` as a mapping).
         crashes, nodes, controllers, total: used up of the budget (``budget.Budget``).
         ceiling: most workers that the run goes for by itself; 0: nobody has asked for another number.
         failed: generation whose failure is in these figures.

@@ -1,6 +1,6 @@
 """What can be found wrong before Ray starts, which takes seconds: text, model, folders, port, and the checkpoint to resume.
 
-Everything raises ``BadInput`` (its kinds) with one line. Nothing is changed but folders that are made.
+Everything raises ``BadInput`` (its kinds) with one line. :func:`foresee` changes nothing at all, :func:`check` makes folders.
 """
 
 from __future__ import annotations
@@ -40,6 +40,15 @@ class _Expected(NamedTuple):
     states: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Foreseen:
+    """What was found out without touching a folder. ``config``: with absolute paths; ``stream``: what makes the order of samples;
+    ``expected``: of each parameter, what a checkpoint has to hold."""
+
+    config: RunConfig
+    stream: Mapping[str, Any]
+    expected: Mapping[str, _Expected]
+
 
 @dataclass(frozen=True)
 class Preflight:
@@ -58,22 +67,32 @@ class Preflight:
     stream: Mapping[str, Any]
 
 
-def check(config: RunConfig) -> Preflight:
-    """All checks, the cheapest first.
+def foresee(config: RunConfig) -> Foreseen:
+    """What can be checked before anything is made: address, text, model.
 
     Raises:
         BadInput: with one line, for the first thing that is wrong.
     """
     config = absolute(config)
-    RunFolder(config.run_folder).create()
-    _check_writable(config.checkpoint_root)
     _check_port(config.metrics.host, config.metrics.port)
     from vescale_ray.data.corpus import load_corpus
 
     corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
-    stream = stream_of(config, corpus)
-    source, first = _resume(config, stream, _expected(config))
-    return Preflight(config, source, first, stream)
+    return Foreseen(config, stream_of(config, corpus), _expected(config))
+
+
+def check(config: RunConfig, foreseen: Foreseen | None = None) -> Preflight:
+    """All checks: what needs no folder first (:func:`foresee`, unless that was done), then the folders, then the checkpoint to resume.
+
+    Raises:
+        BadInput: with one line, for the first thing that is wrong.
+    """
+    found = foreseen or foresee(config)
+    config = found.config
+    RunFolder(config.run_folder).create()
+    _check_writable(config.checkpoint_root)
+    source, first = _resume(config, found.stream, found.expected)
+    return Preflight(config, source, first, found.stream)
 
 
 def absolute(config: RunConfig) -> RunConfig:

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from html import escape
@@ -75,7 +75,7 @@ def draw(dashboard: Mapping[str, Any], ask: Ask, span: Span, runs: Sequence[str]
 
     marks = [at for annotation in dashboard["annotations"]["list"] for at in _marks(annotation, ask, span, variables)]
     parts, empty, height = [], [], 0
-    for panel in dashboard["panels"]:
+    for panel in unfolded(dashboard):
         place = panel["gridPos"]
         left, top = round(place["x"] * WIDTH / COLUMNS), place["y"] * ROW
         wide, high = round(place["w"] * WIDTH / COLUMNS) - GAP, place["h"] * ROW - GAP
@@ -99,6 +99,13 @@ def draw(dashboard: Mapping[str, Any], ask: Ask, span: Span, runs: Sequence[str]
     body = f'<h1>{escape(dashboard["title"])} <small>{shown}</small></h1><main style="height:{height}px">{"".join(parts)}</main>'
     html = f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
     return Drawn(html, height + 80, tuple(empty))
+
+
+def unfolded(dashboard: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Its panels and rows, those in folded rows, too."""
+    for panel in dashboard["panels"]:
+        yield panel
+        yield from panel.get("panels", ())
 
 
 def prometheus(url: str) -> Ask:

@@ -48,8 +48,16 @@ class Line:
         return self.points[-1][1]
 
 
+_THOUSANDS = {
+    "short": ("", " K", " Mil", " Bil", " Tri"),
+    "watt": (" W", " kW", " MW", " GW", " TW"),
+    "hertz": (" Hz", " kHz", " MHz", " GHz", " THz"),
+}
+
+
 def value_text(value: float, unit: str) -> str:
-    """A value in one of Grafana's units: ``s``, ``bytes`` (powers of 1024), ``percentunit``, ``short`` (powers of 1000), ``none``."""
+    """A value in one of Grafana's units: ``s``, ``bytes`` and ``binBps`` (powers of 1024), ``percentunit``, ``short``, ``watt`` and
+    ``hertz`` (powers of 1000), ``celsius``, ``none``."""
     if unit == "percentunit":
         return f"{100 * value:.3g}%"
     if unit == "s":
@@ -57,12 +65,14 @@ def value_text(value: float, unit: str) -> str:
             return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.3g} µs"
         size, name = next(((size, name) for size, name in ((86400, "days"), (3600, "h"), (60, "min")) if abs(value) >= size), (1, "s"))
         return f"{value / size:.3g} {name}"
-    if unit == "bytes":
+    if unit in ("bytes", "binBps"):
         power = max(0, min(5, int(math.log(abs(value), 1024)))) if abs(value) >= 1 else 0
-        return f"{value / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}"
-    if unit == "short":
+        return f"{value / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power]}" + ("/s" if unit == "binBps" else "")
+    if unit in _THOUSANDS:
         power = max(0, min(4, int(math.log10(abs(value)) / 3))) if abs(value) >= 1 else 0
-        return f"{value / 1000**power:.3g}{('', ' K', ' Mil', ' Bil', ' Tri')[power]}"
+        return f"{value / 1000**power:.3g}{_THOUSANDS[unit][power]}"
+    if unit == "celsius":
+        return f"{value:.3g} °C"
     return f"{value:.6g}"
 
 
@@ -99,7 +109,7 @@ def _timeseries(panel: Mapping[str, Any], lines: list[Line], span: Span, wide: i
         shapes.append(shape)
     tops = [top for shape in shapes for _, _, top in shape]
     low, high_value = (min(0.0, *tops) if stacked else min(tops)), max(tops)
-    marked = ticks(low, high_value, 2 if unit == "bytes" else 10)
+    marked = ticks(low, high_value, 2 if unit in ("bytes", "binBps") else 10)
     low, high_value = marked[0], marked[-1]
 
     def x(at: float) -> float:

@@ -144,14 +144,16 @@ def _train(config: RunConfig, schedule: Sequence[ScheduledAction] = ()) -> tuple
     from vescale_ray.progress import Progress
     from vescale_ray.runfolder import RunFolder
 
-    config = preflight.absolute(config)  # so that config.yaml means the same from any folder
-    folder = RunFolder(config.run_folder).create()
-    resume = f"vescale-ray train {report.shown(folder.config_path)}"
-    with folder.claim(), _written_config(folder, config.to_yaml()):
+    foreseen = preflight.foresee(config)  # before there is a folder
+    config = foreseen.config  # with absolute paths, so that config.yaml means the same from any folder
+    folder = RunFolder(config.run_folder)
+    new = not folder.path.exists()
+    resume = f"vescale-ray train {report.shown(folder.create().config_path)}"
+    with folder.claim(), _written_config(folder, config.to_yaml(), new):
         starting = f"starting {config.elastic.workers} workers: {config.train.steps} steps, folder {report.shown(folder.path)}"
         try:
             with Progress(folder, config.train.steps, config.metrics.interval_s):
-                result = driver.run(config, schedule=schedule, on_ready=lambda: click.echo(starting))
+                result = driver.run(config, schedule=schedule, on_ready=lambda: click.echo(starting), foreseen=foreseen)
         except KeyboardInterrupt:
             return _fail(f"interrupted twice: no last checkpoint; nothing is left running; resume with: {resume}", INTERRUPTED), None
     for warning in result.warnings:
@@ -174,8 +176,9 @@ def _train(config: RunConfig, schedule: Sequence[ScheduledAction] = ()) -> tuple
 
 
 @contextmanager
-def _written_config(folder: RunFolder, text: str) -> Iterator[None]:
-    """Put ``text`` in the folder's config.yaml; what was there comes back if it turns out that the run can't begin with it."""
+def _written_config(folder: RunFolder, text: str, new: bool) -> Iterator[None]:
+    """Put ``text`` in the folder's config.yaml; what was there comes back if it turns out that the run can't begin with it, and a ``new``
+    folder goes."""
     before = folder.config_path.read_text(encoding="utf-8") if folder.config_path.is_file() else None
     folder.write_config(text)
     try:
@@ -183,6 +186,8 @@ def _written_config(folder: RunFolder, text: str) -> Iterator[None]:
     except BadInput:
         if before is None:
             folder.config_path.unlink(missing_ok=True)
+            if new:
+                folder.discard()
         else:
             folder.write_config(before)
         raise
@@ -223,10 +228,14 @@ def status(run_folder: str | None, as_json: bool) -> int:
     if note is not None:
         click.echo(note)
         if merged.get("error"):
-            click.echo(f"error: {' '.join(str(merged['error']).split())}")
+            from vescale_ray.report import one_line
+
+            click.echo(f"error: {one_line(merged['error'])}")
         return OK
-    loss = "none yet" if merged.get("loss") is None else f"{merged['loss']:.3f} ({merged.get('bpb') or 0:.2f} bits/byte)"
-    click.echo(f"{merged.get('run')}: {merged.get('state')}, step {merged.get('step')} of {merged.get('steps')}, loss {loss}")
+    from vescale_ray.report import goodput_line, loss_words
+
+    where = f"{merged.get('state')}, step {merged.get('step')} of {merged.get('steps')}"
+    click.echo(f"{merged.get('run')}: {where}, loss {loss_words(merged)}")
     spares = f", {merged.get('spares')} of {merged['spares_target']} spares" if merged.get("spares_target") else ""
     speed = f"{merged.get('tokens_per_second') or 0:,.0f} tokens/s"
     click.echo(f"workers {merged.get('world')}{spares}, generation {merged.get('generation')}, {speed}")
@@ -237,8 +246,6 @@ def status(run_folder: str | None, as_json: bool) -> int:
             f"{slow['since_step']}" + (f", and does {slots} of {sum(merged['slots'].values())} slots" if slots else "")
         )
     if merged.get("goodput"):
-        from vescale_ray.report import goodput_line
-
         click.echo(f"time: {goodput_line(merged['goodput'])}")
     if merged.get("checkpoint_step") is not None:
         click.echo(f"newest checkpoint: step {merged['checkpoint_step']}")
@@ -262,6 +269,9 @@ def top(run_folder: str | None, interval: float, once: bool) -> int:
 
     from vescale_ray import client
     from vescale_ray import top as screen
+
+    if not interval < 86_400:
+        raise BadInput(f"--interval {interval:g}: give seconds, less than a day")
 
     try:
         end = screen.show(_folder(run_folder), interval, Console(), once=once)
@@ -363,19 +373,24 @@ def doctor(file: str | None, overrides: tuple[str, ...], as_json: bool) -> int:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def ls(runs: str, as_json: bool) -> int:
     """List the runs under RUNS (default ./runs), the newest last."""
-    from vescale_ray.runfolder import list_runs
+    from vescale_ray.runfolder import RunFolderError, list_runs
 
     if not Path(runs).is_dir() and runs != "runs":
         raise BadInput(f"{runs}: no such folder")
+    code = OK
     for folder in list_runs(runs):
-        state = folder.read_state() or {}
+        try:
+            state = folder.read_state() or {}
+        except (RunFolderError, OSError) as error:  # one that is damaged hides no other
+            state = {"state": "UNREADABLE", "error": _one_line(error)}
+            code = _fail(_one_line(error), FAILED)
         if as_json:
             click.echo(json.dumps({"folder": str(folder.path), **state}))
             continue
         started = state.get("started")
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if isinstance(started, (int, float)) else "-"
         click.echo(f"{when:<16}  {state.get('state', 'NEW'):<13}  {state.get('step', 0)}/{state.get('steps', '?')} steps  {folder.path}")
-    return OK
+    return code
 
 
 # --------------------------------------------------------------------------------------------------------------- capacity

@@ -40,6 +40,7 @@ _Count = click.IntRange(min=1)
     "--overlay", "overlays", multiple=True, metavar="spot|kueue|gcs-ft", help="Of job or cluster; may be given several times."
 )
 @click.option("--image", default=lambda: _of("image"), help="Of every pod, with a fixed tag. Default: a placeholder.")
+@click.option("--pull-secret", metavar="NAME", help="An existing Secret with the credentials of a private registry.")
 @click.option("--name", help="Of the objects. Default: run.name.")
 @click.option("--namespace", default="vescale-ray", show_default=True)
 @click.option("--claim", default="training-runs", show_default=True, help="Volume claim that all pods mount.")

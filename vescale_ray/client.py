@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import Any, Protocol
 
-from vescale_ray.runfolder import FINAL_STATES, RunFolder
+from vescale_ray.runfolder import FINAL_STATES, RunFolder, RunFolderError
 
 
 class RunNotAlive(RuntimeError):
@@ -26,6 +27,26 @@ class RunNotAlive(RuntimeError):
         super().__init__(_obituary(folder, owner if self.again else None))
 
 
+class Readable(Protocol):
+    """An answer over HTTP."""
+
+    def read1(self, n: int = ..., /) -> bytes: ...
+
+
+def body_of(answer: Readable, seconds: float) -> bytes:
+    """All of an answer. A socket's own time limit begins anew with every byte that comes.
+
+    Raises:
+        TimeoutError: it was not whole within ``seconds``.
+    """
+    parts, deadline = [], time.monotonic() + seconds
+    while part := answer.read1(1 << 16):
+        parts.append(part)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no whole answer within {seconds:g} s")
+    return b"".join(parts)
+
+
 class CommandRefused(RuntimeError):
     """The run answered, and did not do it; the message is its reason."""
 
@@ -36,35 +57,39 @@ def request(folder: RunFolder, action: str, body: dict[str, Any] | None = None, 
     Raises:
         RunNotAlive: no controller is named, or none answers within ``timeout_s``.
         CommandRefused: it answered with an error.
+        RunFolderError: control.json is none of a run's.
     """
     control = folder.read_control()
     if control is None:
         raise RunNotAlive(folder)
-    headers = {"Authorization": f"Bearer {control['token']}", "Content-Type": "application/json"}
+    url, token = control.get("url"), control.get("token")
+    if not (isinstance(url, str) and url.startswith("http") and url.isprintable() and isinstance(token, str) and token.isprintable()):
+        raise RunFolderError(f"{folder.path / 'control.json'}: holds no address and token of a run; the file was changed from outside")
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     data = None if body is None and action == "status" else json.dumps(body or {}).encode()
-    call = urllib.request.Request(f"{control['url'].rstrip('/')}/{action}", data=data, headers=headers)
+    call = urllib.request.Request(f"{url.rstrip('/')}/{action}", data=data, headers=headers)
     # The controller is in the cluster's own network: a proxy set for the internet must not see the token.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(call, timeout=timeout_s) as answer:
-            value = json.loads(answer.read())
+            value = json.loads(body_of(answer, timeout_s))
     except urllib.error.HTTPError as error:
-        raise CommandRefused(_reason(error)) from None
+        raise CommandRefused(_reason(error, url)) from None
     except (OSError, http.client.HTTPException, ValueError):
         raise RunNotAlive(folder) from None
     if not isinstance(value, dict):
         raise RunNotAlive(folder)
-    if action == "status" and value.get("run") not in (None, folder.path.name):
-        # The port was taken over by another run after this one died.
+    if action == "status" and value.get("run") != folder.path.name:
+        # The port was taken over by another run, or program, after this one died.
         raise RunNotAlive(folder)
     return value
 
 
-def _reason(error: urllib.error.HTTPError) -> str:
+def _reason(error: urllib.error.HTTPError, url: str) -> str:
     try:
-        return str(json.loads(error.read())["error"])
-    except (ValueError, KeyError, TypeError, OSError):
-        return f"HTTP {error.code} {error.reason}"
+        return str(json.loads(body_of(error, 3.0))["error"])
+    except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):
+        return f"{url} answers HTTP {error.code} {error.reason}, as no run does: is it another program's now? See the driver's log"
 
 
 def _obituary(folder: RunFolder, owner: str | None) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, Literal, Union, get_args
 
 import yaml
@@ -393,6 +394,8 @@ def _apply(tree: dict[str, Any], text: str, known: Mapping[str, FieldInfo]) -> N
     if not equals or not key:
         raise ConfigError(f"override {text!r}: write section.key=value, for example train.steps=100")
     value = _load_yaml(raw, f"override {text!r}")
+    if key in known and _is_text(known[key]) and value is not None and not isinstance(value, str):
+        value = raw.strip()  # run.name=2026 and metrics.host=:: are texts, whatever YAML takes them for
     path = key.split(".")
     if len(path) == 1 and isinstance(value, dict):
         addition: dict[str, Any] = {key: value}
@@ -405,6 +408,11 @@ def _apply(tree: dict[str, Any], text: str, known: Mapping[str, FieldInfo]) -> N
     _check_keys(addition, known)
     for name, keys in addition.items():
         tree[name] = {**(tree.get(name) or {}), **keys}
+
+
+def _is_text(field: FieldInfo) -> bool:
+    """Whether a key takes text and nothing else (or null)."""
+    return field.annotation is str or set(get_args(field.annotation)) == {str, NoneType}
 
 
 def _check_keys(tree: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> None:

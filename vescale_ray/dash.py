@@ -21,6 +21,7 @@ from vescale_ray.runfolder import RunFolder
 WAITING = "Waiting for other ranks, % of a step"
 KINDS = "Memory by kind, largest rank"
 UTILISATION = "Model FLOPs utilisation, %"
+MOST_HOURS = 87_600
 
 
 def from_folder(run: RunFolder | str | Path) -> Page:
@@ -86,23 +87,29 @@ def from_prometheus(url: str, run: str, hours: float) -> Page:
     Raises:
         BadInput: it does not answer, refuses, or has nothing of the run.
     """
-    end = time.time()
-    step = max(1.0, hours * 3600 / COLUMNS)
-    window = f"{math.ceil(max(4 * step, 60))}s"
+    if not 0 < hours <= MOST_HOURS:
+        raise BadInput(f"--hours {hours:g}: give hours above 0, and at most {MOST_HOURS:,} (ten years)")
     chosen = "{run=" + _quoted(run) + "}"
     """A run that was started again answers at another address: what both have told is joined by ``max by``, not drawn twice."""
+    begin, end = _when(url, chosen, hours)
+    if begin == end:
+        runs = prometheus.ask(url, "query", {"query": "last_over_time(vescale_run_info[30d])"})["result"]
+        known = sorted({one["metric"].get("run", "") for one in runs})
+        raise BadInput(f"{url} has nothing of run {run!r} in the last {hours:g} hours; it knows {', '.join(known) or 'no run at all'}")
+    step = max(1.0, (end - begin) / COLUMNS)
+    window = f"{math.ceil(max(4 * step, 60))}s"
 
     def ask(expr: str, name: str) -> tuple[Series, ...]:
-        query = {"query": expr.replace("{}", chosen), "start": end - hours * 3600, "end": end, "step": step}
+        query = {"query": expr.replace("{}", chosen), "start": begin, "end": end, "step": step}
         found = prometheus.ask(url, "query_range", query)["result"]
         values = [(one["metric"], [(float(at), _number(value)) for at, value in one["values"]]) for one in found]
         return tuple(Series(name.format_map(_Labels(labels)) or "value", points) for labels, points in values)
 
+    def latest(name: str) -> float:
+        """The last that is known, also of a run that has ended between two of the points that are asked for."""
+        return _last(ask(f"max(last_over_time({name}{{}}[{window}]))", ""))
+
     throughput = ask("max(vescale_tokens_per_second{})", "tokens/s")
-    if not throughput:
-        runs = prometheus.ask(url, "query", {"query": "last_over_time(vescale_run_info[30d])"})["result"]
-        known = sorted({one["metric"].get("run", "") for one in runs})
-        raise BadInput(f"{url} has nothing of run {run!r} in the last {hours:g} hours; it knows {', '.join(known) or 'no run at all'}")
     world = ask("max(vescale_world_size{})", "workers")
     waited = f'vescale_worker_exposed_communication_seconds_total{chosen[:-1]}, op!="reshard"}}'
     took, steps = (f"sum(rate(vescale_step_duration_seconds_{part}{{}}[{window}]))" for part in ("sum", "count"))
@@ -122,16 +129,29 @@ def from_prometheus(url: str, run: str, hours: float) -> Page:
         for (_, before), (at, after) in pairwise(series.points):
             if before and after is not None and before != after:  # the first workers are no change
                 marks.append(Mark(at, f"{before:g} → {after:g} workers", after > before))
-    good, bad = ask("max(vescale_goodput_seconds_total{})", ""), ask("max by (cause) (vescale_badput_seconds_total{}) > 0", "{cause}")
-    goodput = {"productive": _last(good), "lost": {series.name: _last((series,)) for series in bad}} if good else None
+    lost = ask(f"max by (cause) (last_over_time(vescale_badput_seconds_total{{}}[{window}])) > 0", "{cause}")
+    goodput = {"productive": latest("vescale_goodput_seconds_total"), "lost": {one.name: _last((one,)) for one in lost}}
     facts = (
-        ("step", f"{_last(ask('max(vescale_step{})', '')):,.0f} of {_last(ask('max(vescale_step_target{})', '')):,.0f}"),
-        ("tokens", f"{_last(ask('max(vescale_tokens_total{})', '')):,.0f}"),
+        ("step", f"{latest('vescale_step'):,.0f} of {latest('vescale_step_target'):,.0f}"),
+        ("tokens", f"{latest('vescale_tokens_total'):,.0f}"),
         ("workers", f"{_last(world):g}"),
         ("rescales", str(len(marks))),
     )
-    began = min(at for chart in charts for series in chart.series for at, _ in series.points)
+    began = min((at for chart in charts for series in chart.series for at, _ in series.points), default=begin)
     return Page(run, f"{url}, the last {hours:g} hours", began, facts, _known(charts), tuple(marks), goodput)
+
+
+def _when(url: str, chosen: str, hours: float) -> tuple[float, float]:
+    """From when to when there is anything of a run in the last ``hours``; twice the same time: there is nothing.
+
+    Each point that is asked for looks at all that was told since the one before, so that a run that was over between two of them is found.
+    """
+    now = time.time()
+    grid = max(1.0, hours * 3600 / COLUMNS)
+    query = {"query": f"count(last_over_time(vescale_step{chosen}[{math.ceil(grid)}s]))", "start": now - hours * 3600, "end": now + grid}
+    found = prometheus.ask(url, "query_range", {**query, "step": grid})["result"]
+    times = [float(at) for one in found for at, _ in one["values"]]
+    return (min(times) - grid, min(max(times), now)) if times else (now, now)
 
 
 def _quoted(text: str) -> str:

@@ -12,7 +12,7 @@ import time
 from types import TracebackType
 from typing import Any, TextIO
 
-from vescale_ray.report import describe_event
+from vescale_ray.report import describe_event, loss_words
 from vescale_ray.runfolder import Record, RunFolder
 
 POLL_S = 0.1
@@ -63,7 +63,7 @@ class Progress:
 
 def step_line(line: Record, steps: int) -> str:
     """One step in a few words."""
-    loss = "loss none" if line.get("loss") is None else f"loss {line['loss']:.3f} ({line.get('bpb') or 0:.2f} bits/byte)"
+    loss = f"loss {loss_words(line)}"
     speed = float(line.get("tokens_per_second") or 0)
     return f"step {line['step']:>{len(str(steps))}}/{steps}  {loss}  {speed:,.0f} tokens/s  {line.get('world')} workers"
 

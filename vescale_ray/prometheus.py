@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.parse
@@ -9,7 +10,10 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from vescale_ray.client import body_of
 from vescale_ray.errors import BadInput
+
+WAIT_S = 30.0
 
 
 def ask(url: str, what: str, query: Mapping[str, Any]) -> Any:
@@ -22,14 +26,23 @@ def ask(url: str, what: str, query: Mapping[str, Any]) -> Any:
     if not address.startswith(("http://", "https://")):
         raise BadInput(f"--prometheus {url}: give the address of a Prometheus, such as http://127.0.0.1:9090")
     try:
-        with urllib.request.urlopen(address, timeout=30) as reply:
-            answer = json.loads(reply.read())
+        with urllib.request.urlopen(address, timeout=WAIT_S) as reply:
+            answer = json.loads(body_of(reply, WAIT_S))
     except urllib.error.HTTPError as error:
-        said = error.read(300).decode(errors="replace")
-        raise BadInput(f"--prometheus {url}: it refuses the query (HTTP {error.code}): {' '.join(said.split())}") from None
-    except (OSError, ValueError) as error:
+        raise BadInput(f"--prometheus {url}: it refuses the query (HTTP {error.code}): {_said(error)}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise BadInput(f"--prometheus {url} does not answer as a Prometheus does: no answer ({reason})") from None
-    if answer.get("status") != "success":
+    if isinstance(answer, dict) and answer.get("status") == "error":
         raise BadInput(f"--prometheus {url}: {answer.get('error', 'it refuses the query')}")
-    return answer["data"]
+    data = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(data, dict) or not isinstance(data.get("result"), list):
+        raise BadInput(f"--prometheus {url} does not answer as a Prometheus does: what it says holds no result")
+    return data
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    try:
+        return " ".join(body_of(error, 3.0)[:300].decode(errors="replace").split())
+    except (OSError, http.client.HTTPException):
+        return str(error.reason)

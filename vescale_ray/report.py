@@ -159,7 +159,7 @@ def table(run: RunFolder | str | Path, summary: Summary | None = None) -> str:
     s = summary or summarize(folder)
     rows = [("run", f"{s.run}: {s.state}, {s.steps_done} of {s.steps} steps, {s.tokens:,} tokens")]
     if s.error:
-        rows.append(("error", " ".join(s.error.split())))
+        rows.append(("error", one_line(s.error)))
     if s.loss_first is not None and s.loss_last is not None:
         rows.append(("training loss", f"{s.loss_first:.3f} -> {s.loss_last:.3f} nats per byte"))
     if s.heldout:
@@ -298,8 +298,26 @@ def _undone(lines: Sequence[Record]) -> Iterator[list[Record]]:
         kept.append(line)
 
 
+def loss_words(line: Mapping[str, Any], digits: int = 3) -> str:
+    """The loss of a step's line or of a status; one that is no finite number is null there, as is one that is not known yet."""
+    if line.get("loss") is None:
+        return "none yet" if line.get("tokens_per_second") is None else "not a finite number"
+    return f"{line['loss']:.{digits}f} ({line.get('bpb') or 0:.{digits - 1}f} bits/byte)"
+
+
+def one_line(text: object) -> str:
+    """The text on one line, without what a terminal would obey: errors come from anywhere, names from files."""
+    words = " ".join(str(text).split())
+    return words if words.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
+
+
 def describe_event(event: Record) -> tuple[str, float | None] | None:
     """What an event means in a few words, and the seconds without training; None for events that only programs need."""
+    told = _described(event)
+    return None if told is None else (one_line(told[0]), told[1])
+
+
+def _described(event: Record) -> tuple[str, float | None] | None:
     kind = event["event"]
     match kind:
         case "worker_started":

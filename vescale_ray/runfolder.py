@@ -79,6 +79,17 @@ class RunFolder:
             raise RunFolderError(f"{self.path}: can't be written ({error.strerror}); set run.dir to a folder that can") from None
         return self
 
+    def discard(self) -> None:
+        """Remove a folder in which no run has begun; one that holds anything but the lock and an empty ``checkpoints/`` stays."""
+        try:
+            if self.checkpoints.is_dir():
+                self.checkpoints.rmdir()
+            if {path.name for path in self.path.iterdir()} <= {"lock"}:
+                (self.path / "lock").unlink(missing_ok=True)
+                self.path.rmdir()
+        except OSError:
+            pass  # something is in it: it is somebody's
+
     def claim(self) -> IO[str]:
         """Take the run for this process: two runs in one folder would mix their lines. Held until the file returned is closed
         or the process ends, however it ends (a lock of the kernel's).
@@ -247,7 +258,7 @@ class RunFolder:
                     file.seek(start)
                     # What lies before the first line's end is a part of a line, unless it is the file's beginning.
                     raw = file.read(size - start)
-                    found = _parse(raw if start == 0 else raw.partition(b"\n")[2])
+                    found = _parse(raw if start == 0 else raw.partition(b"\n")[2], name)
                     if found or start == 0:
                         return found[-1] if found else None
                     length *= 4
@@ -276,7 +287,7 @@ class RunFolder:
         try:
             with (self.path / name).open("rb") as file:
                 for raw in file:
-                    yield from _parse(raw)
+                    yield from _parse(raw, name)
         except (FileNotFoundError, NotADirectoryError):
             return
 
@@ -311,7 +322,7 @@ class Tail:
             return []
         end = raw.rfind(b"\n") + 1
         self._offset += end
-        return _parse(raw[:end])
+        return _parse(raw[:end], self._path.name)
 
 
 def committed(lines: Sequence[Record]) -> list[Record]:
@@ -346,16 +357,34 @@ def list_runs(folder: str | os.PathLike[str] = "runs") -> list[RunFolder]:
     return sorted((run for run in found if run.is_run()), key=lambda run: (_changed(run), run.path.name))
 
 
-def _parse(raw: bytes) -> list[Record]:
+def _parse(raw: bytes, name: str) -> list[Record]:
+    """The whole lines of the file ``name`` that are in ``raw``; what is no line of such a file is left out."""
     records = []
     for line in raw.splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # cut short by a crash, or by reading while it is written
-        if isinstance(record, dict):
+        if isinstance(record, dict) and _is_ours(record, name):
             records.append(record)
     return records
+
+
+def _is_ours(record: Record, name: str) -> bool:
+    """Whether a line has what all lines of its file have: everybody who reads them relies on it."""
+
+    def a(kind: type | tuple[type, ...], key: str, *, there: bool = True) -> bool:
+        value = record.get(key)
+        return not there if value is None else isinstance(value, kind) and not isinstance(value, bool)
+
+    match name:
+        case "metrics.jsonl":
+            return a(int, "step") and a((int, float), "time", there=False)
+        case "events.jsonl":
+            return a(str, "event") and a((int, float), "time")
+        case "samples.jsonl":
+            return a(int, "step") and a(list, "ids")
+    return True
 
 
 def _changed(run: RunFolder) -> float:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vescale_ray import client
-from vescale_ray.report import describe_event, goodput_line
+from vescale_ray.report import describe_event, goodput_line, loss_words
 from vescale_ray.runfolder import Record, RunFolder
 
 EVENTS = 8
@@ -86,8 +86,7 @@ def _head(s: Mapping[str, Any], now: float) -> RenderableType:
     bar.add_row(ProgressBar(total=max(1, steps), completed=step, width=30), f"{step:,} of {steps:,}")
     grid.add_row("step", bar)
     speed = s.get("tokens_per_second")
-    loss = "none yet" if s.get("loss") is None else f"{s['loss']:.4f} ({s.get('bpb') or 0:.3f} bits/byte)"
-    grid.add_row("loss", f"{loss}, gradient norm {_shown(s.get('grad_norm'))}, learning rate {_shown(s.get('learning_rate'))}")
+    grid.add_row("loss", f"{loss_words(s, 4)}, gradient norm {_shown(s.get('grad_norm'))}, learning rate {_shown(s.get('learning_rate'))}")
     mean = s.get("step_seconds") or {}
     took = f", {mean['sum'] / mean['count']:.3g} s a step" if mean.get("count") else ""
     last = s.get("last_step_time")

@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
-from vescale_ray import cli
+from vescale_ray import cli, prometheus
 from vescale_ray.cli import main
 from vescale_ray.controller.figures import RunSnapshot
 from vescale_ray.controller.metrics import MetricsServer
@@ -140,6 +142,8 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["status", "nowhere"], "nowhere: is not a run's folder"),
         (["stop"], "holds no run"),
         (["rescale", "2"], "holds no run"),
+        (["top", "--interval", "nan"], "--interval nan: give seconds, less than a day"),
+        (["top", "--interval", "inf"], "--interval inf: give seconds"),
         (["ls", "nowhere"], "nowhere: no such folder"),
         (["ckpt", "ls", "nowhere"], "no such folder of checkpoints"),
         (["ckpt", "verify"], "holds no run"),
@@ -196,6 +200,15 @@ def test_status_shows_a_living_run(alive: Controller, capsys: pytest.CaptureFixt
     assert code == 0
     assert "live: RUNNING, step 12 of 50, loss 2.000 (2.88 bits/byte)" in out  # the server's figures, not run.json's
     assert "workers 3, generation 2, 5,000 tokens/s" in out and f"{alive.server.url()}/metrics" in out
+
+
+def test_a_loss_that_is_no_number_is_not_one_that_is_not_known_yet(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
+    alive.snapshot = replace(alive.snapshot, loss=float("nan"), bpb=float("nan"))
+    for command in (["status"], ["top", "--once"]):
+        assert "not a finite number" in said(capsys, *command)[1]
+    alive.snapshot = replace(alive.snapshot, loss=None, bpb=None, tokens_per_second=None)
+    for command in (["status"], ["top", "--once"]):
+        assert "none yet" in said(capsys, *command)[1]
 
 
 def test_status_shows_the_newest_checkpoint_and_the_interval_that_was_chosen(
@@ -289,6 +302,73 @@ def test_ls_lists_runs_with_the_newest_last(elsewhere: Path, capsys: pytest.Capt
     assert [json.loads(line)["folder"] for line in said(capsys, "ls", "--json")[1].splitlines()] == ["runs/one", "runs/two", "runs/new"]
 
 
+def test_a_damaged_run_hides_no_other_and_is_told_of(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b", "c"):
+        made_run(elsewhere / "runs" / name, state="DONE", step=1)
+    (elsewhere / "runs" / "b" / "run.json").write_text('{"step": 1')
+    code, out, err = said(capsys, "ls")
+    assert code == 1 and err == "vescale-ray: runs/b/run.json: is not JSON; the file was changed from outside"
+    assert sorted(line.split()[-1] for line in out.splitlines()) == ["runs/a", "runs/b", "runs/c"] and "UNREADABLE" in out
+    code, out, _ = said(capsys, "ls", "--json")
+    assert code == 1 and sorted(json.loads(line)["state"] for line in out.splitlines()) == ["DONE", "DONE", "UNREADABLE"]
+
+
+@pytest.mark.parametrize("control", ['{"url": 5}', '{"url": "foo bar", "token": "t"}', '{"url": "http://x", "token": "a\\nb"}', "{}"])
+def test_an_address_that_no_run_has_written_is_bad_input(control: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_run(elsewhere / "runs" / "x", state="RUNNING", step=3)
+    (run.path / "control.json").write_text(control)
+    for command in ("status", "stop", "top"):
+        code, out, err = said(capsys, command)
+        assert code == 2 and not out and "control.json: holds no address and token of a run; the file was changed from outside" in err
+
+
+class Stranger(BaseHTTPRequestHandler):
+    """Another program at the address of a run, or of a Prometheus: what it answers is in the address."""
+
+    def do_GET(self) -> None:
+        what = self.path.split("/")[1]
+        self.send_response(500 if what == "500" else 200)
+        if what in ("drip", "short"):
+            self.send_header("Content-Length", "1000")
+        self.end_headers()
+        try:
+            self.wfile.write({"list": b"[]", "odd": b'{"status": "success", "data": {}}', "html": b"<html>"}.get(what, b" "))
+            for _ in range(200 if what == "drip" else 0):
+                self.wfile.write(b" ")
+                time.sleep(0.05)
+        except OSError:
+            pass
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def stranger() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stranger)
+    server.daemon_threads, server.block_on_close = True, False
+    Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("what", ["500", "drip", "short", "list", "odd", "html"])
+def test_another_program_at_a_run_s_or_a_prometheus_address_is_told_in_one_line_and_soon(
+    what: str, stranger: str, elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prometheus, "WAIT_S", 0.5)
+    url, run, began = f"{stranger}/{what}", made_run(elsewhere / "runs" / "x", state="RUNNING", step=3), time.monotonic()
+    code, out, err = said(capsys, "dash", "--prometheus", url, "--run", "x")
+    assert code == 2 and not out and len(err.splitlines()) == 1 and f"--prometheus {url}" in err
+    run.write_control(url, "t")
+    code, out, _ = said(capsys, "status")
+    assert code == 0 and ("answers HTTP 500 Internal Server Error, as no run does" if what == "500" else "nothing answers") in out
+    assert time.monotonic() - began < 6
+
+
 def test_one_folder_takes_one_run_at_a_time(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yaml").write_text("run: {name: x}\ntrain: {steps: 3}\n")
     with RunFolder("runs/x").create().claim():
@@ -356,12 +436,19 @@ def test_a_corpus_that_is_empty_or_missing_is_refused(elsewhere: Path, capsys: p
     (elsewhere / "empty").mkdir()
     assert "is empty; give a file or folder that holds text" in refused(capsys, "data.corpus=empty")
     assert "no such file or folder" in refused(capsys, "data.corpus=missing")
+    assert not (elsewhere / "runs").exists(), "nothing was made"
 
 
 def test_an_output_folder_that_can_not_be_written_is_refused(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (elsewhere / "file").write_text("")
     assert "can't be written" in refused(capsys, "run.dir=file/runs")
     assert "can't be written" in refused(capsys, "checkpoint.dir=file/checkpoints")
+    assert not (elsewhere / "runs" / "x").exists(), "what was made for a run that did not begin is gone"
+    kept = elsewhere / "runs" / "x" / "notes.txt"
+    kept.parent.mkdir()
+    kept.write_text("mine")
+    refused(capsys, "checkpoint.dir=file/checkpoints")
+    assert kept.read_text() == "mine"
 
 
 def test_the_checkpoints_of_another_model_are_refused_and_the_runs_configuration_stays(
@@ -376,8 +463,9 @@ def test_the_checkpoints_of_another_model_are_refused_and_the_runs_configuration
     assert not (elsewhere / "runs" / "y" / "config.yaml").exists()
 
 
-def test_a_model_factory_that_can_not_be_imported_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_factory_that_can_not_be_imported_is_refused(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "model.factory = no.such:thing" in refused(capsys, "model.factory=no.such:thing")
+    assert not (elsewhere / "runs").exists()
 
 
 def test_a_run_that_must_resume_and_can_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

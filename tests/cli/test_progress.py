@@ -39,6 +39,18 @@ class Terminal(io.StringIO):
         return True
 
 
+def test_what_an_error_brings_along_is_no_command_to_a_terminal_and_no_second_line(run: RunFolder) -> None:
+    nasty = "\x1b[31mRuntimeError\x1b[0m: a\r\nb\x07 \u202egnp.exe"
+    out = io.StringIO()
+    with Progress(run, 200, 3600.0, out):
+        run.append_event({"event": "worker_lost", "step": 3, "worker": "w\x1b]0;t\x07", "reason": nasty})
+        run.append_event({"event": "run_failed", "step": 3, "error": nasty})
+        run.append_event({"event": "warning", "text": nasty})
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3 and all(line.isprintable() for line in lines), lines
+    assert "failed: \\x1b[31mRuntimeError\\x1b[0m: a b\\x07 \\u202egnp.exe" in lines[1], "nothing is hidden"
+
+
 def test_in_a_log_there_is_one_line_per_interval_each_event_and_the_last_step(run: RunFolder) -> None:
     step(run, 1)
     out = io.StringIO()
@@ -96,8 +108,8 @@ def test_a_reader_that_goes_away_does_not_end_the_run(run: RunFolder) -> None:
 def test_a_loss_that_is_none_is_shown_as_such(run: RunFolder) -> None:
     out = io.StringIO()
     with Progress(run, 10, 0.01, out):
-        run.append_metrics({"step": 1, "loss": None, "world": 3})
-    assert "loss none" in out.getvalue()
+        run.append_metrics({"step": 1, "loss": None, "tokens_per_second": 5.0, "world": 3})
+    assert "loss not a finite number" in out.getvalue()
 
 
 # ------------------------------------------------------------------------------------------------------------------- demo

@@ -51,6 +51,12 @@ def test_a_number_in_scientific_notation_is_a_number_though_yaml_calls_it_text(t
     assert load_config(None, [f"train.lr={text}"]).train.lr == 0.001
 
 
+def test_what_takes_text_takes_whatever_yaml_would_make_of_it() -> None:
+    given = load_config(None, ["run.name=2026", "metrics.host=::", "data.corpus=1.50", "checkpoint.dir=on", "run.dir='a b'"])
+    assert (given.run.name, given.metrics.host, given.data.corpus, given.checkpoint.dir) == ("2026", "::", "1.50", "on")
+    assert given.run.dir == "a b" and load_config(None, ["checkpoint.dir=null"]).checkpoint.dir is None
+
+
 def test_null_means_the_default_of_the_rule_not_of_the_key() -> None:
     config = load_config(None, ["elastic.max_workers=null", "train.slots=5", "elastic.workers=5"])
     assert config.max_workers == 5

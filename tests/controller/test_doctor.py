@@ -69,6 +69,11 @@ def test_storage_that_does_not_do_what_a_checkpoint_needs_is_found(store: object
     assert not objects, "the probe is taken away again"
 
 
+def test_a_url_that_leads_nowhere_is_told_with_the_remedy() -> None:
+    found = doctor.storage("foo://bucket/x")
+    assert found.verdict == "fail" and "foo" in found.text and "set checkpoint.dir to" in found.remedy
+
+
 def test_a_folder_that_can_not_be_written_is_found(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert doctor.storage(str(tmp_path / "file" / "x")).verdict == "fail"

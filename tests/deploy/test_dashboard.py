@@ -18,13 +18,18 @@ from vescale_ray import dash
 from vescale_ray.controller.exposition import families
 from vescale_ray.controller.figures import STATES
 from vescale_ray.deploy import dashboard as made
+from vescale_ray.deploy import draw
+from vescale_ray.deploy.panel import STATES as SHOWN
 from vescale_ray.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "deploy" / "grafana" / "vescale.json").read_text()
 BOARD: dict[str, Any] = json.loads(TEXT)
-PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
-UNITS = {"s", "bytes", "percentunit", "short", "none"}
+WHOLE = list(draw.unfolded(BOARD))
+PANELS = [panel for panel in WHOLE if panel["type"] != "row"]
+UNITS = {"s", "bytes", "binBps", "percentunit", "short", "none", "watt", "celsius", "hertz"}
+DCGM = set("GPU_UTIL FB_USED FB_FREE POWER_USAGE GPU_TEMP SM_CLOCK XID_ERRORS".split())
+"""Fields of NVIDIA's dcgm-exporter, of its documentation: in percent, MiB, MiB, W, degrees Celsius, MHz; and the last error's code."""
 NODE_MODULES = ROOT / "build" / "grafana" / "node_modules"
 
 
@@ -40,10 +45,10 @@ def test_the_committed_file_is_what_the_code_makes() -> None:
 
 
 def test_panels_have_numbers_of_their_own_and_do_not_overlap() -> None:
-    assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+    assert len({panel["id"] for panel in WHOLE}) == len(WHOLE)
     cells = [
         (x, y)
-        for at in (panel["gridPos"] for panel in BOARD["panels"])
+        for at in (panel["gridPos"] for panel in WHOLE)
         for x in range(at["x"], at["x"] + at["w"])
         for y in range(at["y"], at["y"] + at["h"])
     ]
@@ -64,14 +69,15 @@ def test_every_panel_says_what_it_shows_in_a_unit_that_grafana_knows(panel: dict
 def test_throughput_and_memory_come_first_and_every_state_has_a_name() -> None:
     rows = [panel["title"] for panel in BOARD["panels"] if panel["type"] == "row"]
     assert rows[:3] == ["Overview", "Throughput", "Memory"]
-    assert made.STATES == STATES
+    assert SHOWN == STATES
 
 
 def test_queries_ask_for_series_that_exist_and_every_series_is_in_a_panel_or_a_rule() -> None:
     asked = set()
     for where, expr in expressions().items():
         names = set(re.findall(r"\bvescale_\w+", expr))
-        assert names and names <= known(), (where, names - known())
+        others = set(re.findall(r"\bDCGM_FI_DEV_(\w+)", expr))
+        assert (names or others) and names <= known() and others <= DCGM, (where, names - known(), others - DCGM)
         assert expr.count('run=~"$run"') == len(re.findall(r"\bvescale_\w+", expr)), f"{where}: not of the chosen runs alone"
         asked |= names
     for group in RULES:
@@ -80,6 +86,21 @@ def test_queries_ask_for_series_that_exist_and_every_series_is_in_a_panel_or_a_r
     families = {re.sub(r"_(bucket|sum|count)$", "", name) if "duration_seconds_" in name else name for name in asked}
     wanted = {re.sub(r"_(bucket|sum|count)$", "", name) if "duration_seconds_" in name else name for name in known()}
     assert wanted - families <= {"vescale_run_info", "vescale_loss", "vescale_steps_total"} | families
+
+
+def test_what_is_asked_of_ray_is_what_its_agents_export_and_of_the_run_s_own_cluster_alone() -> None:
+    """By Ray's own table; a real Ray is asked in tests/controller/test_prometheus.py."""
+    agent = pytest.importorskip("ray.dashboard.modules.reporter.reporter_agent")
+    exported = {f"ray_{name}" for name in agent.METRICS_GAUGES}
+    asked = {where: set(re.findall(r"\bray_(?:node|cluster)_\w+", expr)) for where, expr in expressions().items()}
+    assert len({name for names in asked.values() for name in names}) >= 8
+    for where, names in asked.items():
+        assert names <= exported, (where, names - exported)
+        assert not names or expressions()[where].count("and on (SessionName)") == 1, where
+    (folded,) = [panel for panel in BOARD["panels"] if panel["type"] == "row" and panel["collapsed"]]
+    assert folded is BOARD["panels"][-1] and len(folded["panels"]) >= 10
+    for panel in folded["panels"]:
+        assert "Needs Ray's own metrics" in panel["description"] or "dcgm-exporter" in panel["description"]
 
 
 def twice(name: str, labels: Mapping[str, str]) -> list[dict[str, str]]:
@@ -111,9 +132,15 @@ def test_a_run_that_was_started_again_at_another_address_is_one_run(tmp_path: Pa
     some = [{"metric": {}, "values": [[1, "1"]]}]
     monkeypatch.setattr(dash.prometheus, "ask", lambda url, what, query: queries.append(query["query"]) or {"result": some})
     dash.from_prometheus("http://x", "r", 1.0)
-    assert len(queries) > len(board) + 15 and 'vescale_tokens_per_second{run="a\\"b\\\\"}' in "".join(queries)
+    assert len(queries) > len(board) + 15 and 'vescale_step{run="a\\"b\\\\"}' in "".join(queries)
     assert not refused(queries, tmp_path)
     assert "duplicate series" in refused(["rate(vescale_tokens_total[10m]) / on (run) rate(vescale_steps_total[10m])"], tmp_path)
+
+
+def test_no_range_may_hold_a_single_scrape() -> None:
+    """Grafana's $__interval may be as short as one: a rate or a change of that has no answer. $__rate_interval is four at least."""
+    assert not [where for where, expr in expressions().items() if "[$__interval]" in expr]
+    assert "[$__rate_interval]" in expressions()["annotation Rescales"]
 
 
 def test_what_is_asked_of_the_present_alone_is_told_of_runs_that_have_ended_too() -> None:

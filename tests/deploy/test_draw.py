@@ -36,7 +36,7 @@ class Answers:
 
 
 def board(*titles: str) -> dict[str, Any]:
-    return {**BOARD, "panels": [panel for panel in BOARD["panels"] if panel["title"] in titles]}
+    return {**BOARD, "panels": [panel for panel in draw.unfolded(BOARD) if panel["title"] in titles]}
 
 
 class Text(HTMLParser):
@@ -59,7 +59,8 @@ def test_every_panel_of_our_dashboard_can_be_drawn_and_one_without_data_says_so(
     titles = [panel["title"] for panel in PANELS if panel["type"] != "row"]
     assert list(shown.empty) == titles and shown.html.count("No data") == len(titles)
     values = {1000.0: 1.0, 1015.0: 2.0}
-    everywhere = Answers(vescale=[({"run": "r", "rank": "0", "__name__": "vescale_x"}, values)])
+    series = [({"run": "r", "rank": "0", "__name__": "vescale_x"}, values)]
+    everywhere = Answers(vescale=series, DCGM=series)
     assert draw.draw(BOARD, everywhere, SPAN).empty == ()
 
 
@@ -122,6 +123,10 @@ def test_labels_of_strangers_are_text() -> None:
         (1_250_000.0, "short", "1.25 Mil"),
         (-3.5, "short", "-3.5"),
         (73.0, "none", "73"),
+        (3.0 * 2**20, "binBps", "3 MiB/s"),
+        (5600.0, "watt", "5.6 kW"),
+        (1.98e9, "hertz", "1.98 GHz"),
+        (64.0, "celsius", "64 °C"),
     ],
 )
 def test_values_are_shown_in_their_unit(value: float, unit: str, text: str) -> None:

@@ -276,6 +276,20 @@ def test_existing_accounts_and_classes_take_the_place_of_those_that_are_made(con
     assert not [one for one in documents(config, Options(priority_class="urgent"), "setup") if one["kind"] == "PriorityClass"]
 
 
+def test_every_pod_has_the_credentials_of_a_private_registry_and_none_is_in_the_manifest(config: RunConfig) -> None:
+    options = Options(pull_secret="registry", overlays=frozenset({"spot"}))
+    made = documents(config, options, "job")
+    job = the(made, "RayJob")["spec"]
+    groups = cluster_of(made)["workerGroupSpecs"]
+    templates = [job["submitterPodTemplate"], cluster_of(made)["headGroupSpec"]["template"], *(group["template"] for group in groups)]
+    assert len(templates) == 4
+    for template in templates:
+        assert template["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    assert not [one for one in made if one["kind"] == "Secret"]
+    found = list(reference_problems(made))
+    assert sum("Secret registry" in problem for problem in found) == 4, "one that nobody has declared is missing"
+
+
 def test_only_what_the_run_needs_is_let_out(config: RunConfig) -> None:
     def ports(made: Documents, name: str) -> set[int]:
         rules = the(made, "NetworkPolicy", name)["spec"]["egress"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import pytest
@@ -194,6 +196,30 @@ def test_from_a_prometheus_the_page_has_the_same_pictures(prometheus: str, folde
     assert done.exit_code == 0 and len(drawing(out.read_text())) == 9
 
 
+@pytest.mark.parametrize("began", [0.0, 40_000.0, 86_290.0])
+def test_of_a_run_that_was_short_and_long_ago_all_is_shown(began: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 s of the last 24 hours, told every 10 s: a point every 216 s would mostly miss them. The oracle is Prometheus' own rule."""
+    now = time.time()
+    first = now - 86_400 + began
+    told = {first + 10 * i: float(i + 1) for i in range(11)}
+
+    def ask(url: str, what: str, query: dict[str, Any]) -> dict[str, Any]:
+        assert (query["end"] - query["start"]) / query["step"] < 11_000, "Prometheus refuses more"
+        window = re.search(r"\[(\d+)s\]", query["query"])
+        back = float(window[1]) if window and "over_time" in query["query"] else 10.0  # else what is stale is gone
+        values = []
+        for i in range(int((query["end"] - query["start"]) / query["step"] + 1e-6) + 1):
+            at = query["start"] + i * query["step"]
+            seen = [value for when, value in told.items() if at - back < when <= at]
+            values += [[at, str(seen[-1])]] if seen else []
+        return {"result": [{"metric": {}, "values": values}] if values else []}
+
+    monkeypatch.setattr(dash.prometheus, "ask", ask)
+    page = dash.from_prometheus("http://x", "r", 24.0)
+    points = page.charts[0].series[0].points
+    assert {value for _, value in points} == set(told.values()) and dict(page.facts)["step"] == "11 of 11"
+
+
 def test_wrong_calls_are_one_sentence(prometheus: str, tmp_path: Path, folder: RunFolder) -> None:
     with pytest.raises(BadInput, match="has nothing of run 'other' in the last 1 hours; it knows there"):
         dash.from_prometheus(prometheus, "other", 1.0)
@@ -203,6 +229,9 @@ def test_wrong_calls_are_one_sentence(prometheus: str, tmp_path: Path, folder: R
         dash.from_prometheus("http://127.0.0.1:9", "there", 1.0)
     with pytest.raises(BadInput, match="give the address of a Prometheus"):
         dash.from_prometheus("localhost:9090", "there", 1.0)
+    for hours in (0.0, -1.0, float("nan"), float("inf"), 1e9):
+        with pytest.raises(BadInput, match="--hours .*: give hours above 0, and at most"):
+            dash.from_prometheus(prometheus, "there", hours)
     empty = RunFolder(tmp_path / "empty").create()
     (empty.path / "config.yaml").write_text("run: {name: r}\n")
     with pytest.raises(BadInput, match="nothing has happened yet"):

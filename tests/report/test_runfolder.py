@@ -50,6 +50,20 @@ def test_a_line_cut_short_by_a_crash_costs_that_line_only(run: RunFolder) -> Non
     assert [line["step"] for line in run.read_metrics()] == [1, 3]
 
 
+def test_lines_that_no_run_has_written_are_left_out_of_every_reading(run: RunFolder) -> None:
+    run.append_event({"event": "run_started", "time": 1.0})
+    run.append_metrics({"step": 1, "loss": 2.0})
+    run.append_samples(0, 1, [4])
+    foreign = ['{"foo": 1}', '{"step": "x", "time": "y"}', '{"step": true}', '{"event": "e", "time": "soon"}', '{"event": 3, "time": 1}']
+    foreign += ['{"step": 2, "time": "now"}', '{"step": 2}', "[1]", "3", "[" * 100_000, '{"step": 2, "ids": 5}', "\x00\xff"]
+    for name, own in (("metrics.jsonl", '{"step": 2}'), ("events.jsonl", ""), ("samples.jsonl", "")):
+        text = "".join(line + "\n" for line in foreign if line != own)
+        (run.path / name).write_bytes((run.path / name).read_bytes() + text.encode("latin-1"))
+    assert [line["step"] for line in run.read_metrics()] == [1, 2], "a line with the ids of another file is a line with more"
+    assert [event["event"] for event in run.read_events()] == ["run_started"] == [event["event"] for event in run.tail_events().read()]
+    assert [line["ids"] for line in run.read_samples()] == [[4]] and (run.last_samples() or {})["ids"] == [4]
+
+
 def test_lines_of_several_writers_never_mix(run: RunFolder) -> None:
     def write(name: str) -> None:
         for number in range(200):

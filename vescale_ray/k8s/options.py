@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import posixpath
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ GRACE_MARGIN_S = 20
 OPERATOR = "KubeRay 1.6"
 RUNBOOKS = "https://docs.example.com/vescale-ray/runbooks.md"
 """What deploy/alerts.yml has: a place that does not exist, as that of the image."""
+RAYS_PORTS = frozenset({52365, *range(10001, 20000)})
+"""Of a head: the dashboard's agent, Ray's client, workers and drivers."""
+TAKEN = frozenset({"/", "/tmp", "/dev", "/dev/shm", "/etc", "/etc/vescale-ray"})
+"""Folders of a pod that no volume of others can be mounted at."""
 _QUANTITY = re.compile(r"([1-9]\d*)(Ki|Mi|Gi|Ti)")
 _BYTES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -35,6 +40,7 @@ class Options:
 
     Attributes:
         image: of every pod, with a fixed tag or digest.
+        pull_secret: an existing Secret that holds the registry's credentials; None: the nodes have them, or nobody needs any.
         name: of all objects; None: the run's name.
         claim: the volume claim that every pod mounts at ``mount``; the run's folder must lie there.
         mount: see ``claim``.
@@ -59,6 +65,7 @@ class Options:
     """
 
     image: str = f"registry.example.com/vescale-ray:{__version__}"
+    pull_secret: str | None = None
     name: str | None = None
     namespace: str = "vescale-ray"
     claim: str = "training-runs"
@@ -177,6 +184,14 @@ def port_of(url: str, default: int) -> int:
         return default
 
 
+def _has_port(url: str) -> bool:
+    """Whether a URL's port, if it names one, is one."""
+    try:
+        return urlsplit(url if "://" in url else f"//{url}").port != 0
+    except ValueError:
+        return False
+
+
 def _outside(config: RunConfig) -> tuple[int, ...]:
     root = config.checkpoint.dir or ""
     if "://" not in root or root.startswith("file://"):
@@ -205,7 +220,7 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
         if not names.is_namespace(text):
             yield f"{flag} {text}: give lower-case letters, digits and '-', 63 at most"
     others = {"--claim": o.claim, "--service-account": o.service_account, "--priority-class": o.priority_class}
-    for flag, name in {**others, "--storage-class": o.storage_class}.items():
+    for flag, name in {**others, "--storage-class": o.storage_class, "--pull-secret": o.pull_secret}.items():
         if name is not None and not names.is_name(name):
             yield f"{flag} {name}: give lower-case letters, digits, '-' and '.'"
     if o.queue is not None and not (o.queue and names.is_label_value(o.queue)):
@@ -225,8 +240,14 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
         yield "--overlay gcs-ft: give the Redis that keeps Ray's state as --redis HOST:PORT"
     if o.redis is not None and not o.has("gcs-ft"):
         yield f"--redis {o.redis}: nothing would use it; add --overlay gcs-ft"
-    if not o.mount.startswith("/") or o.mount.rstrip("/") in ("", "/tmp", "/dev/shm"):
-        yield f"--mount {o.mount}: give an absolute folder of its own, for example /mnt/shared"
+    mount = posixpath.normpath(o.mount)
+    if not re.fullmatch(r"/[^:\s]+", o.mount) or mount.startswith("//") or mount in TAKEN:
+        yield f"--mount {o.mount}: give an absolute folder of its own, without ':' and blanks, for example /mnt/shared"
+    for flag, address in (("--redis", o.redis), ("--prometheus", o.prometheus), ("--grafana", o.grafana)):
+        if address is not None and not _has_port(address):
+            yield f"{flag} {address}: its port is none; give one from 1 to 65535"
+    if o.name == "":
+        yield "--name is empty: give a name, or leave it out for run.name"
     if kind == "monitor" or kind == "setup":
         return
     if c.ray.address not in (None, "auto"):
@@ -235,13 +256,21 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
         yield "metrics.port = 0: Prometheus can't be told a port that changes; set metrics.port=9464"
     if 0 < c.metrics.port < 1024:
         yield f"metrics.port = {c.metrics.port}: only root could listen there, and the pods are not; set metrics.port=9464"
-    if c.metrics.host in ("127.0.0.1", "localhost", "::1"):
-        yield f"metrics.host = {c.metrics.host}: no other pod could read the metrics; set metrics.host=0.0.0.0"
+    if c.metrics.port in RAYS_PORTS:
+        yield f"metrics.port = {c.metrics.port}: Ray's own processes on the head may take it; set metrics.port=9464"
+    if c.metrics.host not in ("0.0.0.0", "::"):
+        yield f"metrics.host = {c.metrics.host}: pods get their addresses later, and other pods must read it; set metrics.host=0.0.0.0"
     on_volume = {"run.dir": c.run.dir, "checkpoint.dir": c.checkpoint.dir, "data.corpus": c.data.corpus}
     for key, path in on_volume.items():
-        if path is None or "://" in path or (key == "data.corpus" and path == "stdlib"):
+        if path is None or (key == "data.corpus" and path == "stdlib"):
             continue
-        if not f"{path}/".startswith(f"{o.mount.rstrip('/')}/"):
-            yield f"{key} = {path} is not on the volume that all pods share: set {key}={o.mount.rstrip('/')}/.. or --mount"
+        if key == "checkpoint.dir" and "://" in path and not path.startswith("file://"):
+            if not _has_port(parse_qs(urlsplit(path).query).get("endpoint", ["https://"])[0]):
+                yield f"{key} = {path}: the endpoint's port is none; give one from 1 to 65535"
+            continue
+        if "://" in path and not path.startswith("file://"):
+            yield f"{key} = {path}: is read as a file or folder; put it on the volume that all pods share, below {mount}"
+        elif not f"{posixpath.normpath(path.removeprefix('file://'))}/".startswith(f"{mount}/"):
+            yield f"{key} = {path} is not on the volume that all pods share: set {key}={mount}/.. or --mount"
     if c.ray.gpus_per_worker == 0 and o.gpus:
         yield f"--gpus {o.gpus} with ray.gpus_per_worker = 0: no worker would use them; set ray.gpus_per_worker=1"

@@ -176,6 +176,7 @@ def submitter(o: Options, s: Sizes) -> dict[str, Any]:
         "spec": {
             "serviceAccountName": account(o, s, "worker"),
             "automountServiceAccountToken": False,
+            **_registry(o),
             "securityContext": _security(),
             "restartPolicy": "Never",
             "containers": [
@@ -197,6 +198,7 @@ def _pod(o: Options, s: Sizes, role: str) -> dict[str, Any]:
     return {
         "serviceAccountName": account(o, s, role),
         "automountServiceAccountToken": False,
+        **_registry(o),
         "priorityClassName": o.priority_class or PRIORITIES[role == "worker"],
         "terminationGracePeriodSeconds": Why(
             s.grace_s,
@@ -205,6 +207,10 @@ def _pod(o: Options, s: Sizes, role: str) -> dict[str, Any]:
         ),
         "securityContext": _security(),
     }
+
+
+def _registry(o: Options) -> dict[str, Any]:
+    return {"imagePullSecrets": [{"name": o.pull_secret}]} if o.pull_secret else {}
 
 
 def _security() -> dict[str, Any]:

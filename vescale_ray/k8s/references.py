@@ -82,6 +82,7 @@ def _names(pod: _Pod, known: AbstractSet[Name], documents: Sequence[Tree]) -> It
     for field, kind in (("serviceAccountName", "ServiceAccount"), ("priorityClassName", "PriorityClass")):
         if field in pod.spec:
             wanted.append((kind, pod.spec[field]))
+    wanted += [("Secret", secret["name"]) for secret in pod.spec.get("imagePullSecrets") or ()]
     for volume in pod.spec.get("volumes") or ():
         if "configMap" in volume:
             wanted.append(("ConfigMap", volume["configMap"]["name"]))

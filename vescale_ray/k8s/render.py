@@ -100,6 +100,8 @@ def outside(config: RunConfig, options: Options) -> frozenset[Name]:
     names: set[Name] = set()
     if options.service_account:
         names.add(("ServiceAccount", options.service_account))
+    if options.pull_secret:
+        names.add(("Secret", options.pull_secret))
     if options.priority_class:
         names.add(("PriorityClass", options.priority_class))
     if options.has("gcs-ft"):

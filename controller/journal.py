@@ -1,0 +1,90 @@
+"""The lines in the run's folder as the controller writes them: a disk that is full or gone never stops the training. Lines wait in memory
+until they can be written, and one warning is given."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vescale_ray.runfolder import RunFolder
+
+_log = logging.getLogger(__name__)
+
+MOST_WAITING = 100_000
+"""Lines that wait in memory for a disk that can be written again; beyond it the oldest are lost."""
+
+
+class Journal:
+    """Used from the conductor's thread; :attr:`warnings` may be read from any.
+
+    Args:
+        stamp: of an event of this name, what all events tell: time, generation, step.
+
+    Attributes:
+        warnings: what went wrong without ending the run, each once.
+    """
+
+    def __init__(self, folder: RunFolder, stamp: Callable[[str], dict[str, Any]]) -> None:
+        self._folder, self._stamp = folder, stamp
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._unwritable = False
+        self.warnings: tuple[str, ...] = ()
+
+    def event(self, name: str, about: Mapping[str, Any]) -> None:
+        """Write an event."""
+        record = {**self._stamp(name), **about}
+        self._write(lambda: self._folder.append_event(record))
+
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        """Write the line of a step."""
+        self._write(lambda: self._folder.append_metrics(line))
+
+    def samples(self, index: int, generation: int, ids: Any) -> None:
+        """Write what a step has consumed."""
+        self._write(lambda: self._folder.append_samples(index, generation, ids))
+
+    def state(self, record: Mapping[str, Any]) -> None:
+        """Write run.json: the newest alone counts, so that none waits."""
+        try:
+            self._folder.write_state(record)
+        except OSError as error:
+            self._trouble(error)
+
+    def report(self, keep: Callable[[str, str], Path], name: str, text: str) -> str | None:
+        """Keep a report, by a method of the folder's; where it is."""
+        try:
+            return str(keep(name, text))
+        except OSError as error:
+            self._trouble(error)
+            return None
+
+    def warn(self, text: str) -> None:
+        """Tell of something that does not stop the training: in the log, in run.json, as an event."""
+        _log.warning("%s", text)
+        self.warnings = (*self.warnings, text)
+        self.event("warning", {"text": text})
+
+    def _write(self, append: Callable[[], None]) -> None:
+        self._waiting.append(append)
+        while self._waiting:
+            try:
+                self._waiting[0]()
+            except OSError as error:
+                self._trouble(error)
+                if len(self._waiting) > MOST_WAITING:
+                    self._waiting.popleft()
+                return
+            self._waiting.popleft()
+
+    def _trouble(self, error: OSError) -> None:
+        if not self._unwritable:
+            self._unwritable = True
+            text = f"{self._folder.path}: can't be written ({error.strerror or error}); training goes on, lines wait in memory"
+            self.warnings = (*self.warnings, text)
+            # Behind what waits already: whoever reads the lines later sees when it began.
+            record = {**self._stamp("warning"), "text": text}
+            self._waiting.append(lambda: self._folder.append_event(record))
+            _log.warning("%s", text)
