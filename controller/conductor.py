@@ -315,13 +315,15 @@ class Conductor:
             party = [w for w in (*world.members, *self._steering.leavers) if self._crew.alive(w)]
             living = [w for w in party if w in world.members]
             lost = {w: self._gone.get(w, Lost(w, None, "its process died")) for w in world.members if w not in living}
-            inside = [w for w in party if not self._is_out(w, world)]
+            # Who was ended is none of those that go on, though the last word of it may be that it is out: a moment later it is lost.
+            inside = [w for w in party if not self._is_out(w, world) or self._crew.doomed(w)]
             if not inside:
                 return self._end(world, living, lost, first_sign)
-            gave |= {w for w in self._steering.leavers if self._is_out(w, world)}
-            missing = [w for w in self._steering.leavers if w not in gave and not self._crew.alive(w)]
+            gave |= {w for w in self._steering.leavers if self._is_out(w, world) and not self._fault(w, world)}
+            missing = [w for w in self._steering.leavers if w not in gave and (self._fault(w, world) or not self._crew.alive(w))]
             missing_since = (missing_since or self._crew.clock()) if missing and not self._ledger.all_filled else None
-            # Where a leaver's machine has stopped no connection breaks: nobody notices that what it was to give will never come.
+            # Where a leaver's machine has stopped no connection breaks, nor where it has failed before it had any: nobody notices that what
+            # it was to give will never come.
             forsaken = missing_since is not None and self._crew.clock() - missing_since > GIVER_S
             if len(living) == world.size and all(w in inside for w in living) and not forsaken:
                 hung = self._hung(world) or (self._mute(world, inside) if not self._ledger.all_filled else {})
@@ -346,6 +348,8 @@ class Conductor:
     def _hung(self, world: World) -> Mapping[str, str]:
         """Who hangs, and is to be ended."""
         now = time.monotonic()
+        if any(self._crew.doomed(worker) for worker in world.members):
+            return {}  # somebody was just ended: what follows from that is seen in a moment
         hung = self._hangs.verdict(world.members, now)
         starved = self._crew.starved(hung) if hung else {}
         if starved:
@@ -413,9 +417,9 @@ class Conductor:
             ledger.shift.spend("fence", self._crew.clock() - first_sign if first_sign is not None else 0.0)
         if not ending.clean:
             self._keeper.abandon()
-            own = {w: f for w, f in faults.items() if f.kind is not FaultKind.PEER}
-            # A leaver that is lost before all is given breaks the generation as well, and mostly since its node went.
+            # A leaver that is lost before all is given, mostly since its node went, breaks the generation as well. So does one that fails.
             givers = self._steering.leavers if not ledger.all_filled else ()
+            own = {w: f for w in (*living, *givers) if (f := self._fault(w, world)) is not None and f.kind is not FaultKind.PEER}
             every = gone | {w: self._gone[w] for w in givers if w in self._gone and not self._crew.alive(w)}
             causes = {one.cause for one in every.values()} | ({Cause.ERROR} if own else set())
             errors = [f"{w}: {one.reason}" for w, one in every.items()] + [f"{w}: {f.text}" for w, f in own.items()]

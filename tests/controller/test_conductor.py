@@ -45,6 +45,8 @@ class Crew:
         self.hired = self.hiring = 0
         self.on_the_way: list[str] = []
         self.starve: dict[str, float] = {}
+        self.ended: dict[str, float] = {}
+        """Who was ended, and is not dead yet; when that was."""
 
     def clock(self) -> float:
         return self.now
@@ -56,7 +58,7 @@ class Crew:
         return self.reports.get(worker)
 
     def doomed(self, worker: str) -> bool:
-        return worker not in self.reports
+        return worker not in self.reports or worker in self.ended
 
     def silent(self, seconds: float) -> list[str]:
         return []
@@ -188,6 +190,69 @@ def test_a_leaver_whose_machine_stops_before_it_has_given_its_shards_is_not_wait
     assert when - 51.0 == pytest.approx(GIVER_S, abs=3 * TICK_S) and inside == ["a", "b"]
     assert not ending.lost and set(ending.faults) == {"a", "b"}
     assert (stage.conductor._budget.nodes, stage.conductor._budget.crashes) == (1, 0), "it was a node, and nobody's crash"
+
+
+def test_a_leaver_that_fails_before_it_has_given_its_shards_is_not_waited_for() -> None:
+    """The members waited for it to come, for as long as a collective may take; and then all of them were taken for hung."""
+    crew = Crew(report("a", Phase.FORMING), report("b", Phase.FORMING), report("l", Phase.GIVING))
+    stage = Stage(crew, ("l",))
+
+    def play(passed: float) -> None:
+        if passed > 1.0:
+            crew.reports["l"] = report("l", Phase.PARKED, fault=Fault(FaultKind.OWN, "MemoryError: no room for a batch"))
+        if stage.broken:
+            for worker in "ab":
+                crew.reports[worker] = report(worker, Phase.PARKED, fault=PEER)
+
+    stage.each_round = play
+    stage.conductor._watch(WORLD)
+    ((when, _),) = stage.broken
+    assert when - 51.0 == pytest.approx(GIVER_S, abs=3 * TICK_S)
+    assert stage.conductor._budget.total == {Cause.ERROR: 1} and "no room for a batch" in stage.conductor._budget.errors[0]
+
+
+def test_a_worker_that_hangs_is_ended_once_and_told_of_once_however_long_it_takes_to_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten reports of one hang, each of which stopped the controller for half a second, where its node told nothing of its death."""
+    crew = Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING))
+    stage = Stage(crew, filled=True)
+    stage.conductor._hangs = SimpleNamespace(verdict=lambda *about: {"b": "it stands"}, ended=lambda hung: None, forming_s=5.0)
+    stage.conductor._evidence.hung = lambda report: None
+    reports = []
+
+    def end(crew: Any, ledger: Any, world: Any, hung: Any) -> None:
+        reports.append(dict(hung))
+        crew.ended |= dict.fromkeys(hung, crew.now)
+
+    monkeypatch.setattr(subject, "end_hung", end)
+
+    def play(passed: float) -> None:
+        if "b" in crew.reports and crew.now - crew.ended.get("b", crew.now) > 1.0:
+            stage.lose("b", Cause.HANG)
+            crew.reports["a"] = report("a", Phase.PARKED, fault=PEER)
+
+    stage.each_round = play
+    stage.conductor._watch(WORLD)
+    assert len(reports) == 1 and set(reports[0]) == {"b"}
+
+
+def test_a_worker_that_leaves_its_generation_in_the_moment_in_which_it_is_ended_is_lost() -> None:
+    """It was made a member of the next one, which then failed as well."""
+    crew = Crew(report("a", Phase.PARKED, fault=PEER), report("b", Phase.TRAINING))
+    stage = Stage(crew)
+
+    def late(since: float, inside: list[str], *about: Any) -> dict[str, str]:
+        if since > 3.0 and not crew.ended:
+            crew.ended["b"] = crew.now
+            crew.reports["b"] = report("b", Phase.PARKED, fault=PEER)
+        return {}
+
+    def play(passed: float) -> None:
+        if "b" in crew.reports and crew.now - crew.ended.get("b", crew.now) > 0.3:
+            stage.lose("b", Cause.HANG)
+
+    stage.conductor._laggards.late, stage.each_round = late, play
+    ending = stage.conductor._watch(WORLD)
+    assert ending.living == ("a",) and set(ending.lost) == {"b"}
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["it has told so", "its word was lost with it"])
