@@ -516,6 +516,7 @@ class Conductor:
         ledger, world = self._ledger, self._ledger.world
         assert world is not None
         self._inherited = world.ticket
+        self._hangs.expect(ledger.step_seconds or 0.0)  # else who hangs by now would be found by the collectives only
         self._hangs.begin(world.ticket)
         # Each worker tells its last vote again; those of an older generation were given up.
         self._saves.fence(world.ticket.generation)

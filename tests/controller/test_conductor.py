@@ -103,7 +103,8 @@ class Stage:
         steering.stragglers = SimpleNamespace(leaving=lambda *about: frozenset())
         made._crew, made._steering, made._gone, made._inherited = crew, steering, {}, None
         made._saves = Saves("nowhere", None, lambda step: {}, None)  # type: ignore[arg-type]
-        made._ledger = SimpleNamespace(all_filled=filled, world=WORLD, known={}, shift=None, step=40, event=lambda *a, **k: None)
+        made._ledger = SimpleNamespace(all_filled=filled, world=WORLD, known={}, shift=None, step=40, step_seconds=None)
+        made._ledger.event = lambda *a, **k: None
         made._ledger.waits, made._ledger.state = lambda waiting: None, RunState.RESCALING
         made._hangs, made._laggards = HangWatch(), SimpleNamespace(late=lambda *about: {})
         made._keeper = SimpleNamespace(abandon=lambda: None, layouts=SimpleNamespace(told=True, ahead=lambda worlds: None))
