@@ -301,8 +301,11 @@ class Conductor:
         return world
 
     def _evaluation_due(self, step: int) -> bool:
-        """Before the first step, and where the evaluation after the last one was lost; never twice."""
-        return step in (0, self._config.train.steps) and self._config.data.eval_samples > 0 and step not in self._ledger.evaluated
+        """Before the first step, and where that after a step which the run goes on from was lost with a worker; never twice. What this start
+        of the run began from was evaluated before it was kept."""
+        every, first = self._config.train.eval_every, self._spec.source.step
+        due = step in (0, self._config.train.steps) or (every > 0 and step % every == 0 and step > first)
+        return due and self._config.data.eval_samples > 0 and step not in self._ledger.evaluated
 
     def _watch(self, world: World) -> Ending:
         """Drive a generation until nobody is in it any more."""

@@ -24,7 +24,7 @@ from vescale_ray.controller.protocol import Bounds, Ending, RunState, Source, Wo
 from vescale_ray.controller.saves import SaveResult, Saves
 from vescale_ray.controller.steering import Steering
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.messages import Fault, FaultKind, Filled, Origin, Phase, Report, Saved, Ticket
+from vescale_ray.workers.messages import Evaluated, Fault, FaultKind, Filled, Origin, Phase, Report, Saved, Ticket
 
 TICKET = Ticket(7, 1)
 WORLD = World(TICKET, ("a", "b"), Source(Origin.MEMORY, 40))
@@ -487,6 +487,19 @@ def test_a_state_that_is_incomplete_after_the_last_step_counts_as_no_failure_mor
     """The loss that it comes from was counted when the generation ended."""
     stage, outcome = completing(tmp_path, None, "a", "b")
     assert outcome is None and stage.conductor._budget.tries == 0
+
+
+def test_an_evaluation_that_was_lost_with_a_worker_is_made_up_and_none_is_made_twice(tmp_path: Path) -> None:
+    stage = Stage(Crew(report("a", Phase.PARKED)))
+    ledger = stage.with_books(tmp_path, RunState.RESCALING)
+    conductor = stage.conductor
+    conductor._config = tiny(tmp_path, "evaluated", train_steps=60, train_eval_every=20, data_eval_samples=8)
+    conductor._spec = SimpleNamespace(source=Source(Origin.CHECKPOINT, 20), bounds=Bounds())
+    ledger.evaluation(Evaluated(TICKET, 40, 1.5, 8))
+    due = [step for step in (0, 1, 20, 21, 40, 60) if conductor._evaluation_due(step)]
+    assert due == [0, 60], "that of step 20 was made before the checkpoint that the run has begun with, that of 40 is there"
+    ledger.evaluated.clear()
+    assert [step for step in (39, 40, 41) if conductor._evaluation_due(step)] == [40]
 
 
 def test_leavers_stay_until_the_next_generation_has_made_a_step() -> None:
