@@ -74,6 +74,8 @@ SILENT_S = 1.0
 """Of those that could join, one that has owed an answer for so long is the last to be taken."""
 GIVER_S = 1.0
 """A leaver that is lost before it has told that its shards are given may have given them all the same: so long they may still arrive."""
+STORAGE_GAP_S = 2.0
+"""Between two questions to a storage that is out of reach."""
 AHEAD = 4
 """Layouts are planned for so many workers more or fewer than there are."""
 
@@ -97,7 +99,17 @@ class Conductor:
         root = config.checkpoint_root
         self._cadence = Cadence(config.checkpoint, time.monotonic(), ledger.age_s)
         self._keeper = Keeper(
-            root, spec.run_id, crew, ledger, saves, self._take_number, self._wait, spec.bounds.save, self._cadence, config.max_workers
+            root,
+            spec.run_id,
+            crew,
+            ledger,
+            saves,
+            self._take_number,
+            self._wait,
+            spec.bounds.save,
+            self._cadence,
+            config.max_workers,
+            spec.oldest,
         )
         self._steering = Steering(spec, config, crew, ledger, saves, self.desk, self._cadence, list(memo.leavers), self._enter)
         self._laggards = Laggards(config.elastic, spec.bounds, crew, ledger, self._keeper)
@@ -106,6 +118,8 @@ class Conductor:
         replaced = elastic.replace_lost or elastic.grow or elastic.spares > 0
         self._hangs = HangWatch(None if patience == "auto" else patience, elastic.collective_timeout_s, replaced)
         self._inherited: Ticket | None = None
+        self._unreachable = ""
+        """What the storage said last when it was out of reach."""
         self._gone: dict[str, Lost] = {}
         self._leaving: frozenset[str] = frozenset()
         """Of those that the last decision was about, whoever leaves whatever else is wanted."""
@@ -136,7 +150,7 @@ class Conductor:
                 return outcome
             members = self._crew.ready()[: self.desk.target]
             ended = self._watch(self._launch(members, (), self._spec.source))
-        waited = False
+        waited, unreached = False, None
         while True:
             decision = self._decide(ended, waited)
             if not isinstance(decision, policy.Go | policy.Await):
@@ -144,14 +158,17 @@ class Conductor:
             match decision:
                 case policy.Go(members, leavers):
                     waited = False
-                    holders = (*members, *leavers, *self._steering.leavers)
-                    candidates = [w for w in ended.living if w in members or w not in self._leaving]
-                    if len(candidates) > len(members):  # fewer are wanted than could stay: nobody has joined
-                        members = self._keeper.staying(candidates, len(members), holders)
-                        leavers = tuple(w for w in ended.living if w not in members)
-                    source = self._keeper.source(members, holders)
-                    members = self._keeper.seated(members, source, holders)
-                    ended = self._watch(self._launch(members, leavers, source))
+                    try:
+                        chosen = self._chosen(ended, members, leavers)
+                    except OSError as problem:
+                        unreached = unreached or time.monotonic()
+                        if time.monotonic() - unreached > self._spec.bounds.storage:
+                            return self._give_up(ended, f"no worker holds a state to go on from, and {problem}", refused=False)
+                        self._await_storage(problem)
+                        ended = self._still_living(ended)
+                    else:
+                        unreached = None
+                        ended = self._watch(self._launch(*chosen))
                 case policy.Await(workers, hire):
                     waited = not self._await(ended, workers, hire)
                     ended = self._still_living(ended)
@@ -240,11 +257,35 @@ class Conductor:
         finally:
             self._ledger.waits(False)
 
+    def _await_storage(self, error: OSError) -> None:
+        """What nobody holds is in checkpoints only, and where they are nothing answers: it may in a moment."""
+        if self._unreachable != str(error):
+            self._unreachable = str(error)
+            self._ledger.event("storage_unreachable", error=self._unreachable, patience_seconds=self._spec.bounds.storage)
+        self._remember()
+        self._ledger.waits(True)
+        self._wait(lambda: self.desk.stop is not None, STORAGE_GAP_S)
+        self._ledger.waits(False)
+
     def _still_living(self, ended: Ending) -> Ending:
         """The ending as it is now: parked workers may die as well."""
         return replace(ended, living=tuple(w for w in ended.living if self._crew.alive(w)))
 
     # ----------------------------------------------------------------------------------------------------- one generation
+
+    def _chosen(self, ended: Ending, members: tuple[str, ...], leavers: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...], Source]:
+        """Members in the order of their ranks, leavers, and the state to go on from.
+
+        Raises:
+            OSError: nobody holds a state, and the checkpoints are out of reach.
+        """
+        holders = (*members, *leavers, *self._steering.leavers)
+        candidates = [w for w in ended.living if w in members or w not in self._leaving]
+        if len(candidates) > len(members):  # fewer are wanted than could stay: nobody has joined
+            members = self._keeper.staying(candidates, len(members), holders)
+            leavers = tuple(w for w in ended.living if w not in members)
+        source = self._keeper.source(members, holders)
+        return self._keeper.seated(members, source, holders), leavers, source
 
     def _launch(self, members: tuple[str, ...], leavers: Iterable[str], source: Source) -> World:
         """Order a new generation. Its number is written down before anyone hears of it."""
@@ -301,8 +342,8 @@ class Conductor:
         return world
 
     def _evaluation_due(self, step: int) -> bool:
-        """Before the first step, and where that after a step which the run goes on from was lost with a worker; never twice. What this start
-        of the run began from was evaluated before it was kept."""
+        """Before the first step, and where that of the step which the run goes on from was lost with a worker; never twice. What it has
+        begun with was evaluated before it was kept."""
         every, first = self._config.train.eval_every, self._spec.source.step
         due = step in (0, self._config.train.steps) or (every > 0 and step % every == 0 and step > first)
         return due and self._config.data.eval_samples > 0 and step not in self._ledger.evaluated
@@ -554,7 +595,7 @@ class Conductor:
             self._memo,
             target=self.desk.target,
             reason=self.desk.reason,
-            ceiling=self.desk.ceiling,
+            asked=self.desk.asked,
             actions=self.desk.actions,
             high=self._budget.high,
             crashes=self._budget.crashes,

@@ -45,7 +45,7 @@ class Memo:
         epoch: how often the controller was started.
         shift: the rescale under way (``ledger.Shift`` as a mapping).
         crashes, nodes, controllers, total: used up of the budget (``budget.Budget``).
-        ceiling: most workers that the run goes for by itself; 0: nobody has asked for another number.
+        asked: workers that the last rescale asked for; 0: none has come.
         failed: generation whose failure is in these figures.
         number: how often this start of the run has written one: of two, the newer has the higher.
     """
@@ -66,7 +66,7 @@ class Memo:
     port: int = 0
     epoch: int = 0
     shift: Mapping[str, Any] | None = None
-    ceiling: int = 0
+    asked: int = 0
     crashes: int = 0
     nodes: int = 0
     controllers: int = 0

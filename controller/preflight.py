@@ -50,16 +50,22 @@ class Preflight:
         source: of the first generation.
         first_generation: above every generation that has left a checkpoint: what is saved from now on must be newer.
         stream: what makes the order of samples.
+        oldest: generation of the oldest checkpoint that the run may go back to: with ``checkpoint.resume: never`` those that were there
+            before it are none of its own.
     """
 
     config: RunConfig
     source: Source
     first_generation: int
     stream: Mapping[str, Any]
+    oldest: int = 0
 
 
-def check(config: RunConfig) -> Preflight:
+def check(config: RunConfig, oldest: int | None = None) -> Preflight:
     """All checks, the cheapest first.
+
+    Args:
+        oldest: of a run that begins anew by itself, as it was found in the beginning: what it has saved since is its own.
 
     Raises:
         BadInput: with one line, for the first thing that is wrong.
@@ -72,8 +78,9 @@ def check(config: RunConfig) -> Preflight:
 
     corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
     stream = stream_of(config, corpus)
-    source, first = _resume(config, stream, _expected(config))
-    return Preflight(config, source, first, stream)
+    source, first = _resume(config, stream, _expected(config), oldest)
+    never = config.checkpoint.resume == "never"
+    return Preflight(config, source, first, stream, oldest if oldest is not None else first if never else 0)
 
 
 def absolute(config: RunConfig) -> RunConfig:
@@ -152,18 +159,21 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
     return {name: _Expected(tuple(p.shape), trained.get(name, ())) for name, p in model.named_parameters()}
 
 
-def _resume(config: RunConfig, stream: Mapping[str, Any], expected: Mapping[str, _Expected]) -> tuple[Source, int]:
+def _resume(
+    config: RunConfig, stream: Mapping[str, Any], expected: Mapping[str, _Expected], oldest: int | None
+) -> tuple[Source, int]:
     from vescale_ray import checkpoint
 
     root, mode = config.checkpoint_root, config.checkpoint.resume
     commits = checkpoint.ls(root)
     first = max((commit.epoch for commit in commits), default=0) + 1
-    newest = next((commit for commit in reversed(commits) if commit.problem is None), None)
+    least = oldest if oldest is not None else first if mode == "never" else 0
+    newest = next((commit for commit in reversed(commits) if commit.problem is None and commit.epoch >= least), None)
     if newest is None and mode == "must":
         damaged = f" ({len(commits)} are damaged)" if commits else ""
         remedy = "set checkpoint.resume=auto or another checkpoint.dir"
         raise RunRefused(f"checkpoint.resume = must, but {root} holds no checkpoint{damaged}; {remedy}")
-    if newest is None or mode == "never":
+    if newest is None:
         return Source(Origin.FRESH, 0), first
     opened = checkpoint.open(root, newest)
     _check_same_model(opened, config, expected)

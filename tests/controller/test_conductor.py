@@ -357,12 +357,16 @@ def test_a_lone_worker_that_hangs_is_given_time_where_nobody_would_take_its_plac
             built.append(HangWatch(*about))
             return built[-1]
 
+        def keeper(*about: Any) -> None:
+            assert about[-1] == 6, "no older checkpoint is one to go back to"
+
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("Desk", "Keeper", "Steering", "Laggards"):
+            patch.setattr(subject, "Keeper", keeper)
+            for name in ("Desk", "Steering", "Laggards"):
                 patch.setattr(subject, name, lambda *about: None)
             patch.setattr(subject, "HangWatch", keep)
             memo = SimpleNamespace(total={}, crashes=0, nodes=0, controllers=0, high=0, epoch=1, leavers=())
-            spec = SimpleNamespace(run_id="r", bounds=Bounds())
+            spec = SimpleNamespace(run_id="r", bounds=Bounds(), oldest=6)
             Conductor(spec, config, None, SimpleNamespace(age_s=0.0, step=0), None, memo, None)  # type: ignore[arg-type]
         return built[0]
 
@@ -487,6 +491,51 @@ def test_a_state_that_is_incomplete_after_the_last_step_counts_as_no_failure_mor
     """The loss that it comes from was counted when the generation ended."""
     stage, outcome = completing(tmp_path, None, "a", "b")
     assert outcome is None and stage.conductor._budget.tries == 0
+
+
+@pytest.mark.parametrize(("out_s", "state"), [(20.0, "begun"), (1e9, "FAILED"), (1e9, "STOPPED")], ids=["comes back", "stays away", "stop"])
+def test_where_nobody_holds_a_state_a_storage_that_is_out_of_reach_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, out_s: float, state: str
+) -> None:
+    """The loss of two neighbours in the moment of an outage ended the run, and its last words were those of a socket."""
+    crew = Crew(report("a", Phase.PARKED))
+    crew.unwish = lambda: None  # type: ignore[attr-defined]
+    stage = Stage(crew)
+    conductor, told, launched = stage.conductor, [], []
+    monkeypatch.setattr(subject.time, "monotonic", lambda: crew.now)
+    stage.conductor._spec = SimpleNamespace(bounds=Bounds(storage=60.0))
+    stage.conductor._ledger.event = lambda name, **about: told.append((name, about))
+
+    def source(members: Any, holders: Any) -> Source:
+        if crew.now - 50.0 < out_s:
+            raise OSError(5, "s3://bucket: no answer")
+        return Source(Origin.CHECKPOINT, 30)
+
+    def launch(*about: Any) -> World:
+        launched.append(about)
+        raise RuntimeError("begun")
+
+    conductor._keeper.source, conductor._keeper.seated = source, lambda members, *about: members
+    conductor._launch, conductor._remember, conductor._unreachable = launch, lambda **how: None, ""
+    conductor._budget, conductor._memo = Budget(Limits(3, 20, 20)), Memo("r", 7, members=("a", "b"))
+    conductor._steering.nodes.start, conductor._adopted = lambda: None, lambda: WORLD
+    conductor._watch = lambda world: Ending(("a",), {"b": "its process died"})
+    conductor._halt = lambda ended: "STOPPED"
+    conductor._give_up = lambda ended, error, refused: (error, refused)
+    if state == "STOPPED":
+        stage.each_round = lambda passed: setattr(conductor.desk, "stop", "asked to" if passed > 10.0 else None)
+    if state == "begun":
+        with pytest.raises(RuntimeError, match="begun"):
+            conductor._conduct()
+        ((members, leavers, chosen),) = launched
+        assert (members, leavers, chosen.step) == (("a",), (), 30) and 20.0 <= crew.now - 50.0 < 23.0
+    elif state == "FAILED":
+        error, refused = conductor._conduct()
+        assert "no worker holds a state" in error and "s3://bucket: no answer" in error and not refused
+        assert 60.0 < crew.now - 50.0 < 65.0
+    else:
+        assert conductor._conduct() == "STOPPED" and crew.now - 50.0 < 11.0, "whoever stops it need not wait"
+    assert [name for name, _ in told] == ["storage_unreachable"], "told of once"
 
 
 def test_an_evaluation_that_was_lost_with_a_worker_is_made_up_and_none_is_made_twice(tmp_path: Path) -> None:
