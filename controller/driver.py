@@ -328,6 +328,7 @@ class _Attempt:
                 print(f"vescale-ray: processes {left} could not be ended", file=sys.stderr)
             try:
                 self._folder.clear_control()
+                self._folder.clear_leftovers()
                 self._write_end()
             except OSError:
                 pass  # a full disk; the result says how it ended

@@ -1,7 +1,8 @@
 """What the run has done: counted in memory for the metrics, written to the run's folder for everyone else.
 
 The lines in the folder are also what a restarted controller learns the past from (:meth:`Ledger.restore`). A disk that is
-full or gone never stops the training: lines wait in memory until they can be written, and one warning is given.
+full or gone, or does not answer, never stops the training nor the watching of it: lines wait in memory until they can be written, and one
+warning is given.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from vescale_ray.controller.figures import STAGES, Histogram, RunSnapshot
 from vescale_ray.controller.goodput import Goodput, Loss
 from vescale_ray.controller.protocol import RunState, Source, World
 from vescale_ray.controller.saves import SaveResult
+from vescale_ray.controller.scribe import Scribe
 from vescale_ray.controller.tally import Tally
 from vescale_ray.data.units import bits_per_byte
 from vescale_ray.runfolder import RunFolder
@@ -103,6 +105,7 @@ class Ledger:
         self._started = time.time()
         self.goodput = Goodput.beginning(self._started)
         self._waiting: deque[Callable[[], None]] = deque()
+        self._scribe = Scribe()
         self._filled: dict[str, Filled] = {}
         self._ended: dict[int, float] = {}
         self._losses: dict[int, float] = {}
@@ -408,7 +411,7 @@ class Ledger:
     def hang(self, name: str, text: str) -> str | None:
         """Keep the report of a hang; where it is."""
         try:
-            return str(self.folder.write_hang(name, text))
+            return str(self._scribe.do(lambda: self.folder.write_hang(name, text)))
         except OSError as error:
             self._warn(error)
             return None
@@ -416,7 +419,7 @@ class Ledger:
     def gave_up(self, text: str) -> str | None:
         """Keep what is known of the failures that ended the run; where it is."""
         try:
-            return str(self.folder.write_failure(f"step-{self.step}-{self._run_id}", text))
+            return str(self._scribe.do(lambda: self.folder.write_failure(f"step-{self.step}-{self._run_id}", text)))
         except OSError as error:
             self._warn(error)
             return None
@@ -553,9 +556,10 @@ class Ledger:
         if not now and time.monotonic() - self._state_written < STATE_GAP_S:
             return
         self._state_written = time.monotonic()
+        self._catch_up()
         record = self.record()
         try:
-            self.folder.write_state(record)
+            self._scribe.do(lambda: self.folder.write_state(record))
         except OSError as error:
             self._warn(error)
 
@@ -671,9 +675,19 @@ class Ledger:
 
     def _write(self, append: Callable[[], None]) -> None:
         self._waiting.append(append)
+        self._catch_up()
+
+    def flush(self, wait_s: float) -> None:
+        """Have what still waits written, if the disk answers within that time."""
+        deadline = time.monotonic() + wait_s
+        while self._waiting and (left := deadline - time.monotonic()) > 0:
+            self._catch_up(left)
+            time.sleep(0.01)
+
+    def _catch_up(self, wait_s: float | None = None) -> None:
         while self._waiting:
             try:
-                self._waiting[0]()
+                self._scribe.do(self._waiting[0], wait_s)
             except OSError as error:
                 self._warn(error)
                 if len(self._waiting) > MOST_WAITING:
