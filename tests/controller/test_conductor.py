@@ -551,6 +551,40 @@ def test_an_evaluation_that_was_lost_with_a_worker_is_made_up_and_none_is_made_t
     assert [step for step in (39, 40, 41) if conductor._evaluation_due(step)] == [40]
 
 
+@pytest.mark.parametrize(
+    ("writes", "took_s", "waits_s"), [("a worker", None, 30.0), ("a commit", 40.0, 80.0), ("a commit", 1e4, 300.0), ("", None, 0.0)]
+)
+def test_a_change_that_can_wait_lets_a_checkpoint_be_written_and_a_drain_does_not(
+    monkeypatch: pytest.MonkeyPatch, writes: str, took_s: float | None, waits_s: float
+) -> None:
+    """Each change gave up the checkpoint that was being written: with one a minute, and a minute's writing, there was never any."""
+    crew: Any = Crew(*(replace(report(w, Phase.TRAINING), writing=writes == "a worker" and w == "b") for w in "ab"))
+    asked: list[str | None] = []
+    steering: Any = Steering.__new__(Steering)
+    steering._crew, steering.leavers, steering.asked, steering.hire_failures, steering.failed_hires = crew, [], None, [], 0
+    steering._saves, steering._put_off, steering._aim, steering._save_now = SimpleNamespace(busy=writes == "a commit"), None, 0, False
+    steering._drained, steering.nodes, steering._spec = frozenset(), SimpleNamespace(draining={}), SimpleNamespace(bounds=Bounds())
+    steering._desk = SimpleNamespace(stop=None, target=1, reason="manual", want=lambda *about: None)
+    last = None if took_s is None else SaveResult("r", 30, 7, took_s)
+    steering._ledger = SimpleNamespace(all_filled=True, has_stepped=True, state=RunState.RUNNING, last_save=last, failures=0)
+    steering._ledger.beside = lambda **about: None
+    steering._config = SimpleNamespace(elastic=ElasticSection(workers=2))
+    steering._cadence = SimpleNamespace(news=lambda *about: None, due=lambda *about: False)
+    crew.places = SimpleNamespace(wishes=())
+    steering.growth = SimpleNamespace(tend=lambda *about: None, spare_places=lambda failures: 0, misplaced=list)
+    steering.stragglers = SimpleNamespace(unwanted=lambda *about: frozenset())
+    steering._ask_to_park = lambda world, stop, reason=None: asked.append(reason)
+    monkeypatch.setattr("vescale_ray.controller.steering.time.monotonic", lambda: crew.now)
+    while not asked:
+        steering.steer(WORLD)
+        crew.now += TICK_S
+    assert crew.now - TICK_S - 50.0 == pytest.approx(waits_s, abs=2 * TICK_S)
+    steering._put_off, crew.now = None, 50.0
+    steering.leaving = lambda workers: frozenset("b")
+    steering.steer(WORLD)
+    assert asked == [None, "drain"], "whose node goes does not wait"
+
+
 def test_leavers_stay_until_the_next_generation_has_made_a_step() -> None:
     """Until then its first copies are on their way: a worker that is lost meanwhile would be lost with what only leavers hold."""
     gone: list[str] = []
