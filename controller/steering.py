@@ -120,7 +120,7 @@ class Steering:
             self.let_go(worker)
         if not todo.regroup:
             self._put_off = None
-        elif not self._lets_one_be_written(world):
+        elif len(staying) < world.size or not self._lets_one_be_written(world):  # whose node goes may go before that
             self._ask_to_park(world, stop=False, reason="straggler" if unwanted else None)
 
     def leaving(self, workers: Iterable[str]) -> frozenset[str]:

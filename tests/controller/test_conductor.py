@@ -582,7 +582,10 @@ def test_a_change_that_can_wait_lets_a_checkpoint_be_written_and_a_drain_does_no
     steering._put_off, crew.now = None, 50.0
     steering.leaving = lambda workers: frozenset("b")
     steering.steer(WORLD)
-    assert asked == [None, "drain"], "whose node goes does not wait"
+    steering._config, steering._desk.target = SimpleNamespace(elastic=ElasticSection(workers=2, min_workers=2, replace_lost=True)), 2
+    crew.reports["new"] = report("new", Phase.IDLE)
+    steering.steer(WORLD)
+    assert asked == [None, "drain", None], "whose node goes does not wait, nor for a replacement that is there"
 
 
 def test_leavers_stay_until_the_next_generation_has_made_a_step() -> None:
