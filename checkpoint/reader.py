@@ -158,12 +158,20 @@ class Checkpoint:
         )
         return {name: read[stored] for name, stored in names.items()}
 
-    def read_ranges(self, ranges: Sequence[Asked], *, cast: bool = False, budget_bytes: int = BUDGET_BYTES) -> ReadPlan:
+    def read_ranges(
+        self,
+        ranges: Sequence[Asked],
+        *,
+        cast: bool = False,
+        budget_bytes: int = BUDGET_BYTES,
+        progress: Callable[[], None] = lambda: None,
+    ) -> ReadPlan:
         """Fill every ``out`` (flat, contiguous, of the stored dtype; CPU or GPU), verified; returns what was read.
 
         Args:
             cast: ``out`` may be of another dtype of the same sort (floating point, or integer): values are converted.
             budget_bytes: memory to take beside the destinations: a buffer for each of at most 8 streams.
+            progress: called for each piece (of some megabytes) that has come and is right, by any of the threads that read.
 
         Raises:
             CheckpointMismatch: no such tensor, kind or range, or ``out`` has another dtype or size; before anything is read.
@@ -180,6 +188,7 @@ class Checkpoint:
         def deliver(segment: Segment, buffer: torch.Tensor) -> None:
             for block in segment.blocks():
                 _put(buffer, outs[block.request], stored[block.request], block)
+            progress()
 
         size = max((s.bytes for s in plan.segments), default=0)
         streams = min(len(plan.segments), STREAMS, budget_bytes // max(1, _padded(size))) or 1

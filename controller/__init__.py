@@ -18,6 +18,7 @@ Processes, and who owns whom (nothing is detached, so Ray takes everything along
 | ``desk`` | what is wanted: commands and scheduled actions |
 | ``crew`` | the workers as the controller sees them: polls, orders, deaths |
 | ``ledger``, ``memo`` | what the run has done, and the files that say so; what a restart needs |
+| ``scribe`` | writes them where the disk may not answer |
 | ``tally`` | what the workers tell of themselves with each step, by rank |
 | ``saves``, ``keeper`` | checkpoints under way; which state to go on from, and keeping what parked workers hold |
 | ``room``, ``growth`` | free places over time; what the run does with them: spares, more workers, wishes for Ray's autoscaler |

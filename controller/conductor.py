@@ -75,6 +75,8 @@ SILENT_S = 1.0
 """Of those that could join, one that has owed an answer for so long is the last to be taken."""
 GIVER_S = 1.0
 """A leaver that is lost before it has told that its shards are given may have given them all the same: so long they may still arrive."""
+STORAGE_GAP_S = 2.0
+"""Between two questions to a storage that is out of reach."""
 AHEAD = 4
 """Layouts are planned for so many workers more or fewer than there are."""
 
@@ -98,7 +100,17 @@ class Conductor:
         root = config.checkpoint_root
         self._cadence = Cadence(config.checkpoint, time.monotonic(), ledger.age_s)
         self._keeper = Keeper(
-            root, spec.run_id, crew, ledger, saves, self._take_number, self._wait, spec.bounds.save, self._cadence, config.max_workers
+            root,
+            spec.run_id,
+            crew,
+            ledger,
+            saves,
+            self._take_number,
+            self._wait,
+            spec.bounds.save,
+            self._cadence,
+            config.max_workers,
+            spec.oldest,
         )
         self._steering = Steering(spec, config, crew, ledger, saves, self.desk, self._cadence, list(memo.leavers), self._enter)
         self._laggards = Laggards(config.elastic, spec.bounds, crew, ledger, self._keeper)
@@ -107,6 +119,8 @@ class Conductor:
         replaced = elastic.replace_lost or elastic.grow or elastic.spares > 0
         self._hangs = HangWatch(None if patience == "auto" else patience, elastic.collective_timeout_s, replaced)
         self._inherited: Ticket | None = None
+        self._unreachable = ""
+        """What the storage said last when it was out of reach."""
         self._gone: dict[str, Lost] = {}
         self._leaving: frozenset[str] = frozenset()
         """Of those that the last decision was about, whoever leaves whatever else is wanted."""
@@ -137,7 +151,7 @@ class Conductor:
                 return outcome
             members = self._crew.ready()[: self.desk.target]
             ended = self._watch(self._launch(members, (), self._spec.source))
-        waited = False
+        waited, unreached = False, None
         while True:
             decision = self._decide(ended, waited)
             if not isinstance(decision, policy.Go | policy.Await):
@@ -145,14 +159,17 @@ class Conductor:
             match decision:
                 case policy.Go(members, leavers):
                     waited = False
-                    holders = (*members, *leavers, *self._steering.leavers)
-                    candidates = [w for w in ended.living if w in members or w not in self._leaving]
-                    if len(candidates) > len(members):  # fewer are wanted than could stay: nobody has joined
-                        members = self._keeper.staying(candidates, len(members), holders)
-                        leavers = tuple(w for w in ended.living if w not in members)
-                    source = self._keeper.source(members, holders)
-                    members = self._keeper.seated(members, source, holders)
-                    ended = self._watch(self._launch(members, leavers, source))
+                    try:
+                        chosen = self._chosen(ended, members, leavers)
+                    except OSError as problem:
+                        unreached = unreached or time.monotonic()
+                        if time.monotonic() - unreached > self._spec.bounds.storage:
+                            return self._give_up(ended, f"no worker holds a state to go on from, and {problem}", refused=False)
+                        self._await_storage(problem)
+                        ended = self._still_living(ended)
+                    else:
+                        unreached = None
+                        ended = self._watch(self._launch(*chosen))
                 case policy.Await(workers, hire):
                     waited = not self._await(ended, workers, hire)
                     ended = self._still_living(ended)
@@ -241,11 +258,35 @@ class Conductor:
         finally:
             self._ledger.waits(False)
 
+    def _await_storage(self, error: OSError) -> None:
+        """What nobody holds is in checkpoints only, and where they are nothing answers: it may in a moment."""
+        if self._unreachable != str(error):
+            self._unreachable = str(error)
+            self._ledger.event("storage_unreachable", error=self._unreachable, patience_seconds=self._spec.bounds.storage)
+        self._remember()
+        self._ledger.waits(True)
+        self._wait(lambda: self.desk.stop is not None, STORAGE_GAP_S)
+        self._ledger.waits(False)
+
     def _still_living(self, ended: Ending) -> Ending:
         """The ending as it is now: parked workers may die as well."""
         return replace(ended, living=tuple(w for w in ended.living if self._crew.alive(w)))
 
     # ----------------------------------------------------------------------------------------------------- one generation
+
+    def _chosen(self, ended: Ending, members: tuple[str, ...], leavers: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...], Source]:
+        """Members in the order of their ranks, leavers, and the state to go on from.
+
+        Raises:
+            OSError: nobody holds a state, and the checkpoints are out of reach.
+        """
+        holders = (*members, *leavers, *self._steering.leavers)
+        candidates = [w for w in ended.living if w in members or w not in self._leaving]
+        if len(candidates) > len(members):  # fewer are wanted than could stay: nobody has joined
+            members = self._keeper.staying(candidates, len(members), holders)
+            leavers = tuple(w for w in ended.living if w not in members)
+        source = self._keeper.source(members, holders)
+        return self._keeper.seated(members, source, holders), leavers, source
 
     def _launch(self, members: tuple[str, ...], leavers: Iterable[str], source: Source) -> World:
         """Order a new generation. Its number is written down before anyone hears of it."""
@@ -302,8 +343,11 @@ class Conductor:
         return world
 
     def _evaluation_due(self, step: int) -> bool:
-        """Before the first step, and where the evaluation after the last one was lost; never twice."""
-        return step in (0, self._config.train.steps) and self._config.data.eval_samples > 0 and step not in self._ledger.evaluated
+        """Before the first step, and where that of the step which the run goes on from was lost with a worker; never twice. What it has
+        begun with was evaluated before it was kept."""
+        every, first = self._config.train.eval_every, self._spec.source.step
+        due = step in (0, self._config.train.steps) or (every > 0 and step % every == 0 and step > first)
+        return due and self._config.data.eval_samples > 0 and step not in self._ledger.evaluated
 
     def _watch(self, world: World) -> Ending:
         """Drive a generation until nobody is in it any more."""
@@ -316,13 +360,15 @@ class Conductor:
             party = [w for w in (*world.members, *self._steering.leavers) if self._crew.alive(w)]
             living = [w for w in party if w in world.members]
             lost = {w: self._gone.get(w, Lost(w, None, "its process died")) for w in world.members if w not in living}
-            inside = [w for w in party if not self._is_out(w, world)]
+            # Who was ended is none of those that go on, though the last word of it may be that it is out: a moment later it is lost.
+            inside = [w for w in party if not self._is_out(w, world) or self._crew.doomed(w)]
             if not inside:
                 return self._end(world, living, lost, first_sign)
-            gave |= {w for w in self._steering.leavers if self._is_out(w, world)}
-            missing = [w for w in self._steering.leavers if w not in gave and not self._crew.alive(w)]
+            gave |= {w for w in self._steering.leavers if self._is_out(w, world) and not self._fault(w, world)}
+            missing = [w for w in self._steering.leavers if w not in gave and (self._fault(w, world) or not self._crew.alive(w))]
             missing_since = (missing_since or self._crew.clock()) if missing and not self._ledger.all_filled else None
-            # Where a leaver's machine has stopped no connection breaks: nobody notices that what it was to give will never come.
+            # Where a leaver's machine has stopped no connection breaks, nor where it has failed before it had any: nobody notices that what
+            # it was to give will never come.
             forsaken = missing_since is not None and self._crew.clock() - missing_since > GIVER_S
             if len(living) == world.size and all(w in inside for w in living) and not forsaken:
                 hung = self._hung(world) or (self._mute(world, inside) if not self._ledger.all_filled else {})
@@ -347,6 +393,8 @@ class Conductor:
     def _hung(self, world: World) -> Mapping[str, str]:
         """Who hangs, and is to be ended."""
         now = time.monotonic()
+        if any(self._crew.doomed(worker) for worker in world.members):
+            return {}  # somebody was just ended: what follows from that is seen in a moment
         hung = self._hangs.verdict(world.members, now)
         starved = self._crew.starved(hung) if hung else {}
         if starved:
@@ -414,9 +462,9 @@ class Conductor:
             ledger.shift.spend("fence", self._crew.clock() - first_sign if first_sign is not None else 0.0)
         if not ending.clean:
             self._keeper.abandon()
-            own = {w: f for w, f in faults.items() if f.kind is not FaultKind.PEER}
-            # A leaver that is lost before all is given breaks the generation as well, and mostly since its node went.
+            # A leaver that is lost before all is given, mostly since its node went, breaks the generation as well. So does one that fails.
             givers = self._steering.leavers if not ledger.all_filled else ()
+            own = {w: f for w in (*living, *givers) if (f := self._fault(w, world)) is not None and f.kind is not FaultKind.PEER}
             every = gone | {w: self._gone[w] for w in givers if w in self._gone and not self._crew.alive(w)}
             causes = {one.cause for one in every.values()} | ({Cause.ERROR} if own else set())
             errors = [f"{w}: {one.reason}" for w, one in every.items()] + [f"{w}: {f.text}" for w, f in own.items()]
@@ -513,6 +561,7 @@ class Conductor:
         ledger, world = self._ledger, self._ledger.world
         assert world is not None
         self._inherited = world.ticket
+        self._hangs.expect(ledger.step_seconds or 0.0)  # else who hangs by now would be found by the collectives only
         self._hangs.begin(world.ticket)
         # Each worker tells its last vote again; those of an older generation were given up.
         self._saves.fence(world.ticket.generation)
@@ -547,7 +596,7 @@ class Conductor:
             self._memo,
             target=self.desk.target,
             reason=self.desk.reason,
-            ceiling=self.desk.ceiling,
+            asked=self.desk.asked,
             actions=self.desk.actions,
             high=self._budget.high,
             crashes=self._budget.crashes,

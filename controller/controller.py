@@ -11,6 +11,7 @@ import pickle
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -30,6 +31,8 @@ from vescale_ray.runfolder import RunFolder
 
 _log = logging.getLogger(__name__)
 
+FLUSH_S = 5.0
+"""At the end of the run so long is waited for a disk that takes nothing."""
 BEGIN_S = 5.0
 """A command waits for so long for a controller that has just been started."""
 
@@ -52,6 +55,8 @@ class Controller:
         self._outcome: Outcome | None = None
         config = parse_config(spec.config)
         folder = RunFolder(spec.folder)
+        with suppress(OSError):
+            folder.clear_leftovers()  # of a controller that was killed
         memos = Memos(spec.folder, nursery)
         memo = read_memo(spec.folder)
         # The nursery of a run that has just begun is still starting, and has nothing to tell. (Ray is asked last: it takes long.)
@@ -141,6 +146,7 @@ class Controller:
         outcome = outcome_of(conduct, self._ledger)
         if saves is not None:
             saves.close()
+        self._ledger.flush(FLUSH_S)
         self._ledger.publish({})  # whoever scrapes once more sees how it ended
         self._outcome = outcome
 

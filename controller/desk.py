@@ -45,8 +45,7 @@ class Desk:
     Attributes:
         stop: why the run is to be stopped; None: it is not.
         target: workers wanted.
-        ceiling: most workers that a run which grows by itself (``elastic.grow``) goes for: ``elastic.max_workers``, or what the last
-            rescale asked for.
+        asked: what the last rescale asked for; 0: none has come.
         reason: why the number differs from what there is: ``manual``, ``replacement``, ``drain`` or ``growth``.
         actions: scheduled actions that were done.
     """
@@ -58,10 +57,15 @@ class Desk:
         self._closed = False
         self.stop: str | None = memo.stop
         self.target = memo.target or config.elastic.workers
-        self.ceiling = memo.ceiling or config.max_workers
+        self.asked = memo.asked
         self.reason = memo.reason
         self.actions = memo.actions
         ledger.target = self.target
+
+    @property
+    def ceiling(self) -> int:
+        """Most workers that a run which grows by itself (``elastic.grow``) goes for."""
+        return self.asked or self._config.max_workers
 
     def command(self, action: str, body: dict[str, Any], wait_s: float = ANSWER_S) -> dict[str, Any]:
         """Carry a command to the loop and its answer back; from any thread.
@@ -146,7 +150,7 @@ class Desk:
                 slots=config.train.slots,
                 capacity=self._spec.capacity,
             )
-            self.ceiling = workers
+            self.asked = workers
             self.want(workers, "manual")
             and_later = f"; the run grows by itself up to {workers}" if config.elastic.grow else ""
             return {"ok": True, "workers": workers, "message": f"going to {workers} workers{and_later}"}

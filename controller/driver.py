@@ -103,7 +103,7 @@ def run(
     if on_ready is not None:
         on_ready()
     warnings: list[str] = []
-    farthest, in_a_row = ready.source.step, 0
+    farthest, in_a_row, asked = ready.source.step, 0, 0
     with _Signals() as signals:
         while True:
             _write_state(folder, {"run": config.run.name, "state": "PENDING", "step": ready.source.step, "steps": config.train.steps})
@@ -121,12 +121,14 @@ def run(
                 return result
             _write_state(folder, {"run": config.run.name, "state": "PENDING", "step": result.step, "steps": config.train.steps})
             try:
-                ready = check(config)
+                ready = check(config, oldest=ready.oldest)
             except BadInput as problem:
                 return replace(result, error=f"{result.error}; and it can't begin anew: {problem}")
             if ready.source.step >= config.train.steps:
                 return _nothing_to_do(config, folder, ready)
-            schedule = [action for action in schedule if action.step > result.step]
+            asked = _asked_for(folder, attempt.run_id) or asked
+            wish = [ScheduledAction(0, "rescale", asked)] if asked else []  # it is not lost with the nursery
+            schedule = [*wish, *(action for action in schedule if action.step > result.step)]
             warnings.append(f"{result.error}, at step {result.step}; the run was begun anew from step {ready.source.step}")
 
 
@@ -194,7 +196,7 @@ class _Attempt:
     ) -> None:
         self._ready, self._folder, self._schedule, self._bounds = ready, folder, schedule, bounds
         self._signals, self._tell = signals, tell
-        self._run_id = uuid.uuid4().hex[:8]
+        self.run_id = uuid.uuid4().hex[:8]
         self._cluster: Cluster | None = None
         self._nursery: Any = None
         self._controller: Any = None
@@ -212,21 +214,22 @@ class _Attempt:
         from vescale_ray.controller import controller, nursery
 
         tree = config.model_dump(mode="json")
-        self._nursery = nursery.actor_of(tree, self._run_id, cluster.node, NAMESPACE)
+        self._nursery = nursery.actor_of(tree, self.run_id, cluster.node, NAMESPACE)
         spec = RunSpec(
-            run_id=self._run_id,
+            run_id=self.run_id,
             config=tree,
             folder=str(config.run_folder),
             token=secrets.token_urlsafe(24),
             source=self._ready.source,
             first_generation=self._ready.first_generation,
+            oldest=self._ready.oldest,
             capacity=cluster.capacity,
             driver_pid=os.getpid(),
             stream=self._ready.stream,
             schedule=self._schedule,
             bounds=self._bounds,
         )
-        self._controller = controller.actor_of(spec, nursery.nursery_name(self._run_id), cluster.node)
+        self._controller = controller.actor_of(spec, nursery.nursery_name(self.run_id), cluster.node)
         outcome = self._follow()
         self.orphaned = outcome.orphaned
         if outcome.refused:
@@ -333,6 +336,7 @@ class _Attempt:
                 print(f"vescale-ray: processes {left} could not be ended", file=sys.stderr)
             try:
                 self._folder.clear_control()
+                self._folder.clear_leftovers()
                 self._write_end()
             except OSError:
                 pass  # a full disk; the result says how it ended
@@ -354,7 +358,7 @@ class _Attempt:
         for actor in actors:
             ray.kill(actor, no_restart=True)
         if self._nursery is not None and not _succeeded(closing[-1]):
-            nursery.give_places_back(str(self._ready.config.run.name), self._run_id)
+            nursery.give_places_back(str(self._ready.config.run.name), self.run_id)
         # Killed is not gone: whoever reads the final state may rely on it. Elsewhere Ray sees to it within 5 s.
         here = [(pid, since) for pid, since, node in self._status.get("processes", ()) if node == self._cluster.node]
         deadline = time.monotonic() + CLEAN_S
@@ -409,6 +413,14 @@ def _was_to_stop(folder: RunFolder) -> bool:
 
     memo = read_memo(folder.path)
     return memo is not None and memo.stop is not None
+
+
+def _asked_for(folder: RunFolder, run_id: str) -> int:
+    """The workers that the last rescale has asked for, of this start; 0: none has come."""
+    from vescale_ray.controller.memo import read_memo
+
+    memo = read_memo(folder.path)
+    return memo.asked if memo is not None and memo.run_id == run_id else 0
 
 
 def _write_state(folder: RunFolder, record: Mapping[str, Any]) -> None:

@@ -9,6 +9,9 @@ shards, compilation) is not accused either, unless it is silent.
 Of a worker that is alone nobody else tells anything: by itself it is hung as soon as in company, silent or not, if another takes its place.
 Where none does, ending it ends the run: it has the collectives' bound.
 
+Where nothing is known yet of what a step takes, and while a group forms (a model is built, a checkpoint is read), whoever waits for nobody
+and makes no beat for :data:`LONGEST` times the collectives' bound is hung: nothing else would ever end it.
+
 How long is some time? The longest step of the last few, times a factor; beats come many times a step. Time for which a thread could have
 run, and others had the processors, counts for nobody: on a machine that is overloaded all are slow, and none hangs. A controller that was
 itself not running for a while can't tell, and starts to measure anew.
@@ -33,6 +36,9 @@ FACTOR = 1.8
 STEPS, FIRST = 2, 3.0
 """The first steps of a generation compile, allocate and fill caches: they are given so many times more, and :data:`FIRST_S` at least."""
 FIRST_S = 5.0
+LONGEST = 10
+"""Times the bound of the collectives: so long nothing takes that makes no beat. What takes longer (parameters that are filled, a checkpoint
+that is read) beats with every piece."""
 RECENT = 8
 """Steps; not what the ranks tell of them, which of many ranks would be of one."""
 PERIOD, AGAIN = 128, 1.1
@@ -104,6 +110,10 @@ class HangWatch:
         self._steps.clear()
         self._ticket, self._stepped, self._settled, self._seen, self._asked = ticket, 0, False, {}, None
 
+    def expect(self, seconds: float) -> None:
+        """That is what a step took so far: an earlier life of the controller has seen it."""
+        self._earlier = seconds
+
     def stepped(self, ticket: Ticket, step: int, seconds: float) -> None:
         """Some worker has completed this step, in so many seconds."""
         if ticket != self._ticket:
@@ -137,13 +147,18 @@ class HangWatch:
 
     @property
     def bound_s(self) -> float:
-        """Seconds without a beat after which a generation hangs; infinite before any step was ever seen."""
+        """Seconds without a beat after which a generation hangs; before any step was ever seen, :attr:`longest_s`."""
         if self.fixed is not None:
             return self.fixed or math.inf
         if self._settled:
             longest = max(FACTOR * max(self._steps.values()), AGAIN * max(self._rare.values(), default=0.0))
             return self._patience * max(LEAST_S, longest)
-        return self._patience * self.forming_s if max(self._steps.values(), default=0.0) or self._earlier else math.inf
+        return self._patience * self.forming_s if max(self._steps.values(), default=0.0) or self._earlier else self.longest_s
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds without a beat after which whoever waits for nobody hangs, whatever it does."""
+        return math.inf if self.fixed == 0 else max(self.fixed or 0.0, LONGEST * self.patience_s)
 
     @property
     def forming_s(self) -> float:
@@ -168,8 +183,17 @@ class HangWatch:
         if quiet < self.bound_s:
             return {}
         reports = {worker: seen.report for worker, seen in everyone.items()}
-        if any(report is None or report.phase is not Phase.TRAINING for report in reports.values()):
+        if any(report is None or report.phase not in (Phase.TRAINING, Phase.FORMING) for report in reports.values()):
             return {}
+        forming = {w for w, report in reports.items() if report is not None and report.phase is Phase.FORMING}
+        if forming:
+            still = {w: everyone[w].still(now) for w in forming}
+            stuck = {w: report for w, report in reports.items() if w in forming and report is not None and not report.waiting}
+            return {
+                w: f"it stands at {report.where or 'an unknown place'} for {still[w]:.1f} s, while its group forms"
+                for w, report in stuck.items()
+                if still[w] >= self.longest_s
+            }
         silent = {w: seen.silent(now) for w, seen in everyone.items() if seen.silent(now) >= self.bound_s}
         alone = self.replaced and len(members) == 1
         if len(silent) == len(reports) and not alone:

@@ -1,14 +1,16 @@
-"""The lines in the run's folder as the controller writes them: a disk that is full or gone never stops the training. Lines wait in memory
-until they can be written, and one warning is given."""
+"""The lines in the run's folder as the controller writes them: a disk that is full or gone, or does not answer, never stops the training
+nor the watching of it. Lines wait in memory until they can be written, and one warning is given."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from vescale_ray.controller.scribe import Scribe
 from vescale_ray.runfolder import RunFolder
 
 _log = logging.getLogger(__name__)
@@ -28,7 +30,7 @@ class Journal:
     """
 
     def __init__(self, folder: RunFolder, stamp: Callable[[str], dict[str, Any]]) -> None:
-        self._folder, self._stamp = folder, stamp
+        self._folder, self._stamp, self._scribe = folder, stamp, Scribe()
         self._waiting: deque[Callable[[], None]] = deque()
         self._unwritable = False
         self.warnings: tuple[str, ...] = ()
@@ -48,15 +50,16 @@ class Journal:
 
     def state(self, record: Mapping[str, Any]) -> None:
         """Write run.json: the newest alone counts, so that none waits."""
+        self._catch_up()
         try:
-            self._folder.write_state(record)
+            self._scribe.do(lambda: self._folder.write_state(record))
         except OSError as error:
             self._trouble(error)
 
     def report(self, keep: Callable[[str, str], Path], name: str, text: str) -> str | None:
         """Keep a report, by a method of the folder's; where it is."""
         try:
-            return str(keep(name, text))
+            return str(self._scribe.do(lambda: keep(name, text)))
         except OSError as error:
             self._trouble(error)
             return None
@@ -67,11 +70,21 @@ class Journal:
         self.warnings = (*self.warnings, text)
         self.event("warning", {"text": text})
 
+    def flush(self, wait_s: float) -> None:
+        """Have what still waits written, if the disk answers within that time."""
+        deadline = time.monotonic() + wait_s
+        while self._waiting and (left := deadline - time.monotonic()) > 0:
+            self._catch_up(left)
+            time.sleep(0.01)
+
     def _write(self, append: Callable[[], None]) -> None:
         self._waiting.append(append)
+        self._catch_up()
+
+    def _catch_up(self, wait_s: float | None = None) -> None:
         while self._waiting:
             try:
-                self._waiting[0]()
+                self._scribe.do(self._waiting[0], wait_s)
             except OSError as error:
                 self._trouble(error)
                 if len(self._waiting) > MOST_WAITING:

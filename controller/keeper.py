@@ -39,6 +39,7 @@ class Keeper:
         save_s: bound of a checkpoint.
         cadence: is told what each checkpoint cost.
         most: the largest world size that can be.
+        oldest: generation of the oldest checkpoint to go back to.
 
     Attributes:
         layouts: who owns what at each world size.
@@ -56,10 +57,11 @@ class Keeper:
         save_s: float,
         cadence: Cadence,
         most: int,
+        oldest: int = 0,
     ) -> None:
         self.layouts = Layouts(most)
         self._cadence = cadence
-        self._root, self._run_id, self._save_s = root, run_id, save_s
+        self._root, self._run_id, self._save_s, self._oldest = root, run_id, save_s, oldest
         self._crew, self._ledger, self._saves = crew, ledger, saves
         self._take_number, self._wait = take_number, wait
         self._bad: frozenset[str] = frozenset()
@@ -80,7 +82,7 @@ class Keeper:
     def newest(self) -> policy.Kept | None:
         """The newest checkpoint that is not known to be damaged; what the books know of where the storage does not tell."""
         try:
-            return newest_kept(self._root, self._bad)
+            return newest_kept(self._root, self._bad, self._oldest)
         except OSError as error:
             _log.warning("%s does not tell its newest checkpoint: %s", self._root, error)
         path, step = self._ledger.checkpoint_path, self._ledger.checkpoint_step
@@ -97,7 +99,7 @@ class Keeper:
         step, newest = _newest_step(held), None
         if step < (self._ledger.checkpoint_step or 0):
             try:
-                newest = newest_kept(self._root, self._bad)
+                newest = newest_kept(self._root, self._bad, self._oldest)
             except OSError as error:
                 if step < 0:
                     raise

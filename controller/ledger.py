@@ -362,6 +362,10 @@ class Ledger:
         """Keep the report of a hang; where it is."""
         return self._journal.report(self.folder.write_hang, name, text)
 
+    def flush(self, wait_s: float) -> None:
+        """Have what still waits written, if the disk answers within that time."""
+        self._journal.flush(wait_s)
+
     def gave_up(self, text: str) -> str | None:
         """Keep what is known of the failures that ended the run; where it is."""
         return self._journal.report(self.folder.write_failure, f"step-{self.step}-{self._run_id}", text)

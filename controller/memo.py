@@ -1,8 +1,8 @@
 """What a restarted controller must know that it can't learn from the workers: a small JSON file in the run's folder.
 
 It is written before what it says is used: no generation number that was given out is ever given out again. A memo of another
-start of the run says one thing only, which numbers are taken. While the folder takes nothing (its disk is full) the nursery has the
-memo in its memory: it outlives the controller.
+start of the run says one thing only, which numbers are taken. While the folder takes nothing (its disk is full, or does not answer) the
+nursery has the memo in its memory: it outlives the controller.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+
+from vescale_ray.controller.scribe import Scribe
 
 NAME = "controller.json"
 CALL_S = 5.0
@@ -45,7 +47,7 @@ class Memo:
         epoch: how often the controller was started.
         shift: the rescale under way (``shifts.Shift`` as a mapping).
         crashes, nodes, controllers, total: used up of the budget (``budget.Budget``).
-        ceiling: most workers that the run goes for by itself; 0: nobody has asked for another number.
+        asked: workers that the last rescale asked for; 0: none has come.
         failed: generation whose failure is in these figures.
         number: how often this start of the run has written one: of two, the newer has the higher.
     """
@@ -66,7 +68,7 @@ class Memo:
     port: int = 0
     epoch: int = 0
     shift: Mapping[str, Any] | None = None
-    ceiling: int = 0
+    asked: int = 0
     crashes: int = 0
     nodes: int = 0
     controllers: int = 0
@@ -94,7 +96,7 @@ class Memos:
     """
 
     def __init__(self, folder: str | os.PathLike[str], nursery: Any) -> None:
-        self._folder, self._nursery = folder, nursery
+        self._folder, self._nursery, self._scribe = folder, nursery, Scribe()
 
     def newest(self, run_id: str) -> Memo | None:
         """The newest memo, wherever it is; of another start of the run than ``run_id``, the one in the folder."""
@@ -112,7 +114,7 @@ class Memos:
         """Keep ``memo``, numbered; never raises. Where it is kept nowhere, a controller that were restarted now would know less."""
         memo = replace(memo, number=memo.number + 1)
         try:
-            write_memo(self._folder, memo)
+            self._scribe.do(lambda: write_memo(self._folder, memo))
         except OSError as error:
             _log.warning("%s could not be written: %s; the nursery keeps what would be there", self._folder, error)
             try:

@@ -59,12 +59,15 @@ class Preflight:
         source: of the first generation.
         first_generation: above every generation that has left a checkpoint: what is saved from now on must be newer.
         stream: what makes the order of samples.
+        oldest: generation of the oldest checkpoint that the run may go back to: with ``checkpoint.resume: never`` those that were there
+            before it are none of its own.
     """
 
     config: RunConfig
     source: Source
     first_generation: int
     stream: Mapping[str, Any]
+    oldest: int = 0
 
 
 def foresee(config: RunConfig) -> Foreseen:
@@ -81,8 +84,11 @@ def foresee(config: RunConfig) -> Foreseen:
     return Foreseen(config, stream_of(config, corpus), _expected(config))
 
 
-def check(config: RunConfig, foreseen: Foreseen | None = None) -> Preflight:
+def check(config: RunConfig, foreseen: Foreseen | None = None, oldest: int | None = None) -> Preflight:
     """All checks: what needs no folder first (:func:`foresee`, unless that was done), then the folders, then the checkpoint to resume.
+
+    Args:
+        oldest: of a run that begins anew by itself, as it was found in the beginning: what it has saved since is its own.
 
     Raises:
         BadInput: with one line, for the first thing that is wrong.
@@ -91,8 +97,9 @@ def check(config: RunConfig, foreseen: Foreseen | None = None) -> Preflight:
     config = found.config
     RunFolder(config.run_folder).create()
     _check_writable(config.checkpoint_root)
-    source, first = _resume(config, found.stream, found.expected)
-    return Preflight(config, source, first, found.stream)
+    source, first = _resume(config, found.stream, found.expected, oldest)
+    never = config.checkpoint.resume == "never"
+    return Preflight(config, source, first, found.stream, oldest if oldest is not None else first if never else 0)
 
 
 def absolute(config: RunConfig) -> RunConfig:
@@ -171,18 +178,21 @@ def _expected(config: RunConfig) -> dict[str, _Expected]:
     return {name: _Expected(tuple(p.shape), trained.get(name, ())) for name, p in model.named_parameters()}
 
 
-def _resume(config: RunConfig, stream: Mapping[str, Any], expected: Mapping[str, _Expected]) -> tuple[Source, int]:
+def _resume(
+    config: RunConfig, stream: Mapping[str, Any], expected: Mapping[str, _Expected], oldest: int | None
+) -> tuple[Source, int]:
     from vescale_ray import checkpoint
 
     root, mode = config.checkpoint_root, config.checkpoint.resume
     commits = checkpoint.ls(root)
     first = max((commit.epoch for commit in commits), default=0) + 1
-    newest = next((commit for commit in reversed(commits) if commit.problem is None), None)
+    least = oldest if oldest is not None else first if mode == "never" else 0
+    newest = next((commit for commit in reversed(commits) if commit.problem is None and commit.epoch >= least), None)
     if newest is None and mode == "must":
         damaged = f" ({len(commits)} are damaged)" if commits else ""
         remedy = "set checkpoint.resume=auto or another checkpoint.dir"
         raise RunRefused(f"checkpoint.resume = must, but {root} holds no checkpoint{damaged}; {remedy}")
-    if newest is None or mode == "never":
+    if newest is None:
         return Source(Origin.FRESH, 0), first
     opened = checkpoint.open(root, newest)
     _check_same_model(opened, config, expected)

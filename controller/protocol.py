@@ -80,6 +80,7 @@ class Bounds:
         save: for the workers to write a checkpoint that the controller ordered, and for its commit.
         silence: a worker that answers no poll for this long is hung or stopped: killed; None takes the collectives' bound.
         replace: for a replacement when there are too few workers to train.
+        storage: for the checkpoints' storage to answer where no worker holds a state.
     """
 
     start: float = 180.0
@@ -88,6 +89,7 @@ class Bounds:
     save: float = 600.0
     silence: float | None = None
     replace: float = 180.0
+    storage: float = 600.0
 
 
 class Dismissal(StrEnum):
@@ -216,6 +218,7 @@ class RunSpec:
         token: that commands must bring.
         source: of the first generation.
         first_generation: number of it; above every generation that has left a checkpoint.
+        oldest: generation of the oldest checkpoint that the run may go back to (:class:`~vescale_ray.controller.preflight.Preflight`).
         capacity: most workers that the cluster can ever place; None: unknown, it may grow.
         driver_pid: for run.json.
         stream: what makes the order of samples, recorded with each checkpoint.
@@ -232,3 +235,4 @@ class RunSpec:
     stream: Mapping[str, Any]
     schedule: tuple[ScheduledAction, ...] = ()
     bounds: Bounds = Bounds()
+    oldest: int = 0

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from vescale_ray.controller.policy import Kept
@@ -219,12 +220,13 @@ def retention_of(config: RunConfig) -> Retention:
     return Retention(c.keep_last, c.keep_every, c.keep_best, c.keep_metric, c.keep_mode, c.keep_verified)
 
 
-def newest_kept(root: str, bad: frozenset[str] = frozenset()) -> Kept | None:
-    """The newest whole checkpoint whose name is not in ``bad``; None when there is none.
+def newest_kept(root: str, bad: frozenset[str] = frozenset(), oldest: int = 0) -> Kept | None:
+    """The newest whole checkpoint whose name is not in ``bad``, of generation ``oldest`` or later; None when there is none.
 
     Raises:
         OSError: the storage, or a newer one, is out of reach: what is newest can't be told.
     """
     from vescale_ray.checkpoint.commits import newest_first
 
-    return next((Kept(one.name, one.path, one.step) for one in newest_first(root) if one.name not in bad), None)
+    found = takewhile(lambda one: one.epoch >= oldest, newest_first(root))
+    return next((Kept(one.name, one.path, one.step) for one in found if one.name not in bad), None)

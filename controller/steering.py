@@ -22,6 +22,10 @@ from vescale_ray.controller.saves import Saves
 from vescale_ray.controller.straggler import Stragglers
 from vescale_ray.workers.messages import Ticket
 
+WRITTEN_S, LONGEST_S = 30.0, 300.0
+"""A change that can wait lets a checkpoint be written: for so long, or twice as long as the last one took if that is longer, but no longer
+than the second."""
+
 
 class Steering:
     """Staffs and steers the generation that trains.
@@ -61,6 +65,8 @@ class Steering:
         self._drained: frozenset[str] = frozenset()
         self._save_now = False
         self._aim = 0
+        self._put_off: float | None = None
+        """Since when the change that is wanted waits for a checkpoint."""
 
     def steer(self, world: World) -> None:
         """A generation runs as it should: hire, regroup or stop it, if that is wanted."""
@@ -112,7 +118,9 @@ class Steering:
         self._ledger.beside(spares=len(ready) - max(0, self._aim - there), wishes=len(self._crew.places.wishes))
         for worker in outside[max(0, len(outside) - todo.dismiss) :]:
             self.let_go(worker)
-        if todo.regroup:
+        if not todo.regroup:
+            self._put_off = None
+        elif len(staying) < world.size or not self._lets_one_be_written(world):  # whose node goes may go before that
             self._ask_to_park(world, stop=False, reason="straggler" if unwanted else None)
 
     def leaving(self, workers: Iterable[str]) -> frozenset[str]:
@@ -120,6 +128,16 @@ class Steering:
         draining = self.nodes.draining
         infos = {w: self._crew.info(w) for w in workers} if draining else {}
         return frozenset(w for w, info in infos.items() if info is not None and info.node in draining)
+
+    def _lets_one_be_written(self, world: World) -> bool:
+        """Whether the change waits for the checkpoint that is being written. With the generation that is given up; where one change follows
+        the other none would ever be made."""
+        now, last = time.monotonic(), self._ledger.last_save
+        reports = [self._crew.report(worker) for worker in world.members]
+        if not self._saves.busy and not any(report is not None and report.writing for report in reports):
+            return False
+        self._put_off = self._put_off or now
+        return now - self._put_off < min(LONGEST_S, max(WRITTEN_S, 2.0 * last.seconds if last is not None else 0.0))
 
     def _hear_of_drains(self, world: World) -> None:
         """Tell of nodes that have begun to drain. Where training can't do without their workers, a checkpoint is made at once."""
@@ -179,7 +197,7 @@ class Steering:
 
         if not self._crew.ask(world.members, world.ticket, STOP if stop else RESCALE):
             return  # they are just leaving, or one hangs: what follows from that is seen in a moment
-        self.asked = world.ticket
+        self.asked, self._put_off = world.ticket, None
         if stop:
             self._enter(RunState.STOPPING)
         else:

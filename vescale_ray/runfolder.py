@@ -33,6 +33,8 @@ from vescale_ray.errors import BadInput
 Record = dict[str, Any]
 
 DISCOVERY = "vescale_service_discovery.json"
+REPLACED = frozenset({"run.json", "control.json", "controller.json", "config.yaml", DISCOVERY})
+"""Files that are written beside their place first, under a name of their own with a dot before it and a random ending."""
 FINAL_STATES = frozenset({"DONE", "FAILED", "STOPPED"})
 """States in run.json after which nothing of the run is alive."""
 
@@ -179,6 +181,13 @@ class RunFolder:
         """Remove control.json and the service discovery: nothing listens any more."""
         for name in ("control.json", DISCOVERY):
             (self.path / name).unlink(missing_ok=True)
+
+    def clear_leftovers(self) -> None:
+        """Remove what a writer that was killed has left of files that it was about to replace. Only while nobody writes."""
+        for path in self.path.glob(".*"):
+            name, _, suffix = path.name.removeprefix(".").rpartition(".")
+            if suffix and name in REPLACED:
+                path.unlink(missing_ok=True)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         line = json.dumps(_finite(record), separators=(",", ":")).encode() + b"\n"

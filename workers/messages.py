@@ -290,6 +290,7 @@ class Report:
         starved_s: seconds so far for which it could have run, and others had the processors.
         where: its innermost frames; ``waiting``: for other ranks, in a collective (``pulse.where``).
         unhurried: it does, or compiles, what may take longer than any step.
+        writing: beside all this it writes its part of a checkpoint.
     """
 
     worker: str
@@ -305,6 +306,7 @@ class Report:
     waiting: bool = False
     unhurried: bool = False
     starved_s: float = 0.0
+    writing: bool = False
 
     @property
     def out(self) -> bool:

@@ -173,7 +173,7 @@ def execute(held: Sequence[Shards], trainer: Trainer | None, group: Any = None, 
 def restore_from_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> int:
     """Fill ``trainer`` from a checkpoint of any world size and layout, reading only this rank's ranges; returns the bytes that were read.
 
-    No collective.
+    No collective. Each piece that has come is a beat: it may take minutes.
 
     Raises:
         CheckpointMismatch: it is of another model or optimizer; before anything is changed.
@@ -188,7 +188,7 @@ def restore_from_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> int:
     scalars = checkpoint.aux(0)
     if not isinstance(scalars, Mapping) or not {"step", "consumed", "optimizer"} <= set(scalars):
         raise ValueError(f"{checkpoint} holds no training state (step, consumed samples, optimizer): it was not saved by a training run")
-    read = checkpoint.read_ranges([(p.name, p.kind, p.start, p.end, p.data) for p in pieces])
+    read = checkpoint.read_ranges([(p.name, p.kind, p.start, p.end, p.data) for p in pieces], progress=lambda: trainer.beat())
     import_scalars(trainer, scalars)
     return read.planned
 

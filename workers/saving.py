@@ -68,6 +68,12 @@ class Writer:
         with self._lock:
             return len(self._jobs) >= MOST
 
+    @property
+    def writing(self) -> bool:
+        """Whether there is any that is not voted for yet."""
+        with self._lock:
+            return any(not job.cancelled for job in self._jobs)
+
     def submit(self, staged: Staged, ticket: Ticket, attempt: str, stall_s: float) -> None:
         """Write it, when those before are written. ``stall_s``: how long training waited for the copy."""
         job = _Job(staged, ticket, attempt, time.monotonic(), stall_s)

@@ -125,7 +125,7 @@ class Trainer:
         completed: steps done so far, which is also the next step's index.
         model, optimizer: of this rank; parameters are ``RaggedDTensor``.
         pace: watches how fast the ranks are, and spreads the slots.
-        beat: called several times in a step and in an evaluation: whoever watches sees that it goes on.
+        beat: called several times in a step and in an evaluation, and while the values come: whoever watches sees that it goes on.
         usage: what the last step took of this rank.
 
     Raises:
@@ -161,6 +161,7 @@ class Trainer:
             full = torch.empty(parameter.shape, dtype=parameter.dtype)
             self.model.init_parameter(name, full, generator)
             parameter.copy_(full.to(self.device))
+            self.beat()
 
     def step(self, flags: int = 0, settle: Callable[[], None] | None = None) -> StepRecord:
         """One optimizer step on the global batch. ``flags`` (0 <= flags < 2**62) are ORed over the ranks.

@@ -140,7 +140,8 @@ class Worker:
         at = self._pulse.where()
         slow = self._pulse.unhurried or at.compiling
         beats, starved_s = self._pulse.beats, self._pulse.starved_s()
-        return replace(report, beats=beats, where=at.text, waiting=at.waiting, unhurried=slow, starved_s=starved_s)
+        writing = self._writer.writing
+        return replace(report, beats=beats, where=at.text, waiting=at.waiting, unhurried=slow, starved_s=starved_s, writing=writing)
 
     @ray.method(concurrency_group="control")
     def outlined(self) -> Outlined | None:
@@ -217,6 +218,14 @@ class Worker:
         with self._change:
             self._info, self._phase = info, Phase.IDLE
             self._change.notify_all()
+        try:
+            self._take_orders()
+        except BaseException:
+            # Else the process would answer every poll, and be waited for by all.
+            _log.exception("worker %s is of no use any more: what it should have survived has ended its training thread", self._worker)
+            os._exit(1)
+
+    def _take_orders(self) -> None:
         while True:
             with self._change:
                 self._change.wait_for(lambda: self._order is not None)
@@ -493,15 +502,20 @@ class Worker:
         self._settle(Phase.PARKED, fault)
 
     def _save(self, order: Save) -> None:
-        ticket = self._ticket
-        held = {shards.rank: shards for shards in self._snapshots.shards(order.resume.generation, order.resume.step)}
+        from vescale_ray.workers.groups import describe
+
+        ticket, held = self._ticket, {}
+        missing = f"worker {self._worker} holds no shard of rank {{}} at step {order.resume.step}"
+        try:
+            held = {shards.rank: shards for shards in self._snapshots.shards(order.resume.generation, order.resume.step)}
+        except Exception as error:  # no memory for the checksums, for example: that costs this checkpoint, and not the worker
+            missing = f"worker {self._worker} can't tell whether the copy of rank {{}} is right: {describe(error)}"
         for rank in order.ranks:
             if rank in held:
                 self._write(held[rank], ticket, order.attempt, order.epoch)
             else:
-                missing = f"worker {self._worker} holds no shard of rank {rank} at step {order.resume.step}"
-                resume = order.resume
-                self._publish(Saved(ticket, order.attempt, resume.step, order.epoch, rank, resume.world, None, missing, 0.0), None, None)
+                resume, problem = order.resume, missing.replace("{}", str(rank))
+                self._publish(Saved(ticket, order.attempt, resume.step, order.epoch, rank, resume.world, None, problem, 0.0), None, None)
         with self._change:
             self._phase = self._resting
             self._change.notify_all()

@@ -460,7 +460,9 @@ def test_a_block_that_differs_is_read_once_more_by_every_stream(tmp_path):
     save_in_process(tmp_path, tensors, random_layout(tensors, 3, seed=1))
     out = torch.zeros(300_000)
     once = Flaky(ckpt.PosixStore(tmp_path), 1)
-    ckpt.open(once).read_ranges([("w", "param", 0, 300_000, out)], budget_bytes=64 << 10)
+    told: list[int] = []
+    plan = ckpt.open(once).read_ranges([("w", "param", 0, 300_000, out)], budget_bytes=64 << 10, progress=lambda: told.append(1))
+    assert len(told) == len(plan.segments) > 3, "each piece that has come is told of"
     assert bits(out) == bits(tensors["w", "param"]) and once.reads == 2 * len(once.seen) and len(once.seen) > 30
     out.zero_()
     with pytest.raises(ckpt.CheckpointCorrupt, match="r00000.safetensors, block 1|r00000.safetensors, block 0"):

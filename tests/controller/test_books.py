@@ -24,6 +24,7 @@ from vescale_ray import checkpoint, client
 from vescale_ray.checkpoint import commits
 from vescale_ray.config import CheckpointSection
 from vescale_ray.controller import conductor, driver, figures, watchdog
+from vescale_ray.controller import memo as memos
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.conductor import Conductor, take_up
 from vescale_ray.controller.desk import ANSWER_S, DONE_S, Desk
@@ -379,6 +380,84 @@ def test_a_full_disk_stops_nothing_and_the_lines_are_written_later(ledger: Ledge
     assert ledger.stepped(stepped(first, 3, 5.0))
     assert [line["step"] for line in ledger.folder.read_metrics()] == [1, 2, 3, 4]
     assert len(ledger.folder.read_samples()) == 4
+
+
+class Hung:
+    """A disk that does not answer: whoever writes to it stands still until :meth:`back`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._back = threading.Event()
+        monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.4)
+        for owner, name in ((RunFolder, "_append"), (RunFolder, "_replace"), (memos, "write_memo")):
+            monkeypatch.setattr(owner, name, self._stands_still(getattr(owner, name)))
+
+    def _stands_still(self, write: Callable[..., None]) -> Callable[..., None]:
+        def stand(*about: Any, **how: Any) -> None:
+            assert self._back.wait(30)
+            write(*about, **how)
+
+        return stand
+
+    def back(self) -> None:
+        self._back.set()
+
+
+def test_a_disk_that_does_not_answer_holds_nobody_up_and_the_lines_are_written_later_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop that watches the workers stood still for as long as the run folder's server was gone: nobody saw them hang or die."""
+    disk, config = Hung(monkeypatch), tiny(tmp_path, "hung")
+    ledger = Ledger(RunFolder(config.run_folder).create(), config, "r1", 1, 1)
+    first = generation(1, 0, "a", origin=Origin.FRESH)
+    began = time.monotonic()
+    ledger.opened(first)
+    assert all(ledger.stepped(stepped(first, i, 1.0 + i)) for i in range(50))
+    ledger.write_state(now=True)
+    assert ledger.hang("generation-1", "where all stood") is None
+    assert time.monotonic() - began < 1.5 and ledger.step == 50
+    (warning,) = ledger.warnings
+    assert "can't be written (the disk does not answer); training goes on, lines wait in memory" in warning
+    disk.back()
+    until(lambda: bool(ledger.write_state(now=True) or ledger.folder.read_state()), 10, "the disk")
+    ledger.flush(5.0)
+    assert ledger.stepped(stepped(first, 50, 60.0))
+    assert [line["step"] for line in ledger.folder.read_all_metrics()] == list(range(1, 52))
+    assert [line["step"] for line in ledger.folder.read_all_samples()] == list(range(51))
+    assert [event["event"] for event in ledger.folder.read_events()] == ["warning"]
+
+
+def test_the_nursery_keeps_the_memo_while_the_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generation's number is noted somewhere before it is used; and what the disk takes late replaces nothing newer."""
+    disk, kept = Hung(monkeypatch), [""]
+    nursery: Any = SimpleNamespace(kept=SimpleNamespace(remote=lambda: kept[0]))
+    nursery.keep = SimpleNamespace(remote=lambda text: kept.__setitem__(0, text))
+    monkeypatch.setattr("vescale_ray.controller.memo.ray.get", lambda answer, timeout: answer)
+    writer, memo = Memos(tmp_path, nursery), Memo("r1", 7)
+    began = time.monotonic()
+    for number in range(8, 12):
+        memo = writer.write(replace(memo, generation=number))
+        newest = writer.newest("r1")
+        assert newest is not None and newest.generation == number
+    assert time.monotonic() - began < 1.5 and read_memo(tmp_path) is None
+    disk.back()
+    until(lambda: read_memo(tmp_path) is not None, 10, "the disk")
+    newest = writer.newest("r1")
+    assert newest is not None and newest.generation == 11
+    writer.write(replace(memo, generation=12))
+    assert (read_memo(tmp_path) or memo).generation == 12
+
+
+def test_what_a_writer_that_was_killed_has_left_is_removed_when_nobody_writes(tmp_path: Path) -> None:
+    code = "import os, sys; from vescale_ray.controller.memo import *; os.fsync = lambda file: os.kill(os.getpid(), 9)\n"
+    code += f"write_memo({str(tmp_path)!r}, Memo('r', 1))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2], timeout=60, check=False).returncode == -9
+    (left,) = tmp_path.iterdir()
+    others = [tmp_path / name for name in (".hidden", "run.json", ".run.json", "events.jsonl", ".something.else.abc")]
+    for other in others:
+        other.write_text("")
+    folder = RunFolder(tmp_path)
+    folder.clear_leftovers()
+    assert not left.exists() and sorted(tmp_path.iterdir()) == sorted(others)
 
 
 FILLING = """

@@ -24,7 +24,7 @@ from vescale_ray.controller.protocol import Bounds, Ending, RunState, Source, Wo
 from vescale_ray.controller.saves import SaveResult, Saves
 from vescale_ray.controller.steering import Steering
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.messages import Fault, FaultKind, Filled, Origin, Phase, Report, Saved, Ticket
+from vescale_ray.workers.messages import Evaluated, Fault, FaultKind, Filled, Origin, Phase, Report, Saved, Ticket
 
 TICKET = Ticket(7, 1)
 WORLD = World(TICKET, ("a", "b"), Source(Origin.MEMORY, 40))
@@ -45,6 +45,8 @@ class Crew:
         self.hired = self.hiring = 0
         self.on_the_way: list[str] = []
         self.starve: dict[str, float] = {}
+        self.ended: dict[str, float] = {}
+        """Who was ended, and is not dead yet; when that was."""
 
     def clock(self) -> float:
         return self.now
@@ -56,7 +58,7 @@ class Crew:
         return self.reports.get(worker)
 
     def doomed(self, worker: str) -> bool:
-        return worker not in self.reports
+        return worker not in self.reports or worker in self.ended
 
     def silent(self, seconds: float) -> list[str]:
         return []
@@ -101,7 +103,8 @@ class Stage:
         steering.stragglers = SimpleNamespace(leaving=lambda *about: frozenset())
         made._crew, made._steering, made._gone, made._inherited = crew, steering, {}, None
         made._saves = Saves("nowhere", None, lambda step: {}, None)  # type: ignore[arg-type]
-        made._ledger = SimpleNamespace(all_filled=filled, world=WORLD, known={}, shift=None, step=40, event=lambda *a, **k: None)
+        made._ledger = SimpleNamespace(all_filled=filled, world=WORLD, known={}, shift=None, step=40, step_seconds=None)
+        made._ledger.event = lambda *a, **k: None
         made._ledger.waits, made._ledger.state = lambda waiting: None, RunState.RESCALING
         made._hangs, made._laggards = HangWatch(), SimpleNamespace(late=lambda *about: {})
         made._keeper = SimpleNamespace(abandon=lambda: None, layouts=SimpleNamespace(told=True, ahead=lambda worlds: None))
@@ -188,6 +191,69 @@ def test_a_leaver_whose_machine_stops_before_it_has_given_its_shards_is_not_wait
     assert when - 51.0 == pytest.approx(GIVER_S, abs=3 * TICK_S) and inside == ["a", "b"]
     assert not ending.lost and set(ending.faults) == {"a", "b"}
     assert (stage.conductor._budget.nodes, stage.conductor._budget.crashes) == (1, 0), "it was a node, and nobody's crash"
+
+
+def test_a_leaver_that_fails_before_it_has_given_its_shards_is_not_waited_for() -> None:
+    """The members waited for it to come, for as long as a collective may take; and then all of them were taken for hung."""
+    crew = Crew(report("a", Phase.FORMING), report("b", Phase.FORMING), report("l", Phase.GIVING))
+    stage = Stage(crew, ("l",))
+
+    def play(passed: float) -> None:
+        if passed > 1.0:
+            crew.reports["l"] = report("l", Phase.PARKED, fault=Fault(FaultKind.OWN, "MemoryError: no room for a batch"))
+        if stage.broken:
+            for worker in "ab":
+                crew.reports[worker] = report(worker, Phase.PARKED, fault=PEER)
+
+    stage.each_round = play
+    stage.conductor._watch(WORLD)
+    ((when, _),) = stage.broken
+    assert when - 51.0 == pytest.approx(GIVER_S, abs=3 * TICK_S)
+    assert stage.conductor._budget.total == {Cause.ERROR: 1} and "no room for a batch" in stage.conductor._budget.errors[0]
+
+
+def test_a_worker_that_hangs_is_ended_once_and_told_of_once_however_long_it_takes_to_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten reports of one hang, each of which stopped the controller for half a second, where its node told nothing of its death."""
+    crew = Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING))
+    stage = Stage(crew, filled=True)
+    stage.conductor._hangs = SimpleNamespace(verdict=lambda *about: {"b": "it stands"}, ended=lambda hung: None, forming_s=5.0)
+    stage.conductor._evidence.hung = lambda report: None
+    reports = []
+
+    def end(crew: Any, ledger: Any, world: Any, hung: Any) -> None:
+        reports.append(dict(hung))
+        crew.ended |= dict.fromkeys(hung, crew.now)
+
+    monkeypatch.setattr(subject, "end_hung", end)
+
+    def play(passed: float) -> None:
+        if "b" in crew.reports and crew.now - crew.ended.get("b", crew.now) > 1.0:
+            stage.lose("b", Cause.HANG)
+            crew.reports["a"] = report("a", Phase.PARKED, fault=PEER)
+
+    stage.each_round = play
+    stage.conductor._watch(WORLD)
+    assert len(reports) == 1 and set(reports[0]) == {"b"}
+
+
+def test_a_worker_that_leaves_its_generation_in_the_moment_in_which_it_is_ended_is_lost() -> None:
+    """It was made a member of the next one, which then failed as well."""
+    crew = Crew(report("a", Phase.PARKED, fault=PEER), report("b", Phase.TRAINING))
+    stage = Stage(crew)
+
+    def late(since: float, inside: list[str], *about: Any) -> dict[str, str]:
+        if since > 3.0 and not crew.ended:
+            crew.ended["b"] = crew.now
+            crew.reports["b"] = report("b", Phase.PARKED, fault=PEER)
+        return {}
+
+    def play(passed: float) -> None:
+        if "b" in crew.reports and crew.now - crew.ended.get("b", crew.now) > 0.3:
+            stage.lose("b", Cause.HANG)
+
+    stage.conductor._laggards.late, stage.each_round = late, play
+    ending = stage.conductor._watch(WORLD)
+    assert ending.living == ("a",) and set(ending.lost) == {"b"}
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["it has told so", "its word was lost with it"])
@@ -291,12 +357,16 @@ def test_a_lone_worker_that_hangs_is_given_time_where_nobody_would_take_its_plac
             built.append(HangWatch(*about))
             return built[-1]
 
+        def keeper(*about: Any) -> None:
+            assert about[-1] == 6, "no older checkpoint is one to go back to"
+
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("Desk", "Keeper", "Steering", "Laggards"):
+            patch.setattr(subject, "Keeper", keeper)
+            for name in ("Desk", "Steering", "Laggards"):
                 patch.setattr(subject, name, lambda *about: None)
             patch.setattr(subject, "HangWatch", keep)
             memo = SimpleNamespace(total={}, crashes=0, nodes=0, controllers=0, high=0, epoch=1, leavers=())
-            spec = SimpleNamespace(run_id="r", bounds=Bounds())
+            spec = SimpleNamespace(run_id="r", bounds=Bounds(), oldest=6)
             Conductor(spec, config, None, SimpleNamespace(age_s=0.0, step=0), None, memo, None)  # type: ignore[arg-type]
         return built[0]
 
@@ -421,6 +491,101 @@ def test_a_state_that_is_incomplete_after_the_last_step_counts_as_no_failure_mor
     """The loss that it comes from was counted when the generation ended."""
     stage, outcome = completing(tmp_path, None, "a", "b")
     assert outcome is None and stage.conductor._budget.tries == 0
+
+
+@pytest.mark.parametrize(("out_s", "state"), [(20.0, "begun"), (1e9, "FAILED"), (1e9, "STOPPED")], ids=["comes back", "stays away", "stop"])
+def test_where_nobody_holds_a_state_a_storage_that_is_out_of_reach_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, out_s: float, state: str
+) -> None:
+    """The loss of two neighbours in the moment of an outage ended the run, and its last words were those of a socket."""
+    crew = Crew(report("a", Phase.PARKED))
+    crew.unwish = lambda: None  # type: ignore[attr-defined]
+    stage = Stage(crew)
+    conductor, told, launched = stage.conductor, [], []
+    monkeypatch.setattr(subject.time, "monotonic", lambda: crew.now)
+    stage.conductor._spec = SimpleNamespace(bounds=Bounds(storage=60.0))
+    stage.conductor._ledger.event = lambda name, **about: told.append((name, about))
+
+    def source(members: Any, holders: Any) -> Source:
+        if crew.now - 50.0 < out_s:
+            raise OSError(5, "s3://bucket: no answer")
+        return Source(Origin.CHECKPOINT, 30)
+
+    def launch(*about: Any) -> World:
+        launched.append(about)
+        raise RuntimeError("begun")
+
+    conductor._keeper.source, conductor._keeper.seated = source, lambda members, *about: members
+    conductor._launch, conductor._remember, conductor._unreachable = launch, lambda **how: None, ""
+    conductor._budget, conductor._memo = Budget(Limits(3, 20, 20)), Memo("r", 7, members=("a", "b"))
+    conductor._steering.nodes.start, conductor._adopted = lambda: None, lambda: WORLD
+    conductor._watch = lambda world: Ending(("a",), {"b": "its process died"})
+    conductor._halt = lambda ended: "STOPPED"
+    conductor._give_up = lambda ended, error, refused: (error, refused)
+    if state == "STOPPED":
+        stage.each_round = lambda passed: setattr(conductor.desk, "stop", "asked to" if passed > 10.0 else None)
+    if state == "begun":
+        with pytest.raises(RuntimeError, match="begun"):
+            conductor._conduct()
+        ((members, leavers, chosen),) = launched
+        assert (members, leavers, chosen.step) == (("a",), (), 30) and 20.0 <= crew.now - 50.0 < 23.0
+    elif state == "FAILED":
+        error, refused = conductor._conduct()
+        assert "no worker holds a state" in error and "s3://bucket: no answer" in error and not refused
+        assert 60.0 < crew.now - 50.0 < 65.0
+    else:
+        assert conductor._conduct() == "STOPPED" and crew.now - 50.0 < 11.0, "whoever stops it need not wait"
+    assert [name for name, _ in told] == ["storage_unreachable"], "told of once"
+
+
+def test_an_evaluation_that_was_lost_with_a_worker_is_made_up_and_none_is_made_twice(tmp_path: Path) -> None:
+    stage = Stage(Crew(report("a", Phase.PARKED)))
+    ledger = stage.with_books(tmp_path, RunState.RESCALING)
+    conductor = stage.conductor
+    conductor._config = tiny(tmp_path, "evaluated", train_steps=60, train_eval_every=20, data_eval_samples=8)
+    conductor._spec = SimpleNamespace(source=Source(Origin.CHECKPOINT, 20), bounds=Bounds())
+    ledger.evaluation(Evaluated(TICKET, 40, 1.5, 8))
+    due = [step for step in (0, 1, 20, 21, 40, 60) if conductor._evaluation_due(step)]
+    assert due == [0, 60], "that of step 20 was made before the checkpoint that the run has begun with, that of 40 is there"
+    ledger.evaluated.clear()
+    assert [step for step in (39, 40, 41) if conductor._evaluation_due(step)] == [40]
+
+
+@pytest.mark.parametrize(
+    ("writes", "took_s", "waits_s"), [("a worker", None, 30.0), ("a commit", 40.0, 80.0), ("a commit", 1e4, 300.0), ("", None, 0.0)]
+)
+def test_a_change_that_can_wait_lets_a_checkpoint_be_written_and_a_drain_does_not(
+    monkeypatch: pytest.MonkeyPatch, writes: str, took_s: float | None, waits_s: float
+) -> None:
+    """Each change gave up the checkpoint that was being written: with one a minute, and a minute's writing, there was never any."""
+    crew: Any = Crew(*(replace(report(w, Phase.TRAINING), writing=writes == "a worker" and w == "b") for w in "ab"))
+    asked: list[str | None] = []
+    steering: Any = Steering.__new__(Steering)
+    steering._crew, steering.leavers, steering.asked, steering.hire_failures, steering.failed_hires = crew, [], None, [], 0
+    steering._saves, steering._put_off, steering._aim, steering._save_now = SimpleNamespace(busy=writes == "a commit"), None, 0, False
+    steering._drained, steering.nodes, steering._spec = frozenset(), SimpleNamespace(draining={}), SimpleNamespace(bounds=Bounds())
+    steering._desk = SimpleNamespace(stop=None, target=1, reason="manual", want=lambda *about: None)
+    last = None if took_s is None else SaveResult("r", 30, 7, took_s)
+    steering._ledger = SimpleNamespace(all_filled=True, has_stepped=True, state=RunState.RUNNING, last_save=last, failures=0)
+    steering._ledger.beside = lambda **about: None
+    steering._config = SimpleNamespace(elastic=ElasticSection(workers=2))
+    steering._cadence = SimpleNamespace(news=lambda *about: None, due=lambda *about: False)
+    crew.places = SimpleNamespace(wishes=())
+    steering.growth = SimpleNamespace(tend=lambda *about: None, spare_places=lambda failures: 0, misplaced=list)
+    steering.stragglers = SimpleNamespace(unwanted=lambda *about: frozenset())
+    steering._ask_to_park = lambda world, stop, reason=None: asked.append(reason)
+    monkeypatch.setattr("vescale_ray.controller.steering.time.monotonic", lambda: crew.now)
+    while not asked:
+        steering.steer(WORLD)
+        crew.now += TICK_S
+    assert crew.now - TICK_S - 50.0 == pytest.approx(waits_s, abs=2 * TICK_S)
+    steering._put_off, crew.now = None, 50.0
+    steering.leaving = lambda workers: frozenset("b")
+    steering.steer(WORLD)
+    steering._config, steering._desk.target = SimpleNamespace(elastic=ElasticSection(workers=2, min_workers=2, replace_lost=True)), 2
+    crew.reports["new"] = report("new", Phase.IDLE)
+    steering.steer(WORLD)
+    assert asked == [None, "drain", None], "whose node goes does not wait, nor for a replacement that is there"
 
 
 def test_leavers_stay_until_the_next_generation_has_made_a_step() -> None:

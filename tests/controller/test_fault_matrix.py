@@ -345,12 +345,16 @@ def test_a_nursery_that_is_killed_takes_the_workers_along_and_the_run_begins_ane
 
     def strike(run: RunFolder) -> None:
         until(lambda: any(e["event"] == "checkpoint_saved" for e in run.read_events()), 60, "a checkpoint")
+        if not besides:
+            client.request(run, "rescale", {"workers": 1})
+            until(lambda: run.read_metrics()[-1]["world"] == 1, 60, "a worker less")
         victims = processes(b"ray::Nursery") + (processes(CONTROLLER) if besides else [])
         seen["step"], seen["killed"] = len(run.read_metrics()), time.time()
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
         until(lambda: len([e for e in run.read_events() if e["event"] == "run_started"]) == 2, 60, "another beginning")
         until(lambda: len(run.read_metrics()) > seen["step"] + 20, 60, "steps beyond those before")
+        until(lambda: run.read_metrics()[-1]["world"] == (2 if besides else 1), 60, "what was asked for is still wanted")
         seen["on"] = time.time()
 
     with Sideline(config, strike):

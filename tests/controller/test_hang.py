@@ -11,7 +11,7 @@ import pytest
 
 from vescale_ray.controller.awake import GAP_S, AwakeClock
 from vescale_ray.controller.crew import LATE_HALF_S, LOOKS, POLL_WAIT_S, SLOWER, SLOWEST_S, Crew, Member
-from vescale_ray.controller.hang import AGAIN, FACTOR, FIRST, FIRST_S, LEAST_S, OWN_GAP_S, PERIOD, RECENT, STEPS, HangWatch
+from vescale_ray.controller.hang import AGAIN, FACTOR, FIRST, FIRST_S, LEAST_S, LONGEST, OWN_GAP_S, PERIOD, RECENT, STEPS, HangWatch
 from vescale_ray.workers.messages import Phase, Report, Ticket, WorkerInfo
 
 TICKET = Ticket(3, 1)
@@ -232,6 +232,38 @@ def test_what_only_every_hundredth_step_does_is_taken_for_a_hang_once():
     play.done(0.2, steps=RECENT)
     play.go(1)
     assert play.watch.bound_s == LEAST_S, "silence tells nothing of what a step takes"
+
+
+@pytest.mark.parametrize("where", [Phase.FORMING, Phase.TRAINING])
+def test_a_worker_that_is_alone_and_hangs_before_any_step_was_seen_is_found_at_last(where):
+    """Nothing ended it: one that read its checkpoint from a file system that does not answer trained "soon", for ever."""
+    play = Play(members=("a",), steps=0)
+    play.watch.patience_s = 20.0
+    assert play.go(5) == {} and play.go(3 * 20.0, phase=where, a="stuck") == {}
+    hung = play.go(600, phase=where, a="stuck")
+    assert set(hung) == {"a"} and 3 * 20.0 + play.since == pytest.approx(LONGEST * 20.0, abs=0.3)
+    assert ("while its group forms" in hung["a"]) == (where is Phase.FORMING) and "forward (model.py:7)" in hung["a"]
+    play = Play(members=("a",), steps=0)
+    play.watch.patience_s = 20.0
+    assert play.go(600, phase=where) == {}, "it makes beats: a checkpoint may take long to read"
+    assert Play(fixed=0.0).watch.longest_s == float("inf")
+
+
+def test_who_waits_for_others_while_the_group_forms_is_left_to_the_collectives_and_who_builds_is_not():
+    play = Play()
+    play.watch.patience_s = 20.0
+    play.go(1)
+    assert play.go(LONGEST * 20.0 - 2.0, phase=Phase.FORMING, a="waits", b="stuck", c="waits") == {}
+    assert set(play.go(5, phase=Phase.FORMING, a="waits", b="stuck", c="waits")) == {"b"}
+    play.go(1)
+    assert play.go(600, phase=Phase.FORMING, a="waits", b="waits", c="waits") == {}
+
+
+def test_who_hangs_as_the_controller_is_killed_is_found_by_what_steps_took_before():
+    play = Play(steps=0)
+    play.watch.expect(3.0)
+    play.watch.begin(TICKET)
+    assert set(play.go(60, a="waits", b="stuck", c="waits")) == {"b"} and play.since == pytest.approx(FIRST * FACTOR * 3.0, abs=0.3)
 
 
 def test_slow_steps_are_given_their_time():

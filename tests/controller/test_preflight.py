@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.controller.runs import tiny
 from vescale_ray import checkpoint
 from vescale_ray.config import ConfigError, RunConfig
 from vescale_ray.controller import driver, preflight
+from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.protocol import ScheduledAction
 from vescale_ray.data.corpus import load_corpus
 from vescale_ray.errors import BadInput
@@ -124,6 +126,24 @@ def test_a_run_resumes_from_its_newest_checkpoint_in_a_generation_above_all_befo
     assert (found.source.origin, found.source.step, found.first_generation) == (Origin.CHECKPOINT, 20, 6)
     never = preflight.check(tiny(tmp_path, "r", checkpoint_resume="never"))
     assert (never.source.origin, never.first_generation) == (Origin.FRESH, 6)
+
+
+def test_a_run_that_is_to_resume_never_goes_back_to_its_own_checkpoints_and_to_no_others(tmp_path: Path) -> None:
+    """Where shards were lost before it had made any it took up the run before it, 20 steps ahead; and where its nursery was lost later, it
+    began from the first step again."""
+    config = tiny(tmp_path, "r", checkpoint_resume="never")
+    save(config, 20, epoch=5)
+    first = preflight.check(config)
+    crew, books = SimpleNamespace(alive=lambda worker: False), SimpleNamespace(checkpoint_step=None, checkpoint_path=None, world=None)
+    keeper = Keeper(config.checkpoint_root, "r", crew, books, None, None, None, 1.0, None, 8, first.oldest)  # type: ignore[arg-type]
+    assert keeper.newest() is None and keeper.source("a", "a").origin is Origin.FRESH
+    again = preflight.check(config, oldest=first.oldest)
+    assert (again.source.origin, again.first_generation, again.oldest) == (Origin.FRESH, 6, 6)
+    save(config, 7, epoch=6)
+    assert keeper.source("a", "a").step == 7
+    again = preflight.check(config, oldest=first.oldest)
+    assert (again.source.origin, again.source.step, again.first_generation, again.oldest) == (Origin.CHECKPOINT, 7, 7, 6)
+    assert preflight.check(config).source.origin is Origin.FRESH, "whoever starts it once more begins anew"
 
 
 def test_a_run_whose_steps_are_all_done_needs_no_ray(tmp_path: Path) -> None:

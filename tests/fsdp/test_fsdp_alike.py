@@ -142,7 +142,7 @@ def plainly_placed(rank: int, world: int) -> None:
         for value in ours.state_dict().values():
             value.to_local().mul_(2)
     assert all(torch.equal(full(p), 2 * values[name]) for name, p in ours.named_parameters())
-    whole = get_model_state_dict(ours, options=StateDictOptions(full_state_dict=True))
+    whole: dict[str, Any] = get_model_state_dict(ours, options=StateDictOptions(full_state_dict=True))
     set_model_state_dict(ours, {name: value / 2 for name, value in whole.items()}, options=StateDictOptions(full_state_dict=True))
     ours.load_state_dict(ways["saved"])
     assert all(torch.equal(full(p), values[name]) for name, p in ours.named_parameters())

@@ -104,7 +104,7 @@ def test_whoever_was_to_join_a_generation_that_is_closed_before_it_begins_report
     begun: list[Ticket] = []
     monkeypatch.setattr(worker, "_warm_up", lambda: None)
     monkeypatch.setattr(worker, "_join", lambda order: begun.append(order.ticket))
-    worker._snapshots = Nothing()
+    worker._snapshots, worker._writer = Nothing(), SimpleNamespace(writing=False)
     worker.give_order(join(5))
     worker.fence(Ticket(5, 1))
     threading.Thread(target=LIVE, args=(worker,), daemon=True).start()  # only now does its thread come to the order
@@ -115,6 +115,37 @@ def test_whoever_was_to_join_a_generation_that_is_closed_before_it_begins_report
     worker.give_order(join(6))
     until(lambda: bool(begun), 5, "the next generation")
     assert begun == [Ticket(6, 1)]
+
+
+def test_a_worker_that_can_not_check_its_copies_fails_the_checkpoint_and_takes_the_next_order(worker: Any) -> None:
+    """Its training thread ended: the controller waited ten minutes for the last checkpoint, and the run failed with it."""
+
+    class Full:
+        def shards(self, generation: int, step: int) -> list[Any]:
+            raise MemoryError("no room for checksums")
+
+    worker._snapshots = Full()
+    save = Save(Ticket(4, 1), Resume(4, 2, 40, {0: "w7", 1: "w7"}), (0, 1), "r-h9-s40", 9)
+    worker.give_order(save)
+    worker._save(worker._order)
+    told = [item for _, item in worker._items]
+    assert [(item.rank, item.vote) for item in told] == [(0, None), (1, None)] and "no room for checksums" in told[1].error
+    assert worker._phase is Phase.PARKED and "rank 1" in told[1].error
+
+
+def test_a_worker_whose_training_thread_has_ended_ends(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answered every poll, and everyone waited for it."""
+    ended: list[int] = []
+
+    def fail(order: Any) -> None:
+        raise RuntimeError("not foreseen")
+
+    monkeypatch.setattr(worker, "_warm_up", lambda: None)
+    monkeypatch.setattr(worker, "_join", fail)
+    monkeypatch.setattr("vescale_ray.workers.worker.os._exit", ended.append)
+    worker.give_order(join(5))
+    LIVE(worker)
+    assert ended == [1]
 
 
 @pytest.mark.parametrize("leaver", [True, False])

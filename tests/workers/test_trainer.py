@@ -11,8 +11,11 @@ import torch.distributed as dist
 
 from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import FullState, Run, evaluate, plain_run, text_of, tiny, write_text
+from vescale_ray import checkpoint
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.workers import groups
+from vescale_ray.workers.reshard import restore_from_checkpoint, write_checkpoint_shard
+from vescale_ray.workers.shards import export_shards
 from vescale_ray.workers.trainer import StepRecord, Trainer, build_model, select_units
 
 
@@ -147,8 +150,16 @@ def test_one_process_trains_alone_without_any_held_out_text(tmp_path: Path) -> N
     groups.form("127.0.0.1", store.port, "test/alone", 0, 1, "gloo", 10.0)
     try:
         trainer = Trainer(config, 0, 1, 1, "cpu", text_of(config))
+        beats: list[int] = []
+        trainer.beat = lambda: beats.append(1)
         trainer.initialize()
+        assert len(beats) == len(list(trainer.model.parameters())), "of a large model this takes minutes, and is to be told from a hang"
         assert trainer.step().step == 1 == trainer.completed and trainer.consumed == 10
+        vote = write_checkpoint_shard(export_shards(trainer), tmp_path / "kept", "a1")
+        checkpoint.commit(tmp_path / "kept", [vote], step=1, epoch=1, attempt="a1", world=1, meta={})
+        beats.clear()
+        read = restore_from_checkpoint(trainer, checkpoint.open(tmp_path / "kept"))
+        assert 0 < read < 2**20 and beats, "and so is the reading of a checkpoint"
         loss, samples = trainer.evaluate()
         assert samples == 0 and loss != loss
         trainer.close()
