@@ -1,7 +1,8 @@
 """What the run has done: counted in memory for the metrics, written to the run's folder (``journal``) for everyone else.
 
-The lines in the folder are also what a restarted controller learns the past from (:meth:`Ledger.restore`). Changes of the world are counted
-in ``shifts``, checkpoints in ``kept``, what the workers tell of themselves in ``tally``, where the time went in ``goodput``.
+The lines in the folder are also what a restarted controller learns the past from (:meth:`Ledger.restore`). Steps are counted in ``steps``,
+changes of the world in ``shifts``, checkpoints in ``kept``; what the workers tell of themselves is in ``tally``, where the time went in
+``goodput``.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 from vescale_ray import __version__
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.budget import Budget
-from vescale_ray.controller.figures import Histogram, RunSnapshot
+from vescale_ray.controller.figures import RunSnapshot
 from vescale_ray.controller.goodput import Goodput, Loss
 from vescale_ray.controller.journal import Journal
 from vescale_ray.controller.kept import Kept
 from vescale_ray.controller.protocol import RunState, Source, World
 from vescale_ray.controller.saves import SaveResult
 from vescale_ray.controller.shifts import Shift, Shifts
+from vescale_ray.controller.steps import Steps, line_of
 from vescale_ray.controller.tally import Tally
 from vescale_ray.data.units import bits_per_byte
 from vescale_ray.runfolder import RunFolder
@@ -35,9 +37,6 @@ if TYPE_CHECKING:
 
 STATE_GAP_S = 1.0
 """Between two writings of run.json while nothing but the step changes."""
-KEPT_TIMES = 20_000
-HEALTH = ("nonfinite", "clipped", "skipped")
-"""Steps that are counted: with a loss or a gradient that is no number, with a gradient that was clipped, that the optimizer left out."""
 HEARD_S = 0.5
 """Within it news of the workers are heard."""
 
@@ -78,20 +77,15 @@ class Ledger:
         self._journal = Journal(folder, self._stamp)
         self._shifts, self._kept = Shifts(), Kept()
         self._filled: dict[str, Filled] = {}
-        self._ended: dict[int, float] = {}
-        self._losses: dict[int, float] = {}
+        self._steps = Steps()
         self._heldout: dict[int, float] = {}
         self._line: Mapping[str, Any] = {}
         self._record: StepRecord | None = None
         self._state_written = 0.0
-        self._executed = 0
         self._sampled: tuple[int, int] | None = None
         self._done = 0
-        self._step_seconds = Histogram()
         self._failures: dict[str, int] = {}
         self._tally = Tally()
-        self._phase_seconds: dict[str, float] = {}
-        self._health = dict.fromkeys(HEALTH, 0)
         self.draining = self.unprotected = 0
         """Members on nodes that are about to go; ranks without a copy on another node."""
         self.snapshot: RunSnapshot
@@ -156,7 +150,7 @@ class Ledger:
         if self.shift is None:
             now = time.time()
             self.shift = Shift(reason, before, self.world.ticket.generation if self.world else 0, self.step, now)
-            self.shift.spend("detect", now - self._ended.get(self.step, now) if reason == "failure" else 0.0)
+            self.shift.spend("detect", now - self._steps.ended.get(self.step, now) if reason == "failure" else 0.0)
             self.event("rescale_started", reason=reason, **{"from": before})
         elif reason == "failure":
             self.shift.reason = reason
@@ -219,43 +213,8 @@ class Ledger:
         self.goodput.step(item.ended, record.seconds, again=self._was_done(record.step), between=item.between)
         if self.shift is not None:
             self.goodput.open(Loss.FAILURE if self.shift.reason == "failure" else Loss.RESCALE)
-        self._ended[record.step] = item.ended
-        self._losses[record.step] = record.loss
-        if len(self._losses) > 2 * KEPT_TIMES:
-            for old in sorted(self._losses)[:KEPT_TIMES]:
-                del self._losses[old]
-        if len(self._ended) > 2 * KEPT_TIMES:
-            for old in sorted(self._ended)[:KEPT_TIMES]:
-                del self._ended[old]
-        speed = record.tokens / record.seconds if record.seconds > 0 else None
-        phases = {**item.usage.phases, **{name: item.between[name] for name in ("checkpoint",) if name in item.between}}
-        phases = {name: round(seconds, 6) for name, seconds in phases.items()}
-        line = {
-            "step": record.step,
-            "loss": record.loss,
-            "bpb": bits_per_byte(record.loss),
-            "tokens": record.step * self._config.tokens_per_step,
-            "tokens_per_second": speed,
-            "model_flops_utilization": self._tally.utilisation(speed),
-            "world": record.world,
-            "generation": record.generation,
-            "lr": record.lr,
-            "grad_norm": record.grad_norm,
-            "clipped": record.clipped,
-            "skipped": record.skipped,
-            "step_seconds": record.seconds,
-            "between_seconds": dict(item.between),
-            "time": item.ended,
-            "phase_seconds": phases,
-            "waited_seconds": self._tally.mean_waited(),
-            "waited_of_seconds": self._tally.mean_seconds(),
-            "memory": dict(enumerate(record.memory)),
-            "memory_kinds": self._tally.largest_memory(),
-        }
-        self._line = line
-        self._executed += 1
-        self._account(line)
-        self._step_seconds = self._step_seconds.observe(record.seconds)
+        self._line = line = line_of(item, self._config.tokens_per_step, self._tally)
+        self._steps.count(line)
         if self._sampled != (record.generation, record.index):
             self._journal.samples(record.index, record.generation, record.ids)
         self._journal.metrics(line)
@@ -263,19 +222,10 @@ class Ledger:
 
     def _was_done(self, step: int) -> bool:
         """Whether the step that has just been done had been done before; counts it, where no rescale of this start does."""
-        if step in self._ended:
+        if step in self._steps.ended:
             return True
         self._shifts.replayed += step <= self._done
         return step <= self._done
-
-    def _account(self, line: Mapping[str, Any]) -> None:
-        """Count what a step's line tells: now, and again after a restart of the controller."""
-        bad = [line.get(key) for key in ("loss", "grad_norm")]
-        self._health["nonfinite"] += any(value is None or not math.isfinite(value) for value in bad)
-        self._health["clipped"] += bool(line.get("clipped"))
-        self._health["skipped"] += bool(line.get("skipped"))
-        for phase, seconds in (line.get("phase_seconds") or {}).items():
-            self._phase_seconds[phase] = self._phase_seconds.get(phase, 0.0) + float(seconds)
 
     def end_shift(self, resumed: float) -> None:
         """Training goes on since ``resumed``: the change is complete.
@@ -288,7 +238,7 @@ class Ledger:
         self.shift = None
         if shift.generation == world.ticket.generation:
             return self.event("rescale_abandoned", **{"from": shift.before, "to": self.target, "error": "the run was over before it"})
-        pause = max(0.0, resumed - self._ended.get(world.source.step, shift.noticed))
+        pause = max(0.0, resumed - self._steps.ended.get(world.source.step, shift.noticed))
         about = shift.story(world, self._filled.values(), pause)
         self._shifts.count(about)
         self.event("rescaled", **about)
@@ -391,7 +341,7 @@ class Ledger:
         """What is known of the state after ``step`` steps, for its checkpoint: ``loss``, ``heldout_loss`` (of the newest evaluation that
         is not later). Figures that are not finite are left out. Called from the thread that commits."""
         heldout = max((s for s in list(self._heldout) if s <= step), default=None)
-        found = {"loss": self._losses.get(step), "heldout_loss": None if heldout is None else self._heldout[heldout]}
+        found = {"loss": self._steps.loss(step), "heldout_loss": None if heldout is None else self._heldout[heldout]}
         return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
 
     @property
@@ -426,16 +376,11 @@ class Ledger:
             state=str(self.state),
             step=self.step,
             steps=self._config.train.steps,
-            steps_executed=self._executed,
-            tokens=self._executed * self._config.tokens_per_step,
+            tokens=self._steps.executed * self._config.tokens_per_step,
             loss=line.get("loss"),
             bpb=line.get("bpb"),
             tokens_per_second=line.get("tokens_per_second"),
             flops_utilization=line.get("model_flops_utilization"),
-            phase_seconds=dict(self._phase_seconds),
-            nonfinite_steps=self._health["nonfinite"],
-            clipped_steps=self._health["clipped"],
-            skipped_steps=self._health["skipped"],
             draining=self.draining,
             unprotected=self.unprotected,
             grad_norm=line.get("grad_norm"),
@@ -452,7 +397,7 @@ class Ledger:
             productive_seconds=self.goodput.productive,
             lost_seconds=dict(self.goodput.lost),
             last_step_time=line.get("time"),
-            step_seconds=self._step_seconds,
+            **self._steps.figures(),
             **self._shifts.figures(),
             worker_failures=dict(self._failures),
             failures=self._used,
@@ -557,15 +502,10 @@ class Ledger:
             if float(line.get("time") or 0.0) < self._started:
                 continue
             newest = line
-            self._executed += 1
             between = {str(cause): float(seconds) for cause, seconds in (line.get("between_seconds") or {}).items()}
             again = self._was_done(int(line["step"]))
             self.goodput.step(float(line["time"]), float(line.get("step_seconds") or 0.0), again=again, between=between)
-            self._step_seconds = self._step_seconds.observe(float(line.get("step_seconds") or 0.0))
-            self._ended[int(line["step"])] = float(line["time"])
-            self._account(line)
-            if line.get("loss") is not None:
-                self._losses[int(line["step"])] = float(line["loss"])
+            self._steps.count(line)
         if world is not None:
             self.opened(world)
             if newest is not None and newest["generation"] == world.ticket.generation:

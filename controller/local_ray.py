@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,28 @@ _log = logging.getLogger(__name__)
 QUIET = "A worker died or was killed while executing a task"
 """Ray prints a paragraph on the driver's output at every death of a worker; the run tells of it in a line of its own."""
 CLOSE_S = 10.0
+KNOCK_S = 10.0
+
+
+def address_of(config: RunConfig) -> str:
+    """Of the Ray that a run uses; ``local``: one of its own."""
+    return config.ray.address or os.environ.get("RAY_ADDRESS") or "local"
+
+
+def knock(address: str) -> None:
+    """Find out within :data:`KNOCK_S` whether anybody listens at ``host:port``; Ray's own client goes on trying for many minutes.
+
+    Raises:
+        RunRefused: nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdigit():
+        return  # auto, or a way that Ray finds out about by itself
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RunRefused(f"ray.address = {address}: no cluster answers there ({reason}); start one, or use local") from None
 
 
 class Cluster:
@@ -79,7 +102,7 @@ class Cluster:
 
     def _connect(self, config: RunConfig) -> None:
         os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", QUIET)  # read when Ray is imported
-        address = config.ray.address or os.environ.get("RAY_ADDRESS") or "local"
+        address = address_of(config)
         if address == "local":
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -89,6 +112,7 @@ class Cluster:
             if address == "local":
                 self._start(config)
             else:
+                knock(address)
                 try:
                     ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
                 except (ConnectionError, ValueError, RuntimeError) as error:

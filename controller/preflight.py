@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vescale_ray.config import RunConfig
+from vescale_ray.controller.local_ray import address_of, knock
 from vescale_ray.controller.protocol import RunRefused, Source
 from vescale_ray.errors import BadInput
 from vescale_ray.runfolder import RunFolder
@@ -71,12 +72,13 @@ class Preflight:
 
 
 def foresee(config: RunConfig) -> Foreseen:
-    """What can be checked before anything is made: address, text, model.
+    """What can be checked before anything is made: addresses, text, model.
 
     Raises:
         BadInput: with one line, for the first thing that is wrong.
     """
     config = absolute(config)
+    knock(address_of(config))
     _check_port(config.metrics.host, config.metrics.port)
     from vescale_ray.data.corpus import load_corpus
 

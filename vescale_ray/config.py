@@ -393,9 +393,7 @@ def _apply(tree: dict[str, Any], text: str, known: Mapping[str, FieldInfo]) -> N
     key = key.strip()
     if not equals or not key:
         raise ConfigError(f"override {text!r}: write section.key=value, for example train.steps=100")
-    value = _load_yaml(raw, f"override {text!r}")
-    if key in known and _is_text(known[key]) and value is not None and not isinstance(value, str):
-        value = raw.strip()  # run.name=2026 and metrics.host=:: are texts, whatever YAML takes them for
+    value = _text(raw) if key in known and _is_text(known[key]) else _load_yaml(raw, f"override {text!r}")
     path = key.split(".")
     if len(path) == 1 and isinstance(value, dict):
         addition: dict[str, Any] = {key: value}
@@ -413,6 +411,15 @@ def _apply(tree: dict[str, Any], text: str, known: Mapping[str, FieldInfo]) -> N
 def _is_text(field: FieldInfo) -> bool:
     """Whether a key takes text and nothing else (or null)."""
     return field.annotation is str or set(get_args(field.annotation)) == {str, NoneType}
+
+
+def _text(raw: str) -> str | None:
+    """What a key that takes text is given: run.name=2026, metrics.host=:: and ray.address=[::1]:6379 are texts, whatever YAML says."""
+    try:
+        value = _load_yaml(raw, "")
+    except ConfigError:
+        return raw.strip()
+    return value if value is None or isinstance(value, str) else raw.strip()
 
 
 def _check_keys(tree: Mapping[str, Any], known: Mapping[str, FieldInfo]) -> None:

@@ -439,6 +439,14 @@ def test_a_corpus_that_is_empty_or_missing_is_refused(elsewhere: Path, capsys: p
     assert not (elsewhere / "runs").exists(), "nothing was made"
 
 
+def test_a_cluster_that_does_not_answer_is_refused_soon(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ray's own client would go on trying for a quarter of an hour."""
+    began = time.monotonic()
+    for address in ("127.0.0.1:9", "[::1]:9", "no-such-host.invalid:6379", "127.0.0.1:99999"):
+        assert f"ray.address = {address}: no cluster answers there" in refused(capsys, f"ray.address={address}")
+    assert not (elsewhere / "runs").exists() and time.monotonic() - began < 40
+
+
 def test_an_output_folder_that_can_not_be_written_is_refused(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (elsewhere / "file").write_text("")
     assert "can't be written" in refused(capsys, "run.dir=file/runs")

@@ -54,6 +54,7 @@ def test_a_number_in_scientific_notation_is_a_number_though_yaml_calls_it_text(t
 def test_what_takes_text_takes_whatever_yaml_would_make_of_it() -> None:
     given = load_config(None, ["run.name=2026", "metrics.host=::", "data.corpus=1.50", "checkpoint.dir=on", "run.dir='a b'"])
     assert (given.run.name, given.metrics.host, given.data.corpus, given.checkpoint.dir) == ("2026", "::", "1.50", "on")
+    assert load_config(None, ["ray.address=[::1]:6379"]).ray.address == "[::1]:6379"
     assert given.run.dir == "a b" and load_config(None, ["checkpoint.dir=null"]).checkpoint.dir is None
 
 

@@ -1,0 +1,95 @@
+"""Steps that were done: the line of each, and what is counted of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from vescale_ray.controller.figures import Histogram
+from vescale_ray.controller.tally import Tally
+from vescale_ray.data.units import bits_per_byte
+from vescale_ray.workers.messages import Stepped
+
+KEPT = 20_000
+"""Of the newest steps, at least, it is known when they ended and what their loss was."""
+HEALTH = ("nonfinite", "clipped", "skipped")
+"""Steps that are counted: with a loss or a gradient that is no number, with a gradient that was clipped, that the optimizer left out."""
+
+
+def line_of(item: Stepped, tokens_per_step: int, tally: Tally) -> dict[str, Any]:
+    """What metrics.jsonl holds of a step: of the member that was the first to tell of it, and ``tally`` of all."""
+    record = item.record
+    speed = record.tokens / record.seconds if record.seconds > 0 else None
+    phases = {**item.usage.phases, **{name: item.between[name] for name in ("checkpoint",) if name in item.between}}
+    return {
+        "step": record.step,
+        "loss": record.loss,
+        "bpb": bits_per_byte(record.loss),
+        "tokens": record.step * tokens_per_step,
+        "tokens_per_second": speed,
+        "model_flops_utilization": tally.utilisation(speed),
+        "world": record.world,
+        "generation": record.generation,
+        "lr": record.lr,
+        "grad_norm": record.grad_norm,
+        "clipped": record.clipped,
+        "skipped": record.skipped,
+        "step_seconds": record.seconds,
+        "between_seconds": dict(item.between),
+        "time": item.ended,
+        "phase_seconds": {name: round(seconds, 6) for name, seconds in phases.items()},
+        "waited_seconds": tally.mean_waited(),
+        "waited_of_seconds": tally.mean_seconds(),
+        "memory": dict(enumerate(record.memory)),
+        "memory_kinds": tally.largest_memory(),
+    }
+
+
+class Steps:
+    """Fed with the lines of steps: now, and again after a restart of the controller.
+
+    Attributes:
+        executed: steps ever done, replayed ones included.
+        ended: of the newest steps, when; seconds since the epoch.
+    """
+
+    def __init__(self) -> None:
+        self.executed = 0
+        self.ended: dict[int, float] = {}
+        self._losses: dict[int, float] = {}
+        self._seconds = Histogram()
+        self._phases: dict[str, float] = {}
+        self._health = dict.fromkeys(HEALTH, 0)
+
+    def count(self, line: Mapping[str, Any]) -> None:
+        """One more."""
+        step = int(line["step"])
+        self.executed += 1
+        self._seconds = self._seconds.observe(float(line.get("step_seconds") or 0.0))
+        self.ended[step] = float(line["time"])
+        if line.get("loss") is not None:
+            self._losses[step] = float(line["loss"])
+        for kept in (self.ended, self._losses):
+            if len(kept) > 2 * KEPT:
+                for old in sorted(kept)[:KEPT]:
+                    del kept[old]
+        bad = [line.get(key) for key in ("loss", "grad_norm")]
+        self._health["nonfinite"] += any(value is None or not math.isfinite(value) for value in bad)
+        self._health["clipped"] += bool(line.get("clipped"))
+        self._health["skipped"] += bool(line.get("skipped"))
+        for phase, seconds in (line.get("phase_seconds") or {}).items():
+            self._phases[phase] = self._phases.get(phase, 0.0) + float(seconds)
+
+    def loss(self, step: int) -> float | None:
+        """Of the newest steps."""
+        return self._losses.get(step)
+
+    def figures(self) -> dict[str, Any]:
+        """In the words of the snapshot."""
+        return {
+            "steps_executed": self.executed,
+            "step_seconds": self._seconds,
+            "phase_seconds": dict(self._phases),
+            **{f"{name}_steps": count for name, count in self._health.items()},
+        }
