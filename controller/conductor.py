@@ -119,8 +119,6 @@ class Conductor:
         replaced = elastic.replace_lost or elastic.grow or elastic.spares > 0
         self._hangs = HangWatch(None if patience == "auto" else patience, elastic.collective_timeout_s, replaced)
         self._inherited: Ticket | None = None
-        self._unreachable = ""
-        """What the storage said last when it was out of reach."""
         self._gone: dict[str, Lost] = {}
         self._leaving: frozenset[str] = frozenset()
         """Of those that the last decision was about, whoever leaves whatever else is wanted."""
@@ -162,10 +160,12 @@ class Conductor:
                     try:
                         chosen = self._chosen(ended, members, leavers)
                     except OSError as problem:
-                        unreached = unreached or time.monotonic()
+                        if unreached is None:
+                            unreached = time.monotonic()
+                            ledger.event("storage_unreachable", error=str(problem), patience_seconds=self._spec.bounds.storage)
                         if time.monotonic() - unreached > self._spec.bounds.storage:
                             return self._give_up(ended, f"no worker holds a state to go on from, and {problem}", refused=False)
-                        self._await_storage(problem)
+                        self._await_storage()
                         ended = self._still_living(ended)
                     else:
                         unreached = None
@@ -258,11 +258,8 @@ class Conductor:
         finally:
             self._ledger.waits(False)
 
-    def _await_storage(self, error: OSError) -> None:
+    def _await_storage(self) -> None:
         """What nobody holds is in checkpoints only, and where they are nothing answers: it may in a moment."""
-        if self._unreachable != str(error):
-            self._unreachable = str(error)
-            self._ledger.event("storage_unreachable", error=self._unreachable, patience_seconds=self._spec.bounds.storage)
         self._remember()
         self._ledger.waits(True)
         self._wait(lambda: self.desk.stop is not None, STORAGE_GAP_S)

@@ -26,11 +26,8 @@ class Scribe:
         self._patience_s = self._wait_s = PATIENCE_S
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="vescale-scribe")
         self._late: tuple[Future[Any], Callable[[], Any]] | None = None
-
-    @property
-    def late(self) -> bool:
-        """Whether a write is under way for which nobody waits any more."""
-        return self._late is not None and not self._late[0].done()
+        self._unclaimed: tuple[Future[Any], Callable[[], Any]] | None = None
+        """One that was late and is done, and nobody has asked for it yet."""
 
     def do(self, write: Callable[[], Any], wait_s: float | None = None) -> Any:
         """Carry it out; its result.
@@ -40,13 +37,13 @@ class Scribe:
                 ``write`` again to learn what came of it. Or the one before it is not done yet: then this one was not begun.
             OSError: what ``write`` raised.
         """
+        if self._late is not None and (self._late[0].done() or (wait_s and wait_for([self._late[0]], wait_s).done)):
+            self._late, self._unclaimed = None, self._late
+        if self._unclaimed is not None and self._unclaimed[1] is write:
+            done, self._unclaimed = self._unclaimed[0], None
+            return done.result()
         if self._late is not None:
-            done, of = self._late
-            if not done.done() and not (wait_s and wait_for([done], wait_s).done):
-                raise TimeoutError(errno.ETIMEDOUT, "the disk does not answer")
-            self._late = None
-            if of is write:
-                return done.result()
+            raise TimeoutError(errno.ETIMEDOUT, "the disk does not answer")
         made = self._pool.submit(write)
         if not wait_for([made], SHORT_S).done:
             first, self._wait_s = self._wait_s, SHORT_S

@@ -17,7 +17,7 @@ The life of a worker, as ``worker.py`` and the tests drive it::
             trainer.initialize()                                 # source: fresh
             restore_from_checkpoint(trainer, checkpoint)         # source: checkpoint (vescale_ray.checkpoint.open(root, commit))
             report = reshard.execute(snapshots.shards(resume.generation, resume.step), trainer)   # source: memory; a joiner has [] to give
-            snapshots.begin(trainer)                             # collective: agrees on layouts, takes the first copy
+            snapshots.begin(trainer, resume.generation)          # collective: agrees on layouts, takes the first copy
             while trainer.completed < config.train.steps:
                 # StepRecord; .flags is the OR over ranks: all stop at the same boundary. settle: the last copy's exchange
                 record = trainer.step(flags, snapshots.settle)

@@ -193,17 +193,27 @@ class Snapshots:
         found = {shards.rank: shards for shards in self._all() if shards.generation == generation and shards.step == step}
         return [found[rank] for rank in sorted(found)]
 
-    def begin(self, trainer: Trainer) -> None:
+    def begin(self, trainer: Trainer, source: int | None = None) -> None:
         """Collective, once the new generation's trainer is filled: agree on layouts and take the first copy.
 
         Of older generations the state that this one started from stays, and copies of steps before it, until :meth:`after_step` has
-        proved that every rank has got past its first copy: of live shards that were parked for a change there is no copy.
+        proved that every rank has got past its first copy: of live shards that were parked for a change there is no copy. So do those of
+        the last generation, but not of each that came to nothing before it: in a storm of failures they would take all memory.
+
+        Args:
+            source: generation that the state was held by; None: it was not in memory.
         """
         step = trainer.completed
         parked = [*self._kept_parked, *([self._parked] if self._parked else [])]
         before = self._generations()
         self._kept_parked, self._parked, self._current = [s for s in parked if s.step == step], None, None
-        self._before = [part for part in before if any(s.step <= step for s in part.complete())]
+        steps = {part.generation: [s.step for s in part.complete()] for part in before}
+        self._before = [
+            part
+            for part in before
+            if any(one < step for one in steps[part.generation])
+            or (step in steps[part.generation] and (part.generation == source or part is before[-1]))
+        ]
         for part in before:
             part.pending = []
             if part not in self._before:

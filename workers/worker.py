@@ -346,7 +346,7 @@ class Worker:
                 trainer = self._build(seat, order.ticket)
                 built = clock()
                 moved, read_bytes = self._fill(trainer, order)
-                self._snapshots.begin(trainer)
+                self._snapshots.begin(trainer, order.resume.generation if order.resume is not None else None)
                 self._publish(
                     Filled(
                         order.ticket,

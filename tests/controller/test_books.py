@@ -34,6 +34,7 @@ from vescale_ray.controller.memo import Memo, Memos, read_memo, write_memo
 from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import FINAL, TRANSITIONS, RequestRefused, RunSpec, RunState, Source, World, check_transition
 from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
+from vescale_ray.controller.scribe import Scribe
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Evaluated, Filled, Origin, Phase, Report, Save, Saved, Stepped, Ticket
 from vescale_ray.workers.snapshot import Holding
@@ -424,6 +425,29 @@ def test_a_disk_that_does_not_answer_holds_nobody_up_and_the_lines_are_written_l
     assert [line["step"] for line in ledger.folder.read_all_metrics()] == list(range(1, 52))
     assert [line["step"] for line in ledger.folder.read_all_samples()] == list(range(51))
     assert [event["event"] for event in ledger.folder.read_events()] == ["warning"]
+
+
+def test_a_write_that_is_done_late_is_not_done_again_though_another_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of samples that is there twice is a sample used twice, to whoever counts."""
+    monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
+    scribe, back, done = Scribe(), threading.Event(), []
+
+    def line() -> str:
+        done.append("line")
+        assert back.wait(30)
+        return "written"
+
+    for _ in range(3):
+        with pytest.raises(OSError, match="does not answer"):
+            scribe.do(line)
+    with pytest.raises(TimeoutError):
+        scribe.do(lambda: done.append("not begun"))
+    back.set()
+    until(lambda: scribe._late is not None and scribe._late[0].done(), 10, "the disk")
+    scribe.do(lambda: done.append("report"))
+    assert scribe.do(line) == "written" and done == ["line", "report"]
+    with pytest.raises(ZeroDivisionError):
+        scribe.do(lambda: 1 // 0)
 
 
 def test_the_nursery_keeps_the_memo_while_the_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

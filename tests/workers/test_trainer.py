@@ -14,8 +14,9 @@ from tests.workers.tiny import FullState, Run, evaluate, plain_run, text_of, tin
 from vescale_ray import checkpoint
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.workers import groups
-from vescale_ray.workers.reshard import restore_from_checkpoint, write_checkpoint_shard
+from vescale_ray.workers.reshard import execute, restore_from_checkpoint, write_checkpoint_shard
 from vescale_ray.workers.shards import export_shards
+from vescale_ray.workers.snapshot import Snapshots, choose_resume
 from vescale_ray.workers.trainer import StepRecord, Trainer, build_model, select_units
 
 
@@ -142,6 +143,33 @@ def test_what_can_not_be_trained_is_refused_by_name(text: str) -> None:
         build_model(tiny(text, model_factory="tests.workers.tiny:without_init"))
     with pytest.raises(ValueError, match=r"persistent buffers \['seen'\]"):
         build_model(tiny(text, model_factory="tests.workers.tiny:with_buffer"))
+
+
+def test_generations_that_come_to_nothing_one_after_another_take_no_more_memory_each(tmp_path: Path) -> None:
+    """Twenty losses of nodes in a row are forgiven: each left a copy of everything behind, until some step was done."""
+    config = tiny(write_text(tmp_path))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    snapshots, taken = Snapshots(1), []
+    for generation in range(1, 8):
+        groups.form("127.0.0.1", store.port, f"test/storm{generation}", 0, 1, "gloo", 10.0)
+        try:
+            trainer = Trainer(config, 0, 1, generation, "cpu", text_of(config))
+            resume = choose_resume({"me": snapshots.held()})
+            if resume is None:
+                trainer.initialize()
+            else:
+                execute(snapshots.shards(resume.generation, resume.step), trainer)
+            snapshots.begin(trainer, resume.generation if resume is not None else None)
+            while trainer.completed < 3:
+                trainer.step(settle=snapshots.settle)
+                snapshots.after_step(trainer)
+            taken.append(snapshots.nbytes)
+            assert {(1, 2), (1, 3), (generation, 3)} <= {(one.generation, one.step) for one in snapshots.held()}
+            trainer.close()
+        finally:
+            snapshots.let_go()
+            groups.dissolve()
+    assert taken[2:] == taken[2:3] * 5 and taken[2] <= 2 * taken[0], taken
 
 
 def test_one_process_trains_alone_without_any_held_out_text(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def start_fresh(state: State, *where: Any) -> None:
 def start_from_memory(state: State, generation: int, step: int, *where: Any) -> ReshardReport:
     form(state, *where)
     report = execute(state["snapshots"].shards(generation, step), state["trainer"])
-    state["snapshots"].begin(state["trainer"])
+    state["snapshots"].begin(state["trainer"], generation)
     return report
 
 
@@ -176,7 +176,7 @@ def start_with_leavers(
     groups.close_transfer(group)
     del group
     if transfer_rank < world:
-        state["snapshots"].begin(state["trainer"])
+        state["snapshots"].begin(state["trainer"], generation)
     elif not state.pop("keeps", False):
         state["snapshots"].clear()
     return report
