@@ -38,8 +38,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from vescale_ray.geometry import intervals
-
 from .api import from_first, together
 from .commits import Commit
 from .dcp_state import DcpSource
@@ -54,6 +52,7 @@ from .reader import BUDGET_BYTES, Checkpoint, open_checkpoint
 from .saved_meta import check_saved_meta
 from .scalars import decode, unpack
 from .store import Root
+from .tiling import Tiling
 
 ENTRIES = {"optimizer": "optim"}
 """Entries of our state that are called otherwise in DCP's."""
@@ -229,9 +228,13 @@ class DcpReader(StorageReader):
             direct = target.is_contiguous()
             flat = target.view(-1) if direct else torch.empty(target.numel(), dtype=target.dtype, device=target.device)
             position = 0
-            for start, end in intervals(leaf.shape, [(tuple(item.storage_offsets), tuple(item.lengths))]) if leaf.shape else [(0, 1)]:
-                ranges.append(Range(leaf.name, leaf.kind, start, end, flat[position : position + end - start]))
+            # Of a box of columns: one range, not one for each row.
+            box = tuple(item.storage_offsets), tuple(item.lengths)
+            order = Tiling.around(leaf.shape, box)
+            for start, end in (order.held(leaf.shape, [box] if flat.numel() else []) or ()) if leaf.shape else [(0, 1)]:
+                ranges.append(Range(leaf.name, leaf.kind, start, end, flat[position : position + end - start], order))
                 position += end - start
+            assert position == flat.numel(), (box, leaf.shape)
             ready.append((item, target, None if direct else flat))
         self.bytes_read += checkpoint.read_ranges(ranges, cast=self._cast, budget_bytes=self._budget).planned
         for item, target, copied in ready:

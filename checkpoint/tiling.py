@@ -59,6 +59,13 @@ class Tiling:
         in_rows = not math.prod(shape) or len(cuts) == 1 and math.prod(shape[: cuts[0][0]]) == 1
         return ROWS if in_rows or found.tiles > MOST_TILES else found
 
+    @staticmethod
+    def around(shape: Sequence[int], box: Box) -> Tiling:
+        """An order in which this box is a tile: what one asks for who holds columns, and knows nothing of other holders."""
+        offsets, sizes = box
+        held = list(zip(offsets, sizes, shape, strict=True))
+        return Tiling.of(shape, {dim: (at, size, whole - at - size) for dim, (at, size, whole) in enumerate(held) if dim})
+
     @property
     def tiles(self) -> int:
         return math.prod(sum(count for _, count in sizes) for _, sizes in self.cuts)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoint_support import bits, memory_folder, random_bits
 from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint import compare
 from vescale_ray.checkpoint.compare import diff
 from vescale_ray.checkpoint.manifest import ManifestError, decode, seal, unseal
 from vescale_ray.checkpoint.read_plan import Range, Segment
@@ -101,6 +102,21 @@ def _merged(runs):  # type: ignore[no-untyped-def]
     for start, end in runs:
         found = [*found[:-1], (found[-1][0], end)] if found and found[-1][1] == start else [*found, (start, end)]
     return found
+
+
+@given(tiled(), st.data())
+def test_any_box_is_one_interval_of_an_order_around_it(case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject) -> None:
+    shape, (parts,) = case
+    offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    sizes = tuple(data.draw(st.integers(1, n - o)) for o, n in zip(offsets, shape, strict=True))
+    around = Tiling.around(shape, (offsets, sizes))
+    found = around.held(shape, [(offsets, sizes)])
+    index = torch.arange(math.prod(shape)).view(shape)
+    wanted = index[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].reshape(-1)
+    assert found is not None and len(found) == 1
+    for start, end in found:
+        runs = between(shape, around, Tiling.of(shape, parts), start, end)
+        assert torch.equal(gathered(in_order(shape, parts), runs), wanted)
 
 
 def test_what_is_no_cut_and_what_would_be_too_many_is_stored_by_rows() -> None:
@@ -303,6 +319,25 @@ def test_two_checkpoints_of_tiles_are_compared_by_blocks_where_they_lie_alike(tm
     assert by_blocks.equal and not by_blocks.bytes_read and read.equal and read.bytes_read >= 2 * 64 * 64 * 4
     (found,) = diff(ckpt.open(one), ckpt.open(other)).changed
     assert (found.name, found.differing) == ("w", 1)
+
+
+@pytest.mark.parametrize("places", [1, 256])
+def test_of_two_checkpoints_of_tiles_each_block_that_differs_is_read_about_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: int
+) -> None:
+    """By rows a piece of the tensor would be a part of every tile, and blocks would be read again for each piece."""
+    full = random_bits((256, 64), torch.int32, 16)
+    changed = full.clone()
+    changed[:places, 40] ^= 1
+    changed[0, :: 64 // places if places < 64 else 1] ^= 2
+    cuts = [k * 256 * 8 for k in range(1, 8)]
+    for name, tensor in (("one", full), ("other", changed)):
+        save_tiled(tmp_path / name, tensor, [{1: [8] * 8}] * 8, cuts)
+    monkeypatch.setattr(compare, "_PIECE", 4096)
+    found = diff(ckpt.open(tmp_path / "one"), ckpt.open(tmp_path / "other"))
+    assert [(one.name, one.differing) for one in found.changed] == [("w", int((full != changed).sum()))]
+    pieces = 1 if places == 1 else 4
+    assert found.bytes_read <= 2 * (pieces * 4096 * 4 + 8 * 4096), found.bytes_read
 
 
 def test_damage_in_a_tile_is_named_by_its_tensor(tmp_path: Path) -> None:
