@@ -6,8 +6,10 @@ import hashlib
 import itertools
 import json
 import math
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoint_support import bits, memory_folder, random_bits
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint import compare
+from vescale_ray.checkpoint import compare, read_plan
 from vescale_ray.checkpoint.compare import diff
 from vescale_ray.checkpoint.manifest import ManifestError, decode, seal, unseal
 from vescale_ray.checkpoint.read_plan import Range, Segment
@@ -201,7 +203,8 @@ def test_what_is_saved_in_any_orders_is_read_in_any_order_bit_for_bit(
         end = data.draw(st.integers(start, full.numel()))
         assert bits(checkpoint.read_range("w", start, end)) == bits(full.reshape(-1)[start:end])
         out = torch.zeros(end - start, dtype=dtype)
-        plan = checkpoint.read_ranges([Range("w", "param", start, end, out, Tiling.of(shape, third))])
+        with patch.object(read_plan, "MOST_PARTS", data.draw(st.sampled_from([1, 5, 1 << 17]))):
+            plan = checkpoint.read_ranges([Range("w", "param", start, end, out, Tiling.of(shape, third))])
         assert bits(out) == bits(full.reshape(-1)[in_order(shape, third)][start:end])
         assert plan.needed == (end - start) * dtype.itemsize
         if dtype == torch.float32:
@@ -300,10 +303,32 @@ def test_a_tensor_cut_in_columns_costs_one_interval_for_each_rank(tmp_path: Path
     (extents,) = checkpoint.manifest.groups[checkpoint.manifest.by_name["w"].group].kinds
     assert len(extents.start) == 8
     # Read by rows it has 16384 parts, all in one run of each object, and they are copied together.
-    plan = checkpoint.read_ranges([("w", "param", 0, full.numel(), torch.zeros(full.numel(), dtype=full.dtype))])
+    asked = [("w", "param", 0, full.numel(), torch.zeros(full.numel(), dtype=full.dtype))]
+    plan = checkpoint.plan(asked)
+    done = checkpoint.read_ranges(asked)
+    assert (done.needed, done.planned, done.runs, done.requests) == (plan.needed, plan.planned, plan.runs, plan.requests)
     assert plan.runs == plan.requests == 8
     assert sum(len(segment.copies) for segment in plan.segments) == 2048 * 8
     assert [len(list(segment.blocks())) for segment in plan.segments] == [1] * 8
+
+
+def test_the_memory_of_planning_is_bounded_however_narrow_the_columns_and_none_of_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = random_bits((40_000, 8), torch.bfloat16, 15)
+    save_tiled(tmp_path, full, [{1: [2] * 4}] * 4, [k * 80_000 for k in range(1, 4)])
+    checkpoint = ckpt.open(tmp_path)
+    monkeypatch.setattr(read_plan, "MOST_PARTS", 1 << 13)
+    out = torch.zeros(full.numel(), dtype=full.dtype)
+    tracemalloc.start()  # numpy's memory, not torch's
+    try:
+        plan = checkpoint.read_ranges([("w", "param", 0, full.numel(), out)])
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert bits(out) == bits(full.reshape(-1)) and plan.needed == full.nbytes
+    # 160000 parts: 30 MB at once.
+    assert peak < 300 * (1 << 13) + (2 << 20) and kept < 1 << 20, (peak, kept)
 
 
 def test_two_checkpoints_of_tiles_are_compared_by_blocks_where_they_lie_alike(tmp_path: Path) -> None:
