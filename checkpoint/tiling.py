@@ -159,7 +159,8 @@ def most_runs(shape: Shape, order: Tiling, other: Tiling, numel: int) -> int:
             dim, sizes = one.cuts[-1]
             count = sum(n for _, n in sizes)
             # Of another order, all tiles along the rows that this one's runs lie in.
-            found = found * count if found else numel * count // max(1, math.prod(shape[dim:])) + count
+            rows = min(found, math.prod(shape[:dim])) if found else numel // max(1, math.prod(shape[dim:])) + 1
+            found += rows * count
     return found
 
 

@@ -21,7 +21,7 @@ from tests.checkpoint.checkpoint_support import bits, memory_folder, random_bits
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import compare, read_plan
 from vescale_ray.checkpoint.compare import diff
-from vescale_ray.checkpoint.manifest import ManifestError, decode, seal, unseal
+from vescale_ray.checkpoint.manifest import Extents, ManifestError, TensorEntry, decode, seal, unseal
 from vescale_ray.checkpoint.read_plan import Range, Segment
 from vescale_ray.checkpoint.tiling import MOST_TILES, ROWS, Runs, Tiling, between, rows_of
 from vescale_ray.geometry import boxes, intervals
@@ -329,6 +329,17 @@ def test_the_memory_of_planning_is_bounded_however_narrow_the_columns_and_none_o
     assert bits(out) == bits(full.reshape(-1)) and plan.needed == full.nbytes
     # 160000 parts: 30 MB at once.
     assert peak < 300 * (1 << 13) + (2 << 20) and kept < 1 << 20, (peak, kept)
+
+
+def test_a_range_of_very_many_tiles_is_planned_in_few_turns() -> None:
+    shape, numel = (4, MOST_TILES), 4 * MOST_TILES
+    entry = TensorEntry("w", shape, 0, 0, Tiling.of(shape, {1: [1] * MOST_TILES}))
+    one = np.zeros(1, np.int64)
+    extents = Extents("param", torch.uint8, one, one + numel, one, one)
+    for order in (ROWS, Tiling.of(shape, {1: [2] * (MOST_TILES // 2)}), entry.tiling):
+        asked = Range("w", "param", 0, numel, torch.zeros(numel, dtype=torch.uint8), order)
+        turns = [batch for (batch, *_), in read_plan.batches([(asked, entry, extents)])]
+        assert len(turns) < 8 and [turn.start for turn in turns[1:]] == [turn.end for turn in turns[:-1]] and turns[-1].end == numel
 
 
 def test_two_checkpoints_of_tiles_are_compared_by_blocks_where_they_lie_alike(tmp_path: Path) -> None:
