@@ -354,10 +354,11 @@ def _put(buffer: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, block: Blo
             copy_bytes(as_bytes(out)[target : target + size], buffer[source : source + size])
             return
         word = _WORDS[min(8, dtype.itemsize)]  # of no values: as many as fit into an element, each as it is
-        left, right = as_bytes(out).view(word), buffer.view(word)
+        left = as_bytes(out).view(word)
     else:
-        word, left, right = dtype, out, buffer.view(dtype)
+        word, left = dtype, out
     width = word.itemsize
+    right = buffer[: buffer.numel() // width * width].view(word)
     shape = times, size // width
     there = left.as_strided(shape, (target_step // width, 1), left.storage_offset() + target // width)
     there.copy_(right.as_strided(shape, (source_step // width, 1), right.storage_offset() + source // width))
