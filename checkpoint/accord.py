@@ -16,11 +16,12 @@ missed a save finds the others at the next step, and what a group before this on
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -32,13 +33,17 @@ from .polling import pause_after
 from .store import Root
 
 _SPACE = "vescale-ray/saves"
+_log = logging.getLogger(__name__)
+_warned: set[str] = set()
+"""Tensors that were named in a warning: once, not at each save."""
 
 
 @dataclass(frozen=True)
 class Word:
     """What one rank has to say of a save: it is ready (none of the first three), still busy with earlier ones, can't take part for a
     ``problem`` of its state, or has ``left`` it before it was begun. ``alike``: a digest of what every rank's state must have the same;
-    ``plain``: the names of its entries without tensors, of which rank 0's are stored for all.
+    ``plain``: the names of its entries without tensors, of which rank 0's are stored for all. ``copies``: of the tensors that are taken to
+    be the same on all ranks, eight hexadecimal digits of their names and of a sample of each; ``names``: their names, not told to others.
     """
 
     problem: str | None = None
@@ -46,6 +51,11 @@ class Word:
     left: str | None = None
     alike: str = ""
     plain: Sequence[str] = ()
+    copies: str = ""
+    names: Sequence[str] = ()
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(replace(self, names=())))
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ class Accord:
             if self.rank == 0:
                 self._publish(key, self._judge([word]))
             else:
-                self._store.set(f"{key}/r{self.rank}", json.dumps(asdict(word)))
+                self._store.set(f"{key}/r{self.rank}", word.to_json())
 
     def agree(
         self, key: str, word: Word, name: Callable[[], tuple[str, int]], timeout_s: float, cancelled: Callable[[], bool] = lambda: False
@@ -161,7 +171,7 @@ class Accord:
     def _heard(self, key: str, word: Word, timeout_s: float, cancelled: Callable[[], bool]) -> Verdict:
         """Rank 1 and up."""
         assert self._store is not None
-        self._store.set(f"{key}/r{self.rank}", json.dumps(asdict(word)))
+        self._store.set(f"{key}/r{self.rank}", word.to_json())
         raw = self._await(f"{key}/verdict", 2 * timeout_s, cancelled)
         if raw is None:
             raise SaveFailed(f"step {_step(key)}: rank 0 did not begin this save within {2 * timeout_s:g} s; nothing was written")
@@ -221,6 +231,7 @@ class Accord:
                 return Verdict("unfit", text=f"{text}, or what is a rank's own as aux")
         other = next((rank for rank, word in enumerate(words) if word.alike != words[0].alike), None)
         if other is None:
+            _warn_of_others(words)
             return Verdict("go")
         return Verdict(
             "unfit",
@@ -244,6 +255,23 @@ class Accord:
                 raise SaveAborted(f"step {_step(key)}: this save was given up before it began; earlier checkpoints are untouched")
             time.sleep(pause_after(time.monotonic() - began))
         return self._store.get(key)
+
+
+def _warn_of_others(words: Sequence[Word]) -> None:
+    """No reason to fail: running statistics of ranks that don't tell each other differ, and that one rank's are stored may be meant."""
+    own = words[0]
+    unlike: dict[str, int] = {}
+    for rank, word in enumerate(words):
+        if word.copies != own.copies and word.copies[:8] == own.copies[:8]:
+            for position, name in enumerate(own.names, 1):
+                if word.copies[8 * position :][:8] != own.copies[8 * position :][:8]:
+                    unlike.setdefault(name, rank)
+    if unlike.keys() - _warned:
+        _warned.update(unlike)
+        name, rank = next(iter(unlike.items()))
+        text = "plain tensors that are not the same on all ranks: %d (%s, on ranks 0 and %d, for one); of each only one rank's is stored; "
+        remedy = "if they are a rank's own (experts, parts of a layer), make DTensors of them, give them names of their own, or save %s"
+        _log.warning(text + remedy, len(unlike), name, rank, "each rank by itself")
 
 
 def _counter(step: int | str, rank: int) -> str:

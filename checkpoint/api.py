@@ -12,7 +12,7 @@ import logging
 import math
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,18 +24,20 @@ from .accord import Accord, Word
 from .arguments import of_type, order, seconds, state_of
 from .bounded import Quiet, Watch, bounded
 from .commits import Commit
+from .copies import sampled
 from .digest import digest_of
 from .errors import SaveAborted, SaveFailed
 from .handle import SaveHandle
 from .layout import ShardPiece
 from .manifest import check_meta, parse_commit_name
+from .matching import Pair, label
 from .proof import prove
 from .retention import Retention, tend
 from .rng import capture_rng
 from .shard import Vote, new_attempt, write_shard
-from .state import Flat, State, flatten
+from .state import State, flatten
 from .store import ObjectStore, Root, store_of
-from .tensors import local_part, owners
+from .tensors import LocalPart, local_part, owners
 from .voting import Attempt, conclude
 
 _log = logging.getLogger(__name__)
@@ -160,18 +162,23 @@ def look_after(store: ObjectStore, retention: Retention, made: Commit, vote: Vot
 @dataclass(frozen=True)
 class Prepared:
     """One rank's share of a save, taken apart and checked; nothing is written. ``pieces`` are views of the live tensors, everything
-    else is a copy of this moment."""
+    else is a copy of this moment. ``copied``: names of tensors that are taken to be on all ranks, and the same; ``copies``: a sample of
+    each."""
 
     pieces: list[ShardPiece]
     document: Mapping[str, Any]
     aliases: Mapping[str, str]
     aux: Mapping[str, Any]
+    copied: Sequence[str] = ()
+    copies: str = ""
 
     @property
     def word(self) -> Word:
         """What the ranks tell each other of it: rank 0's optimizers, by which all load, must name the same parameters as every other's."""
         named = {key: [sorted(group["params"]) for group in saved["groups"]] for key, saved in self.document["optimizers"].items()}
-        return Word(alike=digest_of(json.dumps(named, sort_keys=True).encode()), plain=sorted(self.document["state"]))
+        alike = digest_of(json.dumps(named, sort_keys=True).encode())
+        order = digest_of("\n".join(self.copied).encode())[:8]
+        return Word(alike=alike, plain=sorted(self.document["state"]), copies=order + self.copies, names=self.copied)
 
 
 def prepare(
@@ -200,17 +207,20 @@ def prepare(
         of_type(f"metrics.{name}", value, (int, float), "give a number")
     check_meta(aux or {}, "aux")
     flat = flatten(state)
-    pieces = _pieces(flat, world, rank)
+    parts = {pair: local_part(pair[0], tensor, world, rank) for pair, tensor in flat.tensors.items()}
+    pieces = _pieces(parts)
+    # Which ranks hold a plain tensor nobody can tell: all, it is assumed, and the same.
+    plain = {label(*pair): part for pair, part in parts.items() if part.replicas == world > 1 and not part.among and part.shared}
     document = {"models": flat.models, "state": flat.values, "optimizers": flat.optimizers, "meta": dict(meta or {})}
     if finite:
         document["metrics"] = finite
     # Through JSON: the values may be live objects of the training, which goes on.
     frozen = json.loads(json.dumps(document, allow_nan=False))
-    return Prepared(pieces, frozen, dict(flat.aliases), {"rng": capture_rng(), "user": json.loads(json.dumps(dict(aux or {})))})
+    own = {"rng": capture_rng(), "user": json.loads(json.dumps(dict(aux or {})))}
+    return Prepared(pieces, frozen, dict(flat.aliases), own, list(plain), sampled([part.flat() for part in plain.values()]))
 
 
-def _pieces(flat: Flat, world: int, rank: int) -> list[ShardPiece]:
-    parts = {pair: local_part(pair[0], tensor, world, rank) for pair, tensor in flat.tensors.items()}
+def _pieces(parts: Mapping[Pair, LocalPart]) -> list[ShardPiece]:
     writes = owners(list(parts.values()))
     pieces = []
     for ((name, kind), part), mine in zip(parts.items(), writes, strict=True):

@@ -19,7 +19,9 @@ from .layout import dtype_name
 from .manifest import Extents, Group, Manifest, TensorEntry
 from .matching import Pair
 from .names import Globs, chosen, globs
+from .read_plan import Range
 from .reader import Checkpoint
+from .tiling import ROWS
 
 _PIECE = 1 << 20
 """Elements compared at a time; the difference of that many in float64 takes 24 MiB."""
@@ -118,6 +120,9 @@ def _compare(a: Checkpoint, b: Checkpoint, pair: Pair, progress: Callable[[int],
     name, kind = pair
     tensor = a.tensors[name]
     dtype, numel = tensor.kinds[kind], math.prod(tensor.shape)
+    # Elements are compared in the order in which both have them: by rows a piece of a tensor of tiles is a little of each.
+    orders = {side.manifest.by_name[name].tiling for side in (a, b)}
+    order = orders.pop() if len(orders) == 1 else ROWS
     alike = _alike(a, b, pair)
     differing, read = 0, 0
     gaps: list[float | None] = []
@@ -125,8 +130,9 @@ def _compare(a: Checkpoint, b: Checkpoint, pair: Pair, progress: Callable[[int],
         end = min(numel, start + _PIECE)
         size = (end - start) * dtype.itemsize
         if alike is None or not alike(start, end):
-            one, other = a.read_range(name, start, end, kind), b.read_range(name, start, end, kind)
-            read += 2 * size
+            one, other = (torch.empty(end - start, dtype=dtype) for _ in range(2))
+            for side, out in ((a, one), (b, other)):
+                read += side.read_ranges([Range(name, kind, start, end, out, order)]).planned
             unequal = _unequal(one, other)
             count = int(unequal.sum())
             if count:
@@ -195,9 +201,6 @@ def _alike(a: Checkpoint, b: Checkpoint, pair: Pair) -> Callable[[int, int], boo
                 return False
         return True
 
-    if entry.tiling.cuts:  # a piece by rows is a part of many blocks: all or nothing
-        whole = equal(0, entry.numel)
-        return lambda start, end: whole
     return equal
 
 

@@ -228,11 +228,13 @@ class DcpReader(StorageReader):
             direct = target.is_contiguous()
             flat = target.view(-1) if direct else torch.empty(target.numel(), dtype=target.dtype, device=target.device)
             position = 0
+            # Of a box of columns: one range, not one for each row.
             box = tuple(item.storage_offsets), tuple(item.lengths)
             tiling = Tiling.around(leaf.shape, box)
             for start, end in tiling.held(leaf.shape, [box]) or ():
                 ranges.append(Range(leaf.name, leaf.kind, start, end, flat[position : position + end - start], tiling))
                 position += end - start
+            assert position == flat.numel(), (box, leaf.shape)
             ready.append((item, target, None if direct else flat))
         self.bytes_read += checkpoint.read_ranges(ranges, cast=self._cast, budget_bytes=self._budget).planned
         for item, target, copied in ready:

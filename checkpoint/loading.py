@@ -284,5 +284,4 @@ def _fill(checkpoint: Checkpoint, flat: Flat, there: Mapping[Pair, Pair], reques
             pieces = [Range(*stored, start, end, piece, part.tiling) for start, end, piece in part.pieces(whole)]
             plans.append(checkpoint.read_ranges(pieces, cast=request.cast, budget_bytes=request.budget_bytes))
             part.local.copy_(whole.view(part.local.shape))
-    segments = tuple(segment for plan in plans for segment in plan.segments)
-    return ReadPlan(sum(p.needed for p in plans), sum(p.planned for p in plans), sum(p.runs for p in plans), segments)
+    return ReadPlan.whole(plans)

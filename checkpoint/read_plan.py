@@ -15,11 +15,15 @@ import numpy as np
 import torch
 
 from .manifest import Extents, Manifest, ObjectEntry, TensorEntry
-from .tiling import ROWS, Tiling, between
+from .tiling import ROWS, Tiling, between, most_runs
 
 GAP_BYTES = 1 << 20
 """Blocks that nobody asked for are read along if they are no more than this, and no more than a 20th of what is asked for around them:
 a request costs as much time as 0.1 MB of a local disk, 1 to 5 MB of an object store."""
+
+MOST_PARTS = 1 << 17
+"""Planned at a time: a part takes 200 bytes of memory while it is planned, one that is no neighbour of others 300; so that plans take 40 MB
+at most, however narrow the columns."""
 
 
 _FEW = 4
@@ -99,8 +103,39 @@ class ReadPlan:
     def requests(self) -> int:
         return len(self.segments)
 
+    @staticmethod
+    def whole(plans: Sequence[ReadPlan]) -> ReadPlan:
+        """Several as one, to be told of: without where each part goes, which takes more than all the rest."""
+        segments = tuple(Segment(s.object, s.offset, s.bytes) for plan in plans for s in plan.segments)
+        return ReadPlan(sum(p.needed for p in plans), sum(p.planned for p in plans), sum(p.runs for p in plans), segments)
 
-def plan_reads(manifest: Manifest, wanted: Sequence[tuple[Range, TensorEntry, Extents]], request_bytes: int, budget_bytes: int) -> ReadPlan:
+
+Wanted = tuple[Range, TensorEntry, Extents]
+
+
+def batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+    """The same, in order, in lists that have at most about :data:`MOST_PARTS` parts: what has more is cut."""
+    batch: list[Wanted] = []
+    total = 0
+    for asked, entry, extents in wanted:
+        numel = asked.end - asked.start
+        parts = most_runs(entry.shape, asked.tiling, entry.tiling, numel)
+        step = max(1, numel * MOST_PARTS // max(parts, MOST_PARTS))
+        for start in range(asked.start, asked.end, step):
+            end = min(asked.end, start + step)
+            count = -(-parts * (end - start) // numel)
+            if batch and total + count > MOST_PARTS:
+                yield batch
+                batch, total = [], 0
+            whole = end - start == numel
+            piece = asked if whole else asked._replace(start=start, end=end, out=asked.out[start - asked.start : end - asked.start])
+            batch.append((piece, entry, extents))
+            total += count
+    if batch:
+        yield batch
+
+
+def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], request_bytes: int, budget_bytes: int) -> ReadPlan:
     """What to read for these ranges of these tensors. Raises ValueError for a budget of less than one block."""
     found: list[tuple[int, int, int, int, int]] = []
     columns: list[np.ndarray] = []

@@ -26,7 +26,7 @@ from .layout import dtype_name
 from .manifest import Extents, Manifest, ManifestError, TensorEntry
 from .matching import Pair, StoredTensor, castable, label, match, some
 from .names import Globs, chosen, entry_of, globs, nearest
-from .read_plan import Block, Range, ReadPlan, Segment, plan_reads
+from .read_plan import Block, Range, ReadPlan, Segment, Wanted, batches, plan_reads
 from .saved_meta import check_saved_meta
 from .store import ALIGNMENT, KeyMissing, ObjectStore, RangeReader, Root, out_of_reach, store_of
 
@@ -166,11 +166,12 @@ class Checkpoint:
         budget_bytes: int = BUDGET_BYTES,
         progress: Callable[[], None] = lambda: None,
     ) -> ReadPlan:
-        """Fill every ``out`` (flat, contiguous, of the stored dtype; CPU or GPU), verified; returns what was read.
+        """Fill every ``out`` (flat, contiguous, of the stored dtype; CPU or GPU), verified; returns what was read (without the copies).
 
         Args:
             cast: ``out`` may be of another dtype of the same sort (floating point, or integer): values are converted.
-            budget_bytes: memory to take beside the destinations: a buffer for each of at most 8 streams.
+            budget_bytes: memory to take beside the destinations: a buffer for each of at most 8 streams. Columns of what is stored by rows,
+                and rows of what is stored by columns, take up to 40 MB more for the plan.
             progress: called for each piece (of some megabytes) that has come and is right, by any of the threads that read.
 
         Raises:
@@ -179,11 +180,18 @@ class Checkpoint:
             OSError: the storage is out of reach (no permission, say); likewise.
             ValueError: the budget is less than one block.
         """
-        asked = [Range(*one) for one in ranges]
-        plan = self.plan(asked, cast=cast, budget_bytes=budget_bytes)
+        wanted = self._wanted(ranges, cast, budget_bytes)
+        done = []
+        for batch in batches(wanted):
+            plan = plan_reads(self.manifest, batch, self._store.request_bytes, budget_bytes)
+            self._carry_out(plan, batch, budget_bytes, progress)
+            done.append(ReadPlan.whole([plan]))
+        return ReadPlan.whole(done)
+
+    def _carry_out(self, plan: ReadPlan, wanted: Sequence[Wanted], budget_bytes: int, progress: Callable[[], None]) -> None:
         # Same dtype: bytes are copied. Another: elements, which never straddle buffers (blocks are multiples of 4096, extents aligned).
-        stored = [self._find(one.name, one.kind)[1].dtype for one in asked]
-        outs = [one.out.detach() for one in asked]
+        stored = [extents.dtype for _, _, extents in wanted]
+        outs = [asked.out.detach() for asked, *_ in wanted]
 
         def deliver(segment: Segment, buffer: torch.Tensor) -> None:
             for block in segment.blocks():
@@ -197,18 +205,20 @@ class Checkpoint:
             _fetch(self._store, self.manifest, plan.segments, deliver, streams, device)
         finally:
             # Torch has not seen the bytes change: whoever keeps something made from a tensor must learn that it is out of date.
-            increment_version([one.out for one in asked if not one.out.is_inference()])
-        return plan
+            increment_version([asked.out for asked, *_ in wanted if not asked.out.is_inference()])
 
     def plan(self, ranges: Sequence[Asked], *, cast: bool = False, budget_bytes: int = BUDGET_BYTES) -> ReadPlan:
-        """What :meth:`read_ranges` would read. Cost: O(log extents) for each range, and O(runs log runs)."""
+        """What :meth:`read_ranges` would read, if it planned all at once. Cost: O(log extents) for each range, and O(runs log runs)."""
+        return plan_reads(self.manifest, self._wanted(ranges, cast, budget_bytes), self._store.request_bytes, budget_bytes)
+
+    def _wanted(self, ranges: Sequence[Asked], cast: bool, budget_bytes: int) -> list[Wanted]:
         nbytes("budget_bytes", budget_bytes)
         wanted = []
         for asked in (Range(*one) for one in ranges):
             entry, extents = self._find(asked.name, asked.kind)
             _check_range(asked, entry, extents, cast)
             wanted.append((asked, entry, extents))
-        return plan_reads(self.manifest, wanted, self._store.request_bytes, budget_bytes)
+        return wanted
 
     def require(self, wanted: Mapping[Pair, tuple[Sequence[int], torch.dtype]], among: Iterable[Pair] | None = None) -> dict[Pair, Pair]:
         """Check that the checkpoint has exactly the wanted (name, kind) pairs, with these shapes and dtypes.
@@ -353,10 +363,11 @@ def _put(buffer: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, block: Blo
             copy_bytes(as_bytes(out)[target : target + size], buffer[source : source + size])
             return
         word = _WORDS[min(8, dtype.itemsize)]  # of no values: as many as fit into an element, each as it is
-        left, right = as_bytes(out).view(word), buffer.view(word)
+        left = as_bytes(out).view(word)
     else:
-        word, left, right = dtype, out, buffer.view(dtype)
+        word, left = dtype, out
     width = word.itemsize
+    right = buffer[: buffer.numel() // width * width].view(word)
     shape = times, size // width
     there = left.as_strided(shape, (target_step // width, 1), left.storage_offset() + target // width)
     there.copy_(right.as_strided(shape, (source_step // width, 1), right.storage_offset() + source // width))

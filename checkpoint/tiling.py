@@ -149,6 +149,21 @@ def between(shape: Shape, order: Tiling, other: Tiling, start: int, end: int) ->
     return there[theirs] + begin - after[theirs], stop - begin, at[mine] + begin - first[mine]
 
 
+def most_runs(shape: Shape, order: Tiling, other: Tiling, numel: int) -> int:
+    """About how many runs :func:`between` takes into account for so many elements, if the tiles are alike: for its memory."""
+    if order == other:
+        return 1
+    found = 0
+    for one in (order, other):
+        if one.cuts:
+            dim, sizes = one.cuts[-1]
+            count = sum(n for _, n in sizes)
+            # Of another order, all tiles along the rows that this one's runs lie in.
+            rows = min(found, math.prod(shape[:dim])) if found else numel // max(1, math.prod(shape[dim:])) + 1
+            found += rows * count
+    return found
+
+
 def _one(start: int, end: int) -> Runs:
     count = int(end > start)
     return np.full(count, start, np.int64), np.full(count, end - start, np.int64), np.zeros(count, np.int64)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-
 import pytest
+import torch
 import torch.distributed as dist
 
+from tests.checkpoint.checkpoint_support import DTYPES, random_bits
 from vescale_ray.checkpoint.accord import Accord, Verdict, Word
+from vescale_ray.checkpoint.api import prepare
 from vescale_ray.checkpoint.errors import SaveFailed
 from vescale_ray.checkpoint.polling import pause_after
 
@@ -24,7 +24,7 @@ def pair(store=None):
 
 
 def say(store, key, word):
-    store.set(f"{key}/r1", json.dumps(asdict(word)))
+    store.set(f"{key}/r1", word.to_json())
 
 
 def named():
@@ -114,3 +114,27 @@ def test_an_answer_is_heard_at_most_a_twentieth_late():
         asked += 1
         assert pause_after(now) <= max(0.001, 0.05 * now) and pause_after(now) <= 0.25
     assert asked < 700, "the store has others to answer"
+
+
+def test_plain_tensors_that_are_not_the_same_on_all_ranks_are_told_of_once_by_name(caplog):
+    """Experts, say, that each rank holds under the names that the others use for theirs: of each, one rank's alone is stored."""
+
+    def word(rank, **own):
+        same = {f"same.{dtype}": random_bits((40, 3), dtype, 7) for dtype in DTYPES}
+        state = {"model": {**same, "none": torch.ones(0), "0-d": torch.tensor(1.5), "columns": torch.ones(4, 6).t(), **own}}
+        return prepare(state, 5, 2, rank, None, None, None).word
+
+    _, leader, other = pair()
+    said = "plain tensors that are not the same on all ranks: 1 ('expert', on ranks 0 and 1, for one)"
+    cases = [
+        (word(0), word(1), None),
+        (word(0, expert=torch.ones(1000)), word(1, expert=torch.zeros(1000)), said),
+        (word(0, expert=torch.ones(1000)), word(1, expert=torch.zeros(1000)), None),
+        (word(0, a=torch.ones(2)), word(1, b=torch.zeros(2)), None),
+    ]
+    for step, (mine, theirs, told) in enumerate(cases):
+        caplog.clear()
+        say(other._store, leader.key(step), theirs)
+        assert leader.agree(f"{step}.1", mine, named, 5.0).fate == "go", "it may be meant: running statistics"
+        assert [record.message.startswith(told) for record in caplog.records] == ([True] if told else []), caplog.text
+    assert len(theirs.to_json()) < 1000, "no name is told to the others"

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -52,6 +54,7 @@ from tests.checkpoint.checkpoint_support import (
     save_in_process,
 )
 from tests.checkpoint.test_checkpoint_state import SCHEDULERS, Net, adam, rates, same_module, train
+from tests.checkpoint.test_checkpoint_tiling import save_tiled
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import dcp_export as bridge
@@ -179,6 +182,33 @@ def test_stock_dcp_loads_ours_into_fsdp2_tensor_parallel_and_two_dimensional_mod
             for name, value in state.items():
                 assert np.array_equal(value, truth[root][name]), (root, kind, name)
             assert read <= 1.05 * needed + (2 << 20), (root, kind, needed, read)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_box_of_columns_is_asked_for_as_one_range_however_it_is_stored(tmp_path, monkeypatch, cut):
+    """As stock DCP asks for a tensor-parallel rank's part; row by row it would take minutes of a model of 13 billion."""
+    full = random_bits((300, 40), torch.bfloat16, 3)
+    save_tiled(tmp_path, full, [{1: [20, 20]} if cut else {}] * 2, [6000])
+    asked: list[int] = []
+    read = ckpt.Checkpoint.read_ranges
+
+    def counted(self, ranges, **more):
+        asked.append(len(ranges))
+        return read(self, ranges, **more)
+
+    monkeypatch.setattr(ckpt.Checkpoint, "read_ranges", counted)
+    into = torch.zeros(299, 10, dtype=torch.bfloat16)
+
+    class Planner(DefaultLoadPlanner):
+        def resolve_tensor(self, item):
+            return into
+
+    reader = ckpt.DcpReader(tmp_path)
+    index = MetadataIndex(next(key for key in reader.read_metadata().state_dict_metadata if key.endswith("w")), torch.Size([0, 0]))
+    box = torch.Size([1, 15]), torch.Size([299, 10])
+    item = ReadItem(LoadItemType.TENSOR, index, torch.Size([0, 0]), index, *box)
+    reader.read_data(LoadPlan([item]), Planner()).wait()
+    assert bits(into) == bits(full[1:, 15:25]) and asked == [1]
 
 
 def test_ranks_that_see_different_newest_commits_are_told(tmp_path):

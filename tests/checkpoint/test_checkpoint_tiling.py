@@ -6,8 +6,10 @@ import hashlib
 import itertools
 import json
 import math
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,9 +19,10 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.checkpoint_support import bits, memory_folder, random_bits
 from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint import compare, read_plan, reader
 from vescale_ray.checkpoint.compare import diff
-from vescale_ray.checkpoint.manifest import ManifestError, decode, seal, unseal
-from vescale_ray.checkpoint.read_plan import Range, Segment
+from vescale_ray.checkpoint.manifest import Extents, ManifestError, TensorEntry, decode, seal, unseal
+from vescale_ray.checkpoint.read_plan import Block, Range, Segment
 from vescale_ray.checkpoint.tiling import MOST_TILES, ROWS, Runs, Tiling, between, rows_of
 from vescale_ray.geometry import boxes, intervals
 
@@ -115,6 +118,21 @@ def _merged(runs):  # type: ignore[no-untyped-def]
     return found
 
 
+@given(tiled(), st.data())
+def test_any_box_is_one_interval_of_an_order_around_it(case: tuple[tuple[int, ...], list[Parts]], data: st.DataObject) -> None:
+    shape, (parts,) = case
+    offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    sizes = tuple(data.draw(st.integers(1, n - o)) for o, n in zip(offsets, shape, strict=True))
+    around = Tiling.around(shape, (offsets, sizes))
+    found = around.held(shape, [(offsets, sizes)])
+    index = torch.arange(math.prod(shape)).view(shape)
+    wanted = index[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].reshape(-1)
+    assert found is not None and len(found) == 1
+    for start, end in found:
+        runs = between(shape, around, Tiling.of(shape, parts), start, end)
+        assert torch.equal(gathered(in_order(shape, parts), runs), wanted)
+
+
 def test_what_is_no_cut_and_what_would_be_too_many_is_stored_by_rows() -> None:
     assert Tiling.of((4, 6), {1: [6]}) == Tiling.of((1, 6), {1: [3, 3]}) == Tiling.of((4, 0), {1: [0, 0]}) == ROWS
     assert Tiling.of((4, 6), {1: [0, 3, 3, 0]}) == Tiling(((1, ((3, 2),)),))
@@ -197,7 +215,8 @@ def test_what_is_saved_in_any_orders_is_read_in_any_order_bit_for_bit(
         end = data.draw(st.integers(start, full.numel()))
         assert bits(checkpoint.read_range("w", start, end)) == bits(full.reshape(-1)[start:end])
         out = torch.zeros(end - start, dtype=dtype)
-        plan = checkpoint.read_ranges([Range("w", "param", start, end, out, Tiling.of(shape, third))])
+        with patch.object(read_plan, "MOST_PARTS", data.draw(st.sampled_from([1, 5, 1 << 17]))):
+            plan = checkpoint.read_ranges([Range("w", "param", start, end, out, Tiling.of(shape, third))])
         assert bits(out) == bits(full.reshape(-1)[in_order(shape, third)][start:end])
         assert plan.needed == (end - start) * dtype.itemsize
         if dtype == torch.float32:
@@ -296,10 +315,53 @@ def test_a_tensor_cut_in_columns_costs_one_interval_for_each_rank(tmp_path: Path
     (extents,) = checkpoint.manifest.groups[checkpoint.manifest.by_name["w"].group].kinds
     assert len(extents.start) == 8
     # Read by rows it has 16384 parts, all in one run of each object, and they are copied together.
-    plan = checkpoint.read_ranges([("w", "param", 0, full.numel(), torch.zeros(full.numel(), dtype=full.dtype))])
+    asked = [("w", "param", 0, full.numel(), torch.zeros(full.numel(), dtype=full.dtype))]
+    plan = checkpoint.plan(asked)
+    done = checkpoint.read_ranges(asked)
+    assert (done.needed, done.planned, done.runs, done.requests) == (plan.needed, plan.planned, plan.runs, plan.requests)
     assert plan.runs == plan.requests == 8
     assert sum(len(segment.copies) for segment in plan.segments) == 2048 * 8
     assert [len(list(segment.blocks())) for segment in plan.segments] == [1] * 8
+
+
+def test_the_memory_of_planning_is_bounded_however_narrow_the_columns_and_none_of_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = random_bits((40_000, 8), torch.bfloat16, 15)
+    save_tiled(tmp_path, full, [{1: [2] * 4}] * 4, [k * 80_000 for k in range(1, 4)])
+    checkpoint = ckpt.open(tmp_path)
+    monkeypatch.setattr(read_plan, "MOST_PARTS", 1 << 13)
+    out = torch.zeros(full.numel(), dtype=full.dtype)
+    tracemalloc.start()  # numpy's memory, not torch's
+    try:
+        plan = checkpoint.read_ranges([("w", "param", 0, full.numel(), out)])
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert bits(out) == bits(full.reshape(-1)) and plan.needed == full.nbytes
+    # 160000 parts: 30 MB at once.
+    assert peak < 300 * (1 << 13) + (2 << 20) and kept < 1 << 20, (peak, kept)
+
+
+def test_a_range_of_very_many_tiles_is_planned_in_few_turns() -> None:
+    shape, numel = (4, MOST_TILES), 4 * MOST_TILES
+    entry = TensorEntry("w", shape, 0, 0, Tiling.of(shape, {1: [1] * MOST_TILES}))
+    one = np.zeros(1, np.int64)
+    extents = Extents("param", torch.uint8, one, one + numel, one, one)
+    for order in (ROWS, Tiling.of(shape, {1: [2] * (MOST_TILES // 2)}), entry.tiling):
+        asked = Range("w", "param", 0, numel, torch.zeros(numel, dtype=torch.uint8), order)
+        turns = [batch for (batch, *_), in read_plan.batches([(asked, entry, extents)])]
+        assert len(turns) < 8 and [turn.start for turn in turns[1:]] == [turn.end for turn in turns[:-1]] and turns[-1].end == numel
+
+
+@pytest.mark.parametrize(("times", "to"), [(3, torch.float32), (1, torch.float64), (3, torch.float64)])
+def test_parts_are_taken_from_a_last_block_of_any_length(times: int, to: torch.dtype) -> None:
+    """Our objects end with a page; a stranger's manifest need not say so."""
+    raw = bytearray(range(100)) + bytearray(3)
+    numbers = np.frombuffer(raw[:96], np.float32)
+    out = torch.zeros(2 * times, dtype=to)
+    reader._put(torch.frombuffer(raw, dtype=torch.uint8), out, torch.float32, Block(0, 16, 0, 8, times, 24, 8))
+    assert out.tolist() == [float(numbers[4 + 6 * k + i]) for k in range(times) for i in range(2)]
 
 
 def test_two_checkpoints_of_tiles_are_compared_by_blocks_where_they_lie_alike(tmp_path: Path) -> None:
@@ -315,6 +377,25 @@ def test_two_checkpoints_of_tiles_are_compared_by_blocks_where_they_lie_alike(tm
     assert by_blocks.equal and not by_blocks.bytes_read and read.equal and read.bytes_read >= 2 * 64 * 64 * 4
     (found,) = diff(ckpt.open(one), ckpt.open(other)).changed
     assert (found.name, found.differing) == ("w", 1)
+
+
+@pytest.mark.parametrize("places", [1, 256])
+def test_of_two_checkpoints_of_tiles_each_block_that_differs_is_read_about_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: int
+) -> None:
+    """By rows a piece of the tensor would be a part of every tile, and blocks would be read again for each piece."""
+    full = random_bits((256, 64), torch.int32, 16)
+    changed = full.clone()
+    changed[:places, 40] ^= 1
+    changed[0, :: 64 // places if places < 64 else 1] ^= 2
+    cuts = [k * 256 * 8 for k in range(1, 8)]
+    for name, tensor in (("one", full), ("other", changed)):
+        save_tiled(tmp_path / name, tensor, [{1: [8] * 8}] * 8, cuts)
+    monkeypatch.setattr(compare, "_PIECE", 4096)
+    found = diff(ckpt.open(tmp_path / "one"), ckpt.open(tmp_path / "other"))
+    assert [(one.name, one.differing) for one in found.changed] == [("w", int((full != changed).sum()))]
+    pieces = 1 if places == 1 else 4
+    assert found.bytes_read <= 2 * (pieces * 4096 * 4 + 8 * 4096), found.bytes_read
 
 
 def test_damage_in_a_tile_is_named_by_its_tensor(tmp_path: Path) -> None:
