@@ -147,7 +147,8 @@ class Saver:
 
         Args:
             wait_staged: return once the state is copied and may change. ``False``: copy it in the background; call the handle's
-                ``wait_staged()`` before anything in it changes (before the optimizer's next step).
+                ``wait_staged()`` before anything in it changes (before the optimizer's next step). With plain tensors on a GPU, and
+                several ranks, it waits for the GPU's work so far all the same: a sample of them is compared.
 
         Raises:
             ValueError: this rank's state can't be stored; nothing is written by any rank, whose handles end with SaveFailed.
