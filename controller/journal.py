@@ -17,6 +17,8 @@ _log = logging.getLogger(__name__)
 
 MOST_WAITING = 100_000
 """Lines that wait in memory for a disk that can be written again; beyond it the oldest are lost."""
+TELL_S = 20.0
+"""A disk that does not answer is told of after so long: one that is only busy, as a shared one may be, has answered by then."""
 
 
 class Journal:
@@ -33,6 +35,8 @@ class Journal:
         self._folder, self._stamp, self._scribe = folder, stamp, Scribe()
         self._waiting: deque[Callable[[], None]] = deque()
         self._unwritable = False
+        self._silent_since: float | None = None
+        """Since when the disk does not answer."""
         self.warnings: tuple[str, ...] = ()
 
     def event(self, name: str, about: Mapping[str, Any]) -> None:
@@ -53,6 +57,7 @@ class Journal:
         self._catch_up()
         try:
             self._scribe.do(lambda: self._folder.write_state(record))
+            self._silent_since = None
         except OSError as error:
             self._trouble(error)
 
@@ -90,9 +95,15 @@ class Journal:
                 if len(self._waiting) > MOST_WAITING:
                     self._waiting.popleft()
                 return
+            self._silent_since = None
             self._waiting.popleft()
 
     def _trouble(self, error: OSError) -> None:
+        if isinstance(error, TimeoutError):
+            now = time.monotonic()
+            self._silent_since = now if self._silent_since is None else self._silent_since
+            if now - self._silent_since < TELL_S:
+                return
         if not self._unwritable:
             self._unwritable = True
             text = f"{self._folder.path}: can't be written ({error.strerror or error}); training goes on, lines wait in memory"

@@ -1,6 +1,6 @@
 """What every test gets: one thread per process, no token authentication in Ray, no colour, and folders of its own.
 
-The per-test time limit (120 s) stands in pyproject.toml; a test that needs another says so with ``@pytest.mark.timeout``.
+The per-test time limit (300 s) stands in pyproject.toml; a test that needs another says so with ``@pytest.mark.timeout``.
 """
 
 from __future__ import annotations

@@ -386,9 +386,10 @@ def test_a_full_disk_stops_nothing_and_the_lines_are_written_later(ledger: Ledge
 class Hung:
     """A disk that does not answer: whoever writes to it stands still until :meth:`back`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tell_s: float = 0.0) -> None:
         self._back = threading.Event()
         monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.4)
+        monkeypatch.setattr("vescale_ray.controller.journal.TELL_S", tell_s)
         for owner, name in ((RunFolder, "_append"), (RunFolder, "_replace"), (memos, "write_memo")):
             monkeypatch.setattr(owner, name, self._stands_still(getattr(owner, name)))
 
@@ -425,6 +426,20 @@ def test_a_disk_that_does_not_answer_holds_nobody_up_and_the_lines_are_written_l
     assert [line["step"] for line in ledger.folder.read_all_metrics()] == list(range(1, 52))
     assert [line["step"] for line in ledger.folder.read_all_samples()] == list(range(51))
     assert [event["event"] for event in ledger.folder.read_events()] == ["warning"]
+
+
+def test_a_disk_that_is_only_slow_is_not_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared one that is busy takes seconds for a line: nobody can do anything about that, and a run that was done had a warning."""
+    disk, config = Hung(monkeypatch, tell_s=30.0), tiny(tmp_path, "slow")
+    ledger = Ledger(RunFolder(config.run_folder).create(), config, "r1", 1, 1)
+    first = generation(1, 0, "a", origin=Origin.FRESH)
+    ledger.opened(first)
+    assert ledger.stepped(stepped(first, 0, 1.0))
+    assert ledger.folder.read_all_metrics() == []
+    disk.back()
+    ledger.flush(10.0)
+    assert ledger.stepped(stepped(first, 1, 2.0)) and ledger.warnings == ()
+    assert [line["step"] for line in ledger.folder.read_all_metrics()] == [1, 2]
 
 
 def test_a_write_that_is_done_late_is_not_done_again_though_another_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,6 +279,8 @@ def test_names_and_labels_follow_the_rules(server: MetricsServer) -> None:
 
 SERIES = 25
 """Of a rank that has everything: a GPU, Muon, moves of shards behind it."""
+NUMBERS_S = 0.0025
+"""CPU time for 20 times 1,024 numbers."""
 
 
 def many(count: int) -> RunSnapshot:
@@ -295,10 +297,13 @@ def many(count: int) -> RunSnapshot:
 
 
 def test_a_scrape_of_a_thousand_ranks_takes_milliseconds() -> None:
-    """CPU time: other processes that take the cores don't count. What steps change between two scrapes is changed here."""
+    """What steps change between two scrapes is changed here. CPU time: other processes that take the cores don't count. They slow a core
+    down all the same, by its caches and its clock, and machines differ: 5 ms are those of one on which numbers are written as fast as on
+    those that the figures were measured on."""
     snapshot, exposition = many(1024), Exposition()
     exposition(snapshot, "")  # the first after a rescale makes the lines that the others fill in
-    took = []
+    took, pace = [], []
+    numbers, room = tuple(i + 0.015625 for i in range(1024)), b"%.6f " * 1024
     for i in range(1, 8):
 
         def moved(by: Mapping[int, float], more: float = 0.015625, i: int = i) -> dict[int, float]:
@@ -312,9 +317,15 @@ def test_a_scrape_of_a_thousand_ranks_takes_milliseconds() -> None:
         began = time.process_time()
         body, _ = exposition(after, "")
         took.append(time.process_time() - began)
+        began = time.process_time()
+        for _ in range(20):  # as long as the scrape: a shorter time is disturbed less
+            _ = room % numbers
+        pace.append(time.process_time() - began)
     assert body.count(b',rank="') == SERIES * 1024
     print(f"\n{SERIES * 1024:,} series of 1,024 ranks in {min(took) * 1e3:.1f} ms of CPU, {len(body) / 1e6:.1f} MB", end="")
-    assert min(took) < 0.005
+    slowed = max(1.0, min(pace) / NUMBERS_S)
+    print(f"; a machine {slowed:.2f} times as slow as that of the goal", end="")
+    assert min(took) < 0.005 * slowed
 
 
 def test_what_is_written_fast_says_what_prometheus_own_client_would() -> None:

@@ -113,7 +113,7 @@ def straight_onto_meta(whole: dict[str, torch.Tensor]) -> Any:
     return model
 
 
-def train(model: Any) -> tuple[dict[str, Any], dict[str, Any], float]:
+def train(model: Any) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     x = torch.arange(6).view(2, 3) + dist.get_rank()
     for _ in range(2):
@@ -128,7 +128,7 @@ def train(model: Any) -> tuple[dict[str, Any], dict[str, Any], float]:
     model(x).square().mean().backward()
     again.step()
     again.zero_grad()
-    return get_model_state_dict(model, options=WHOLE), get_optimizer_state_dict(model, again, options=WHOLE), model(x).sum().item()
+    return get_model_state_dict(model, options=WHOLE), get_optimizer_state_dict(model, again, options=WHOLE), model(x).sum().detach()
 
 
 def whole_state() -> dict[str, torch.Tensor]:
