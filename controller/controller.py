@@ -27,12 +27,15 @@ from vescale_ray.controller.memo import Memo, Memos, read_memo
 from vescale_ray.controller.metrics import MetricsServer, PortInUse
 from vescale_ray.controller.protocol import NAMESPACE, Outcome, RequestRefused, RunSpec
 from vescale_ray.controller.saves import Saves, retention_of
+from vescale_ray.controller.scribe import Scribe
 from vescale_ray.runfolder import RunFolder
 
 _log = logging.getLogger(__name__)
 
 FLUSH_S = 5.0
 """At the end of the run so long is waited for a disk that takes nothing."""
+LATEST_S = 10.0
+"""A controller that begins again waits for so long for the storage."""
 BEGIN_S = 5.0
 """A command waits for so long for a controller that has just been started."""
 
@@ -195,7 +198,7 @@ def _committed_attempt(run_id: str, root: str) -> str | None:
     from vescale_ray import checkpoint
 
     try:
-        newest = checkpoint.latest(root)
+        newest = Scribe().do(lambda: checkpoint.latest(root), LATEST_S)
     except Exception as error:
         _log.warning("%s can't be listed: %s", root, error)
         return None

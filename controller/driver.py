@@ -26,6 +26,7 @@ from vescale_ray.controller.goodput import Goodput
 from vescale_ray.controller.local_ray import Cluster
 from vescale_ray.controller.preflight import Foreseen, Preflight, check
 from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RunRefused, RunSpec, ScheduledAction
+from vescale_ray.controller.scribe import Scribe
 from vescale_ray.errors import BadInput
 from vescale_ray.runfolder import RunFolder
 
@@ -36,6 +37,8 @@ CONTROLLER_GONE_S = 120.0
 STOP_S = 600.0
 """For the checkpoint after a signal; then the run is ended without."""
 CLEAN_S = 5.0
+LAST_WORDS_S = 30.0
+"""For the disk with the run's folder, when all else is done."""
 
 
 @dataclass(frozen=True)
@@ -324,22 +327,19 @@ class _Attempt:
             return None
 
     def close(self) -> None:
-        """Take everything down, whatever state it is in, and write how the run ended."""
+        """Take everything down, whatever state it is in, and write how the run ended. A disk that does not answer holds up none of it."""
+        error, scribe = sys.exc_info()[1], Scribe()
         with self._signals.deferred():
             with suppress(OSError):
-                self._folder.clear_discovery()  # first: Prometheus would take what ends in good order for a target that is down
+                scribe.do(self._folder.clear_discovery)  # first: Prometheus would take what ends in good order for a target that is down
             try:
                 self._end_actors()
             finally:
                 left = self._cluster.close() if self._cluster is not None else []
             if left:
                 print(f"vescale-ray: processes {left} could not be ended", file=sys.stderr)
-            try:
-                self._folder.clear_control()
-                self._folder.clear_leftovers()
-                self._write_end()
-            except OSError:
-                pass  # a full disk; the result says how it ended
+            with suppress(OSError):  # a full disk, or one that does not answer; the result says how it ended
+                scribe.do(lambda: self._write_end(error), LAST_WORDS_S)
 
     def _end_actors(self) -> None:
         if self._cluster is None:
@@ -368,10 +368,11 @@ class _Attempt:
         for pid, since in here:
             agent.send_signal(pid, since, signal.SIGKILL)
 
-    def _write_end(self) -> None:
+    def _write_end(self, error: BaseException | None) -> None:
         """The final state, only now: nothing of the run is alive any more."""
+        self._folder.clear_control()
+        self._folder.clear_leftovers()
         record = dict(self._status.get("record") or self._folder.read_state() or {})
-        error = sys.exc_info()[1]
         if self._result is not None:
             record.update(state=self._result.state, error=self._result.error, checkpoint=self._result.checkpoint)
             record["step"] = self._result.step

@@ -10,7 +10,8 @@ Of a worker that is alone nobody else tells anything: by itself it is hung as so
 Where none does, ending it ends the run: it has the collectives' bound.
 
 Where nothing is known yet of what a step takes, and while a group forms (a model is built, a checkpoint is read), whoever waits for nobody
-and makes no beat for :data:`LONGEST` times the collectives' bound is hung: nothing else would ever end it.
+and makes no beat for :data:`LONGEST` times the collectives' bound is hung: nothing else would ever end it. So is, after twice as long,
+who is at what may take longer than any step.
 
 How long is some time? The longest step of the last few, times a factor; beats come many times a step. Time for which a thread could have
 run, and others had the processors, counts for nobody: on a machine that is overloaded all are slow, and none hangs. A controller that was
@@ -204,8 +205,9 @@ class HangWatch:
             awaited = ""
         elif not any(report is not None and report.waiting for w, report in reports.items() if w not in silent):
             return hung
+        endless = quiet >= 2 * self._patience * self.longest_s
         for worker, report in reports.items():
-            if worker not in hung and report is not None and not report.waiting and not report.unhurried:
+            if worker not in hung and report is not None and not report.waiting and (endless or not report.unhurried):
                 hung[worker] = f"it stands at {report.where or 'an unknown place'} for {everyone[worker].still(now):.1f} s{awaited}"
         return hung
 

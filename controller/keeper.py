@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vescale_ray.controller import policy
@@ -17,6 +18,7 @@ from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.protocol import Source
 from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
+from vescale_ray.controller.scribe import Scribe
 from vescale_ray.workers.layouts import Layouts
 from vescale_ray.workers.messages import Phase, Save
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 TRIES = 3
+STORAGE_S = 60.0
+"""For the storage to tell its newest checkpoint: in a file system whose server is gone it never would."""
 
 
 class Keeper:
@@ -64,6 +68,7 @@ class Keeper:
         self._root, self._run_id, self._save_s, self._oldest = root, run_id, save_s, oldest
         self._crew, self._ledger, self._saves = crew, ledger, saves
         self._take_number, self._wait = take_number, wait
+        self._scribe = Scribe()
         self._bad: frozenset[str] = frozenset()
         self._results: dict[str, SaveResult] = {}
         self._damaged: set[str] = set()
@@ -82,7 +87,7 @@ class Keeper:
     def newest(self) -> policy.Kept | None:
         """The newest checkpoint that is not known to be damaged; what the books know of where the storage does not tell."""
         try:
-            return newest_kept(self._root, self._bad, self._oldest)
+            return self._ask_storage()
         except OSError as error:
             _log.warning("%s does not tell its newest checkpoint: %s", self._root, error)
         path, step = self._ledger.checkpoint_path, self._ledger.checkpoint_step
@@ -99,12 +104,17 @@ class Keeper:
         step, newest = _newest_step(held), None
         if step < (self._ledger.checkpoint_step or 0):
             try:
-                newest = newest_kept(self._root, self._bad, self._oldest)
+                newest = self._ask_storage()
             except OSError as error:
                 if step < 0:
                     raise
                 _log.warning("%s is out of reach: going on from step %d in memory: %s", self._root, step, error)
         return policy.choose_source(held, members, newest, self._ledger.world)
+
+    def _ask_storage(self) -> policy.Kept | None:
+        """Raises OSError also where the storage says nothing."""
+        found: policy.Kept | None = self._scribe.do(partial(newest_kept, self._root, self._bad, self._oldest), STORAGE_S)
+        return found
 
     def held_step(self, workers: Iterable[str]) -> int:
         """Of the newest state that ``workers``, who are parked, hold together; -1: none. The storage is not asked."""

@@ -12,6 +12,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from tests.controller.runs import tiny, until
 from vescale_ray import checkpoint, client
 from vescale_ray.checkpoint import commits
 from vescale_ray.config import CheckpointSection
-from vescale_ray.controller import conductor, driver, figures, watchdog
+from vescale_ray.controller import conductor, driver, figures, keeper, watchdog
 from vescale_ray.controller import memo as memos
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.conductor import Conductor, take_up
@@ -32,7 +33,7 @@ from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo, Memos, read_memo, write_memo
 from vescale_ray.controller.policy import Kept
-from vescale_ray.controller.protocol import FINAL, TRANSITIONS, RequestRefused, RunSpec, RunState, Source, World, check_transition
+from vescale_ray.controller.protocol import FINAL, TRANSITIONS, Bounds, RequestRefused, RunSpec, RunState, Source, World, check_transition
 from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
 from vescale_ray.controller.scribe import Scribe
 from vescale_ray.runfolder import RunFolder
@@ -463,6 +464,86 @@ def test_a_write_that_is_done_late_is_not_done_again_though_another_is_asked_for
     assert scribe.do(line) == "written" and done == ["line", "report"]
     with pytest.raises(ZeroDivisionError):
         scribe.do(lambda: 1 // 0)
+
+
+def test_a_line_that_is_done_late_is_not_done_again_though_another_write_is_late_before_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A disk that has come back, and is slow: the report of a hang is what is written next, and nobody asks what came of it."""
+    monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
+    scribe, done = Scribe(), []
+
+    def line() -> None:
+        done.append("line")
+        assert back.wait(30)
+
+    def report(number: int) -> None:
+        assert back.wait(30)
+        done.append(f"report {number}")
+
+    writes: list[Callable[[], None]] = [line, *(partial(report, number) for number in range(4))]
+    for write in writes:
+        back = threading.Event()
+        with pytest.raises(TimeoutError):
+            scribe.do(write)
+        back.set()
+        until(lambda: scribe._late is not None and scribe._late[0].done(), 10, "the disk")
+    scribe.do(line)
+    assert done == ["line", *(f"report {number}" for number in range(4))]
+
+
+def test_a_process_ends_though_a_disk_does_not_answer() -> None:
+    """A thread of a pool is waited for by the interpreter as it ends: for ever."""
+    program = (
+        "import threading, vescale_ray.controller.scribe as scribe\n"
+        "scribe.PATIENCE_S = 0.3\n"
+        "try:\n    scribe.Scribe().do(threading.Event().wait)\n"
+        "except TimeoutError:\n    print('goes on')\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=True).stdout == b"goes on\n"
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_run_whose_disk_does_not_answer_takes_everything_down_and_writes_its_end_if_the_disk_comes_back(
+    comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood still before the first worker was ended, and took no signal any more."""
+    monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
+    monkeypatch.setattr(driver, "LAST_WORDS_S", 30.0 if comes_back else 0.3)
+    back, ended, config = threading.Event(), [], tiny(tmp_path, "hung")
+    folder = RunFolder(config.run_folder).create()
+    monkeypatch.setattr(folder, "clear_discovery", lambda: back.wait(60))
+    about: Any = SimpleNamespace(config=config)
+    attempt = driver._Attempt(about, folder, (), Bounds(), driver._Signals(), None, ())
+
+    def end() -> list[int]:
+        ended.append("cluster")
+        if comes_back:
+            back.set()
+        return []
+
+    attempt._cluster = SimpleNamespace(close=end)  # type: ignore[assignment]
+    monkeypatch.setattr(attempt, "_end_actors", lambda: ended.append("actors"))
+    attempt.close()
+    assert ended == ["actors", "cluster"]
+    assert (folder.read_state() or {}).get("state") == ("FAILED" if comes_back else None)
+    back.set()
+
+
+def test_a_storage_that_says_nothing_is_one_that_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's thread stood still for as long as it said nothing: it was neither given up nor stopped."""
+    back = threading.Event()
+    monkeypatch.setattr(keeper, "newest_kept", lambda *_: back.wait(60) and None)
+    monkeypatch.setattr(keeper, "STORAGE_S", 0.3)
+    monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
+    books: Any = SimpleNamespace(checkpoint_path="/runs/checkpoints/commit-3", checkpoint_step=20)
+    nobody: Any = SimpleNamespace(alive=lambda worker: False)
+    nothing: Any = None
+    keeps = keeper.Keeper(str(tmp_path), "r1", nobody, books, nothing, nothing, nothing, 1.0, nothing, 4)
+    assert keeps.newest() == Kept("commit-3", "/runs/checkpoints/commit-3", 20)
+    with pytest.raises(OSError, match="does not answer"):
+        keeps.source(["a"], ["a"])
+    back.set()
 
 
 def test_the_nursery_keeps_the_memo_while_the_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

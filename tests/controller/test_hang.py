@@ -249,6 +249,21 @@ def test_a_worker_that_is_alone_and_hangs_before_any_step_was_seen_is_found_at_l
     assert Play(fixed=0.0).watch.longest_s == float("inf")
 
 
+@pytest.mark.parametrize("members", [("a",), MEMBERS], ids=["alone", "in company"])
+def test_what_may_take_longer_than_any_step_and_never_ends_is_found_at_last_and_is_then_given_twice_as_long(members):
+    """An evaluation whose text lies in a file system that does not answer, code that is compiled for ever: nothing else ends them."""
+    play = Play(members=members)
+    play.watch.patience_s = 20.0
+    bound = 2 * LONGEST * 20.0
+    acts: Any = dict.fromkeys(members, "copies")
+    assert play.go(1) == {} and play.go(bound - 2.0, **acts) == {}
+    hung = play.go(5, **acts)
+    assert set(hung) == set(members) and "forward (model.py:7)" in hung["a"]
+    play.done(0.2, begins_anew=True)
+    play.watch._patience = 2
+    assert play.go(2 * bound - 2.0, **acts) == {} and set(play.go(5, **acts)) == set(members)
+
+
 def test_who_waits_for_others_while_the_group_forms_is_left_to_the_collectives_and_who_builds_is_not():
     play = Play()
     play.watch.patience_s = 20.0
