@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -27,6 +28,8 @@ from vescale_ray.errors import BadInput
 MAX_BODY = 65536
 KNOWN_S = 8.0
 """A scrape waits for so long for a controller that takes up its books; Prometheus' own patience is 10 s unless told otherwise."""
+MOST_CONNECTIONS = 64
+"""At a time. Each has a thread and a file of the controller's; a scrape takes milliseconds, and Prometheus needs one."""
 Control = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
@@ -118,8 +121,33 @@ class Scrapes:
 
 
 class _Server(ThreadingHTTPServer):
+    """Of too many connections the oldest is ended: one that is held open, or sends a byte now and then, keeps nobody else out."""
+
     daemon_threads = True
     block_on_close = False  # a client that holds its connection must not hold up the end of the run
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[Any, None] = {}
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            while len(self._held) >= MOST_CONNECTIONS:
+                oldest = next(iter(self._held))
+                del self._held[oldest]
+                with suppress(OSError):  # its thread has closed it meanwhile
+                    oldest.shutdown(socket.SHUT_RDWR)  # what its thread waits for has come to an end
+            self._held[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._held.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away in the middle is no news."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -465,6 +466,28 @@ def test_closing_frees_the_port_even_while_a_client_holds_a_connection(box: Box)
         second = MetricsServer("127.0.0.1", port, lambda: box.snapshot, None, "t")
     assert second.port == port
     second.close()
+
+
+def test_connections_that_are_held_open_or_drip_keep_nobody_out_and_do_not_pile_up(
+    server: MetricsServer, box: Box, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each held a thread and a file of the controller's, for as long as it sent a byte every ten seconds."""
+    monkeypatch.setattr(metrics, "MOST_CONNECTIONS", 4)
+    clients: list[socket.socket] = []
+    try:
+        for _ in range(12):
+            clients.append(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+            clients[-1].sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: a")
+        for client in clients[:8]:
+            with suppress(ConnectionResetError):
+                assert client.recv(1) == b"", "the oldest was ended"
+        assert get(server, "/metrics") and json.loads(get(server, "/status"))["run"] == "r1"
+        clients[-1].sendall(b"\r\n\r\n")
+        assert clients[-1].recv(15) == b"HTTP/1.0 200 OK", "one that is slow is served, as long as there is room"
+    finally:
+        for client in clients:
+            client.close()
+    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 def test_buckets_are_cumulative_and_a_value_on_a_bound_belongs_to_it() -> None:
