@@ -13,7 +13,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             stat("State", "What the run does now.", STATE, values={"mappings": STATE_MAP}),
             stat("Tokens per second", "Of the last step, all workers together.", f"vescale_tokens_per_second{{{RUN}}}"),
-            stat("Step", "Completed optimizer steps; how many there will be is below, in the row Training.", f"vescale_step{{{RUN}}}", "none"),
+            stat("Step", "Completed optimizer steps; how many there will be: row Training.", f"vescale_step{{{RUN}}}", "none"),
             stat(
                 "Goodput",
                 "The share of the shown time that went into steps that count.",

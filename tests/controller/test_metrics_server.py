@@ -239,13 +239,46 @@ def test_a_restarted_controller_is_not_scraped_before_it_knows_what_was_counted(
 
 
 def test_whoever_scrapes_is_expected_again_and_nobody_else_is() -> None:
+    def after(*visits: float, now: float) -> float:
+        scrapes = Scrapes()
+        for at in visits:
+            scrapes.came(at)
+        return scrapes.farewell(now)[0]
+
+    assert after(now=100.0) == 0, "nobody comes"
+    assert after(100.0, now=101.0) == 0, "somebody came once"
+    assert after(100.0, 110.0, now=114.0) == pytest.approx(6.0 + 5.5), "half an interval may go wrong"
+    assert after(100.0, 110.0, now=131.0) == 0, "who has stayed away is not waited for"
+    assert after(100.0, 100.1, 110.0, 110.1, now=112.0) == pytest.approx(110.1 + 1.5 * 9.9 + 0.5 - 112), "two that look alike"
+
+
+def test_both_of_a_pair_of_scrapers_are_waited_for_and_nobody_who_looked_by_hand() -> None:
+    """Of a pair the second came a moment after the first: that was taken for the interval, so that nobody was ever waited for."""
     scrapes = Scrapes()
-    assert scrapes.expected_s(100.0) is None, "nobody comes"
-    scrapes.came(100.0)
-    assert scrapes.expected_s(101.0) is None, "somebody came once"
-    scrapes.came(110.0)
-    assert scrapes.expected_s(114.0) == pytest.approx(6.0 + 5.5) and scrapes.count == 2, "half an interval may go wrong"
-    assert scrapes.expected_s(131.0) is None, "who has stayed away is not waited for"
+    for at in (100.0, 110.0, 120.0):
+        scrapes.came(at, "a Prometheus")
+        scrapes.came(at + 0.1, "b Prometheus")
+    scrapes.came(121.0, "c curl")
+    due, all_came = scrapes.farewell(122.0)
+    assert due == pytest.approx(120.1 + 15.5 - 122) and all_came == 0
+    scrapes.came(123.0, "c curl")
+    assert scrapes.farewell(123.0)[1] == 0
+    scrapes.came(130.0, "a Prometheus")
+    assert scrapes.farewell(130.05)[1] == 0
+    scrapes.came(130.1, "b Prometheus")
+    assert scrapes.farewell(130.2)[1] == 1
+
+
+def test_who_scrapes_is_told_apart_and_not_remembered_for_ever(server: MetricsServer) -> None:
+    for agent in ("one", "two", "one"):
+        urllib.request.urlopen(urllib.request.Request(f"{server.url()}/metrics", headers={"User-Agent": agent}), timeout=10).read()
+    deadline = time.monotonic() + 10
+    while len(server.scrapes._visits) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)  # it is counted when all was written
+    assert {client.split()[1] for client in server.scrapes._visits} == {"one", "two"}
+    for number in range(1000):
+        server.scrapes.came(float(number), f"client {number}")
+    assert len(server.scrapes._visits) == metrics.MOST_CONNECTIONS
 
 
 def test_the_run_is_in_exactly_one_state(server: MetricsServer, box: Box) -> None:
