@@ -140,6 +140,7 @@ class _Server(ThreadingHTTPServer):
     """Of too many connections the oldest is ended: one that is held open, or sends a byte now and then, keeps nobody else out."""
 
     daemon_threads = True
+    request_queue_size = MOST_CONNECTIONS  # of socketserver's 5 the sixth would be tried again after a second
     block_on_close = False  # a client that holds its connection must not hold up the end of the run
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:

@@ -329,11 +329,15 @@ def many(count: int) -> RunSnapshot:
 
 
 def test_a_scrape_of_a_thousand_ranks_takes_milliseconds() -> None:
-    """CPU time: other processes that take the cores don't count. What steps change between two scrapes is changed here."""
+    """CPU time: others that take the cores don't count, though what they take of the caches does: on a busy machine it is tried for
+    a while. What steps change between two scrapes is changed here."""
     snapshot, exposition = many(1024), Exposition()
     exposition(snapshot, "")  # the first after a rescale makes the lines that the others fill in
-    took = []
-    for i in range(1, 8):
+    took: list[float] = []
+    for i in range(1, 200):
+        if i > 7 and min(took) < 0.005:
+            break
+        time.sleep(0.02 if i > 7 else 0.0)
 
         def moved(by: Mapping[int, float], more: float = 0.015625, i: int = i) -> dict[int, float]:
             return {rank: value + more * i for rank, value in by.items()}
