@@ -118,9 +118,8 @@ class Controller:
         return self._take(action, dict(body))
 
     def farewell(self) -> tuple[float, int]:
-        """The run is over: seconds until whoever scrapes it should have come once more (0: nobody does), and how often one has come."""
-        scrapes = self._server.scrapes
-        return scrapes.expected_s(time.monotonic()) or 0.0, scrapes.count
+        """The run is over: seconds until all who scrape it should have come once more (0: nobody does), and 1 if they have."""
+        return self._server.scrapes.farewell(time.monotonic())
 
     def close(self) -> None:
         """Stop listening."""

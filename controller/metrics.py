@@ -16,8 +16,11 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from typing import Any
 
 from vescale_ray.controller.exposition import Exposition
@@ -27,6 +30,10 @@ from vescale_ray.errors import BadInput
 MAX_BODY = 65536
 KNOWN_S = 8.0
 """A scrape waits for so long for a controller that takes up its books; Prometheus' own patience is 10 s unless told otherwise."""
+MOST_CONNECTIONS = 64
+"""At a time. Each has a thread and a file of the controller's; a scrape takes milliseconds, and Prometheus needs one."""
+VISITS = 4
+"""Of whoever scrapes, so many times are remembered."""
 Control = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
@@ -94,32 +101,70 @@ class MetricsServer:
 
 
 class Scrapes:
-    """When the metrics were asked for; from any thread."""
+    """Who asks for the metrics, and when; from any thread. A pair of Prometheis is two who come, and who looks at the page by hand does not
+    come regularly."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._last: float | None = None
-        self._gap: float | None = None
-        self.count = 0
+        self._visits: dict[str, deque[float]] = {}
+        self._awaited: set[str] | None = None
 
-    def came(self, now: float) -> None:
+    def came(self, now: float, client: str = "") -> None:
         with self._lock:
-            if self._last is not None:
-                self._gap = now - self._last
-            self._last = now
-            self.count += 1
+            visits = self._visits.pop(client, deque(maxlen=VISITS))
+            visits.append(now)
+            self._visits[client] = visits
+            if len(self._visits) > MOST_CONNECTIONS:
+                del self._visits[next(iter(self._visits))]  # who has been away for longest
+            if self._awaited is not None:
+                self._awaited.discard(client)
 
-    def expected_s(self, now: float) -> float | None:
-        """Seconds until the next one should have come, with half an interval to spare; None: nobody comes regularly, or not any more."""
+    def farewell(self, now: float) -> tuple[float, int]:
+        """The run is over since the first call: seconds until everybody should have come once more (0: nobody comes regularly, or not any
+        more), with half an interval to spare; and 1 if all have, else 0."""
         with self._lock:
-            if self._last is None or self._gap is None or now - self._last > 2 * self._gap:
-                return None
-            return max(0.0, self._last + 1.5 * self._gap + 0.5 - now)
+            due = {client: seconds for client, visits in self._visits.items() if (seconds := _due(visits, now)) is not None}
+            if self._awaited is None:
+                self._awaited = set(due)
+            return max((due[client] for client in self._awaited if client in due), default=0.0), int(not self._awaited)
+
+
+def _due(visits: Sequence[float], now: float) -> float | None:
+    gap = max((after - before for before, after in pairwise(visits)), default=None)
+    if gap is None or now - visits[-1] > 2 * gap:
+        return None
+    return max(0.0, visits[-1] + 1.5 * gap + 0.5 - now)
 
 
 class _Server(ThreadingHTTPServer):
+    """Of too many connections the oldest is ended: one that is held open, or sends a byte now and then, keeps nobody else out."""
+
     daemon_threads = True
+    request_queue_size = MOST_CONNECTIONS  # of socketserver's 5 the sixth would be tried again after a second
     block_on_close = False  # a client that holds its connection must not hold up the end of the run
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[Any, None] = {}
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            while len(self._held) >= MOST_CONNECTIONS:
+                oldest = next(iter(self._held))
+                del self._held[oldest]
+                with suppress(OSError):  # its thread has closed it meanwhile
+                    oldest.shutdown(socket.SHUT_RDWR)  # what its thread waits for has come to an end
+            self._held[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._held.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away in the middle is no news."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -142,7 +187,7 @@ class _Handler(BaseHTTPRequestHandler):
             except Exception as error:
                 return self._json(500, {"error": f"no snapshot: {_one_line(error)}"})
             self._send(200, body, content_type)
-            return self.scrapes.came(time.monotonic())
+            return self.scrapes.came(time.monotonic(), f"{self.client_address[0]} {self.headers.get('User-Agent', '')[:100]}")
         if path == "/status":
             try:
                 return self._json(200, self.snapshot().to_json())

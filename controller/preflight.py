@@ -154,8 +154,6 @@ def _check_writable(root: str) -> None:
 def _check_port(host: str, port: int) -> None:
     """That this machine has no such address is known now. A port that is in use stops no run: the controller, perhaps on another machine,
     takes a free one, and says so."""
-    if port == 0:
-        return
     from vescale_ray.controller.figures import RunSnapshot
     from vescale_ray.controller.metrics import MetricsServer, PortInUse
 

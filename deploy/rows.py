@@ -13,7 +13,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             stat("State", "What the run does now.", STATE, values={"mappings": STATE_MAP}),
             stat("Tokens per second", "Of the last step, all workers together.", f"vescale_tokens_per_second{{{RUN}}}"),
-            stat("Step", "Completed optimizer steps; the bar is the whole run.", f"vescale_step{{{RUN}}}", "none"),
+            stat("Step", "Completed optimizer steps; how many there will be: row Training.", f"vescale_step{{{RUN}}}", "none"),
             stat(
                 "Goodput",
                 "The share of the shown time that went into steps that count.",
@@ -23,7 +23,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "percentunit",
                 instant=True,
             ),
-            stat("Workers", "Workers that train now.", f"vescale_world_size{{{RUN}}}", "none"),
+            stat("Workers", "Workers that train, or last did.", f"vescale_world_size{{{RUN}}}", "none"),
             stat(
                 "Checkpoint age",
                 "Time since the newest checkpoint was committed: what a loss of everything would cost.",
@@ -45,7 +45,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Tokens per second and worker",
-                "Per second of training and worker: falls when workers become slow, not when there are fewer.",
+                "Per second of training and worker: falls when workers become slow, not when there are fewer, unless they can't share the "
+                "slots evenly (see Slots).",
                 (
                     (
                         f"rate(vescale_tokens_total{{{RUN}}}[{RATE}]) / rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}]) "

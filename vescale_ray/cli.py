@@ -388,8 +388,12 @@ def ls(runs: str, as_json: bool) -> int:
             click.echo(json.dumps({"folder": str(folder.path), **state}))
             continue
         started = state.get("started")
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if isinstance(started, (int, float)) else "-"
-        click.echo(f"{when:<16}  {state.get('state', 'NEW'):<13}  {state.get('step', 0)}/{state.get('steps', '?')} steps  {folder.path}")
+        try:
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if isinstance(started, (int, float)) else "-"
+        except (ValueError, OverflowError, OSError):  # no time of ours
+            when = "-"
+        line = f"{state.get('state', 'NEW')!s:<13}  {state.get('step', 0)}/{state.get('steps', '?')} steps  {folder.path}"
+        click.echo(f"{when:<16}  {line if line.isprintable() else ascii(line)[1:-1]}")
     return code
 
 

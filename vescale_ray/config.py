@@ -8,10 +8,12 @@ before anything starts. ``RunConfig.to_yaml()`` is the resolved form that the ru
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, Union, get_args
+from urllib.parse import parse_qsl, urlsplit
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -32,6 +34,8 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 PositiveOrZero = Annotated[float, Field(ge=0)]
+
+_SECRET = re.compile(r"(?i)key|token|secret|passw|credential|^sig$|signature")
 
 
 class _Section(BaseModel):
@@ -465,6 +469,11 @@ def _unknown(key: str, known: Mapping[str, FieldInfo]) -> str:
 
 def _misfits(c: RunConfig) -> Iterator[str]:
     """Values that are right alone and wrong together; each line names the keys, their values and what to change."""
+    if _holds_credentials(c.checkpoint.dir or ""):  # before all others: it is not to be shown
+        yield (
+            "checkpoint.dir: credentials do not belong into a URL, which goes to the run's folder, to manifests and logs; "
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or role"
+        )
     workers, fewest, most, slots = c.elastic.workers, c.elastic.min_workers, c.max_workers, c.train.slots
     if workers > slots:
         yield (
@@ -497,6 +506,21 @@ def _misfits(c: RunConfig) -> Iterator[str]:
         yield "model.units = []: give at least one pattern of module names, for example [layers.*]"
     if c.train.device == "cuda" and c.ray.gpus_per_worker == 0:
         yield "train.device = cuda with ray.gpus_per_worker = 0: workers would see no GPU; set ray.gpus_per_worker=1"
+
+
+def _holds_credentials(url: str) -> bool:
+    """Whether a URL holds a password or a key: before its host, in its query, or in a URL there. ``abfs://container@account`` does not."""
+    try:
+        parts = urlsplit(url)
+        query = parse_qsl(parts.query, keep_blank_values=True)
+    except ValueError:
+        return False  # told of by whoever opens it
+    if not parts.scheme or not parts.netloc:
+        return False
+    before, at, _ = parts.netloc.rpartition("@")
+    if at and (":" in before or parts.scheme in ("s3", "http", "https")):
+        return True
+    return any(_SECRET.search(name) or _holds_credentials(value) for name, value in query)
 
 
 def _describe(error: ErrorDetails) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from vescale_ray import prometheus, report
 from vescale_ray.errors import BadInput
 from vescale_ray.page import COLUMNS, Chart, Mark, Page, Points, Series, few
-from vescale_ray.runfolder import RunFolder
+from vescale_ray.runfolder import RunFolder, RunFolderError
 
 WAITING = "Waiting for other ranks, % of a step"
 KINDS = "Memory by kind, largest rank"
@@ -28,17 +28,28 @@ def from_folder(run: RunFolder | str | Path) -> Page:
     """What the run's own lines tell.
 
     Raises:
-        RunFolderError: not a run's folder.
+        RunFolderError: not a run's folder, or its files are not as a run writes them.
         BadInput: nothing has happened yet.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(run)
-    state, lines, events = folder.read_state() or {}, folder.read_all_metrics(), folder.read_events()
+    try:
+        return _told(folder)
+    except BadInput:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        said = f"{type(error).__name__}: {report.one_line(error)}"
+        raise RunFolderError(f"{folder.path}: its files are not as a run writes them ({said}); they were changed from outside") from error
+
+
+def _told(folder: RunFolder) -> Page:
+    state, events = folder.read_state() or {}, folder.read_events()
+    lines = [line for line in folder.read_all_metrics() if line.get("time") is not None]
     if not lines and not events:
         raise BadInput(f"{folder.path}: nothing has happened yet, there is nothing to show")
     last = lines[-1] if lines else {}  # a run that failed before its first step has a story all the same
 
     def of(key: str) -> Points:
-        return [(float(line["time"]), _number(line.get(key))) for line in lines if line.get("time") is not None]
+        return [(float(line["time"]), _number(line.get(key))) for line in lines]
 
     ranks = sorted({rank for line in lines for rank in (line.get("memory") or {})}, key=int)
     memory = [
@@ -78,7 +89,11 @@ def from_folder(run: RunFolder | str | Path) -> Page:
     name = str(state.get("run") or folder.path.name)
     starts = sum(e["event"] == "run_started" for e in events)
     since = f"since the last of {starts} starts" if starts > 1 else ""
-    return Page(name, str(folder.path), began, tuple(facts), _known(charts) if lines else (), marks, state.get("goodput"), story, since)
+    goodput = state.get("goodput")
+    if goodput:
+        lost = {str(cause): float(seconds) for cause, seconds in goodput["lost"].items()}
+        goodput = {"productive": float(goodput["productive"]), "lost": lost}
+    return Page(name, str(folder.path), began, tuple(facts), _known(charts) if lines else (), marks, goodput, story, since)
 
 
 def from_prometheus(url: str, run: str, hours: float) -> Page:
@@ -168,7 +183,7 @@ def _known(charts: Sequence[Chart]) -> tuple[Chart, ...]:
 def _by_name(lines: Sequence[Mapping[str, Any]], key: str, factor: Callable[[Mapping[str, Any]], float]) -> tuple[Series, ...]:
     """What lines hold as a mapping, as one series for each name."""
     names = sorted({name for line in lines for name in (line.get(key) or {})})
-    timed = [(float(line["time"]), line.get(key) or {}, factor(line)) for line in lines if line.get("time") is not None]
+    timed = [(float(line["time"]), line.get(key) or {}, factor(line)) for line in lines]
     return tuple(Series(name, [(at, _times(_number(of.get(name)), by)) for at, of, by in timed]) for name in names)
 
 

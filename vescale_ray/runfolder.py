@@ -280,10 +280,10 @@ class RunFolder:
 
     def _read_object(self, name: str) -> Record | None:
         try:
-            value = json.loads((self.path / name).read_text(encoding="utf-8"))
+            value = json.loads((self.path / name).read_text(encoding="utf-8"), parse_constant=lambda text: None)  # NaN: not of our writing
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise RunFolderError(f"{self.path / name}: is not JSON; the file was changed from outside") from None
         if not isinstance(value, dict):
             raise RunFolderError(f"{self.path / name}: is not a JSON object; the file was changed from outside")

@@ -313,6 +313,18 @@ def test_a_damaged_run_hides_no_other_and_is_told_of(elsewhere: Path, capsys: py
     assert code == 1 and sorted(json.loads(line)["state"] for line in out.splitlines()) == ["DONE", "DONE", "UNREADABLE"]
 
 
+def test_what_others_have_put_into_a_run_s_file_is_no_trouble_for_a_terminal_nor_for_json(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made_run(elsewhere / "runs" / "a", state="DONE", step=1)
+    (run.path / "run.json").write_text('{"run": "a", "state": "\\u001b]0;x\\u0007DONE", "step": NaN, "started": 1e300}')
+    code, out, _ = said(capsys, "ls")
+    assert code == 0 and out.isprintable() and "\\x1b]0;x\\x07DONE" in out
+    for command in (["ls", "--json"], ["status", "--json", "runs/a"]):
+        code, out, _ = said(capsys, *command)
+        assert code == 0 and json.loads(out, parse_constant=pytest.fail)["step"] is None
+
+
 @pytest.mark.parametrize("control", ['{"url": 5}', '{"url": "foo bar", "token": "t"}', '{"url": "http://x", "token": "a\\nb"}', "{}"])
 def test_an_address_that_no_run_has_written_is_bad_input(control: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = made_run(elsewhere / "runs" / "x", state="RUNNING", step=3)

@@ -172,9 +172,16 @@ def test_a_port_in_use_and_a_cluster_that_does_not_answer_are_found(monkeypatch)
         assert found.verdict == "warn" and "any free port" in found.remedy, "it stops no run"
     assert doctor.port("127.0.0.1", 0).verdict == "ok"
     assert doctor.port("192.0.2.1", 9464).verdict == "fail", "an address that this machine has not does"
-    began = time.monotonic()
-    found = doctor.ray_cluster("127.0.0.1:1", wait_s=3.0)
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        began = time.monotonic()
+        found = doctor.ray_cluster(f"127.0.0.1:{mute.getsockname()[1]}", wait_s=3.0)
     assert found.verdict == "fail" and time.monotonic() - began < 15, "it is ended, and not waited for"
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "run", lambda *args, **more: pytest.fail("Ray is not asked where nobody listens"))
+        found = doctor.ray_cluster("127.0.0.1:1")
+    assert found.verdict == "fail" and found.text.startswith("127.0.0.1:1: no cluster answers there (")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert doctor.ray_cluster(None).verdict == "ok"
 

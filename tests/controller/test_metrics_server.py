@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -238,13 +239,46 @@ def test_a_restarted_controller_is_not_scraped_before_it_knows_what_was_counted(
 
 
 def test_whoever_scrapes_is_expected_again_and_nobody_else_is() -> None:
+    def after(*visits: float, now: float) -> float:
+        scrapes = Scrapes()
+        for at in visits:
+            scrapes.came(at)
+        return scrapes.farewell(now)[0]
+
+    assert after(now=100.0) == 0, "nobody comes"
+    assert after(100.0, now=101.0) == 0, "somebody came once"
+    assert after(100.0, 110.0, now=114.0) == pytest.approx(6.0 + 5.5), "half an interval may go wrong"
+    assert after(100.0, 110.0, now=131.0) == 0, "who has stayed away is not waited for"
+    assert after(100.0, 100.1, 110.0, 110.1, now=112.0) == pytest.approx(110.1 + 1.5 * 9.9 + 0.5 - 112), "two that look alike"
+
+
+def test_both_of_a_pair_of_scrapers_are_waited_for_and_nobody_who_looked_by_hand() -> None:
+    """Of a pair the second came a moment after the first: that was taken for the interval, so that nobody was ever waited for."""
     scrapes = Scrapes()
-    assert scrapes.expected_s(100.0) is None, "nobody comes"
-    scrapes.came(100.0)
-    assert scrapes.expected_s(101.0) is None, "somebody came once"
-    scrapes.came(110.0)
-    assert scrapes.expected_s(114.0) == pytest.approx(6.0 + 5.5) and scrapes.count == 2, "half an interval may go wrong"
-    assert scrapes.expected_s(131.0) is None, "who has stayed away is not waited for"
+    for at in (100.0, 110.0, 120.0):
+        scrapes.came(at, "a Prometheus")
+        scrapes.came(at + 0.1, "b Prometheus")
+    scrapes.came(121.0, "c curl")
+    due, all_came = scrapes.farewell(122.0)
+    assert due == pytest.approx(120.1 + 15.5 - 122) and all_came == 0
+    scrapes.came(123.0, "c curl")
+    assert scrapes.farewell(123.0)[1] == 0
+    scrapes.came(130.0, "a Prometheus")
+    assert scrapes.farewell(130.05)[1] == 0
+    scrapes.came(130.1, "b Prometheus")
+    assert scrapes.farewell(130.2)[1] == 1
+
+
+def test_who_scrapes_is_told_apart_and_not_remembered_for_ever(server: MetricsServer) -> None:
+    for agent in ("one", "two", "one"):
+        urllib.request.urlopen(urllib.request.Request(f"{server.url()}/metrics", headers={"User-Agent": agent}), timeout=10).read()
+    deadline = time.monotonic() + 10
+    while len(server.scrapes._visits) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)  # it is counted when all was written
+    assert {client.split()[1] for client in server.scrapes._visits} == {"one", "two"}
+    for number in range(1000):
+        server.scrapes.came(float(number), f"client {number}")
+    assert len(server.scrapes._visits) == metrics.MOST_CONNECTIONS
 
 
 def test_the_run_is_in_exactly_one_state(server: MetricsServer, box: Box) -> None:
@@ -476,6 +510,28 @@ def test_closing_frees_the_port_even_while_a_client_holds_a_connection(box: Box)
         second = MetricsServer("127.0.0.1", port, lambda: box.snapshot, None, "t")
     assert second.port == port
     second.close()
+
+
+def test_connections_that_are_held_open_or_drip_keep_nobody_out_and_do_not_pile_up(
+    server: MetricsServer, box: Box, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each held a thread and a file of the controller's, for as long as it sent a byte every ten seconds."""
+    monkeypatch.setattr(metrics, "MOST_CONNECTIONS", 4)
+    clients: list[socket.socket] = []
+    try:
+        for _ in range(12):
+            clients.append(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+            clients[-1].sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: a")
+        for client in clients[:8]:
+            with suppress(ConnectionResetError):
+                assert client.recv(1) == b"", "the oldest was ended"
+        assert get(server, "/metrics") and json.loads(get(server, "/status"))["run"] == "r1"
+        clients[-1].sendall(b"\r\n\r\n")
+        assert clients[-1].recv(15) == b"HTTP/1.0 200 OK", "one that is slow is served, as long as there is room"
+    finally:
+        for client in clients:
+            client.close()
+    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 def test_buckets_are_cumulative_and_a_value_on_a_bound_belongs_to_it() -> None:

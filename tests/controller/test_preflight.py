@@ -82,6 +82,8 @@ def test_a_folder_that_can_not_be_written(tmp_path: Path) -> None:
 
 def test_an_address_that_this_machine_has_not_is_refused_and_a_port_in_use_is_not(tmp_path: Path, port: int) -> None:
     assert "can't be listened on" in refused(tiny(tmp_path, "r", metrics_host="192.0.2.1", metrics_port=port))
+    assert "can't be listened on" in refused(tiny(tmp_path, "r", metrics_host="192.0.2.1", metrics_port=0))
+    assert not (tmp_path / "r").exists(), "nothing is left of it"
     preflight.check(tiny(tmp_path, "r", metrics_port=port))
 
 

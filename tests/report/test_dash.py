@@ -103,6 +103,32 @@ def test_a_run_of_one_step_without_a_loss_has_a_page(tmp_path: Path) -> None:
     assert "nothing is known of it" in text and "nan" not in text and all(len(svg) for svg in drawing(text))
 
 
+@pytest.mark.parametrize(
+    ("state", "line", "event"),
+    [
+        ({"goodput": {"lost": 7}}, {}, {}),
+        ({"goodput": [1]}, {}, {}),
+        ({}, {"world": "three"}, {}),
+        ({}, {"memory": {"zero": 5}}, {}),
+        ({}, {}, {"event": "rescaled", "pause_seconds": "x"}),
+    ],
+)
+def test_files_that_no_run_has_written_are_told_of_in_a_sentence(
+    state: dict[str, Any], line: dict[str, Any], event: dict[str, Any], tmp_path: Path
+) -> None:
+    run = RunFolder(tmp_path / "r").create()
+    run.append_metrics({"step": 1, "time": BEGAN, "tokens_per_second": 1.0, "world": 1})
+    run.append_metrics({"step": 2})
+    run.write_state({"run": "r", "state": "DONE", "goodput": {"productive": 1.0, "lost": {}}})
+    assert render(dash.from_folder(run)), "a line without a time is left out"
+    run.write_state({"run": "r", "state": "DONE", **state})
+    run.append_metrics({"step": 3, "time": BEGAN + 1, **line})
+    if event:
+        run.append_event({"time": BEGAN, "generation": 1, "step": 1, **event})
+    with pytest.raises(RunFolderError, match=r"its files are not as a run writes them \(\w+Error: .*changed from outside"):
+        dash.from_folder(run)
+
+
 def test_of_a_run_that_was_started_again_the_accounts_say_that_they_are_the_last_start_s(folder: RunFolder) -> None:
     assert "<h2>Where the time went</h2>" in render(dash.from_folder(folder))
     folder.append_event({"time": BEGAN + 86400, "event": "run_started", "generation": 3, "step": 10})

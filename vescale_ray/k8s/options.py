@@ -24,8 +24,12 @@ RUNBOOKS = "https://docs.example.com/vescale-ray/runbooks.md"
 """What deploy/alerts.yml has: a place that does not exist, as that of the image."""
 RAYS_PORTS = frozenset({52365, *range(10001, 20000)})
 """Of a head: the dashboard's agent, Ray's client, workers and drivers."""
-TAKEN = frozenset({"/", "/tmp", "/dev", "/dev/shm", "/etc", "/etc/vescale-ray"})
-"""Folders of a pod that no volume of others can be mounted at."""
+TAKEN = frozenset({"/", "/tmp", "/etc", "/home", "/home/ray", "/opt", "/var"})
+"""Folders of a pod that no volume of others can be mounted at, as they hold more than a mount would."""
+SYSTEMS = ("/bin", "/boot", "/dev", "/etc/vescale-ray", "/lib", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr", "/var/run")
+"""The same, with all that is below them."""
+LEAST_SHM = "150Mi"
+"""Half of it is Ray's object store, which starts with no less than 75 MiB."""
 _QUANTITY = re.compile(r"([1-9]\d*)(Ki|Mi|Gi|Ti)")
 _BYTES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -184,6 +188,10 @@ def port_of(url: str, default: int) -> int:
         return default
 
 
+def _inside(path: str, folders: tuple[str, ...]) -> bool:
+    return any(f"{path}/".startswith(f"{folder}/") for folder in folders)
+
+
 def _has_port(url: str) -> bool:
     """Whether a URL's port, if it names one, is one."""
     try:
@@ -211,6 +219,8 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
     ):
         if not quantity(text):
             yield f"{flag} {text}: give a whole size with its unit, for example 64Gi"
+    if quantity(o.shm) < quantity(LEAST_SHM):
+        yield f"--shm {o.shm}: Ray's object store gets half of it, and starts with no less than 75 MiB; give {LEAST_SHM} or more"
     if quantity(o.shm) >= quantity(o.memory):
         yield f"--shm {o.shm} is not less than --memory {o.memory}, which it counts against: lower the one or raise the other"
     for flag, text in (("--spot-label", o.spot_label), ("--monitor-label", o.monitor_label)):
@@ -228,6 +238,8 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
     for flag, url in (("--prometheus", o.prometheus), ("--grafana", o.grafana)):
         if url is not None and not re.fullmatch(r"https?://[^\s/]+\S*", url):
             yield f"{flag} {url}: give a URL, for example http://{flag.removeprefix('--')}.monitoring:9090"
+        elif url is not None and "@" in url.partition("://")[2].partition("/")[0]:
+            yield f"{flag}: a manifest is no place for a password; give the URL without credentials"
     if not re.fullmatch(r"https?://[^\s/#]+[^\s#]*", o.runbooks):
         yield f"--runbooks {o.runbooks}: give the URL of docs/runbooks.md, without a #"
     if o.redis is not None and not re.fullmatch(r"(rediss?://)?[\w.-]+:\d+", o.redis):
@@ -241,7 +253,7 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
     if o.redis is not None and not o.has("gcs-ft"):
         yield f"--redis {o.redis}: nothing would use it; add --overlay gcs-ft"
     mount = posixpath.normpath(o.mount)
-    if not re.fullmatch(r"/[^:\s]+", o.mount) or mount.startswith("//") or mount in TAKEN:
+    if not re.fullmatch(r"/[^:\s]+", o.mount) or mount.startswith("//") or mount in TAKEN or _inside(mount, SYSTEMS):
         yield f"--mount {o.mount}: give an absolute folder of its own, without ':' and blanks, for example /mnt/shared"
     for flag, address in (("--redis", o.redis), ("--prometheus", o.prometheus), ("--grafana", o.grafana)):
         if address is not None and not _has_port(address):

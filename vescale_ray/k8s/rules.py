@@ -26,6 +26,9 @@ KUEUES_LABEL, KUEUES_ELASTIC = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/elas
 KUEUES_GROUPS = 6
 """A Kueue workload has 8 pod sets: the head's, the submitter's, the groups'."""
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+IMAGE = re.compile(rf"([A-Za-z0-9.-]+(:\d+)?/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@sha256:[0-9a-f]{{64}})?", re.ASCII)
+"""A registry, a name, and a tag or a digest or both: what a kubelet takes."""
 _ORDER = ("DeleteWorkers", "DeleteCluster", "DeleteSelf")
 
 
@@ -314,11 +317,14 @@ def _security(where: str, pod: Tree) -> Iterator[str]:
 def _container(where: str, container: Tree) -> Iterator[str]:
     resources = container.get("resources") or {}
     yield from _privileges(where, container)
-    tag = str(container.get("image", "")).rpartition("/")[2]
+    image = str(container.get("image", ""))
+    tag = image.rpartition("/")[2]
     if re.search(r"\s", str(container.get("image", " "))):
         yield f"{where}: the image's name {container.get('image')!r} holds a blank"
     if "@sha256:" not in tag and tag.partition(":")[2] in ("", "latest"):
         yield f"{where}: the image {container.get('image')} has no fixed tag: a later pod could get another version; give one with --image"
+    elif not IMAGE.fullmatch(image):
+        yield f"{where}: {image} is no image's name: give [REGISTRY/]NAME:TAG, NAME in lower-case letters, digits and '.', '_', '-', '/'"
     requests, limits = resources.get("requests"), resources.get("limits")
     if not requests or requests != limits:
         yield f"{where}: requests and limits must be there and equal"
