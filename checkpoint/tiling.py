@@ -75,7 +75,7 @@ class Tiling:
             return f"tiles along dimensions {dims} of shape {tuple(shape)}"
         for dim, sizes in self.cuts:
             if not sizes or any(size < 1 or count < 1 for size, count in sizes) or sum(s * c for s, c in sizes) != shape[dim]:
-                return f"tiles of {[list(one) for one in sizes]} along dimension {dim} of shape {tuple(shape)}"
+                return f"tiles of {[list(one) for one in sizes[:8]]} along dimension {dim} of shape {tuple(shape)}"
         return f"{self.tiles} tiles, more than {MOST_TILES}" if self.tiles > MOST_TILES else None
 
     def held(self, shape: Shape, boxes: Sequence[Box]) -> list[tuple[int, int]] | None:
@@ -246,7 +246,7 @@ def _clipped(here: np.ndarray, length: np.ndarray, there: np.ndarray, start: int
     return (there + low - here)[kept], (high - low)[kept], (low - start)[kept]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)  # of 2 MB at most; a model has a few
 def _grid(shape: Shape, tiling: Tiling) -> _Grid:
     return _Grid(shape, tiling)
 
