@@ -30,7 +30,7 @@ _PIECE = 1 << 20
 @dataclass(frozen=True)
 class Difference:
     """Of one tensor (kind): elements that differ, of how many; the largest |a - b| (NaN where one side is NaN), exact in float64;
-    ``None`` for bools and complex numbers."""
+    ``None`` for bools, complex numbers, and what is smaller than a byte."""
 
     name: str
     kind: str
@@ -137,7 +137,10 @@ def _compare(a: Checkpoint, b: Checkpoint, pair: Pair, progress: Callable[[int],
             count = int(unequal.sum())
             if count:
                 differing += count
-                gaps.append(_distance(one[unequal], other[unequal]))
+                try:
+                    gaps.append(_distance(one[unequal], other[unequal]))
+                except (NotImplementedError, TypeError):  # of bits of its own sort (uint4, float4, ..), with which torch does not compute
+                    gaps.append(None)
         if progress is not None:
             progress(size)
     if not differing:

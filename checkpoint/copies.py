@@ -35,8 +35,9 @@ _log = logging.getLogger(__name__)
 def sampled(flats: Sequence[torch.Tensor]) -> str:
     """Of each flat tensor, eight hexadecimal digits of :data:`SAMPLE` of its elements, evenly spaced: what is no copy differs in nearly
     all of them. Costs one copy from each device."""
-    steps = [max(1, flat.numel() // SAMPLE) for flat in flats]
-    taken = [as_bytes(flat.detach()[::step][:SAMPLE].contiguous()) for flat, step in zip(flats, steps, strict=True)]
+    # By bytes: of some dtypes (uint4, ..) torch copies no single elements.
+    rows = [as_bytes(flat.detach()).view(-1, flat.dtype.itemsize) for flat in flats]
+    taken = [raw[:: max(1, len(raw) // SAMPLE)][:SAMPLE].reshape(-1) for raw in rows]
     found = [""] * len(taken)
     for device in {one.device for one in taken}:
         mine = [index for index, one in enumerate(taken) if one.device == device]
@@ -126,8 +127,10 @@ def _apart(store: ObjectStore, piece: PlacedPiece, vote: Vote, other: PlacedPiec
             if (ours, others) != (count, count):
                 raise OSError(errno.EIO, f"copies of {piece.name!r} can be read in part only")
             same = left[:count] == right[:count]
-            if not same and not _rounded(dtype):
-                return math.inf
+            if not _rounded(dtype):
+                if not same:
+                    return math.inf
+                continue
             equal = equal and same
             a, b = (_numbers(view[:count], dtype) for view in (left, right))
             odd = ~(a.isfinite() & b.isfinite())

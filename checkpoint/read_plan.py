@@ -6,8 +6,10 @@ read. A tensor that is stored in another order than it is asked for has as many 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,14 +17,14 @@ import numpy as np
 import torch
 
 from .manifest import Extents, Manifest, ObjectEntry, TensorEntry
-from .tiling import ROWS, Tiling, between, most_runs
+from .tiling import ROWS, Tiling, between, runs_between
 
 GAP_BYTES = 1 << 20
 """Blocks that nobody asked for are read along if they are no more than this, and no more than a 20th of what is asked for around them:
 a request costs as much time as 0.1 MB of a local disk, 1 to 5 MB of an object store."""
 
 MOST_PARTS = 1 << 17
-"""Planned at a time: a part takes 200 bytes of memory while it is planned, one that is no neighbour of others 300; so that plans take 40 MB
+"""Planned at a time: a part takes 200 bytes of memory while it is planned, one that is no neighbour of others 450; so that plans take 60 MB
 at most, however narrow the columns."""
 
 
@@ -118,21 +120,32 @@ def batches(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
     batch: list[Wanted] = []
     total = 0
     for asked, entry, extents in wanted:
-        numel = asked.end - asked.start
-        parts = most_runs(entry.shape, asked.tiling, entry.tiling, numel)
-        step = max(1, numel * MOST_PARTS // max(parts, MOST_PARTS))
-        for start in range(asked.start, asked.end, step):
-            end = min(asked.end, start + step)
-            count = -(-parts * (end - start) // numel)
+        start = asked.start
+        while start < asked.end:
+            end = asked.end
+            count = _parts(asked, entry, extents, start, end)
+            if count > MOST_PARTS:
+                fits = bisect_right(range(start + 1, end), MOST_PARTS, key=partial(_parts, asked, entry, extents, start))
+                end = start + max(1, fits)
+                count = _parts(asked, entry, extents, start, end)
             if batch and total + count > MOST_PARTS:
                 yield batch
                 batch, total = [], 0
-            whole = end - start == numel
+            whole = (start, end) == (asked.start, asked.end)
             piece = asked if whole else asked._replace(start=start, end=end, out=asked.out[start - asked.start : end - asked.start])
             batch.append((piece, entry, extents))
             total += count
+            start = end
     if batch:
         yield batch
+
+
+def _parts(asked: Range, entry: TensorEntry, extents: Extents, start: int, end: int) -> int:
+    """About how many parts elements ``[start, end)`` of a range have: never fewer for a larger end."""
+    if asked.tiling != entry.tiling:
+        return runs_between(entry.shape, asked.tiling, entry.tiling, start, end)
+    low, high = _met(extents, entry.base + start, entry.base + end)
+    return high - low
 
 
 def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], request_bytes: int, budget_bytes: int) -> ReadPlan:
@@ -183,13 +196,16 @@ def plan_reads(manifest: Manifest, wanted: Sequence[Wanted], request_bytes: int,
     return ReadPlan(int(sums[-1]), planned, len(solid), tuple(segments))
 
 
+def _met(extents: Extents, start: int, end: int) -> tuple[int, int]:
+    """The first row of the extents that elements ``[start, end)`` of the group meet, and the row after the last."""
+    return int(np.searchsorted(extents.end, start, side="right")), int(np.searchsorted(extents.start, end, side="left"))
+
+
 def _interval(extents: Extents, start: int, end: int, request: int) -> Iterator[tuple[int, int, int, int, int]]:
     """(object, first byte, bytes, request, byte of its out) of what holds elements ``[start, end)`` of the group: the extents tile it, so
     that two binary searches find them."""
     size = extents.dtype.itemsize
-    low = int(np.searchsorted(extents.end, start, side="right"))
-    high = int(np.searchsorted(extents.start, end, side="left"))
-    for i in range(low, high):
+    for i in range(*_met(extents, start, end)):
         begin = int(extents.start[i])
         first, last = max(start, begin), min(end, int(extents.end[i]))
         byte = int(extents.offset[i]) + (first - begin) * size

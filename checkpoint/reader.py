@@ -171,7 +171,7 @@ class Checkpoint:
         Args:
             cast: ``out`` may be of another dtype of the same sort (floating point, or integer): values are converted.
             budget_bytes: memory to take beside the destinations: a buffer for each of at most 8 streams. Columns of what is stored by rows,
-                and rows of what is stored by columns, take up to 40 MB more for the plan.
+                and rows of what is stored by columns, take up to 60 MB more for the plan.
             progress: called for each piece (of some megabytes) that has come and is right, by any of the threads that read.
 
         Raises:

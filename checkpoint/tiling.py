@@ -75,7 +75,7 @@ class Tiling:
             return f"tiles along dimensions {dims} of shape {tuple(shape)}"
         for dim, sizes in self.cuts:
             if not sizes or any(size < 1 or count < 1 for size, count in sizes) or sum(s * c for s, c in sizes) != shape[dim]:
-                return f"tiles of {[list(one) for one in sizes]} along dimension {dim} of shape {tuple(shape)}"
+                return f"tiles of {[list(one) for one in sizes[:8]]} along dimension {dim} of shape {tuple(shape)}"
         return f"{self.tiles} tiles, more than {MOST_TILES}" if self.tiles > MOST_TILES else None
 
     def held(self, shape: Shape, boxes: Sequence[Box]) -> list[tuple[int, int]] | None:
@@ -100,7 +100,8 @@ class Tiling:
 
     def stored(self, shape: Shape, start: int, end: int) -> Runs:
         """Where the elements ``[start, end)`` by rows are in this order."""
-        return _grid(shape, self).stored(start, end) if self.cuts and end > start else _one(start, end)
+        runs = _one(start, end)
+        return _grid(shape, self).stored(*runs) if self.cuts and end > start else runs
 
     def by_rows(self, shape: Shape, start: int, end: int) -> Runs:
         """Where the elements ``[start, end)`` of this order are by rows."""
@@ -130,38 +131,18 @@ def between(shape: Shape, order: Tiling, other: Tiling, start: int, end: int) ->
     """Where elements ``[start, end)`` of one order are in another."""
     if order == other or start == end:
         return _one(start, end)
-    if not order.cuts:
-        return other.stored(shape, start, end)
-    first, length, at = order.by_rows(shape, start, end)
-    if not other.cuts:
-        return first, length, at
-    ranked = np.argsort(first, kind="stable")
-    first, length, at = first[ranked], length[ranked], at[ranked]
-    low = int(first[0])
-    there, runs, after = other.stored(shape, low, int(first[-1] + length[-1]))
-    after = after + low
-    edges = np.unique(np.concatenate((first, first + length, after, after + runs)))
-    begin, stop = edges[:-1], edges[1:]
-    mine = np.searchsorted(first, begin, side="right") - 1
-    theirs = np.searchsorted(after, begin, side="right") - 1
-    within = begin < (first + length)[mine]
-    begin, stop, mine, theirs = begin[within], stop[within], mine[within], theirs[within]
-    return there[theirs] + begin - after[theirs], stop - begin, at[mine] + begin - first[mine]
+    runs = order.by_rows(shape, start, end)
+    return _grid(shape, other).stored(*runs) if other.cuts else runs
 
 
-def most_runs(shape: Shape, order: Tiling, other: Tiling, numel: int) -> int:
-    """About how many runs :func:`between` takes into account for so many elements, if the tiles are alike: for its memory."""
-    if order == other:
+def runs_between(shape: Shape, order: Tiling, other: Tiling, start: int, end: int) -> int:
+    """How many runs :func:`between` finds, or some more: never fewer for a larger end. Costs O(tiles) of ``order``."""
+    if order == other or start == end:
         return 1
-    found = 0
-    for one in (order, other):
-        if one.cuts:
-            dim, sizes = one.cuts[-1]
-            count = sum(n for _, n in sizes)
-            # Of another order, all tiles along the rows that this one's runs lie in.
-            rows = min(found, math.prod(shape[:dim])) if found else numel // max(1, math.prod(shape[dim:])) + 1
-            found += rows * count
-    return found
+    there = _grid(shape, other) if other.cuts else None
+    if order.cuts:
+        return _grid(shape, order).lines(start, end, there)
+    return there.cells(np.array([start]), np.array([end]))[1].item() if there else 1
 
 
 def _one(start: int, end: int) -> Runs:
@@ -200,19 +181,44 @@ class _Grid:
             tile[dim], within[dim] = int(self.sizes[dim][index]), offsets[dim] - int(edges[index])
         return int(self.bases[number]), tuple(tile), tuple(within)
 
-    def stored(self, start: int, end: int) -> Runs:
-        row = self.shape[self.last] * self.inner
-        prefix = np.arange(start // row, -(-end // row), dtype=np.int64)
+    def cells(self, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each run by rows the first cell that it meets, and how many: a cell is what one row has of one tile, counted by rows."""
+        found = []
+        for element in (first, end - 1):
+            row, within = np.divmod(element, self.shape[self.last] * self.inner)
+            tile = np.searchsorted(self.edges[self.last], within // self.inner, side="right") - 1
+            found.append(row * self.counts[self.last] + tile)
+        return found[0], found[1] - found[0] + 1
+
+    def lines(self, start: int, end: int, other: _Grid | None) -> int:
+        """How many runs :meth:`by_rows` finds; of another order, how many cells they meet: those of one tile all as many."""
+        number = np.arange(int(np.searchsorted(self.bases, start, side="right")) - 1, int(np.searchsorted(self.bases, end)))
+        *outer, tile = np.unravel_index(number, self.counts)
+        base, width = self.bases[number], self.sizes[self.last][tile] * self.inner
+        lines = (np.minimum(end, self.bases[number + 1]) - base - 1) // width - (np.maximum(start, base) - base) // width + 1
+        if other is not None:
+            at, stride = self.edges[self.last][tile] * self.inner, self.shape[self.last] * self.inner
+            for dim in reversed(range(self.last)):
+                at, stride = at + self.edges[dim][outer[dim]] * stride, stride * self.shape[dim]
+            lines = lines * other.cells(at, at + width)[1]
+        return int(lines.sum())
+
+    def stored(self, first: np.ndarray, length: np.ndarray, at: np.ndarray) -> Runs:
+        """Where runs by rows are in this order."""
+        end = first + length
+        low, counts = self.cells(first, end)
+        of = np.repeat(np.arange(len(first)), counts)
+        prefix, tile = np.divmod(low[of] + np.arange(len(of)) - np.repeat(counts.cumsum() - counts, counts), self.counts[self.last])
         number, within = np.zeros_like(prefix), np.zeros_like(prefix)
         for dim, index in enumerate(np.unravel_index(prefix, self.shape[: self.last])):
-            tile = np.searchsorted(self.edges[dim], index, side="right") - 1
-            number = number * self.counts[dim] + tile
-            within = within * self.sizes[dim][tile] + index - self.edges[dim][tile]
-        count, widths = self.counts[self.last], self.sizes[self.last] * self.inner
-        bases = self.bases[:-1].reshape(-1, count)[number]
-        there = (bases + within[:, None] * widths).reshape(-1)
-        here = (prefix[:, None] * row + self.edges[self.last][:-1] * self.inner).reshape(-1)
-        return _clipped(here, np.tile(widths, len(prefix)), there, start, end)
+            outer = np.searchsorted(self.edges[dim], index, side="right") - 1
+            number = number * self.counts[dim] + outer
+            within = within * self.sizes[dim][outer] + index - self.edges[dim][outer]
+        width = self.sizes[self.last][tile] * self.inner
+        here = (prefix * self.shape[self.last] + self.edges[self.last][tile]) * self.inner
+        there = self.bases[number * self.counts[self.last] + tile] + within * width
+        begin, stop = np.maximum(here, first[of]), np.minimum(here + width, end[of])
+        return there + begin - here, stop - begin, at[of] + begin - first[of]
 
     def by_rows(self, start: int, end: int) -> Runs:
         row = self.shape[self.last] * self.inner
@@ -240,7 +246,7 @@ def _clipped(here: np.ndarray, length: np.ndarray, there: np.ndarray, start: int
     return (there + low - here)[kept], (high - low)[kept], (low - start)[kept]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)  # of 2 MB at most; a model has a few
 def _grid(shape: Shape, tiling: Tiling) -> _Grid:
     return _Grid(shape, tiling)
 

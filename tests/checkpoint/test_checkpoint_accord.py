@@ -120,7 +120,8 @@ def test_plain_tensors_that_are_not_the_same_on_all_ranks_are_told_of_once_by_na
     """Experts, say, that each rank holds under the names that the others use for theirs: of each, one rank's alone is stored."""
 
     def word(rank, **own):
-        same = {f"same.{dtype}": random_bits((40, 3), dtype, 7) for dtype in DTYPES}
+        # Of uint4 torch copies no single elements.
+        same = {f"same.{dtype}": random_bits((40, 3), dtype, 7) for dtype in (*DTYPES, torch.uint4, torch.float4_e2m1fn_x2)}
         state = {"model": {**same, "none": torch.ones(0), "0-d": torch.tensor(1.5), "columns": torch.ones(4, 6).t(), **own}}
         return prepare(state, 5, 2, rank, None, None, None).word
 

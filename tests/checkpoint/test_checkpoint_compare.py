@@ -131,3 +131,13 @@ def _measure(root: str, report: str) -> None:
     (changed,) = ckpt.diff(a, b).changed
     assert changed.differing == 64 << 20 and changed.largest == 1.0
     Path(report).write_text(str(peak() - before))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint4, torch.float4_e2m1fn_x2, torch.bits8])
+def test_what_torch_does_not_compute_with_is_compared_all_the_same(tmp_path, dtype):
+    raw = torch.arange(64, dtype=torch.uint8)
+    for name, last in (("one", 0), ("other", 1)):
+        raw[-1] = last
+        ckpt.save({"model": {"w": raw.clone().view(dtype)}}, tmp_path / name, 1)
+    (found,) = ckpt.diff(ckpt.open(tmp_path / "one"), ckpt.open(tmp_path / "other")).changed
+    assert (found.name, found.differing, found.numel, found.largest) == ("w", 1, 64, None)

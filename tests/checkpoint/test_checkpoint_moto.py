@@ -1,17 +1,21 @@
 """The same operations against moto's S3 server, which is not of our making: what goes over the wire is the protocol, not our idea of it.
 
 moto never fails, and answers no 409; it dates every unfinished upload to 2010, and a ranged read costs it the whole object: objects
-stay small here. The failures are in test_checkpoint_s3.
+stay small here. What fails here is what stands before it; all other failures are in test_checkpoint_s3.
 """
 
 from __future__ import annotations
 
 import contextlib
+import http.client
+import http.server
 import json
 import logging
 import os
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -97,6 +101,81 @@ def test_saved_verified_resharded_and_collected(server, bucket):
     assert upload not in json.dumps(store._calls.client.list_multipart_uploads(Bucket=bucket.split("/")[2]), default=str)
     assert len(store.list("data/")) == 4
     assert_equals(store, B)
+
+
+@contextlib.contextmanager
+def before(server: str, answer: Callable[[str, str], str | None]) -> Iterator[str]:
+    """A proxy: ``answer(method, path)`` is the error that it says instead of moto (a 400 or 503), "lost" to do it and say nothing."""
+
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def handle_any(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            error = answer(self.command, self.path)
+            if error in (None, "lost"):
+                onward = http.client.HTTPConnection(server.removeprefix("http://"), timeout=30)
+                onward.request(self.command, self.path, body, {k: v for k, v in self.headers.items() if k.lower() != "expect"})
+                response = onward.getresponse()
+                status, headers, content = response.status, response.getheaders(), response.read()
+                onward.close()
+                if error == "lost":
+                    self.close_connection = True
+                    return
+            else:
+                status, headers = 503 if error == "SlowDown" else 400, [("Content-Type", "application/xml")]
+                content = f"<Error><Code>{error}</Code><Message>no</Message></Error>".encode()
+            self.send_response_only(status)
+            length = next((v for k, v in headers if k.lower() == "content-length"), str(len(content)))
+            for name, value in headers:
+                if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+                    self.send_header(name, value)
+            self.send_header("Content-Length", length if self.command == "HEAD" else str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        proxy.daemon_threads = True
+        thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield f"http://127.0.0.1:{proxy.server_port}"
+        proxy.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("error", ["SlowDown", "lost"])
+def test_throttled_or_without_an_answer_it_is_saved_resharded_and_verified(server, bucket, error):
+    """Every third request, whichever it is."""
+    count = iter(range(1_000_000))
+    with before(server, lambda *_: error if next(count) % 3 == 2 else None) as url:
+        store = s3_store(url, bucket, retry_s=20.0)
+        save_in_process(store, A, random_layout(A, 3, seed=1), step=10)
+        made = save_in_process(store, B, random_layout(B, 2, seed=2), step=20, block_bytes=1 << 20, chunk_bytes=4 << 20)
+        assert ckpt.latest(store) == made and next(count) > 30
+        load_in_process(ckpt.open(store), B, random_layout(B, 5, seed=9))
+    assert ckpt.verify(s3_store(server, bucket)).ok
+
+
+@pytest.mark.parametrize("where", ["partNumber=2", "/commits/"])
+def test_credentials_that_expire_in_mid_upload_cost_that_save_alone(server, bucket, where):
+    direct = s3_store(server, bucket)
+    made = save_in_process(direct, A, random_layout(A, 2, seed=1), step=10)
+    expired = threading.Event()
+
+    def answer(method: str, path: str) -> str | None:
+        if method == "PUT" and where in path:
+            expired.set()
+        return "ExpiredToken" if expired.is_set() else None
+
+    with before(server, answer) as url, pytest.raises(ckpt.SaveFailed, match="have expired: renew them"):
+        save_in_process(s3_store(url, bucket), B, random_layout(B, 1, seed=2), step=20, block_bytes=1 << 20, chunk_bytes=4 << 20)
+    assert expired.is_set() and ckpt.latest(direct) == made
+    assert_equals(direct, A)
+    ckpt.gc(direct, ckpt.Retention(keep_last=2), grace=ckpt.Grace(-5.0, -5.0, -5.0))
+    assert len(direct.list("data/")) == 4
+    assert not direct._calls.client.list_multipart_uploads(Bucket=bucket.split("/")[2]).get("Uploads")
 
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])

@@ -23,8 +23,8 @@ from vescale_ray.checkpoint import compare, read_plan, reader
 from vescale_ray.checkpoint.compare import diff
 from vescale_ray.checkpoint.manifest import Extents, ManifestError, TensorEntry, decode, seal, unseal
 from vescale_ray.checkpoint.read_plan import Block, Range, Segment
-from vescale_ray.checkpoint.tiling import MOST_TILES, ROWS, Runs, Tiling, between, rows_of
-from vescale_ray.geometry import boxes, intervals
+from vescale_ray.checkpoint.tiling import MOST_TILES, ROWS, Runs, Tiling, between, rows_of, runs_between
+from vescale_ray.geometry import Box, boxes, intervals
 
 Parts = dict[int, list[int]]
 
@@ -78,6 +78,9 @@ def test_one_order_is_found_in_another(case: tuple[tuple[int, ...], list[Parts]]
     end = data.draw(st.integers(start, math.prod(shape)))
     runs = between(shape, Tiling.of(shape, one), Tiling.of(shape, other), start, end)
     assert torch.equal(gathered(in_order(shape, other), runs), in_order(shape, one)[start:end])
+    # What a plan is cut by is never too little, and grows with the end.
+    counts = [runs_between(shape, Tiling.of(shape, one), Tiling.of(shape, other), start, stop) for stop in range(start + 1, end + 1)]
+    assert counts == sorted(counts) and (not counts or len(runs[0]) <= counts[-1])
 
 
 @given(tiled(), st.data())
@@ -352,6 +355,42 @@ def test_a_range_of_very_many_tiles_is_planned_in_few_turns() -> None:
         asked = Range("w", "param", 0, numel, torch.zeros(numel, dtype=torch.uint8), order)
         turns = [batch for (batch, *_), in read_plan.batches([(asked, entry, extents)])]
         assert len(turns) < 8 and [turn.start for turn in turns[1:]] == [turn.end for turn in turns[:-1]] and turns[-1].end == numel
+
+
+@pytest.mark.parametrize(
+    ("shape", "asked", "stored"),
+    [
+        ((9000, 256), ((0, 0), (9000, 1)), {}),
+        ((9000, 256), ((0, 0), (9000, 4)), {1: [4] * 64}),
+        ((9000, 256), ((0, 3), (9000, 4)), {1: [4] * 64}),
+        ((8, 512, 64), ((0, 64, 0), (8, 64, 64)), {2: [8] * 8}),
+    ],
+)
+def test_a_narrow_box_takes_no_more_memory_than_a_wide_one(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], asked: Box, stored: Parts
+) -> None:
+    """Of one column of many a range has a part for each row, not one for each row of the tensor that it would fill."""
+    monkeypatch.setattr(read_plan, "MOST_PARTS", 1 << 10)
+    numel, order = math.prod(shape), Tiling.around(shape, asked)
+    entry, one = TensorEntry("w", shape, 0, 0, Tiling.of(shape, stored)), np.zeros(1, np.int64)
+    extents = Extents("param", torch.uint8, one, one + numel, one, one)
+    held = order.held(shape, [asked])
+    assert held is not None and len(held) == 1
+    start, end = held[0]
+    wanted = Range("w", "param", start, end, torch.zeros(end - start, dtype=torch.uint8), order)
+    pieces = [piece for batch in read_plan.batches([(wanted, entry, extents)]) for piece, *_ in batch]
+    parts = [len(between(shape, order, entry.tiling, piece.start, piece.end)[0]) for piece in pieces]
+    assert [piece.start for piece in pieces] == [start, *(piece.end for piece in pieces[:-1])] and pieces[-1].end == end
+    assert max(parts) <= 1 << 10 and len(parts) <= 1 + sum(parts) // 1000
+
+
+def test_very_many_intervals_of_ranks_are_planned_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that count in different orders leave one for each row."""
+    monkeypatch.setattr(read_plan, "MOST_PARTS", 1 << 10)
+    entry, start = TensorEntry("w", (10_000,), 0, 0), np.arange(5000) * 2
+    extents = Extents("param", torch.uint8, start, start + 2, start // 2 % 2, start // 4 * 2)
+    asked = Range("w", "param", 0, 10_000, torch.zeros(10_000, dtype=torch.uint8))
+    assert [batch[0][0].end for batch in read_plan.batches([(asked, entry, extents)])] == [2048, 4096, 6144, 8192, 10_000]
 
 
 @pytest.mark.parametrize(("times", "to"), [(3, torch.float32), (1, torch.float64), (3, torch.float64)])
