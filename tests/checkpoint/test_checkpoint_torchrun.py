@@ -101,6 +101,7 @@ def test_what_is_cut_by_tensor_parallelism_first_and_then_by_fsdp_is_known_eleme
             assert [e for start, end in held for e in range(start, end)] == part.flatten().tolist()
 
 
+@pytest.mark.slow
 def test_ragged_tensors_beside_shards_of_any_dimension_load_into_every_other_layout_bit_for_bit(tmp_path):
     run_gloo(4, composed, str(tmp_path))
     assert torch.equal(ckpt.open(tmp_path, ckpt.ls(tmp_path)[0].name).read("t1").float(), torch.arange(96.0).reshape(8, 2, 6))

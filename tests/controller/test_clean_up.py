@@ -223,6 +223,7 @@ def test_nothing_is_left_either_where_the_driver_is_killed_while_the_controller_
     nothing_left(driver, *left)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, drivers: list[Driver]) -> None:
     driver = Driver(tmp_path, elastic_workers=1, train_steps=100_000)
     drivers.append(driver)

@@ -199,6 +199,7 @@ def test_a_lost_node_with_two_workers_is_one_failure_and_no_crash_and_the_spare_
         assert finished.accounting().exact
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_here")
 def test_a_spare_takes_the_place_of_a_lost_worker_at_once_and_another_comes_after_it(tmp_path: Path) -> None:
     import ray

@@ -192,6 +192,7 @@ def test_a_stopped_run_resumes_with_another_number_of_workers_as_if_it_had_not_s
     assert sum(told["lost"].values()) == pytest.approx(state["finished"] - state["started"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_can_not_be_written_is_a_loud_event_and_training_goes_on_to_the_next(home: Path) -> None:
     """Where the object of the first checkpoint would go there is something already: its write fails, once. Besides, the disk takes no line
     at first, and the port for the metrics is another process'."""

@@ -216,7 +216,7 @@ def test_parameters_of_a_whole_mesh_may_be_kept_by_neighbours_after_forward() ->
 
 CASES = [
     ((2, 2), ("dp", "tp"), DataParallelMeshDims(shard="dp")),
-    ((2, 2, 2), ("replicate", "dp", "tp"), DataParallelMeshDims(shard="dp", replicate="replicate")),
+    pytest.param((2, 2, 2), ("replicate", "dp", "tp"), DataParallelMeshDims(shard="dp", replicate="replicate"), marks=pytest.mark.slow),
     pytest.param((2, 2, 2), ("dp", "cp", "tp"), DataParallelMeshDims(shard=("dp", "cp")), marks=pytest.mark.slow),
     ((2, 2), ("dp", "tp"), DataParallelMeshDims(replicate="dp")),
 ]

@@ -60,14 +60,6 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
 
 
-def test_import_works_where_ray_can_not_be_imported(tmp_path):
-    names = "[getattr(vescale_ray, name) for name in vescale_ray.__all__]"
-    code = f"import sys, vescale_ray, vescale_ray.optim; {names}; assert 'ray' not in sys.modules"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_torchrun_script_trains_on_two_processes_where_ray_can_not_be_imported(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]

@@ -114,6 +114,7 @@ def three() -> Iterator[Fleet]:
         yield fleet
 
 
+@pytest.mark.slow
 def test_a_straggler_is_found_by_its_own_time_and_relieved_and_leaves_no_trace_in_the_bits(text: str, three: Fleet) -> None:
     run, steps = Run(three, tiny(text, elastic_deterministic=True, elastic_straggler="relieve")), 16
     run.fresh([0])
@@ -133,6 +134,7 @@ def test_a_straggler_is_found_by_its_own_time_and_relieved_and_leaves_no_trace_i
     run.end()
 
 
+@pytest.mark.slow
 def test_any_spread_of_the_slots_that_changes_in_the_midst_leaves_samples_and_losses_as_they_were(text: str, three: Fleet) -> None:
     for deterministic in (True, False):
         run = Run(three, tiny(text, elastic_deterministic=deterministic, elastic_snapshot_every=0))

@@ -119,6 +119,7 @@ def test_after_a_kill_at_a_random_moment_the_same_processes_go_on_and_nothing_is
         assert {run.records[i].world for i in (0, 11)} == {world, world - 1}
 
 
+@pytest.mark.slow
 def test_with_a_copy_every_third_step_at_most_three_steps_are_done_again(text: str, undisturbed: list[float]) -> None:
     config = tiny(text, elastic_snapshot_every=3)
     with Fleet(3) as fleet:
@@ -345,7 +346,7 @@ def test_a_checkpoint_of_any_world_size_loads_into_any_other_bit_for_bit(text: s
     ("kind", "options", "states"),
     [
         ("AdamW8bit", {"block": "tile 8x16", "min_8bit_numel": 256}, ("exp_avg_scale", "exp_avg_sq_scale")),
-        ("SOAP", {"block": "tile 8x16"}, ("left", "right", "left_basis", "right_basis")),
+        pytest.param("SOAP", {"block": "tile 8x16"}, ("left", "right", "left_basis", "right_basis"), marks=pytest.mark.slow),
     ],
     ids=["8-bit Adam", "SOAP"],
 )

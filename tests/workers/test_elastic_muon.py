@@ -17,6 +17,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_text(tmp_path_factory.mktemp("text"))
 
 
+@pytest.mark.slow
 def test_momentum_follows_its_matrix_through_rescales_a_death_and_a_checkpoint(text: str, tmp_path: Path) -> None:
     config = tiny(text, train_optimizer="muon")
     root = str(tmp_path / "checkpoints")

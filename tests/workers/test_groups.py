@@ -91,6 +91,7 @@ def test_survivors_of_a_sigkill_are_out_within_two_seconds_and_meet_again_twenty
         assert max(fds[10:]) <= max(fds[:10]) and max(threads[10:]) <= max(threads[:10]), usage
 
 
+@pytest.mark.slow
 def test_survivors_of_a_rank_that_answers_nothing_are_out_when_their_lines_are_cut_and_it_is_when_it_wakes() -> None:
     """A machine that has stopped: no socket closes, and every collective would wait for its bound, 30 s."""
     with Fleet(3) as fleet:

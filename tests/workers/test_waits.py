@@ -137,6 +137,7 @@ def _meet(state: State, late_s: Mapping[str, float], port: int, prefix: str, ran
     return told
 
 
+@pytest.mark.slow
 def test_a_message_has_the_time_of_a_collective_and_not_that_of_the_group_s_forming() -> None:
     """gloo's own limit for messages is that which the group was made with: moves of large shards, and steps whose ranks are far apart,
     failed after it, whatever ``elastic.collective_timeout_s`` said."""
