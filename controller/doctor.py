@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from vescale_ray.config import RunConfig
-from vescale_ray.controller.local_ray import knock
-from vescale_ray.controller.protocol import RunRefused
+from vescale_ray.controller.local_ray import silence
 
 Verdict = Literal["ok", "warn", "fail"]
 TESTED = {"torch": "2.13", "ray": "2.60"}
@@ -327,11 +326,10 @@ def ray_cluster(address: str | None, wait_s: float = RAY_S) -> Finding:
     if address in (None, "", "local"):
         return Finding("ray cluster", "ok", "none is named: the run starts a Ray of its own")
     assert address is not None
-    try:
-        knock(address)
-    except RunRefused as problem:
-        said = str(problem).partition(": ")[2].partition(";")[0]
-        return Finding("ray cluster", "fail", f"{address}: {said}", "is its head up, and this port of it reachable from here?")
+    reason = silence(address)
+    if reason is not None:
+        told = f"{address}: no cluster answers there ({reason})"
+        return Finding("ray cluster", "fail", told, "is its head up, and this port of it reachable from here?")
     try:
         command = [sys.executable, "-c", _PROBE, address, str(CLOCKS_S), str(CLOCKS)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=wait_s, check=False)

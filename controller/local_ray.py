@@ -38,20 +38,28 @@ def address_of(config: RunConfig) -> str:
     return config.ray.address or os.environ.get("RAY_ADDRESS") or "local"
 
 
-def knock(address: str) -> None:
-    """Find out within :data:`KNOCK_S` whether anybody listens at ``host:port``; Ray's own client goes on trying for many minutes.
-
-    Raises:
-        RunRefused: nobody does.
-    """
+def silence(address: str) -> str | None:
+    """Why nobody answers at ``host:port``, found out within :data:`KNOCK_S`; Ray's own client goes on trying for many minutes. None:
+    somebody listens, or it is ``auto`` or another way that Ray finds out about by itself."""
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():
-        return  # auto, or a way that Ray finds out about by itself
+        return None
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise RunRefused(f"ray.address = {address}: no cluster answers there ({reason}); start one, or use local") from None
+        return getattr(error, "strerror", None) or str(error)
+    return None
+
+
+def knock(address: str) -> None:
+    """Look whether a run can use the Ray at ``address``.
+
+    Raises:
+        RunRefused: nobody answers there.
+    """
+    reason = silence(address)
+    if reason is not None:
+        raise RunRefused(f"ray.address = {address}: no cluster answers there ({reason}); start one, or use local")
 
 
 class Cluster:
