@@ -1,4 +1,4 @@
-"""Checksums of blocks, aligned buffers, and the one-ahead pipeline that both writing and reading use.
+"""Checksums of blocks, and the one-ahead pipeline that both writing and reading use.
 
 xxh3 costs 0.06 CPU seconds per GB (SHA-256: 0.7), so that hashing every byte on the way out and on the way in is free
 next to any disk. It finds accidents, not forgery.
@@ -102,13 +102,6 @@ class RangeDigests:
             self.found[key] = self._hash.hexdigest()
             self._hash.reset()
             self._ahead.pop()
-
-
-def aligned_buffer(size: int, *, pinned: bool = False) -> torch.Tensor:
-    """An uninitialised uint8 CPU tensor of ``size`` bytes whose address is a multiple of 4096 (neither torch nor numpy give that)."""
-    raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
-    shift = -raw.data_ptr() % ALIGNMENT
-    return raw[shift : shift + size]
 
 
 def view_of(buffer: torch.Tensor) -> memoryview:

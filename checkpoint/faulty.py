@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from .digest import aligned_buffer, view_of
+from .digest import view_of
+from .pages import aligned_buffer
 from .store import ALIGNMENT, Entry, KeyMissing, ObjectStore, RangeReader, delete_each
 
 OPERATIONS = ("put_stream", "put", "get", "open_read", "read", "size", "list", "clock", "delete", "tidy")

@@ -12,10 +12,11 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
+from .digest import one_ahead
 from .faults import fault_point
 from .ranges import ParallelReader
 from .store import Entry, KeyExists, KeyMissing, check_key, delete_each, is_key
@@ -68,11 +69,12 @@ class FsspecStore:
         total = 0
         try:
             fault_point("data.created")
-            for index, chunk in enumerate(chunks):  # outside the translation: what the caller raises stays as it is
-                with _as_oserror(f"writing {self.describe(key)}"):
-                    file.write(chunk)
-                total += len(chunk)
-                fault_point("data.chunk", index)
+            with closing(one_ahead(iter(chunks))) as made:
+                for index, chunk in enumerate(made):  # outside the translation: what the caller raises stays as it is
+                    with _as_oserror(f"writing {self.describe(key)}"):
+                        file.write(chunk)
+                    total += len(chunk)
+                    fault_point("data.chunk", index)
             if total != size:
                 raise ValueError(f"{key}: {total} bytes were streamed, {size} announced")
             fault_point("data.written")

@@ -12,15 +12,15 @@ what was not noted by itself.
 from __future__ import annotations
 
 import logging
-import mmap
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 
 import torch
 
-from .digest import CHUNK_BYTES, aligned_buffer, block_sums, digest_of, one_ahead, view_of
+from .digest import CHUNK_BYTES, block_sums, digest_of, one_ahead, view_of
 from .errors import SaveAborted
 from .manifest import AuxEntry, Manifest, ObjectEntry
+from .pages import aligned_buffer, transfer_buffers
 from .store import ALIGNMENT, KeyExists, KeyMissing, ObjectStore
 
 _log = logging.getLogger(__name__)
@@ -86,8 +86,7 @@ def _damage(store: ObjectStore, entry: ObjectEntry, cancelled: Callable[[], bool
     chunk = per_chunk * entry.block_bytes
     offsets = range(0, entry.bytes, chunk)
     padded = -(-min(chunk, entry.bytes) // ALIGNMENT) * ALIGNMENT
-    # From the system itself, page-aligned, given back at once: the allocator would keep them for the writer's thread.
-    buffers = [torch.frombuffer(mmap.mmap(-1, padded), dtype=torch.uint8) for _ in offsets[:2]]
+    buffers = transfer_buffers(len(offsets[:2]), padded, entry.bytes)
 
     def pieces() -> Generator[tuple[int, torch.Tensor, int]]:
         with store.open_read(entry.key) as reader:

@@ -6,26 +6,27 @@ are read, checked, and only then copied to their destinations: a destination nev
 
 from __future__ import annotations
 
+import ctypes
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
 from .arguments import device_of, nbytes, of_type
 from .commits import Commit, find, read_manifest, unreachable
-from .digest import aligned_buffer, as_bytes, block_sums, copy_bytes, digest_of, view_of
+from .digest import as_bytes, block_sums, copy_bytes, digest_of, view_of
 from .errors import CheckpointCorrupt, CheckpointMismatch
 from .layout import dtype_name
 from .manifest import Extents, Manifest, ManifestError, TensorEntry
 from .matching import Pair, StoredTensor, castable, label, match, some
 from .names import Globs, chosen, entry_of, globs, nearest
+from .pages import transfer_buffers
 from .read_plan import Block, Range, ReadPlan, Segment, Wanted, batches, plan_reads
 from .saved_meta import check_saved_meta
 from .store import ALIGNMENT, KeyMissing, ObjectStore, RangeReader, Root, out_of_reach, store_of
@@ -190,17 +191,20 @@ class Checkpoint:
 
     def _carry_out(self, plan: ReadPlan, wanted: Sequence[Wanted], budget_bytes: int, progress: Callable[[], None]) -> None:
         # Same dtype: bytes are copied. Another: elements, which never straddle buffers (blocks are multiples of 4096, extents aligned).
-        stored = [extents.dtype for _, _, extents in wanted]
-        outs = [asked.out.detach() for asked, *_ in wanted]
+        outs = [_Out.of(asked.out.detach(), extents.dtype) for asked, _, extents in wanted]
 
-        def deliver(segment: Segment, buffer: torch.Tensor) -> None:
+        def deliver(segment: Segment, buffer: _Buffer) -> None:
             for block in segment.blocks():
-                _put(buffer, outs[block.request], stored[block.request], block)
+                out = outs[block.request]
+                if out.address and block.times == 1:
+                    ctypes.memmove(out.address + block.target, buffer.address + block.source, block.bytes)
+                else:
+                    _put(buffer.tensor[: segment.bytes], out.tensor, out.stored, block)
             progress()
 
         size = max((s.bytes for s in plan.segments), default=0)
         streams = min(len(plan.segments), STREAMS, budget_bytes // max(1, _padded(size))) or 1
-        device = next((out.device for out in outs if out.is_cuda), None)
+        device = next((out.tensor.device for out in outs if out.tensor.is_cuda), None)
         try:
             _fetch(self._store, self.manifest, plan.segments, deliver, streams, device)
         finally:
@@ -264,15 +268,41 @@ def open_checkpoint(root: Root, commit: str | Commit | None = None) -> Checkpoin
     return Checkpoint(store, found, manifest)
 
 
+class _Out(NamedTuple):
+    """A destination; its ``address`` if bytes can just be moved there, else 0."""
+
+    tensor: torch.Tensor
+    stored: torch.dtype
+    address: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, stored: torch.dtype) -> _Out:
+        return cls(tensor, stored, tensor.data_ptr() if tensor.dtype == stored and tensor.device.type == "cpu" else 0)
+
+
+class _Buffer(NamedTuple):
+    """A stream's own. Every call of torch's lets go of the interpreter's lock, and with eight streams waiting for it another one has it
+    then, and a thread of the system is woken: a third of a load's processor time, with a few such calls for each piece. So pieces are cut
+    from ``view``, and copied by ``address``."""
+
+    tensor: torch.Tensor
+    view: memoryview
+    address: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Buffer:
+        return cls(tensor, view_of(tensor), tensor.data_ptr())
+
+
 def _fetch(
     store: ObjectStore,
     manifest: Manifest,
     segments: Sequence[Segment],
-    deliver: Callable[[Segment, torch.Tensor], None],
+    deliver: Callable[[Segment, _Buffer], None],
     streams: int,
     device: torch.device | None = None,
 ) -> None:
-    """Read segments in ``streams`` threads and hand each with its checked bytes (uint8, valid during the call) to ``deliver``.
+    """Read segments in ``streams`` threads and hand each to ``deliver``, with the buffer that begins with its checked bytes.
 
     Reading, hashing and copying all leave the interpreter's lock, so that one stream's disk time is another's hashing time. ``deliver`` is
     called by several threads at once, for different segments.
@@ -289,9 +319,9 @@ def _fetch(
     errors: dict[int, BaseException] = {}
 
     # Made here: pinning in a new thread would open a context on GPU 0, whichever this rank has.
-    buffers = [aligned_buffer(size, pinned=device is not None) for _ in range(streams)]
+    buffers = [_Buffer.of(b) for b in transfer_buffers(streams, size, sum(s.bytes for s in segments), pinned=device is not None)]
 
-    def work(whole: torch.Tensor) -> None:
+    def work(buffer: _Buffer) -> None:
         if device is not None:
             torch.cuda.set_device(device)
         with ExitStack() as opened:
@@ -306,7 +336,8 @@ def _fetch(
                     if current is None or current[0] != segment.object:
                         opened.close()
                         current = segment.object, _opened(store, manifest, segment, opened)
-                    deliver(segment, _checked(store, manifest, segment, current[1], whole))
+                    _check(store, manifest, segment, current[1], buffer.view)
+                    deliver(segment, buffer)
                 except BaseException as error:
                     errors[index] = error
                     stop.set()
@@ -333,14 +364,14 @@ def _opened(store: ObjectStore, manifest: Manifest, segment: Segment, stack: Exi
         raise _unreadable(store, key, error) from error
 
 
-def _checked(store: ObjectStore, manifest: Manifest, segment: Segment, reader: RangeReader, whole: torch.Tensor) -> torch.Tensor:
-    """The segment's bytes, in ``whole``. A block that differs is read once more, for the case that the transfer and not the storage
-    failed."""
+def _check(store: ObjectStore, manifest: Manifest, segment: Segment, reader: RangeReader, whole: memoryview) -> None:
+    """Read the segment's bytes to the beginning of ``whole``. A block that differs is read once more, for the case that the transfer and
+    not the storage failed."""
     key = manifest.objects[segment.object].key
     buffer = whole[: segment.bytes]
     try:
         # Whole pages are asked for: a direct read has to, and the object ends with one.
-        count = reader.read_into(segment.offset, view_of(whole[: _padded(segment.bytes)]))
+        count = reader.read_into(segment.offset, whole[: _padded(segment.bytes)])
     except OSError as error:
         raise _unreadable(store, key, error) from error
     if count < segment.bytes:
@@ -351,7 +382,6 @@ def _checked(store: ObjectStore, manifest: Manifest, segment: Segment, reader: R
         bad = bad_blocks(manifest, segment, buffer)
         if bad:
             raise corrupt_block(manifest, segment.object, bad[0])
-    return buffer
 
 
 def _put(buffer: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, block: Block) -> None:
@@ -373,12 +403,13 @@ def _put(buffer: torch.Tensor, out: torch.Tensor, dtype: torch.dtype, block: Blo
     there.copy_(right.as_strided(shape, (source_step // width, 1), right.storage_offset() + source // width))
 
 
-def bad_blocks(manifest: Manifest, segment: Segment, buffer: torch.Tensor) -> list[int]:
+def bad_blocks(manifest: Manifest, segment: Segment, buffer: memoryview) -> list[int]:
     """Numbers of the object's blocks in ``buffer`` whose checksum differs."""
     stored = manifest.objects[segment.object]
     first = segment.offset // stored.block_bytes
-    found = np.array(block_sums(view_of(buffer), stored.block_bytes), dtype="<u8")
-    return [first + int(i) for i in np.flatnonzero(found != stored.sums[first : first + len(found)])]
+    found = block_sums(buffer, stored.block_bytes)
+    right = stored.sums[first : first + len(found)].tolist()
+    return [] if found == right else [first + i for i, both in enumerate(zip(found, right, strict=True)) if both[0] != both[1]]
 
 
 def corrupt_block(manifest: Manifest, object_index: int, block: int) -> CheckpointCorrupt:
@@ -387,11 +418,11 @@ def corrupt_block(manifest: Manifest, object_index: int, block: int) -> Checkpoi
     return CheckpointCorrupt(stored.key, block, manifest.owners(object_index, start, end), f"bytes {start} to {end} have another checksum")
 
 
-def _read_again(store: ObjectStore, manifest: Manifest, segment: Segment, buffer: torch.Tensor) -> None:
+def _read_again(store: ObjectStore, manifest: Manifest, segment: Segment, buffer: memoryview) -> None:
     key = manifest.objects[segment.object].key
     try:
         with store.open_read(key) as reader:
-            reader.read_into(segment.offset, view_of(buffer))
+            reader.read_into(segment.offset, buffer)
     except OSError as error:
         raise _unreadable(store, key, error) from error
 

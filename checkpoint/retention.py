@@ -524,7 +524,8 @@ def _order_of(store: ObjectStore, entry: Entry) -> tuple[int, int] | None:
     """Epoch and step in a data object's header; they are written for people, and here only keep data longer."""
     if not entry.key.endswith(".safetensors") or entry.bytes < ALIGNMENT:
         return None
-    from .digest import aligned_buffer, view_of
+    from .digest import view_of
+    from .pages import aligned_buffer
 
     head = aligned_buffer(ALIGNMENT)
     try:

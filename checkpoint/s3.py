@@ -24,6 +24,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from .digest import one_ahead
 from .faults import fault_point
 from .ranges import ParallelReader
 from .s3_calls import (
@@ -259,17 +260,18 @@ class S3Store:
             body = free.pop() if free else bytearray(part_bytes)
             filled = 0
 
-        for chunk in chunks:
-            total += len(chunk)
-            if total > size:
-                break
-            while len(chunk):
-                count = min(len(chunk), part_bytes - filled)
-                memoryview(body)[filled : filled + count] = chunk[:count]
-                chunk = chunk[count:]
-                filled += count
-                if filled == part_bytes and number * part_bytes + filled < size:
-                    submit()
+        with closing(one_ahead(iter(chunks))) as made:
+            for chunk in made:
+                total += len(chunk)
+                if total > size:
+                    break
+                while len(chunk):
+                    count = min(len(chunk), part_bytes - filled)
+                    memoryview(body)[filled : filled + count] = chunk[:count]
+                    chunk = chunk[count:]
+                    filled += count
+                    if filled == part_bytes and number * part_bytes + filled < size:
+                        submit()
         if total != size:
             raise _another_length(key, total, size)
         del body[filled:]

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from .commits import Commit, find, ls, read_manifest
-from .digest import CHUNK_BYTES, aligned_buffer, digest_of, one_ahead, view_of
+from .digest import CHUNK_BYTES, digest_of, one_ahead, view_of
 from .errors import CheckpointCorrupt, describe_tensors
 from .manifest import Manifest, ManifestError, ObjectEntry
+from .pages import transfer_buffers
 from .read_plan import Segment
 from .reader import bad_blocks, corrupt_block
 from .store import ALIGNMENT, KeyMissing, ObjectStore, Root, store_of
@@ -120,7 +121,7 @@ def _check_object(store: ObjectStore, manifest: Manifest, index: int, stored: Ob
         problems.append(Problem(stored.key, None, lost, f"it has {size} bytes instead of {stored.bytes}: {what}"))
     readable = min(size, stored.bytes)
     offsets = range(0, readable, chunk)
-    buffers = [aligned_buffer(-(-min(chunk, readable) // ALIGNMENT) * ALIGNMENT) for _ in offsets[:2]]
+    buffers = transfer_buffers(len(offsets[:2]), -(-min(chunk, readable) // ALIGNMENT) * ALIGNMENT, readable)
 
     def segments() -> Generator[tuple[Segment, torch.Tensor, OSError | None]]:
         with store.open_read(stored.key) as reader:
@@ -144,7 +145,7 @@ def _check_object(store: ObjectStore, manifest: Manifest, index: int, stored: Ob
                     problems.append(Problem(stored.key, segment.offset // stored.block_bytes, held, _reason(failure)))
                     continue
                 checked += segment.bytes
-                for block in bad_blocks(manifest, segment, buffer):
+                for block in bad_blocks(manifest, segment, view_of(buffer)):
                     bad = corrupt_block(manifest, index, block)
                     problems.append(Problem(bad.object, bad.block, bad.tensors, bad.reason))
     except OSError as error:

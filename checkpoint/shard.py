@@ -17,17 +17,22 @@ import numpy as np
 import torch
 
 from .arguments import whole
-from .digest import BLOCK_BYTES, RangeDigests, aligned_buffer, block_bytes_for, block_sums, digest_of, one_ahead, root_of, view_of
+from .digest import BLOCK_BYTES, RangeDigests, block_bytes_for, block_sums, digest_of, root_of, view_of
 from .errors import SaveAborted, SaveFailed
 from .faults import fault_point
 from .layout import ObjectPlan, PlacedPiece, ShardPiece, dtype_of, plan_object
 from .manifest import AuxEntry, ObjectEntry, check_attempt, check_meta
+from .pages import transfer_buffers
 from .staging import Slab
 from .store import ALIGNMENT, KeyExists, ObjectStore, Root, store_of
 from .tiling import Tiling
 
-STAGED_CHUNK_BYTES = 2 << 20
-"""Written at a time from staged memory, where a chunk costs no memory of its own: still in the processor's cache since it was hashed."""
+CHUNK_BYTES = 2 << 20
+"""Copied, hashed and written at a time. Two processes save 1 GiB to a local disk (2 cores, 9 interleaved rounds): chunks of 1, 2 and 4 MiB
+are 0.76, 0.81 and 0.78 times as fast as a raw write in requests of 16 MiB."""
+
+STAGED_CHUNK_BYTES = 4 << 20
+"""The same from staged memory, where a chunk costs no memory of its own: 0.76, 0.85 and 0.88 times."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +99,7 @@ def write_shard(
     cancelled: Callable[[], bool] = lambda: False,
     world: int | None = None,
     block_bytes: int | None = None,
-    chunk_bytes: int | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> Vote:
     """Write this rank's pieces as one object; returns once it is durable.
 
@@ -109,7 +114,7 @@ def write_shard(
         cancelled: asked before each chunk.
         world: how many ranks write such an object, by which the blocks are chosen: a few ranks' small objects get small ones.
         block_bytes: bytes under one checksum, a multiple of 4096; by default what suits ``world``, or 1 MiB if that is not given.
-        chunk_bytes: written at a time; by default the store's ``request_bytes``.
+        chunk_bytes: written at a time, rounded to whole blocks.
 
     Raises:
         ValueError: contradicting pieces, or values that JSON can't hold; before anything is written.
@@ -124,7 +129,6 @@ def write_shard(
     sums: list[int] = []
     digests = _digests(plan.pieces)
     store = store_of(root)
-    chunk_bytes = store.request_bytes if chunk_bytes is None else chunk_bytes
     chunks = _copied(plan, sums, digests, block_bytes, max(block_bytes, chunk_bytes // block_bytes * block_bytes), pinned, cancelled)
     raw = None if aux is None else encode_aux(aux)
     return _write(store, chunks, plan.bytes, plan.pieces, sums, digests, attempt, rank, raw, step, epoch, block_bytes)
@@ -248,37 +252,29 @@ def _copied(
 ) -> Generator[memoryview]:
     """The object in chunks, each hashed in the buffer that is then written: what the disk gets is what was summed."""
     offsets = range(0, plan.bytes, chunk_bytes)
-    # One is filled while the store still has the last two.
-    buffers = [aligned_buffer(min(chunk_bytes, plan.bytes), pinned=pinned) for _ in offsets[:3]]
+    # One is filled while the store still has the last two (``ObjectStore.put_stream``).
+    buffers = transfer_buffers(len(offsets[:3]), min(chunk_bytes, plan.bytes), plan.bytes, pinned=pinned)
 
-    def filled() -> Generator[memoryview]:
-        for index, offset in enumerate(offsets):
-            _go_on(cancelled)
-            buffer = buffers[index % 3][: min(chunk_bytes, plan.bytes - offset)]
-            plan.fill(buffer, offset)
-            view = view_of(buffer)
-            sums.extend(block_sums(view, block_bytes))
-            digests.feed(view, offset)
-            yield view
-
-    # The next chunk is copied and hashed while this one is being written.
-    return one_ahead(filled()) if len(offsets) > 1 else filled()
+    for index, offset in enumerate(offsets):
+        _go_on(cancelled)
+        buffer = buffers[index % 3][: min(chunk_bytes, plan.bytes - offset)]
+        plan.fill(buffer, offset)
+        view = view_of(buffer)
+        sums.extend(block_sums(view, block_bytes))
+        digests.feed(view, offset)
+        yield view
 
 
 def _in_place(
     whole: memoryview, sums: list[int], digests: RangeDigests, block_bytes: int, chunk_bytes: int, cancelled: Callable[[], bool]
 ) -> Generator[memoryview]:
-    """The object in chunks of the memory that it is staged in, hashed one ahead."""
-
-    def hashed() -> Generator[memoryview]:
-        for offset in range(0, len(whole), chunk_bytes):
-            _go_on(cancelled)
-            view = whole[offset : offset + chunk_bytes]
-            sums.extend(block_sums(view, block_bytes))
-            digests.feed(view, offset)
-            yield view
-
-    return one_ahead(hashed()) if len(whole) > chunk_bytes else hashed()
+    """The object in chunks of the memory that it is staged in, each hashed."""
+    for offset in range(0, len(whole), chunk_bytes):
+        _go_on(cancelled)
+        view = whole[offset : offset + chunk_bytes]
+        sums.extend(block_sums(view, block_bytes))
+        digests.feed(view, offset)
+        yield view
 
 
 def _go_on(cancelled: Callable[[], bool]) -> None:

@@ -12,7 +12,6 @@ and is used again by the next save. It may have several holders (a save that is 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import threading
 import weakref
 from collections.abc import Sequence
@@ -20,11 +19,9 @@ from typing import Any
 
 import torch
 
-from .digest import aligned_buffer
 from .layout import ObjectLayout, ShardPiece, lay_out
+from .pages import aligned_buffer, touched_buffer
 from .store import ALIGNMENT
-
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 
 class Slab:
@@ -32,7 +29,7 @@ class Slab:
 
     def __init__(self, nbytes: int, pinned: bool, pool: SlabPool) -> None:
         self.pinned = pinned
-        self.buffer = _pinned(nbytes) if pinned else _touched(nbytes)
+        self.buffer = _pinned(nbytes) if pinned else touched_buffer(nbytes)
         self._pool = pool
         self._holders = 1
         self._gaps_of: ObjectLayout | None = None
@@ -204,18 +201,3 @@ def _follows(offset: int, flat: torch.Tensor, size: int, next_offset: int, follo
 
 def _pinned(nbytes: int) -> torch.Tensor:
     return aligned_buffer(max(ALIGNMENT, nbytes), pinned=True)
-
-
-def _touched(nbytes: int) -> torch.Tensor:
-    """Memory from the system itself (freed as a whole when the last view goes), every page there.
-
-    Not in huge pages: clearing them took nine times as long on a virtual machine, and the copies were no faster.
-    """
-    size = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    buffer = torch.frombuffer(memory, dtype=torch.uint8)
-    try:
-        memory.madvise(_POPULATE_WRITE)
-    except OSError:
-        ctypes.memset(buffer.data_ptr(), 0, size)
-    return buffer

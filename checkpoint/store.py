@@ -65,7 +65,7 @@ class ObjectStore(Protocol):
     """Immutable objects under keys such as ``data/<attempt>/r00000.safetensors``."""
 
     request_bytes: int
-    """What is written, or asked for, at once where that may be chosen: small where a request costs nothing, so that the bytes are still in
+    """What is asked for at once where that may be chosen: small where a request costs nothing, so that the bytes are still in
     the processor's cache when they are checked and copied; large where each waits for an answer from afar. A power of two."""
 
     def describe(self, key: str = "") -> str:
@@ -74,8 +74,9 @@ class ObjectStore(Protocol):
 
     def put_stream(self, key: str, chunks: Iterable[memoryview], size: int) -> None:
         """Create ``key`` from ``chunks`` (``size`` bytes in total; every chunk starts 4096-aligned in memory and, the last
-        one apart, is a multiple of 4096 long). A chunk's memory may be reused once the next but one is asked for. Durable on
-        return. A reader may see a torn object before that: only for objects that nothing refers to yet.
+        one apart, is a multiple of 4096 long). They are asked for one at a time, by any thread, and a chunk's memory may be
+        used again once the third after it is asked for. Durable on return. A reader may see a torn object before that: only for
+        objects that nothing refers to yet.
 
         Raises:
             KeyExists: the key is taken. OSError: nothing is left behind, as far as the store allows.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -21,7 +23,8 @@ from tests.checkpoint.checkpoint_support import assert_equals, in_subprocess, ra
 from tests.checkpoint.stores import collect
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.bounded import DAEMONS, Workers
-from vescale_ray.checkpoint.digest import aligned_buffer, one_ahead, view_of
+from vescale_ray.checkpoint.digest import one_ahead, view_of
+from vescale_ray.checkpoint.pages import aligned_buffer, transfer_buffers
 from vescale_ray.checkpoint.posix import UNDER_WAY
 from vescale_ray.checkpoint.store import KeyExists, KeyMissing, check_key
 
@@ -130,7 +133,7 @@ def test_a_stream_of_another_length_or_that_fails_leaves_nothing(tmp_path):
     assert store.size("data/x/r") is None and store.list("data/") == []
 
 
-def test_two_chunks_are_under_way_at_once_and_no_memory_is_used_again_before_it_is_written(tmp_path, monkeypatch):
+def test_three_chunks_are_under_way_at_once_and_no_memory_is_used_again_before_it_is_written(tmp_path, monkeypatch):
     real, lock = os.pwrite, threading.Lock()
     now, most, delays = 0, 0, random.Random(7)
 
@@ -148,7 +151,7 @@ def test_two_chunks_are_under_way_at_once_and_no_memory_is_used_again_before_it_
 
     monkeypatch.setattr(os, "pwrite", slow)
     save_in_process(tmp_path, BIG, random_layout(BIG, 2, seed=3), block_bytes=1 << 16, chunk_bytes=1 << 16)
-    assert most == UNDER_WAY == 2
+    assert most == UNDER_WAY == 3
     assert_equals(tmp_path, BIG)
     named = [thread.name for thread in threading.enumerate()]
     assert DAEMONS + "write" not in named
@@ -156,13 +159,15 @@ def test_two_chunks_are_under_way_at_once_and_no_memory_is_used_again_before_it_
 
 def test_the_error_of_one_write_ends_the_stream_after_the_other_and_leaves_nothing(tmp_path, monkeypatch):
     store = ckpt.PosixStore(tmp_path)
-    real, late, over = os.pwrite, threading.Event(), []
+    real, begun, late, over = os.pwrite, threading.Event(), threading.Event(), []
 
     def failing(fd, data, offset):
         if offset == 4096:
+            assert begun.wait(10)
             late.set()
             raise OSError(errno.EIO, "the disk is gone")
         if offset == 8192:
+            begun.set()
             late.wait(10)
             time.sleep(0.2)
         written = real(fd, data, offset)  # into another file, if the descriptor were closed by now and used again
@@ -172,8 +177,63 @@ def test_the_error_of_one_write_ends_the_stream_after_the_other_and_leaves_nothi
     monkeypatch.setattr(os, "pwrite", failing)
     with pytest.raises(OSError, match="the disk is gone"):
         store.put_stream("data/x/r", chunks(5 * 4096, chunk=4096), 5 * 4096)
-    assert over == [0, 8192]
+    assert over[-1] == 8192 and 4096 not in over, "the write that was under way was waited for"
     assert store.size("data/x/r") is None and store.list("data/") == []
+
+
+def test_a_chunk_that_fills_no_page_is_written_after_the_others_and_what_follows_it_too(tmp_path, monkeypatch):
+    real, lock, now = os.pwrite, threading.Lock(), []
+
+    def slow(fd, data, offset):
+        with lock:
+            now.append(offset)
+            beside = {0, 4096, 8192} & set(now)
+            assert offset < 12288 or not beside, f"{offset} was begun beside {beside}"
+        time.sleep(0.02)
+        written = real(fd, data, offset)
+        with lock:
+            now.remove(offset)
+        return written
+
+    def odd():
+        data = random_bits((20_000,), torch.uint8, 0)
+        for start, end in ((0, 4096), (4096, 8192), (8192, 12288), (12288, 15000), (15000, 20_000)):
+            part = aligned_buffer(end - start)
+            part.copy_(data[start:end])
+            yield view_of(part)
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    store = ckpt.PosixStore(tmp_path)
+    store.put_stream("data/x/r", odd(), 20_000)
+    assert store.get("data/x/r") == random_bits((20_000,), torch.uint8, 0).numpy().tobytes()
+
+
+def test_buffers_that_move_much_are_in_huge_pages_and_what_is_held_stays_in_bounds():
+    def huge_and_resident():
+        text = Path("/proc/self/smaps_rollup").read_text()
+        return tuple(int(re.search(rf"^{name}: +(\d+) kB", text, re.M)[1]) << 10 for name in ("AnonHugePages", "Rss"))
+
+    mode = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    huge, resident = huge_and_resident()
+    buffers = transfer_buffers(8, (1 << 20) - 100, 1 << 30)
+    assert [b.numel() for b in buffers] == [(1 << 20) - 100] * 8 and all(b.data_ptr() % 4096 == 0 for b in buffers)
+    addresses = sorted(b.data_ptr() for b in buffers)
+    assert all(second - first >= 1 << 20 for first, second in itertools.pairwise(addresses)), "none lies in another"
+    for number, buffer in enumerate(buffers):
+        buffer.fill_(number)
+    assert [int(b.max()) for b in buffers] == list(range(8))
+    now_huge, now_resident = huge_and_resident()
+    assert now_resident - resident < 11 << 20
+    if mode.exists() and "[never]" not in mode.read_text():
+        assert now_huge - huge >= 4 << 20, "a machine that is short of them may give a part"
+    few = transfer_buffers(2, 1 << 20, 4 << 20)
+    few[1].fill_(1)
+    assert huge_and_resident()[0] <= now_huge, "what moves little is not worth a huge page"
+    assert transfer_buffers(0, 1 << 20, 1 << 30) == [] and transfer_buffers(1, 0, 0)[0].numel() == 0
+    one = transfer_buffers(1, 2 << 20, 1 << 30)[0][5:6]
+    one.fill_(7)
+    del buffers, few
+    assert int(one[0]) == 7, "a view keeps the memory"
 
 
 def test_a_second_interrupt_leaves_a_write_behind_that_touches_no_other_file(tmp_path, monkeypatch):

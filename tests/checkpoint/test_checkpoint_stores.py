@@ -12,7 +12,8 @@ import torch
 from tests.checkpoint.checkpoint_support import adam_like, assert_equals, load_in_process, random_bits, random_layout, save_in_process
 from tests.checkpoint.stores import EXCLUSIVE, KINDS, collect, opened
 from vescale_ray import checkpoint as ckpt
-from vescale_ray.checkpoint.digest import aligned_buffer, view_of
+from vescale_ray.checkpoint.digest import view_of
+from vescale_ray.checkpoint.pages import aligned_buffer
 from vescale_ray.checkpoint.store import KeyExists, KeyMissing, ObjectStore, store_of
 
 A, B = adam_like(seed=1), adam_like(seed=2)
@@ -28,12 +29,12 @@ def backend(request):
 
 
 def chunks(size, seed=0, chunk=1 << 20):
-    """As the seam says, a chunk's memory is used again once the next but one is asked for."""
+    """As the seam says, a chunk's memory is used again once the third after it is asked for."""
     data = random_bits((size,), torch.uint8, seed)
-    buffers = [aligned_buffer(chunk), aligned_buffer(chunk)]
+    buffers = [aligned_buffer(chunk) for _ in range(3)]
     for index, start in enumerate(range(0, size, chunk)):
-        buffers[index % 2].zero_()
-        part = buffers[index % 2][: min(chunk, size - start)]
+        buffers[index % 3].zero_()
+        part = buffers[index % 3][: min(chunk, size - start)]
         part.copy_(data[start : start + part.numel()])
         yield view_of(part)
 
