@@ -23,11 +23,9 @@ from pathlib import Path
 
 from .bounded import Workers
 from .faults import fault_point
-from .store import ALIGNMENT, Entry, KeyExists, KeyMissing, check_key, delete_each, is_key
+from .store import ALIGNMENT, UNDER_WAY, Entry, KeyExists, KeyMissing, check_key, delete_each, is_key
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
-UNDER_WAY = 3
-"""Chunks of an object that are being made or written at once; whoever streams keeps the memory of so many (``ObjectStore.put_stream``)."""
 
 _TMP = ".tmp-"
 # fsync of a folder is not offered by every file system; these errors mean "not offered", not "failed".
@@ -371,17 +369,14 @@ class _Stream:
                     memory = self._memory[number % UNDER_WAY]
                     memory.acquire()
                     try:
-                        chunk = None if self.ended else next(self._chunks, None)
-                        if chunk is None:
-                            self.ended = True
-                            return
-                        offset, self._number = self.offset, number + 1
-                        self.offset += len(chunk)
-                        if len(chunk) % ALIGNMENT and self.direct:
-                            self._buffered(memory)
-                    finally:
-                        if self._number == number:
-                            memory.release()
+                        chunk = self._next(number, memory)
+                    except BaseException:
+                        memory.release()
+                        raise
+                    if chunk is None:
+                        memory.release()
+                        return
+                    offset = self.offset - len(chunk)
                 try:
                     if not _write_own(os.dup(self._fd), chunk, offset, self.direct):
                         self.direct = False
@@ -391,6 +386,17 @@ class _Stream:
         except BaseException as error:
             self.errors[number] = error
             self.ended = True
+
+    def _next(self, number: int, own: threading.Lock) -> memoryview | None:
+        chunk = None if self.ended else next(self._chunks, None)
+        if chunk is None:
+            self.ended = True
+            return None
+        if len(chunk) % ALIGNMENT and self.direct:
+            self._buffered(own)
+        self.offset += len(chunk)
+        self._number = number + 1
+        return chunk
 
     def _buffered(self, own: threading.Lock) -> None:
         """From here on past no cache; after the chunks before, which are written directly."""

@@ -77,7 +77,7 @@ class Saver:
                     saver.async_save({"model": model, "optimizer": optimizer}, step + 1)
 
     Memory: one buffer of the size of this rank's part, made at the first save (or :meth:`prepare`) and used again; a second one
-    only if a save is asked for while the one before is still being written. Besides 8 MiB at most.
+    only if a save is asked for while the one before is still being written. Beside it, 8 MiB at most.
 
     An error of a save is raised by its handle's ``wait``, or else by the next :meth:`async_save` or :meth:`close`, on each rank as soon as
     it knows.

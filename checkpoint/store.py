@@ -60,6 +60,11 @@ class RangeReader(Protocol):
         ...
 
 
+UNDER_WAY = 4
+"""Chunks of an object that are being made or written at once, so that the memory of so many is kept. Two processes save 1 GiB to a local
+disk (2 cores, 15 interleaved rounds): with 3, 4, 5 and 6 they are 0.79, 0.83, 0.85 and 0.86 times as fast as a raw write."""
+
+
 @runtime_checkable
 class ObjectStore(Protocol):
     """Immutable objects under keys such as ``data/<attempt>/r00000.safetensors``."""
@@ -75,8 +80,8 @@ class ObjectStore(Protocol):
     def put_stream(self, key: str, chunks: Iterable[memoryview], size: int) -> None:
         """Create ``key`` from ``chunks`` (``size`` bytes in total; every chunk starts 4096-aligned in memory and, the last
         one apart, is a multiple of 4096 long). They are asked for one at a time, by any thread, and a chunk's memory may be
-        used again once the third after it is asked for. Durable on return. A reader may see a torn object before that: only for
-        objects that nothing refers to yet.
+        used again once the fourth after it is asked for (:data:`UNDER_WAY`). Durable on return. A reader may see a torn object
+        before that: only for objects that nothing refers to yet.
 
         Raises:
             KeyExists: the key is taken. OSError: nothing is left behind, as far as the store allows.

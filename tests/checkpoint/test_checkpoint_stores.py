@@ -14,7 +14,7 @@ from tests.checkpoint.stores import EXCLUSIVE, KINDS, collect, opened
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.digest import view_of
 from vescale_ray.checkpoint.pages import aligned_buffer
-from vescale_ray.checkpoint.store import KeyExists, KeyMissing, ObjectStore, store_of
+from vescale_ray.checkpoint.store import UNDER_WAY, KeyExists, KeyMissing, ObjectStore, store_of
 
 A, B = adam_like(seed=1), adam_like(seed=2)
 
@@ -29,12 +29,12 @@ def backend(request):
 
 
 def chunks(size, seed=0, chunk=1 << 20):
-    """As the seam says, a chunk's memory is used again once the third after it is asked for."""
+    """As the seam says, a chunk's memory is used again once the fourth after it is asked for."""
     data = random_bits((size,), torch.uint8, seed)
-    buffers = [aligned_buffer(chunk) for _ in range(3)]
+    buffers = [aligned_buffer(chunk) for _ in range(UNDER_WAY)]
     for index, start in enumerate(range(0, size, chunk)):
-        buffers[index % 3].zero_()
-        part = buffers[index % 3][: min(chunk, size - start)]
+        buffers[index % UNDER_WAY].zero_()
+        part = buffers[index % UNDER_WAY][: min(chunk, size - start)]
         part.copy_(data[start : start + part.numel()])
         yield view_of(part)
 
