@@ -333,34 +333,39 @@ def _write_chunks(fd: int, chunks: Iterable[memoryview], direct: bool) -> tuple[
     Each thread asks for a chunk, which makes it (copied and hashed, one thread at a time), and writes it itself while the next one asks:
     where a chunk was handed from thread to thread, waking them took a third of a save's time on a virtual machine.
     """
-    stream = _Stream(fd, iter(chunks), direct)
+    stream = _Stream(iter(chunks), direct)
     with Workers(UNDER_WAY, "write") as writers:
         try:
-            for over in [writers.submit(stream.run) for _ in range(UNDER_WAY)]:
+            for over in [writers.submit(stream.run, os.dup(fd)) for _ in range(UNDER_WAY)]:
                 over.result()
         finally:
             stream.ended = True  # an interrupt of this thread ends the others after their chunk
-    if stream.errors:
-        raise stream.errors[min(stream.errors)]
+    try:
+        if stream.errors:
+            raise stream.errors[min(stream.errors)]
+    finally:
+        stream.errors.clear()  # they hold the frames that hold the state
     return stream.offset, stream.direct
 
 
 class _Stream:
     """What the threads that write one object share."""
 
-    def __init__(self, fd: int, chunks: Iterator[memoryview], direct: bool) -> None:
+    def __init__(self, chunks: Iterator[memoryview], direct: bool) -> None:
         self.direct = direct
         self.offset = 0
         self.ended = False
         self.errors: dict[int, BaseException] = {}
-        self._fd, self._chunks = fd, chunks
+        self._chunks = chunks
         self._number = 0
         self._turn = threading.Lock()
         """Held by who asks for a chunk."""
         self._memory = [threading.Lock() for _ in range(UNDER_WAY)]
         """Of chunk ``number % UNDER_WAY``, held until it is written: only then may the one that lies there next be asked for."""
 
-    def run(self) -> None:
+    def run(self, fd: int) -> None:
+        """Closes ``fd``, which nobody else does: a second Ctrl-C leaves this thread behind, making or writing a chunk, and were the
+        descriptor closed then, the next file that is opened would get both the number and the bytes."""
         number = 0
         try:
             while True:
@@ -369,7 +374,7 @@ class _Stream:
                     memory = self._memory[number % UNDER_WAY]
                     memory.acquire()
                     try:
-                        chunk = self._next(number, memory)
+                        chunk = self._next(fd, number, memory)
                     except BaseException:
                         memory.release()
                         raise
@@ -378,7 +383,7 @@ class _Stream:
                         return
                     offset = self.offset - len(chunk)
                 try:
-                    if not _write_own(os.dup(self._fd), chunk, offset, self.direct):
+                    if not _write_all(fd, chunk, offset, self.direct):
                         self.direct = False
                 finally:
                     memory.release()
@@ -386,35 +391,28 @@ class _Stream:
         except BaseException as error:
             self.errors[number] = error
             self.ended = True
+        finally:
+            os.close(fd)
 
-    def _next(self, number: int, own: threading.Lock) -> memoryview | None:
+    def _next(self, fd: int, number: int, own: threading.Lock) -> memoryview | None:
         chunk = None if self.ended else next(self._chunks, None)
         if chunk is None:
             self.ended = True
             return None
         if len(chunk) % ALIGNMENT and self.direct:
-            self._buffered(own)
+            self._buffered(fd, own)
         self.offset += len(chunk)
         self._number = number + 1
         return chunk
 
-    def _buffered(self, own: threading.Lock) -> None:
+    def _buffered(self, fd: int, own: threading.Lock) -> None:
         """From here on past no cache; after the chunks before, which are written directly."""
         for memory in self._memory:
             if memory is not own:
                 with memory:
                     pass
-        _set_direct(self._fd, False)
+        _set_direct(fd, False)
         self.direct = False
-
-
-def _write_own(fd: int, view: memoryview, offset: int, direct: bool) -> bool:
-    """:func:`_write_all`, through a descriptor that nobody else closes: a second Ctrl-C leaves a write under way behind, and were its
-    descriptor closed then, the next file that is opened would get both the number and the bytes."""
-    try:
-        return _write_all(fd, view, offset, direct)
-    finally:
-        os.close(fd)
 
 
 def _write_all(fd: int, view: memoryview, offset: int, direct: bool) -> bool:

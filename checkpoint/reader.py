@@ -182,6 +182,10 @@ class Checkpoint:
             ValueError: the budget is less than one block.
         """
         wanted = self._wanted(ranges, cast, budget_bytes)
+        for asked, *_ in wanted:
+            if asked.out.is_meta or asked.out.is_conj() or asked.out.is_neg():
+                what = "is on the meta device" if asked.out.is_meta else "is a conjugated or negated view"
+                raise CheckpointMismatch(f"{label(asked.name, asked.kind)}: its destination {what}; give memory of its own")
         done = []
         for batch in batches(wanted):
             plan = plan_reads(self.manifest, batch, self._store.request_bytes, budget_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -211,8 +211,11 @@ def _write(
     aux_entry: AuxEntry | None = None
     fault_point("shard.planned")
     try:
-        with closing(chunks):
+        try:
             store.put_stream(key, chunks, size)
+        finally:
+            with suppress(ValueError):  # a second Ctrl-C leaves a thread behind that is making a chunk
+                chunks.close()
         if aux is not None:
             aux_entry = AuxEntry(f"data/{attempt}/r{rank:05d}.aux.json", rank, len(aux), digest_of(aux))
             store.put(aux_entry.key, aux)
@@ -252,16 +255,20 @@ def _copied(
 ) -> Generator[memoryview]:
     """The object in chunks, each hashed in the buffer that is then written: what the disk gets is what was summed."""
     offsets = range(0, plan.bytes, chunk_bytes)
+    # Made here: pinning in a store's new thread would open a context on GPU 0, whichever this rank has.
     buffers = transfer_buffers(len(offsets[:UNDER_WAY]), min(chunk_bytes, plan.bytes), plan.bytes, pinned=pinned)
 
-    for index, offset in enumerate(offsets):
-        _go_on(cancelled)
-        buffer = buffers[index % UNDER_WAY][: min(chunk_bytes, plan.bytes - offset)]
-        plan.fill(buffer, offset)
-        view = view_of(buffer)
-        sums.extend(block_sums(view, block_bytes))
-        digests.feed(view, offset)
-        yield view
+    def filled() -> Generator[memoryview]:
+        for index, offset in enumerate(offsets):
+            _go_on(cancelled)
+            buffer = buffers[index % UNDER_WAY][: min(chunk_bytes, plan.bytes - offset)]
+            plan.fill(buffer, offset)
+            view = view_of(buffer)
+            sums.extend(block_sums(view, block_bytes))
+            digests.feed(view, offset)
+            yield view
+
+    return filled()
 
 
 def _in_place(

@@ -244,6 +244,22 @@ def test_any_range_of_any_tensor_can_be_read_alone(root):
 # ------------------------------------------------------------------------------------------------- models without storage
 
 
+def test_a_destination_that_bytes_cannot_just_be_moved_to_is_refused(tmp_path):
+    kept = {"c": torch.randn(50, dtype=torch.complex64), "f": torch.randn(50)}
+    ckpt.save({"model": kept}, tmp_path, 1)
+    found = ckpt.open(tmp_path)
+    outs = {
+        "conjugated": ("c", torch.zeros(50, dtype=torch.complex64).conj()),
+        "negated": ("f", torch._neg_view(torch.zeros(50))),
+        "meta": ("f", torch.empty(50, device="meta")),
+    }
+    for what, (name, out) in outs.items():
+        with pytest.raises(ckpt.CheckpointMismatch, match=f"'{name}'.*{what}"):
+            found.read_ranges([(name, "param", 0, 50, out)])
+    with pytest.raises(ckpt.CheckpointMismatch, match="meta"):
+        found.read("f", device="meta")
+
+
 def test_a_plain_model_on_the_meta_device_gets_storage_ties_and_an_optimizer_that_follows(root):
     net, optimizer = saved_net(root)
     with torch.device("meta"):

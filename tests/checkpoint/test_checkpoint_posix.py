@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import itertools
 import os
 import random
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -22,9 +25,11 @@ import torch
 from tests.checkpoint.checkpoint_support import assert_equals, in_subprocess, random_bits, random_layout, save_in_process
 from tests.checkpoint.stores import collect
 from vescale_ray import checkpoint as ckpt
+from vescale_ray.checkpoint import posix, shard
 from vescale_ray.checkpoint.bounded import DAEMONS, Workers
 from vescale_ray.checkpoint.digest import one_ahead, view_of
 from vescale_ray.checkpoint.pages import aligned_buffer, transfer_buffers
+from vescale_ray.checkpoint.shard import new_attempt, write_shard
 from vescale_ray.checkpoint.store import UNDER_WAY, KeyExists, KeyMissing, check_key
 
 BIG = {("w", "param"): random_bits((3 << 20,), torch.uint8, 1), ("v", "param"): random_bits((70001,), torch.float32, 2)}
@@ -270,6 +275,92 @@ def test_a_second_interrupt_leaves_a_write_behind_that_touches_no_other_file(tmp
     for other in others:
         other.close()
     assert [path.stat().st_size for path in sorted(tmp_path.glob("other*"))] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("waits", ["in the store", "in the save"])
+def test_a_second_interrupt_leaves_a_thread_behind_that_makes_a_chunk_and_touches_no_other_file(tmp_path, monkeypatch, waits):
+    held, begun, opened = threading.Event(), threading.Event(), []
+    join, create = threading.Thread.join, posix._create
+
+    def creating(path):
+        opened.append(create(path))
+        return opened[-1]
+
+    def impatient(thread, timeout=None):
+        if thread.name == DAEMONS + "write":
+            raise KeyboardInterrupt
+        join(thread, timeout)
+
+    def result(future, timeout=None):
+        assert begun.wait(20)
+        raise KeyboardInterrupt
+
+    def slow(chunk=0):
+        if begun.is_set() or chunk == 0:
+            begun.set()
+            assert held.wait(20)
+        return False
+
+    def slowly():
+        for part in chunks(8192, chunk=4096):
+            slow()
+            yield part
+
+    monkeypatch.setattr(posix, "_create", creating)
+    monkeypatch.setattr(threading.Thread, "join", impatient)
+    monkeypatch.setattr(Future, "result", result)
+    with pytest.raises(KeyboardInterrupt):
+        if waits == "in the store":
+            ckpt.PosixStore(tmp_path).put_stream("data/x/r", slowly(), 8192)
+        else:
+            data = torch.arange(4096)
+            piece = ckpt.ShardPiece("w", "param", 0, 4096, (4096,), data.dtype, data)
+            write_shard(tmp_path, new_attempt(), 0, [piece], step=1, epoch=0, cancelled=slow)
+    monkeypatch.undo()
+    others = [open(tmp_path / f"other{i}", "xb") for i in range(6)]
+    assert opened[0][0] in [other.fileno() for other in others], "the number is used again"
+    held.set()
+    for thread in threading.enumerate():
+        if thread.name == DAEMONS + "write":
+            thread.join(20)
+    for other in others:
+        other.close()
+    assert [path.stat().st_size for path in sorted(tmp_path.glob("other*"))] == [0] * 6
+
+
+def test_a_save_that_failed_keeps_no_tensor_until_the_next_garbage_collection(tmp_path, monkeypatch):
+    def failing(fd, data, offset):
+        raise OSError(errno.EIO, "the disk is gone")
+
+    def fail():
+        data = torch.zeros(1 << 20)
+        piece = ckpt.ShardPiece("w", "param", 0, 1 << 20, (1 << 20,), data.dtype, data)
+        with pytest.raises(ckpt.SaveFailed, match="the disk is gone"):
+            write_shard(tmp_path, new_attempt(), 0, [piece], step=1, epoch=0)
+        return weakref.ref(data.untyped_storage())
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    gc.collect()
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()
+
+
+def test_the_buffers_of_a_save_are_made_in_the_callers_thread(tmp_path, monkeypatch):
+    """Pinning in another one would open a context on GPU 0, whichever this rank has."""
+    makers = []
+
+    def making(*arguments, **options):
+        makers.append(threading.current_thread())
+        return transfer_buffers(*arguments, **options)
+
+    monkeypatch.setattr(shard, "transfer_buffers", making)
+    data = torch.zeros(3 << 20, dtype=torch.uint8)
+    piece = ckpt.ShardPiece("w", "param", 0, len(data), (len(data),), data.dtype, data)
+    write_shard(tmp_path, new_attempt(), 0, [piece], step=1, epoch=0)
+    assert makers == [threading.current_thread()]
 
 
 def test_a_process_ends_though_a_write_hangs():
