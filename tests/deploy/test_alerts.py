@@ -131,6 +131,12 @@ def test_every_rule_asks_for_series_that_exist(rule: dict[str, Any]) -> None:
     assert asked and asked <= known() | RECORDED
 
 
+@pytest.mark.parametrize("rule", [rule for group in RULES for rule in group["rules"]], ids=lambda rule: rule.get("alert") or rule["record"])
+def test_no_rule_takes_the_runs_of_two_namespaces_for_one(rule: dict[str, Any]) -> None:
+    for labels in re.findall(r"\b(?:by|on|ignoring|without)\s*\(([^)]*)\)", rule["expr"]):
+        assert labels.startswith("cluster, namespace, run"), labels
+
+
 def test_the_runbooks_are_of_alerts_that_exist_and_name_keys_and_commands_that_exist() -> None:
     assert set(re.findall(r"^## (\w+)$", RUNBOOKS, re.MULTILINE)) == set(ALERTS)
     sections = RunConfig.model_fields
