@@ -46,7 +46,7 @@ def silence(address: str) -> str | None:
         return None
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         return getattr(error, "strerror", None) or str(error)
     return None
 

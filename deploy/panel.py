@@ -50,3 +50,23 @@ RATE = "$__rate_interval"
 def newest(name: str) -> str:
     """Of an instant query: what there is now, and of runs that have ended, which have nothing now, the last of the shown time."""
     return f"({name}{{{RUN}}} or (last_over_time({name}{{{RUN}}}[$__range]) unless on (run) {name}{{{RUN}}}))"
+
+
+FEW = 8
+"""So many ranks have a line of their own in a panel: a thousand lines tell nobody anything."""
+
+
+def few(shown: str, by: str, pick: str = "topk") -> str:
+    """Of what is shown by rank, the lines of the ranks that stand out. They are chosen once for the whole shown time, by ``by`` over
+    ``$__range``: what ``topk`` chooses anew at each point are pieces of lines, of more and more ranks."""
+    return f"{shown} and on (run, rank) {pick} by (run) ({FEW}, max by (run, rank) ({by}))"
+
+
+def highest(name: str) -> str:
+    """Of a series by rank, the ranks that had the highest values in the shown time."""
+    return few(f"{name}{{{RUN}}}", f"max_over_time({name}{{{RUN}}}[$__range] @ end())")
+
+
+def median(expr: str) -> str:
+    """Of all ranks."""
+    return f"quantile by (run) (0.5, {expr})"

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from vescale_ray.deploy.panel import RATE, RUN, STACKED, STATE, STATE_MAP, STEPS, Panel, newest, stat
+from vescale_ray.deploy.panel import FEW, RATE, RUN, STACKED, STATE, STATE_MAP, STEPS, Panel, few, highest, median, newest, stat
 
 WAITED = f'vescale_worker_exposed_communication_seconds_total{{{RUN}, op!="reshard"}}'
 """Of steps alone."""
+WAITS = (
+    f"sum by (run, rank) (rate({WAITED}[{RATE}])) / on (run) group_left "
+    f"max by (run) (rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}]))"
+)
+HEARD = f"vescale_worker_heartbeat_timestamp_seconds{{{RUN}}}"
+
+
+def shown_of(function: str, series: str) -> str:
+    return f"{function}({series}[$__range] @ end())"
+
 
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
@@ -110,8 +120,9 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 "Resident memory by rank",
-                "Host memory of each worker's process: on the CPU everything, with a GPU page-locked buffers and peer copies.",
-                ((f"vescale_worker_host_rss_bytes{{{RUN}}}", "{{run}} rank {{rank}}"),),
+                f"Host memory of a worker's process, of the {FEW} ranks that had most: on the CPU everything, with a GPU page-locked "
+                "buffers and peer copies.",
+                ((highest("vescale_worker_host_rss_bytes"), "{{run}} rank {{rank}}"),),
                 "bytes",
                 width=12,
             ),
@@ -368,54 +379,75 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(
                 "Slowness",
-                "How many times as long as the usual rank a rank takes for a slot; 1 is usual.",
+                f"How many times as long as the usual rank a rank takes for a slot, of the {FEW} that were slowest; 1 is usual.",
                 (
-                    (f"vescale_worker_slowness_ratio{{{RUN}}}", "{{run}} rank {{rank}}"),
+                    (highest("vescale_worker_slowness_ratio"), "{{run}} rank {{rank}}"),
                     (f"vescale_stragglers{{{RUN}}}", "{{run}} workers that are slow for long"),
                 ),
                 "none",
             ),
             Panel(
                 "Own time for a slot",
-                "Of the last step, without waiting for others.",
-                ((f"vescale_worker_slot_seconds{{{RUN}}}", "{{run}} rank {{rank}}"),),
+                f"Of the last step, without waiting for others: of the {FEW} ranks that were slowest, and the median of all.",
+                (
+                    (highest("vescale_worker_slot_seconds"), "{{run}} rank {{rank}}"),
+                    (median(f"vescale_worker_slot_seconds{{{RUN}}}"), "{{run}} median"),
+                ),
                 "s",
             ),
             Panel(
                 "Slots",
-                "Slots of the global batch that each rank does.",
-                ((f"vescale_worker_slots{{{RUN}}}", "{{run}} rank {{rank}}"),),
+                "Slots of the global batch that a rank does: most and fewest of all ranks.",
+                (
+                    (f"max by (run) (vescale_worker_slots{{{RUN}}})", "{{run}} most"),
+                    (f"min by (run) (vescale_worker_slots{{{RUN}}})", "{{run}} fewest"),
+                ),
                 "none",
                 custom=STEPS,
             ),
             Panel(
                 "Waiting by rank",
-                "The part of its steps for which a rank stood still for others: the one that waits least is whom the others wait for.",
+                "The part of its steps for which a rank stood still for others: the one that waits least is whom the others wait for. Of "
+                f"the {FEW} ranks that waited least for as long as they were there, and the median of all.",
                 (
                     (
-                        f"sum by (run, rank) (rate({WAITED}[{RATE}])) / on (run) group_left "
-                        f"max by (run) (rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}]))",
+                        few(
+                            WAITS,
+                            f"sum by (run, rank) ({shown_of('increase', WAITED)}) / "
+                            f"sum by (run, rank) ({shown_of('count_over_time', WAITED)})",
+                            "bottomk",
+                        ),
                         "{{run}} rank {{rank}}",
                     ),
+                    (median(WAITS), "{{run}} median"),
                 ),
                 "percentunit",
             ),
             Panel(
                 "Step time by rank",
-                "Wall time of each rank's last step, and the seconds that moves of shards have taken it since the run began.",
+                f"Wall time of a rank's last step, of the {FEW} that took longest, and the median of all; and the most seconds that moves "
+                "of shards have taken a rank since the run began.",
                 (
-                    (f"vescale_worker_step_duration_seconds{{{RUN}}}", "{{run}} rank {{rank}}"),
+                    (highest("vescale_worker_step_duration_seconds"), "{{run}} rank {{rank}}"),
+                    (median(f"vescale_worker_step_duration_seconds{{{RUN}}}"), "{{run}} median"),
                     (
-                        f'vescale_worker_exposed_communication_seconds_total{{{RUN}, op="reshard"}}',
-                        "{{run}} rank {{rank}} moves",
+                        f'max by (run) (vescale_worker_exposed_communication_seconds_total{{{RUN}, op="reshard"}})',
+                        "{{run}} moves, most",
                     ),
                 ),
                 "s",
             ),
             Panel(
                 "Age of the last answer",
-                "Since the controller has heard each rank, which it does several times a second.",
-                ((f"time() - vescale_worker_heartbeat_timestamp_seconds{{{RUN}}}", "{{run}} rank {{rank}}"),),
+                "Since the controller has heard a rank, which it does several times a second: of the "
+                f"{FEW} that were heard anew in the fewest scrapes, and of all the longest.",
+                (
+                    (
+                        few(f"time() - {HEARD}", f"({shown_of('changes', HEARD)} + 1) / {shown_of('count_over_time', HEARD)}", "bottomk"),
+                        "{{run}} rank {{rank}}",
+                    ),
+                    (f"max by (run) (time() - {HEARD})", "{{run}} longest"),
+                ),
                 "s",
             ),
             Panel(
@@ -430,8 +462,9 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Retries of allocations",
-                "Times that the allocator of a rank's accelerator had to give memory back and try again: it is nearly full.",
-                ((f"vescale_worker_alloc_retries_total{{{RUN}}}", "{{run}} rank {{rank}}"),),
+                f"Times that the allocator of a rank's accelerator had to give memory back and try again, of the {FEW} ranks with most: it "
+                "is nearly full.",
+                ((highest("vescale_worker_alloc_retries_total"), "{{run}} rank {{rank}}"),),
                 "none",
                 width=6,
                 custom=STEPS,

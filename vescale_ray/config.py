@@ -520,6 +520,9 @@ def _holds_credentials(url: str) -> bool:
     before, at, _ = parts.netloc.rpartition("@")
     if at and (":" in before or parts.scheme in ("s3", "http", "https")):
         return True
+    _, colon, port = parts.netloc.rpartition(":")
+    if colon and not port.isdigit() and "@" in parts.path:
+        return True  # a secret key with a slash in it, which many have, is taken for a host without its end
     return any(_SECRET.search(name) or _holds_credentials(value) for name, value in query)
 
 

@@ -182,6 +182,8 @@ def test_a_port_in_use_and_a_cluster_that_does_not_answer_are_found(monkeypatch)
         patched.setattr(subprocess, "run", lambda *args, **more: pytest.fail("Ray is not asked where nobody listens"))
         found = doctor.ray_cluster("127.0.0.1:1")
     assert found.verdict == "fail" and found.text.startswith("127.0.0.1:1: no cluster answers there (")
+    found = doctor.ray_cluster("head..svc:6379")
+    assert found.verdict == "fail" and "no cluster answers there (" in found.text, "what can be no host's name is a UnicodeError"
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert doctor.ray_cluster(None).verdict == "ok"
 

@@ -137,6 +137,38 @@ def test_a_run_that_was_started_again_at_another_address_is_one_run(tmp_path: Pa
     assert "duplicate series" in refused(["rate(vescale_tokens_total[10m]) / on (run) rate(vescale_steps_total[10m])"], tmp_path)
 
 
+def ranks_of(queries: list[str], series: list[dict[str, str]], folder: Path) -> list[set[int]]:
+    """The ranks that each query has lines of, after half an hour of ``series``."""
+    filled = [expr.replace("$run", ".*").replace("$__rate_interval", "4m").replace("$__range", "30m") for expr in queries]
+    asked = [{"expr": expr, "eval_time": "30m", "exp_samples": [{"labels": "{}", "value": -1}]} for expr in filled]
+    (folder / "test.yml").write_text(yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}]}))
+    done = subprocess.run(["promtool", "test", "rules", "test.yml"], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    told = [set(map(int, re.findall(r'rank="(\d+)"', line))) for line in (done.stdout + done.stderr).splitlines() if "got:" in line]
+    assert len(told) == len(queries), done.stdout + done.stderr
+    return told
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
+def test_of_many_ranks_those_that_stand_out_have_lines(tmp_path: Path) -> None:
+    """A line for each of 1,024 ranks was what an operator got. 40 ranks here: 3 was high for a moment, 39 has left after ten minutes."""
+    by_rank = {p["title"] + t["refId"]: t["expr"] for p in PANELS for t in p["targets"] if "{{rank}}" in t["legendFormat"]}
+    assert len(by_rank) == 7 and {title[-1] for title in by_rank} == {"A"}
+    gauges = {name for expr in by_rank.values() for name in re.findall(r"vescale_worker_\w+", expr) if "exposed" not in name}
+    waits, heard = "vescale_worker_exposed_communication_seconds_total", "vescale_worker_heartbeat_timestamp_seconds"
+    series = [{"series": 'vescale_step_duration_seconds_sum{run="r"}', "values": "0+60x30"}]
+    for rank in range(40):
+        about, until = f'run="r",rank="{rank}"', 10 if rank == 39 else 30
+        values = "5x10 900 5x18" if rank == 3 else f"{rank}x{until}"
+        series += [{"series": f"{name}{{{about}}}", "values": values.replace("x", "+0x")} for name in sorted(gauges - {heard})]
+        series.append({"series": f'{waits}{{{about},op="all_gather"}}', "values": f"0+{20 + rank}x{until}"})
+        series.append({"series": f"{heard}{{{about}}}", "values": "0+60x5 300+0x10 960+60x13" if rank == 21 else f"0+60x{until}"})
+    told = dict(zip(by_rank, ranks_of(list(by_rank.values()), series, tmp_path), strict=True))
+    least, silent = told.pop("Waiting by rankA"), told.pop("Age of the last answerA")
+    assert least == set(range(8)), "whom the others wait for; not who was there for ten minutes"
+    assert 21 in silent and len(silent) >= 7
+    assert all(ranks == {3, *range(33, 39)} for ranks in told.values()), "and 39, whose line ends with it"
+
+
 def test_no_range_may_hold_a_single_scrape() -> None:
     """Grafana's $__interval may be as short as one: a rate or a change of that has no answer. $__rate_interval is four at least."""
     assert not [where for where, expr in expressions().items() if "[$__interval]" in expr]
