@@ -280,6 +280,7 @@ class _Attempt:
         told = 0.0
         last_answer = time.monotonic()
         stop_since: float | None = None
+        unread_since: float | None = None
         while True:
             try:
                 status = self._call("status")
@@ -288,11 +289,15 @@ class _Attempt:
             now = time.monotonic()
             if status is not None:
                 last_answer = now
-                self._status = status
+                self._status = {**self._status, **status}
                 self._warnings += [text for text in status.get("warnings", ()) if text not in self._warnings]
                 if status["outcome"] is not None:
                     return Outcome(**status["outcome"])
-                if self._tell is not None:
+                unread_since = (unread_since or now) if status.get("waits") else None
+                if unread_since is not None:
+                    if now - unread_since > (bound := self._bounds.storage):
+                        return self._lost(f"{self._folder.path}: the controller was started again, and could not read it for {bound:g} s")
+                elif self._tell is not None:
                     self._tell(status)
             elif now - last_answer > CONTROLLER_GONE_S:
                 return self._lost(f"the controller has not answered for {CONTROLLER_GONE_S:g} s")
