@@ -532,19 +532,32 @@ def test_a_run_whose_disk_does_not_answer_takes_everything_down_and_writes_its_e
 
 
 def test_a_storage_that_says_nothing_is_one_that_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run's thread stood still for as long as it said nothing: it was neither given up nor stopped."""
+    """The run's thread stood still for as long as it said nothing: it was neither given up nor stopped. Later for a minute each time: then
+    a `vescale-ray stop`, which waits for eight seconds, was hardly ever taken."""
     back = threading.Event()
     monkeypatch.setattr(keeper, "newest_kept", lambda *_: back.wait(60) and None)
-    monkeypatch.setattr(keeper, "STORAGE_S", 0.3)
+    monkeypatch.setattr(keeper, "STORAGE_S", 0.8)
+    monkeypatch.setattr(keeper, "LOOK_S", 0.05)
     monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
     books: Any = SimpleNamespace(checkpoint_path="/runs/checkpoints/commit-3", checkpoint_step=20)
     nobody: Any = SimpleNamespace(alive=lambda worker: False)
     nothing: Any = None
-    keeps = keeper.Keeper(str(tmp_path), "r1", nobody, books, nothing, nothing, nothing, 1.0, nothing, 4)
+    waited: list[float] = []
+
+    def wait(until: Callable[[], bool], seconds: float) -> bool:
+        waited.append(seconds)
+        time.sleep(seconds)
+        return until()
+
+    keeps = keeper.Keeper(str(tmp_path), "r1", nobody, books, nothing, nothing, wait, 1.0, nothing, 4)
     assert keeps.newest() == Kept("commit-3", "/runs/checkpoints/commit-3", 20)
+    assert waited, "the loop goes on meanwhile"
     with pytest.raises(OSError, match="does not answer"):
         keeps.source(["a"], ["a"])
-    back.set()
+    threading.Timer(0.3, back.set).start()
+    monkeypatch.setattr(keeper, "STORAGE_S", 60.0)
+    books.checkpoint_path = "/stale/commit-1"
+    assert keeps.newest() is None, "what it says late is heard"
 
 
 def test_the_nursery_keeps_the_memo_while_the_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
