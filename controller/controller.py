@@ -68,7 +68,7 @@ class Controller:
         self._server: MetricsServer | None = None
         self._conductor: Conductor | None = None
         self._books, self._begun = threading.Event(), threading.Event()
-        self._since, self._told = time.monotonic(), False
+        self._since, self._told = time.monotonic(), ""
         # A folder whose server is gone says nothing for as long as it likes. That must be told, and the workers train on meanwhile.
         self._up = begun(lambda: self._come_up(nursery))
         if wait_for([self._up], FOLDER_S).done:
@@ -158,14 +158,13 @@ class Controller:
         """What is to be told of a folder that could not be read for long."""
         if time.monotonic() - self._since < TELL_S:
             return ()
-        text = (
-            f"{self._spec.folder}: the controller was started and could not read it yet; the workers train on, but nobody watches them "
-            f"and no checkpoint is completed until it can"
-        )
         if not self._told:
-            self._told = True
-            _log.warning("%s", text)
-        return (text,)
+            self._told = (
+                f"{self._spec.folder}: could not be read by the controller, which was just started; until it is, the workers train on, "
+                f"but nobody watches them and no checkpoint is completed"
+            )
+            _log.warning("%s", self._told)
+        return (self._told,)
 
     def _conduct(self, nursery: Any, config: RunConfig, memos: Memos, memo: Memo, again: bool) -> None:
         """The run's thread. Checkpoints bring torch along, which takes seconds to import: only here, so that a restarted controller
@@ -179,6 +178,8 @@ class Controller:
                 try:
                     _when_told(self._ledger.folder.last_samples)
                     take_up(self._ledger, config, memo)
+                    if self._told:
+                        self._ledger.warn(self._told)  # for whoever asks later
                 finally:
                     self._books.set()
             done = _committed_attempt(spec.run_id, config.checkpoint_root) if again else None

@@ -119,9 +119,13 @@ def run(
             # as a person would resume it, unless it comes to nothing again and again.
             in_a_row = 1 if result.step > farthest else in_a_row + 1
             farthest = max(farthest, result.step)
-            stopping = signals.count > 0 or _was_to_stop(folder)
-            if not attempt.orphaned or stopping or in_a_row > config.elastic.max_recoveries_without_progress:
+            if not attempt.orphaned or signals.count > 0 or in_a_row > config.elastic.max_recoveries_without_progress:
                 return result
+            try:
+                if Scribe().do(lambda: _was_to_stop(folder), LAST_WORDS_S):
+                    return result
+            except TimeoutError:
+                return replace(result, error=f"{result.error}; and it can't begin anew: {folder.path} does not answer")
             _write_state(folder, {"run": config.run.name, "state": "PENDING", "step": result.step, "steps": config.train.steps})
             try:
                 ready = check(config, oldest=ready.oldest)

@@ -581,6 +581,19 @@ def test_the_nursery_keeps_the_memo_while_the_disk_does_not_answer(tmp_path: Pat
     assert (read_memo(tmp_path) or memo).generation == 12
 
 
+def test_a_controller_that_begins_again_does_not_wait_for_a_storage_that_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Votes that come again make the same commit."""
+    back = threading.Event()
+    monkeypatch.setattr(checkpoint, "latest", lambda _: back.wait(60))
+    monkeypatch.setattr(controller, "LATEST_S", 0.3)
+    monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
+    began = time.monotonic()
+    assert controller._committed_attempt("r1", str(tmp_path)) is None and time.monotonic() - began < 30
+    back.set()
+
+
 def begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[[], controller.Controller], list[Any]]:
     """Starts a controller as Ray does after the end of the first one; and what its conductor was to go on with."""
     config, conducted = tiny(tmp_path, "again"), []
@@ -616,7 +629,7 @@ def test_a_controller_that_can_not_read_the_runs_folder_says_so_and_begins_when_
     assert (status["outcome"], status["waits"], status["warnings"], conducted) == (None, True, (), [])
     until(lambda: bool(one.status()["warnings"]), 10, "the word of it")
     (text,) = one.status()["warnings"]
-    assert text.startswith(str(tmp_path)) and "could not read it yet; the workers train on" in text
+    assert text.startswith(str(tmp_path)) and "could not be read by the controller" in text and "the workers train on" in text
     with monkeypatch.context() as impatient, pytest.raises(RequestRefused, match="try stop again"):
         impatient.setattr(controller, "BEGIN_S", 0.1)
         one.command("stop", {})
@@ -645,6 +658,27 @@ def test_a_controller_whose_folder_answers_with_errors_does_not_take_its_run_for
     ((*_, memo, again),) = conducted
     assert again and (memo.generation, memo.epoch) == (7, 2) and not errors
     one.close()
+
+
+@pytest.mark.parametrize("orphaned", [False, True])
+def test_a_run_that_has_ended_does_not_ask_a_disk_that_does_not_answer_whether_it_was_to_stop(
+    orphaned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it was left but the driver, which stood still, deaf to signals."""
+    config, back = tiny(tmp_path, "over"), threading.Event()
+    ready = SimpleNamespace(config=config, source=Source(Origin.FRESH, 0), oldest=0)
+    result = driver.RunResult("FAILED", 7, 10, "the reason", None, RunFolder(config.run_folder).create().path)
+    attempt = SimpleNamespace(run=lambda: result, close=lambda: None, orphaned=orphaned, run_id="r1")
+    monkeypatch.setattr(driver, "check", lambda *_: ready)
+    monkeypatch.setattr(driver, "_Attempt", lambda *_: attempt)
+    monkeypatch.setattr(driver, "_was_to_stop", lambda _: back.wait(60))
+    monkeypatch.setattr(driver, "LAST_WORDS_S", 0.3)
+    monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
+    began = time.monotonic()
+    error = driver.run(config).error
+    back.set()
+    assert time.monotonic() - began < 30
+    assert error == "the reason" + orphaned * f"; and it can't begin anew: {config.run_folder} does not answer"
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
