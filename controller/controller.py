@@ -124,8 +124,12 @@ class Controller:
 
         While the run's folder could not be read yet, ``waits`` alone: True."""
         if not self._books.is_set():
-            if self._up.done():
-                self._up.result()
+            problem = self._up.exception() if self._up.done() else None
+            if problem is not None and ray.get_runtime_context().was_current_actor_reconstructed:
+                raise problem
+            if problem is not None:  # as where the constructor has raised it, which was over before
+                text = f"the controller can't start: {type(problem).__name__}: {' '.join(str(problem).split())}"
+                return {"outcome": asdict(Outcome("FAILED", 0, text, refused=True)), "warnings": ()}
             return {"outcome": None, "waits": True, "warnings": self._waiting()}
         outcome = self._outcome
         return {

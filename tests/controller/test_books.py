@@ -12,6 +12,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -638,6 +639,32 @@ def test_a_controller_that_can_not_read_the_runs_folder_says_so_and_begins_when_
     ((*_, memo, again),) = conducted
     assert again and (memo.generation, memo.epoch) == (7, 2) and one.status()["record"]["state"] == "PENDING"
     one.close()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_keeps_a_controller_from_coming_up_late_is_told_as_if_it_had_been_at_once(
+    again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, _ = begun_again(tmp_path, monkeypatch)
+    about: Any = controller.ray.get_runtime_context()
+    about.was_current_actor_reconstructed = again
+    back = threading.Event()
+
+    def refuse(*_: Any) -> None:
+        assert back.wait(60)
+        raise RequestRefused("metrics.host: can't be listened on")
+
+    monkeypatch.setattr(controller, "read_memo", refuse)
+    one = start()
+    assert one.status()["waits"]
+    back.set()
+    wait_for([one._up], 10)
+    if again:
+        with pytest.raises(RequestRefused, match="listened on"):
+            one.status()
+    else:
+        outcome = one.status()["outcome"]
+        assert outcome["refused"] and outcome["error"] == "the controller can't start: RequestRefused: metrics.host: can't be listened on"
 
 
 def test_a_controller_whose_folder_answers_with_errors_does_not_take_its_run_for_a_new_one(
