@@ -10,10 +10,11 @@ import logging
 import pickle
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -27,7 +28,7 @@ from vescale_ray.controller.memo import Memo, Memos, read_memo
 from vescale_ray.controller.metrics import MetricsServer, PortInUse
 from vescale_ray.controller.protocol import NAMESPACE, Outcome, RequestRefused, RunSpec
 from vescale_ray.controller.saves import Saves, retention_of
-from vescale_ray.controller.scribe import Scribe
+from vescale_ray.controller.scribe import Scribe, begun
 from vescale_ray.runfolder import RunFolder
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,14 @@ LATEST_S = 10.0
 """A controller that begins again waits for so long for the storage."""
 BEGIN_S = 5.0
 """A command waits for so long for a controller that has just been started."""
+FOLDER_S = 5.0
+"""The constructor waits for so long for the run's folder: meanwhile nobody can ask anything."""
+TELL_S = 20.0
+"""A folder that could not be read for so long is told of."""
+ASK_GAP_S = 2.0
+"""Between two questions to a folder that answers with errors."""
+
+_T = TypeVar("_T")
 
 
 class Controller:
@@ -50,12 +59,24 @@ class Controller:
     """
 
     def __init__(self, pickled: bytes, nursery_name: str) -> None:
-        self._spec = spec = pickle.loads(pickled)
+        self._spec: RunSpec = pickle.loads(pickled)
         try:
             nursery = ray.get_actor(nursery_name, NAMESPACE)
         except ValueError:
             raise NurseryLost("the nursery actor is gone, and the workers that it owned") from None
         self._outcome: Outcome | None = None
+        self._server: MetricsServer | None = None
+        self._conductor: Conductor | None = None
+        self._books, self._begun = threading.Event(), threading.Event()
+        self._since, self._told = time.monotonic(), ""
+        # A folder whose server is gone says nothing for as long as it likes. That must be told, and the workers train on meanwhile.
+        self._up = begun(lambda: self._come_up(nursery))
+        if wait_for([self._up], FOLDER_S).done:
+            self._up.result()
+
+    def _come_up(self, nursery: Any) -> None:
+        """Find out where the run is, listen, and begin."""
+        spec = self._spec
         config = parse_config(spec.config)
         folder = RunFolder(spec.folder)
         with suppress(OSError):
@@ -64,7 +85,7 @@ class Controller:
         memo = read_memo(spec.folder)
         # The nursery of a run that has just begun is still starting, and has nothing to tell. (Ray is asked last: it takes long.)
         if (memo is not None and memo.run_id == spec.run_id) or ray.get_runtime_context().was_current_actor_reconstructed:
-            memo = memos.newest(spec.run_id)
+            memo = _when_told(lambda: memos.newest(spec.run_id))
         again = memo is not None and memo.run_id == spec.run_id
         if memo is None or not again:
             # Whatever an earlier start of the run has used up stays used up.
@@ -76,29 +97,40 @@ class Controller:
         self._ledger = Ledger(folder, config, spec.run_id, spec.driver_pid, memo.epoch, session)
         self._ledger.target = memo.target
         self._ledger.begin_from(spec.source, memo.done)
-        self._books = threading.Event()
-        if not again:
-            self._books.set()
         self._server = self._serve(config.metrics.host, memo.port, config.metrics.port)
         memo = memos.write(replace(memo, port=self._server.port))
         # A server on all interfaces is found by this node's address, one on the loopback only by that.
         url = self._server.url(ray.util.get_node_ip_address() if config.metrics.host in ("0.0.0.0", "::") else None)
         self._ledger.control_url = url
-        try:
+
+        def announce() -> None:
             folder.write_control(url, spec.token)
             folder.write_discovery(url)
+
+        try:
+            Scribe().do(announce)
         except OSError as error:
             _log.warning("control.json or the service discovery could not be written: %s", error)
-        self._conductor: Conductor | None = None
-        self._begun = threading.Event()
         self._ledger.started()
+        if not again:
+            self._books.set()
         what = (nursery, config, memos, memo, again)
         self._thread = threading.Thread(target=self._conduct, args=what, name="vescale-conductor", daemon=True)
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
         """Where the run is: the snapshot as plain values; ``outcome`` once it is over; ``processes``: (process id, start time, node) of
-        every worker that was ever warm."""
+        every worker that was ever warm.
+
+        While the run's folder could not be read yet, ``waits`` alone: True."""
+        if not self._books.is_set():
+            problem = self._up.exception() if self._up.done() else None
+            if problem is not None and ray.get_runtime_context().was_current_actor_reconstructed:
+                raise problem
+            if problem is not None:  # as where the constructor has raised it, which was over before
+                text = f"the controller can't start: {type(problem).__name__}: {' '.join(str(problem).split())}"
+                return {"outcome": asdict(Outcome("FAILED", 0, text, refused=True)), "warnings": ()}
+            return {"outcome": None, "waits": True, "warnings": self._waiting()}
         outcome = self._outcome
         return {
             **self._ledger.snapshot.to_json(),
@@ -119,11 +151,24 @@ class Controller:
 
     def farewell(self) -> tuple[float, int]:
         """The run is over: seconds until all who scrape it should have come once more (0: nobody does), and 1 if they have."""
-        return self._server.scrapes.farewell(time.monotonic())
+        return self._server.scrapes.farewell(time.monotonic()) if self._server is not None else (0.0, 0)
 
     def close(self) -> None:
         """Stop listening."""
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _waiting(self) -> tuple[str, ...]:
+        """What is to be told of a folder that could not be read for long."""
+        if time.monotonic() - self._since < TELL_S:
+            return ()
+        if not self._told:
+            self._told = (
+                f"{self._spec.folder}: could not be read by the controller, which was just started; until it is, the workers train on, "
+                f"but nobody watches them and no checkpoint is completed"
+            )
+            _log.warning("%s", self._told)
+        return (self._told,)
 
     def _conduct(self, nursery: Any, config: RunConfig, memos: Memos, memo: Memo, again: bool) -> None:
         """The run's thread. Checkpoints bring torch along, which takes seconds to import: only here, so that a restarted controller
@@ -135,7 +180,10 @@ class Controller:
             nonlocal saves
             if again:
                 try:
+                    _when_told(self._ledger.folder.last_samples)
                     take_up(self._ledger, config, memo)
+                    if self._told:
+                        self._ledger.warn(self._told)  # for whoever asks later
                 finally:
                     self._books.set()
             done = _committed_attempt(spec.run_id, config.checkpoint_root) if again else None
@@ -189,6 +237,19 @@ class Controller:
             "stream": dict(self._spec.stream),
             "metrics": self._ledger.metrics_of(step),
         }
+
+
+def _when_told(question: Callable[[], _T]) -> _T:
+    """What the run's folder answers, once it answers with more than errors: without it a controller would take its run for a new one."""
+    told = False
+    while True:
+        try:
+            return question()
+        except OSError as error:
+            if not told:
+                told = True
+                _log.warning("the run's folder can't be read, and is asked again: %s", error)
+        time.sleep(ASK_GAP_S)
 
 
 def _committed_attempt(run_id: str, root: str) -> str | None:

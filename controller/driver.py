@@ -119,9 +119,13 @@ def run(
             # as a person would resume it, unless it comes to nothing again and again.
             in_a_row = 1 if result.step > farthest else in_a_row + 1
             farthest = max(farthest, result.step)
-            stopping = signals.count > 0 or _was_to_stop(folder)
-            if not attempt.orphaned or stopping or in_a_row > config.elastic.max_recoveries_without_progress:
+            if not attempt.orphaned or signals.count > 0 or in_a_row > config.elastic.max_recoveries_without_progress:
                 return result
+            try:
+                if Scribe().do(lambda: _was_to_stop(folder), LAST_WORDS_S):
+                    return result
+            except TimeoutError:
+                return replace(result, error=f"{result.error}; and it can't begin anew: {folder.path} does not answer")
             _write_state(folder, {"run": config.run.name, "state": "PENDING", "step": result.step, "steps": config.train.steps})
             try:
                 ready = check(config, oldest=ready.oldest)
@@ -280,6 +284,7 @@ class _Attempt:
         told = 0.0
         last_answer = time.monotonic()
         stop_since: float | None = None
+        unread_since: float | None = None
         while True:
             try:
                 status = self._call("status")
@@ -288,11 +293,15 @@ class _Attempt:
             now = time.monotonic()
             if status is not None:
                 last_answer = now
-                self._status = status
+                self._status = {**self._status, **status}
                 self._warnings += [text for text in status.get("warnings", ()) if text not in self._warnings]
                 if status["outcome"] is not None:
                     return Outcome(**status["outcome"])
-                if self._tell is not None:
+                unread_since = (unread_since or now) if status.get("waits") else None
+                if unread_since is not None:
+                    if now - unread_since > (bound := self._bounds.storage):
+                        return self._lost(f"{self._folder.path}: the controller was started again, and could not read it for {bound:g} s")
+                elif self._tell is not None:
                     self._tell(status)
             elif now - last_answer > CONTROLLER_GONE_S:
                 return self._lost(f"the controller has not answered for {CONTROLLER_GONE_S:g} s")

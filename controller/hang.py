@@ -14,8 +14,9 @@ and makes no beat for :data:`LONGEST` times the collectives' bound is hung: noth
 who is at what may take longer than any step.
 
 How long is some time? The longest step of the last few, times a factor; beats come many times a step. Time for which a thread could have
-run, and others had the processors, counts for nobody: on a machine that is overloaded all are slow, and none hangs. A controller that was
-itself not running for a while can't tell, and starts to measure anew.
+run, and others had the processors, counts for nobody: on a machine that is overloaded all are slow, and none hangs. Nor does time in which
+the controller itself was not running: it can't tell what others did then, and listens for a moment before it accuses anybody. What it had
+measured before stays: where each such gap began it anew, one a minute would hide for ever whoever hangs by a bound of minutes.
 
 Whoever is ended for standing still was perhaps only slower than anything before, and so will the next one be who does the same step over:
 it is given twice as long, then four times, until the step is done; and what that took is remembered for longer, as of something that only
@@ -45,7 +46,7 @@ RECENT = 8
 PERIOD, AGAIN = 128, 1.1
 """A step that was taken for a hang counts for so many steps, times this: what only every hundredth does takes about as long each time."""
 OWN_GAP_S = 0.6
-"""The controller itself was held up for longer than this: nothing can be said about others."""
+"""The controller itself was held up for longer than this: nothing can be said about others, until it has listened for :data:`LEAST_S`."""
 
 
 @dataclass
@@ -104,6 +105,8 @@ class HangWatch:
     _settled: bool = False
     _seen: dict[str, _Seen] = field(default_factory=dict)
     _asked: float | None = None
+    _listens: float = -math.inf
+    """Until then nobody is accused: the controller was held up."""
 
     def begin(self, ticket: Ticket) -> None:
         """Another generation. Of the steps before it only the longest counts, and only until it has some of its own."""
@@ -173,8 +176,9 @@ class HangWatch:
         asked, self._asked = self._asked, now
         if asked is not None and now - asked > OWN_GAP_S:
             for seen in self._seen.values():
-                seen.changes(now)
-                seen.answered, seen.since_s = now, 0.0
+                seen.changed, seen.answered = min(now, seen.changed + now - asked), min(now, seen.answered + now - asked)
+            self._listens = now + LEAST_S
+        if now < self._listens:
             return {}
         self._settled = self._stepped >= STEPS * len(members)
         if any(worker not in self._seen for worker in members):

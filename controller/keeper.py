@@ -8,6 +8,7 @@ of a worker in that moment costs nothing while a copy is left.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 TRIES = 3
 STORAGE_S = 60.0
 """For the storage to tell its newest checkpoint: in a file system whose server is gone it never would."""
+LOOK_S = 0.5
+"""Between two looks whether it has."""
 
 
 class Keeper:
@@ -109,12 +112,20 @@ class Keeper:
                 if step < 0:
                     raise
                 _log.warning("%s is out of reach: going on from step %d in memory: %s", self._root, step, error)
+            held = self._held(holders)  # somebody may have been lost meanwhile
         return policy.choose_source(held, members, newest, self._ledger.world)
 
     def _ask_storage(self) -> policy.Kept | None:
-        """Raises OSError also where the storage says nothing."""
-        found: policy.Kept | None = self._scribe.do(partial(newest_kept, self._root, self._bad, self._oldest), STORAGE_S)
-        return found
+        """Raises OSError also where the storage says nothing for :data:`STORAGE_S`. Meanwhile the loop goes on: else it took no command."""
+        question, deadline = partial(newest_kept, self._root, self._bad, self._oldest), time.monotonic() + STORAGE_S
+        while True:
+            try:
+                found: policy.Kept | None = self._scribe.do(question)
+                return found
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    raise
+            self._wait(lambda: False, LOOK_S)
 
     def held_step(self, workers: Iterable[str]) -> int:
         """Of the newest state that ``workers``, who are parked, hold together; -1: none. The storage is not asked."""

@@ -99,8 +99,12 @@ class Memos:
         self._folder, self._nursery, self._scribe = folder, nursery, Scribe()
 
     def newest(self, run_id: str) -> Memo | None:
-        """The newest memo, wherever it is; of another start of the run than ``run_id``, the one in the folder."""
-        written = read_memo(self._folder)
+        """The newest memo, wherever it is; of another start of the run than ``run_id``, the one in the folder.
+
+        Raises:
+            OSError: the folder does not tell what is in it. What the nursery has may be older: its numbers would be given out twice.
+        """
+        written = _memo_in(self._folder)
         try:
             text = self._ask("kept")
             kept = Memo.from_json(text) if text else None
@@ -130,8 +134,15 @@ class Memos:
 def read_memo(folder: str | os.PathLike[str]) -> Memo | None:
     """The memo in a run's folder; None when there is none that can be read (a first start, or an older version's)."""
     try:
+        return _memo_in(folder)
+    except OSError:
+        return None
+
+
+def _memo_in(folder: str | os.PathLike[str]) -> Memo | None:
+    try:
         return Memo.from_json((Path(folder) / NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, KeyError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
         return None
 
 

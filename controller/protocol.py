@@ -80,7 +80,8 @@ class Bounds:
         save: for the workers to write a checkpoint that the controller ordered, and for its commit.
         silence: a worker that answers no poll for this long is hung or stopped: killed; None takes the collectives' bound.
         replace: for a replacement when there are too few workers to train.
-        storage: for the checkpoints' storage to answer where no worker holds a state.
+        storage: for the checkpoints' storage to answer where no worker holds a state; and for the run's folder, where the controller was
+            started again.
     """
 
     start: float = 180.0

@@ -48,7 +48,7 @@ class Scribe:
             return self._unclaimed.pop(write).result()
         if self._late is not None:
             raise TimeoutError(errno.ETIMEDOUT, "the disk does not answer")
-        made = _begun(write)
+        made = begun(write)
         if not wait_for([made], SHORT_S).done:
             first, self._wait_s = self._wait_s, SHORT_S
             if not wait_for([made], max(wait_s or 0.0, first) - SHORT_S).done:
@@ -59,7 +59,7 @@ class Scribe:
         return made.result()
 
 
-def _begun(write: Callable[[], Any]) -> Future[Any]:
+def begun(write: Callable[[], Any]) -> Future[Any]:
     """Carry it out in a thread of its own, for which no process waits when it ends (as it does for those of a ``ThreadPoolExecutor``)."""
     made: Future[Any] = Future()
 

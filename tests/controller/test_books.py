@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import inspect
 import os
+import pickle
 import subprocess
 import sys
 import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,7 @@ from tests.controller.runs import tiny, until
 from vescale_ray import checkpoint, client
 from vescale_ray.checkpoint import commits
 from vescale_ray.config import CheckpointSection
-from vescale_ray.controller import conductor, driver, figures, keeper, watchdog
+from vescale_ray.controller import conductor, controller, driver, figures, keeper, watchdog
 from vescale_ray.controller import memo as memos
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.conductor import Conductor, take_up
@@ -531,19 +533,32 @@ def test_a_run_whose_disk_does_not_answer_takes_everything_down_and_writes_its_e
 
 
 def test_a_storage_that_says_nothing_is_one_that_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run's thread stood still for as long as it said nothing: it was neither given up nor stopped."""
+    """The run's thread stood still for as long as it said nothing: it was neither given up nor stopped. Later for a minute each time: then
+    a `vescale-ray stop`, which waits for eight seconds, was hardly ever taken."""
     back = threading.Event()
     monkeypatch.setattr(keeper, "newest_kept", lambda *_: back.wait(60) and None)
-    monkeypatch.setattr(keeper, "STORAGE_S", 0.3)
+    monkeypatch.setattr(keeper, "STORAGE_S", 0.8)
+    monkeypatch.setattr(keeper, "LOOK_S", 0.05)
     monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
     books: Any = SimpleNamespace(checkpoint_path="/runs/checkpoints/commit-3", checkpoint_step=20)
     nobody: Any = SimpleNamespace(alive=lambda worker: False)
     nothing: Any = None
-    keeps = keeper.Keeper(str(tmp_path), "r1", nobody, books, nothing, nothing, nothing, 1.0, nothing, 4)
+    waited: list[float] = []
+
+    def wait(until: Callable[[], bool], seconds: float) -> bool:
+        waited.append(seconds)
+        time.sleep(seconds)
+        return until()
+
+    keeps = keeper.Keeper(str(tmp_path), "r1", nobody, books, nothing, nothing, wait, 1.0, nothing, 4)
     assert keeps.newest() == Kept("commit-3", "/runs/checkpoints/commit-3", 20)
+    assert waited, "the loop goes on meanwhile"
     with pytest.raises(OSError, match="does not answer"):
         keeps.source(["a"], ["a"])
-    back.set()
+    threading.Timer(0.3, back.set).start()
+    monkeypatch.setattr(keeper, "STORAGE_S", 60.0)
+    books.checkpoint_path = "/stale/commit-1"
+    assert keeps.newest() is None, "what it says late is heard"
 
 
 def test_the_nursery_keeps_the_memo_while_the_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -565,6 +580,156 @@ def test_the_nursery_keeps_the_memo_while_the_disk_does_not_answer(tmp_path: Pat
     assert newest is not None and newest.generation == 11
     writer.write(replace(memo, generation=12))
     assert (read_memo(tmp_path) or memo).generation == 12
+
+
+def test_a_controller_that_begins_again_does_not_wait_for_a_storage_that_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Votes that come again make the same commit."""
+    back = threading.Event()
+    monkeypatch.setattr(checkpoint, "latest", lambda _: back.wait(60))
+    monkeypatch.setattr(controller, "LATEST_S", 0.3)
+    monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
+    began = time.monotonic()
+    assert controller._committed_attempt("r1", str(tmp_path)) is None and time.monotonic() - began < 30
+    back.set()
+
+
+def begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[[], controller.Controller], list[Any]]:
+    """Starts a controller as Ray does after the end of the first one; and what its conductor was to go on with."""
+    config, conducted = tiny(tmp_path, "again"), []
+    folder = RunFolder(config.run_folder).create()
+    write_memo(folder.path, Memo("r1", 7, members=("a",), epoch=1))
+    spec = RunSpec("r1", config.model_dump(mode="json"), str(folder.path), "t", Source(Origin.FRESH, 0), 1, None, 1, {})
+    about = SimpleNamespace(was_current_actor_reconstructed=True, get_session_name=lambda: "session")
+    nursery = SimpleNamespace(kept=SimpleNamespace(remote=lambda: None))
+    stub = SimpleNamespace(get_actor=lambda *_: nursery, get_runtime_context=lambda: about)
+    monkeypatch.setattr(controller, "ray", stub)
+    monkeypatch.setattr("vescale_ray.controller.memo.ray.get", lambda answer, timeout: answer)
+
+    def conduct(self: controller.Controller, *what: Any) -> None:
+        conducted.append(what)
+        self._books.set()
+
+    monkeypatch.setattr(controller.Controller, "_conduct", conduct)
+    monkeypatch.setattr(controller, "FOLDER_S", 0.3)
+    monkeypatch.setattr(controller, "TELL_S", 0.5)
+    monkeypatch.setattr(controller, "ASK_GAP_S", 0.05)
+    return lambda: controller.Controller(pickle.dumps(spec), "nursery:r1"), conducted
+
+
+def test_a_controller_that_can_not_read_the_runs_folder_says_so_and_begins_when_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its constructor stood still with the disk: two minutes later the driver ended workers that trained, and all since the checkpoint."""
+    start, conducted = begun_again(tmp_path, monkeypatch)
+    back, told = threading.Event(), controller.read_memo
+    monkeypatch.setattr(controller, "read_memo", lambda folder: told(folder) if back.wait(60) else None)
+    one = start()
+    status = one.status()
+    assert (status["outcome"], status["waits"], status["warnings"], conducted) == (None, True, (), [])
+    until(lambda: bool(one.status()["warnings"]), 10, "the word of it")
+    (text,) = one.status()["warnings"]
+    assert text.startswith(str(tmp_path)) and "could not be read by the controller" in text and "the workers train on" in text
+    with monkeypatch.context() as impatient, pytest.raises(RequestRefused, match="try stop again"):
+        impatient.setattr(controller, "BEGIN_S", 0.1)
+        one.command("stop", {})
+    back.set()
+    until(lambda: "waits" not in one.status(), 10, "the disk")
+    ((*_, memo, again),) = conducted
+    assert again and (memo.generation, memo.epoch) == (7, 2) and one.status()["record"]["state"] == "PENDING"
+    one.close()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_keeps_a_controller_from_coming_up_late_is_told_as_if_it_had_been_at_once(
+    again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, _ = begun_again(tmp_path, monkeypatch)
+    about: Any = controller.ray.get_runtime_context()
+    about.was_current_actor_reconstructed = again
+    back = threading.Event()
+
+    def refuse(*_: Any) -> None:
+        assert back.wait(60)
+        raise RequestRefused("metrics.host: can't be listened on")
+
+    monkeypatch.setattr(controller, "read_memo", refuse)
+    one = start()
+    assert one.status()["waits"]
+    back.set()
+    wait_for([one._up], 10)
+    if again:
+        with pytest.raises(RequestRefused, match="listened on"):
+            one.status()
+    else:
+        outcome = one.status()["outcome"]
+        assert outcome["refused"] and outcome["error"] == "the controller can't start: RequestRefused: metrics.host: can't be listened on"
+
+
+def test_a_controller_whose_folder_answers_with_errors_does_not_take_its_run_for_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that gives up (EIO, ESTALE): generations were numbered from 1 again, beside the workers that trained."""
+    start, conducted = begun_again(tmp_path, monkeypatch)
+    read, errors = Path.read_text, [OSError(errno.EIO, "Input/output error") for _ in range(3)]
+
+    def read_text(path: Path, *how: Any, **more: Any) -> str:
+        if path.name == memos.NAME and errors:
+            raise errors.pop()
+        return read(path, *how, **more)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    one = start()
+    until(lambda: "waits" not in one.status(), 10, "the memo")
+    ((*_, memo, again),) = conducted
+    assert again and (memo.generation, memo.epoch) == (7, 2) and not errors
+    one.close()
+
+
+@pytest.mark.parametrize("orphaned", [False, True])
+def test_a_run_that_has_ended_does_not_ask_a_disk_that_does_not_answer_whether_it_was_to_stop(
+    orphaned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it was left but the driver, which stood still, deaf to signals."""
+    config, back = tiny(tmp_path, "over"), threading.Event()
+    ready = SimpleNamespace(config=config, source=Source(Origin.FRESH, 0), oldest=0)
+    result = driver.RunResult("FAILED", 7, 10, "the reason", None, RunFolder(config.run_folder).create().path)
+    attempt = SimpleNamespace(run=lambda: result, close=lambda: None, orphaned=orphaned, run_id="r1")
+    monkeypatch.setattr(driver, "check", lambda *_: ready)
+    monkeypatch.setattr(driver, "_Attempt", lambda *_: attempt)
+    monkeypatch.setattr(driver, "_was_to_stop", lambda _: back.wait(60))
+    monkeypatch.setattr(driver, "LAST_WORDS_S", 0.3)
+    monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
+    began = time.monotonic()
+    error = driver.run(config).error
+    back.set()
+    assert time.monotonic() - began < 30
+    assert error == "the reason" + orphaned * f"; and it can't begin anew: {config.run_folder} does not answer"
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_run_whose_controller_can_not_read_its_books_goes_on_for_as_long_as_for_a_storage(
+    comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, seen = RunFolder(tiny(tmp_path, "unread").run_folder).create(), []
+    about: Any = None
+    bounds = Bounds(storage=30.0 if comes_back else 0.3)
+    attempt = driver._Attempt(about, folder, (), bounds, driver._Signals(), lambda status: seen.append(status["step"]), ())
+    full = {"outcome": None, "step": 40, "checkpoint_path": "/c/commit-3", "processes": [(1, 2.0, "n")], "warnings": ()}
+    done = {**full, "outcome": {"state": "DONE", "step": 60}}
+    unread = {"outcome": None, "waits": True, "warnings": ("it can't be read",)}
+    answers = iter([full, None, *[unread] * (5 if comes_back else 1000), None, done])
+    monkeypatch.setattr(driver, "POLL_S", 0.01)
+    monkeypatch.setattr(driver, "CONTROLLER_GONE_S", 5.0)
+    monkeypatch.setattr(attempt, "_call", lambda *_: next(answers))
+    outcome = attempt._follow()
+    assert attempt._status["processes"] == full["processes"] and attempt._warnings == ["it can't be read"] and seen == [40]
+    if comes_back:
+        assert outcome.state == "DONE"
+    else:
+        assert (outcome.state, outcome.step, outcome.checkpoint) == ("FAILED", 40, "/c/commit-3")
+        assert outcome.error == f"{folder.path}: the controller was started again, and could not read it for 0.3 s"
 
 
 def test_what_a_writer_that_was_killed_has_left_is_removed_when_nobody_writes(tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ def test_the_first_steps_and_other_phases_have_other_bounds():
     assert play.go(30, phase=Phase.FORMING, a="waits", b="stuck", c="waits") == {}
 
 
-def test_a_controller_that_was_held_up_itself_starts_to_measure_anew():
+def test_a_controller_that_was_held_up_itself_listens_before_it_accuses_anybody():
     play = Play()
     play.go(1)
     play.now += 30  # a suspended machine: nobody was heard, and nobody ran
@@ -309,6 +309,25 @@ def test_a_controller_that_was_held_up_itself_starts_to_measure_anew():
     play = Play()
     play.go(1)
     assert play.go(60, tick=OWN_GAP_S + 0.1, a="waits", b="stuck", c="waits") == {}, "so slow a controller can't tell"
+    play = Play(fixed=7.0)
+    play.go(1)
+    assert play.go(6.5, a="waits", b="stuck", c="waits") == {}
+    play.now += 30
+    assert play.go(LEAST_S - 0.1, a="waits", b="stuck", c="waits") == {}, "it may have gone on, and its answer be on its way"
+    assert play.go(10) == {}, "it has"
+
+
+@pytest.mark.parametrize("members", [("a",), MEMBERS], ids=["alone", "in company"])
+def test_a_controller_that_is_held_up_now_and_then_finds_who_hangs_all_the_same(members: tuple[str, ...]) -> None:
+    """It began anew each time: a gap a minute, as a busy machine has, hid whoever is only found after minutes for ever."""
+    play = Play(members=members, steps=0)
+    play.watch.patience_s = 20.0
+    acts: Any = dict.fromkeys(members, "stuck")
+    play.go(1)
+    for _ in range(3):
+        assert play.go(60, **acts) == {}
+        play.now += OWN_GAP_S + 0.1
+    assert set(play.go(LONGEST * 20.0 - 180.0 + 2.0, **acts)) == set(members)
 
 
 def test_a_fixed_bound_and_none():
