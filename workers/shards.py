@@ -98,9 +98,29 @@ class Shards:
         return sum(piece.span.nbytes for piece in self.pieces)
 
 
+class Views:
+    """Pieces of sharded tensors, each made once: a copy of each step asks for all of them, and a rescale three times in its pause."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], tuple[Tensor, Any, Piece]] = {}
+
+    def piece(self, name: str, kind: str, tensor: Any) -> Piece:
+        """The piece of ``tensor``, a RaggedDTensor. Call it without autograd."""
+        local, spec = tensor.to_local(), tensor._spec
+        known = self._known.get((name, kind))
+        # The same tensor may be given other memory (to_empty(), .to(), a state that is replaced in a step), or another layout.
+        if known is None or known[0] is not local or known[1] is not spec:
+            start, end = tensor.local_interval()
+            # Not tensor.detach(): below autograd that makes a view with a version counter of its own, and the engine would not see
+            # that the parameters were written, and go on with an older low-precision copy.
+            known = local, spec, Piece(name, kind, tuple(tensor.shape), start, end, local.detach().view(-1))
+            self._known[name, kind] = known
+        return known[2]
+
+
 def export_shards(trainer: Trainer) -> Shards:
     """The trainer's state as views: writing to them writes to the trainer. Nothing is copied."""
-    pieces, optimizer_scalars = collect(trainer.model.named_parameters(), trainer.optimizer)
+    pieces, optimizer_scalars = collect(trainer.model.named_parameters(), trainer.optimizer, trainer.views)
     scalars = {"step": trainer.completed, "consumed": trainer.consumed, "optimizer": optimizer_scalars}
     return Shards(trainer.generation, trainer.world, trainer.rank, trainer.completed, pieces, scalars)
 
@@ -134,8 +154,9 @@ def import_scalars(trainer: Trainer, scalars: Mapping[str, Any]) -> None:
     trainer.completed = step
 
 
+@torch.no_grad()
 def collect(
-    parameters: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer
+    parameters: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer, views: Views
 ) -> tuple[tuple[Piece, ...], dict[str, dict[str, float]]]:
     """Pieces of sharded parameters and of their sharded optimizer states; and the other states' values by parameter.
 
@@ -145,11 +166,12 @@ def collect(
     pieces: list[Piece] = []
     scalars: dict[str, dict[str, float]] = {}
     for name, parameter in parameters:
-        pieces.append(_piece(name, PARAM, parameter))
+        pieces.append(views.piece(name, PARAM, parameter))
         for kind, value in optimizer.state.get(parameter, {}).items():
             if _is_sharded(value, parameter):
                 # Of the parameter's shape it is one of the tensor's kinds; a checkpoint's tensor has one shape, so others have a name.
-                pieces.append(_piece(name, kind, value) if value.shape == parameter.shape else _piece(f"{name}/{kind}", STATE, value))
+                where = (name, kind) if value.shape == parameter.shape else (f"{name}/{kind}", STATE)
+                pieces.append(views.piece(*where, value))
             elif value is None or (isinstance(value, Tensor) and value.numel() != 1):
                 what = "None" if value is None else f"a plain tensor of shape {tuple(value.shape)}"
                 raise ValueError(
@@ -174,16 +196,8 @@ def collect_sizes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer
 
 def _is_sharded(value: Any, parameter: Tensor) -> bool:
     # By its type, not its shape: a parameter of one element has a sharded state of one element; `step` is a plain tensor.
-    return isinstance(value, Tensor) and isinstance(value, type(parameter.data))
-
-
-def _piece(name: str, kind: str, tensor: Any) -> Piece:
-    start, end = tensor.local_interval()
-    # Not tensor.detach(): below autograd that makes a view with a version counter of its own, and the engine would not see
-    # that the parameters were written, and go on with an older low-precision copy.
-    with torch.no_grad():
-        flat = tensor.to_local().detach().view(-1)
-    return Piece(name, kind, tuple(tensor.shape), start, end, flat)
+    # A sharded parameter is of its data's class; `parameter.data` would make a tensor of it each time.
+    return isinstance(value, Tensor if type(parameter) is torch.nn.Parameter else type(parameter))
 
 
 def dtype_of(name: str) -> torch.dtype:

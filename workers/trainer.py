@@ -54,6 +54,7 @@ from vescale_ray.schedule import lr_at
 from vescale_ray.workers.messages import Usage
 from vescale_ray.workers.meter import Meter
 from vescale_ray.workers.pace import Pace, View, deal
+from vescale_ray.workers.shards import Views
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
@@ -127,6 +128,7 @@ class Trainer:
         pace: watches how fast the ranks are, and spreads the slots.
         beat: called several times in a step and in an evaluation, and while the values come: whoever watches sees that it goes on.
         usage: what the last step took of this rank.
+        views: of the model's and the optimizer's tensors, as they are exported.
 
     Raises:
         ValueError: more ranks than slots, no module matches ``model.units``, or the model has persistent buffers.
@@ -146,6 +148,7 @@ class Trainer:
         self.beat: Callable[[], None] = lambda: None
         self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.usage = Usage()
+        self.views = Views()
         self._meter = Meter(config, self.model, self.optimizer, self.device)
 
     @property
@@ -269,6 +272,7 @@ class Trainer:
         self.__dict__.pop("model", None)
         self.__dict__.pop("optimizer", None)
         self.__dict__.pop("_meter", None)
+        self.__dict__.pop("views", None)
 
     def _reshard(self) -> None:
         """Shard what a forward without backward left unsharded (the root), so that parameters are sharded ones again."""
