@@ -2,8 +2,9 @@
 ``python -m vescale_ray.deploy.dashboard > deploy/grafana/vescale.json``.
 
 Grafana's classic JSON model, schema 42 (``@grafana/schema`` 13): stable panel types only, every panel with a description and a unit, one
-variable for the data source, one for the run. Runs that have ended are in the list, too, as long as the time range shows them:
-``label_values`` would offer live series alone. Rescales are drawn as annotations on every panel.
+variable for the data source, one for the run, and two for where runs of one name may be, which most have no use for: the namespace and
+the cluster. Runs that have ended are in the list, too, as long as the time range shows them: ``label_values`` would offer live series
+alone. Rescales are drawn as annotations on every panel.
 """
 
 from __future__ import annotations
@@ -116,25 +117,34 @@ def _panel(number: int, panel: Panel, at: dict[str, int]) -> dict[str, Any]:
 
 
 def _variables() -> list[dict[str, Any]]:
-    # label_values() offers live series alone; this one those of the shown time.
-    runs = "query_result(last_over_time(vescale_run_info[$__range]))"
     return [
         {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "hide": 0, "refresh": 1, "regex": ""},
-        {
-            "name": "run",
-            "label": "Run",
-            "type": "query",
-            "datasource": SOURCE,
-            "query": {"query": runs, "refId": "run"},
-            "regex": '/run="([^"]+)"/',
-            "refresh": 2,
-            "sort": 1,
-            "multi": True,
-            "includeAll": True,
-            "allValue": ".*",
-            "hide": 0,
-        },
+        _variable("cluster", "Cluster"),
+        _variable("namespace", "Namespace", "cluster"),
+        _variable("run", "Run", "cluster", "namespace"),
     ]
+
+
+def _variable(name: str, label: str, *among: str) -> dict[str, Any]:
+    """One that offers the values of a label of the runs, of those that the variables ``among`` have chosen; all of them, unless told
+    otherwise, also where no run has the label."""
+    chosen = ", ".join(f'{one}=~"${one}"' for one in among)
+    # label_values() offers live series alone; this one those of the shown time.
+    runs = f"query_result(last_over_time(vescale_run_info{{{chosen}}}[$__range]))"
+    return {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": SOURCE,
+        "query": {"query": runs, "refId": name},
+        "regex": f'/[{{,]{name}="([^"]+)"/',
+        "refresh": 2,
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "hide": 0,
+    }
 
 
 def _annotations() -> list[dict[str, Any]]:

@@ -56,8 +56,10 @@ def draw(dashboard: Mapping[str, Any], ask: Ask, span: Span, runs: Sequence[str]
     Raises:
         DrawError: as ``ask`` raises it, with the panel's title; a panel of a type that is not known here.
     """
-    chosen = list(runs) or _runs(dashboard, ask, span)
+    others = {f"${one['name']}": one["allValue"] for one in dashboard["templating"]["list"] if one["type"] == "query"}
+    chosen = list(runs) or _runs(dashboard, ask, span, others)
     variables = {
+        **others,
         "$__rate_interval": _seconds(span.rate_interval),
         "$__interval": _seconds(span.interval),
         "$__range": _seconds(span.end - span.begin),
@@ -148,12 +150,14 @@ def picture(page: Path, out: Path, height: int, timeout_s: float = 120.0) -> Non
 # -- what is asked -----------------------------------------------------------------------------------------------------
 
 
-def _runs(dashboard: Mapping[str, Any], ask: Ask, span: Span) -> list[str]:
+def _runs(dashboard: Mapping[str, Any], ask: Ask, span: Span, others: Mapping[str, str]) -> list[str]:
     """What Grafana would offer for ``$run``: the variable's regular expression over the answers of its ``query_result(..)``, as text."""
     variable = next(one for one in dashboard["templating"]["list"] if one["name"] == "run")
     query = re.fullmatch(r"query_result\((.*)\)", variable["query"]["query"])
     assert query is not None, "the variable's query is a query_result(..)"
     expr = query[1].replace("$__range", _seconds(span.end - span.begin))
+    for name, value in others.items():
+        expr = expr.replace(name, value)
     pattern = re.compile(variable["regex"].strip("/"))
     found = set()
     for one in ask("query", {"query": expr, "time": span.end}):

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-RUN = 'run=~"$run"'
+RUN = 'cluster=~"$cluster", namespace=~"$namespace", run=~"$run"'
+EACH = "cluster, namespace, run"
+"""What tells runs apart, as in the alerts: two of one name may be in two namespaces, or in two clusters that one data source knows. Series
+without these labels are alike in them; ``instance`` and ``pod`` are no part of it, since a run that is started again has others."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ RATE = "$__rate_interval"
 
 def newest(name: str) -> str:
     """Of an instant query: what there is now, and of runs that have ended, which have nothing now, the last of the shown time."""
-    return f"({name}{{{RUN}}} or (last_over_time({name}{{{RUN}}}[$__range]) unless on (run) {name}{{{RUN}}}))"
+    return f"({name}{{{RUN}}} or (last_over_time({name}{{{RUN}}}[$__range]) unless on ({EACH}) {name}{{{RUN}}}))"
 
 
 FEW = 8
@@ -59,7 +62,7 @@ FEW = 8
 def few(shown: str, by: str, pick: str = "topk") -> str:
     """Of what is shown by rank, the lines of the ranks that stand out. They are chosen once for the whole shown time, by ``by`` over
     ``$__range``: what ``topk`` chooses anew at each point are pieces of lines, of more and more ranks."""
-    return f"{shown} and on (run, rank) {pick} by (run) ({FEW}, max by (run, rank) ({by}))"
+    return f"{shown} and on ({EACH}, rank) {pick} by ({EACH}) ({FEW}, max by ({EACH}, rank) ({by}))"
 
 
 def highest(name: str) -> str:
@@ -69,4 +72,4 @@ def highest(name: str) -> str:
 
 def median(expr: str) -> str:
     """Of all ranks."""
-    return f"quantile by (run) (0.5, {expr})"
+    return f"quantile by ({EACH}) (0.5, {expr})"

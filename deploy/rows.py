@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from vescale_ray.deploy.panel import FEW, RATE, RUN, STACKED, STATE, STATE_MAP, STEPS, Panel, few, highest, median, newest, stat
+from vescale_ray.deploy.panel import EACH, FEW, RATE, RUN, STACKED, STATE, STATE_MAP, STEPS, Panel, few, highest, median, newest, stat
 
 WAITED = f'vescale_worker_exposed_communication_seconds_total{{{RUN}, op!="reshard"}}'
 """Of steps alone."""
 WAITS = (
-    f"sum by (run, rank) (rate({WAITED}[{RATE}])) / on (run) group_left "
-    f"max by (run) (rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}]))"
+    f"sum by ({EACH}, rank) (rate({WAITED}[{RATE}])) / on ({EACH}) group_left "
+    f"max by ({EACH}) (rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}]))"
 )
 HEARD = f"vescale_worker_heartbeat_timestamp_seconds{{{RUN}}}"
 
@@ -27,8 +27,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             stat(
                 "Goodput",
                 "The share of the shown time that went into steps that count.",
-                f"sum by (run) (increase(vescale_goodput_seconds_total{{{RUN}}}[$__range])) / (sum by (run) "
-                f"(increase(vescale_goodput_seconds_total{{{RUN}}}[$__range])) + sum by (run) "
+                f"sum by ({EACH}) (increase(vescale_goodput_seconds_total{{{RUN}}}[$__range])) / (sum by ({EACH}) "
+                f"(increase(vescale_goodput_seconds_total{{{RUN}}}[$__range])) + sum by ({EACH}) "
                 f"(increase(vescale_badput_seconds_total{{{RUN}}}[$__range])))",
                 "percentunit",
                 instant=True,
@@ -75,11 +75,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                         "{{run}} mean",
                     ),
                     (
-                        f"histogram_quantile(0.5, sum by (run, le) (rate(vescale_step_duration_seconds_bucket{{{RUN}}}[{RATE}])))",
+                        f"histogram_quantile(0.5, sum by ({EACH}, le) (rate(vescale_step_duration_seconds_bucket{{{RUN}}}[{RATE}])))",
                         "{{run}} p50",
                     ),
                     (
-                        f"histogram_quantile(0.99, sum by (run, le) (rate(vescale_step_duration_seconds_bucket{{{RUN}}}[{RATE}])))",
+                        f"histogram_quantile(0.99, sum by ({EACH}, le) (rate(vescale_step_duration_seconds_bucket{{{RUN}}}[{RATE}])))",
                         "{{run}} p99",
                     ),
                 ),
@@ -98,8 +98,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "compute does not count, and on an accelerator only what the host waits for. step_end is where all wait for the slowest.",
                 (
                     (
-                        f"avg by (run, op) (rate({WAITED}[{RATE}])) / on (run) group_left "
-                        f"max by (run) (rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}]))",
+                        f"avg by ({EACH}, op) (rate({WAITED}[{RATE}])) / on ({EACH}) group_left "
+                        f"max by ({EACH}) (rate(vescale_step_duration_seconds_sum{{{RUN}}}[{RATE}]))",
                         "{{run}} {{op}}",
                     ),
                 ),
@@ -130,8 +130,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Resident memory, largest and smallest rank",
                 "They lie apart where the layout is uneven, or one rank leaks.",
                 (
-                    (f"max by (run) (vescale_worker_host_rss_bytes{{{RUN}}})", "{{run}} largest"),
-                    (f"min by (run) (vescale_worker_host_rss_bytes{{{RUN}}})", "{{run}} smallest"),
+                    (f"max by ({EACH}) (vescale_worker_host_rss_bytes{{{RUN}}})", "{{run}} largest"),
+                    (f"min by ({EACH}) (vescale_worker_host_rss_bytes{{{RUN}}})", "{{run}} smallest"),
                 ),
                 "bytes",
                 width=12,
@@ -141,7 +141,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "What the run has allocated on a rank, mean of all ranks: elements of shards (parameters, gradients), optimizer states, "
                 "padding of the shards, buffers of gathered parameters and of gradients (the most so far), copies for peers and "
                 "checkpoints. The rest of the resident memory are activations and the process itself.",
-                ((f"avg by (run, kind) (vescale_worker_memory_bytes{{{RUN}}})", "{{run}} {{kind}}"),),
+                ((f"avg by ({EACH}, kind) (vescale_worker_memory_bytes{{{RUN}}})", "{{run}} {{kind}}"),),
                 "bytes",
                 custom=STACKED,
             ),
@@ -150,13 +150,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "The part of the shards of parameters and gradients that belongs to no tensor, of all ranks together and of the worst one.",
                 (
                     (
-                        f'sum by (run) (vescale_worker_memory_bytes{{{RUN}, kind="padding"}}) / '
-                        f'sum by (run) (vescale_worker_memory_bytes{{{RUN}, kind=~"padding|parameters|gradients"}})',
+                        f'sum by ({EACH}) (vescale_worker_memory_bytes{{{RUN}, kind="padding"}}) / '
+                        f'sum by ({EACH}) (vescale_worker_memory_bytes{{{RUN}, kind=~"padding|parameters|gradients"}})',
                         "{{run}} all ranks",
                     ),
                     (
-                        f'max by (run) (sum by (run, rank) (vescale_worker_memory_bytes{{{RUN}, kind="padding"}}) / '
-                        f'sum by (run, rank) (vescale_worker_memory_bytes{{{RUN}, kind=~"padding|parameters|gradients"}}))',
+                        f'max by ({EACH}) (sum by ({EACH}, rank) (vescale_worker_memory_bytes{{{RUN}, kind="padding"}}) / '
+                        f'sum by ({EACH}, rank) (vescale_worker_memory_bytes{{{RUN}, kind=~"padding|parameters|gradients"}}))',
                         "{{run}} worst rank",
                     ),
                 ),
@@ -166,10 +166,10 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Accelerator memory, largest rank",
                 "Held by tensors now and at most, held by the allocator, and what there is. Empty without accelerators.",
                 (
-                    (f"max by (run) (vescale_worker_memory_allocated_bytes{{{RUN}}})", "{{run}} allocated"),
-                    (f"max by (run) (vescale_worker_memory_peak_allocated_bytes{{{RUN}}})", "{{run}} most allocated"),
-                    (f"max by (run) (vescale_worker_memory_reserved_bytes{{{RUN}}})", "{{run}} reserved"),
-                    (f"min by (run) (vescale_worker_memory_capacity_bytes{{{RUN}}})", "{{run}} there is"),
+                    (f"max by ({EACH}) (vescale_worker_memory_allocated_bytes{{{RUN}}})", "{{run}} allocated"),
+                    (f"max by ({EACH}) (vescale_worker_memory_peak_allocated_bytes{{{RUN}}})", "{{run}} most allocated"),
+                    (f"max by ({EACH}) (vescale_worker_memory_reserved_bytes{{{RUN}}})", "{{run}} reserved"),
+                    (f"min by ({EACH}) (vescale_worker_memory_capacity_bytes{{{RUN}}})", "{{run}} there is"),
                 ),
                 "bytes",
             ),
@@ -268,7 +268,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                         "{{run}} mean",
                     ),
                     (
-                        "histogram_quantile(0.95, sum by (run, le) "
+                        f"histogram_quantile(0.95, sum by ({EACH}, le) "
                         f"(increase(vescale_rescale_duration_seconds_bucket{{{RUN}}}[$__range])))",
                         "{{run}} p95",
                     ),
@@ -313,7 +313,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel(
                 "Time lost",
                 "Seconds lost since the run began, by cause; of a run that has ended, all of them.",
-                ((f"max by (run, cause) ({newest('vescale_badput_seconds_total')}) > 0", "{{run}} {{cause}}"),),
+                ((f"max by ({EACH}, cause) ({newest('vescale_badput_seconds_total')}) > 0", "{{run}} {{cause}}"),),
                 "s",
                 "bargauge",
                 options={"orientation": "horizontal", "displayMode": "basic"},
@@ -399,8 +399,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Slots",
                 "Slots of the global batch that a rank does: most and fewest of all ranks.",
                 (
-                    (f"max by (run) (vescale_worker_slots{{{RUN}}})", "{{run}} most"),
-                    (f"min by (run) (vescale_worker_slots{{{RUN}}})", "{{run}} fewest"),
+                    (f"max by ({EACH}) (vescale_worker_slots{{{RUN}}})", "{{run}} most"),
+                    (f"min by ({EACH}) (vescale_worker_slots{{{RUN}}})", "{{run}} fewest"),
                 ),
                 "none",
                 custom=STEPS,
@@ -413,8 +413,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (
                         few(
                             WAITS,
-                            f"sum by (run, rank) ({shown_of('increase', WAITED)}) / "
-                            f"sum by (run, rank) ({shown_of('count_over_time', WAITED)})",
+                            f"sum by ({EACH}, rank) ({shown_of('increase', WAITED)}) / "
+                            f"sum by ({EACH}, rank) ({shown_of('count_over_time', WAITED)})",
                             "bottomk",
                         ),
                         "{{run}} rank {{rank}}",
@@ -431,7 +431,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     (highest("vescale_worker_step_duration_seconds"), "{{run}} rank {{rank}}"),
                     (median(f"vescale_worker_step_duration_seconds{{{RUN}}}"), "{{run}} median"),
                     (
-                        f'max by (run) (vescale_worker_exposed_communication_seconds_total{{{RUN}, op="reshard"}})',
+                        f'max by ({EACH}) (vescale_worker_exposed_communication_seconds_total{{{RUN}, op="reshard"}})',
                         "{{run}} moves, most",
                     ),
                 ),
@@ -446,7 +446,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                         few(f"time() - {HEARD}", f"({shown_of('changes', HEARD)} + 1) / {shown_of('count_over_time', HEARD)}", "bottomk"),
                         "{{run}} rank {{rank}}",
                     ),
-                    (f"max by (run) (time() - {HEARD})", "{{run}} longest"),
+                    (f"max by ({EACH}) (time() - {HEARD})", "{{run}} longest"),
                 ),
                 "s",
             ),

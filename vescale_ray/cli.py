@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from vescale_ray.report import Summary
     from vescale_ray.runfolder import RunFolder
 
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -318,7 +319,17 @@ def rescale(workers: int, run_folder: str | None) -> int:
 @click.option("--prometheus", metavar="URL", help="Take the data from a Prometheus that has scraped the run, not from the run's folder.")
 @click.option("--run", "name", help="With --prometheus: the run's name.")
 @click.option("--hours", type=click.FloatRange(min=0.01), default=24.0, show_default=True, help="With --prometheus: how far back.")
-def dash(run_folder: str | None, out: str | None, prometheus: str | None, name: str | None, hours: float) -> int:
+@click.option("--namespace", help="With --prometheus: of runs of one name, that with this label namespace.")
+@click.option("--cluster", help="With --prometheus: of runs of one name, that with this label cluster.")
+def dash(
+    run_folder: str | None,
+    out: str | None,
+    prometheus: str | None,
+    name: str | None,
+    hours: float,
+    namespace: str | None,
+    cluster: str | None,
+) -> int:
     """Write one HTML page of a run: throughput, memory, loss, workers, where the time went. It opens without a network.
 
     Without RUN_FOLDER: the newest run under ./runs.
@@ -326,15 +337,16 @@ def dash(run_folder: str | None, out: str | None, prometheus: str | None, name: 
     from vescale_ray import dash as gather
     from vescale_ray.page import render
 
+    where = {label: value for label, value in (("cluster", cluster), ("namespace", namespace)) if value is not None}
     if prometheus is None:
-        if name is not None:
-            raise BadInput("--run NAME goes with --prometheus URL; without it, give the run's folder")
+        if name is not None or where:
+            raise BadInput("--run, --namespace and --cluster go with --prometheus URL; without it, give the run's folder")
         folder = _folder(run_folder)
         page, path = gather.from_folder(folder), Path(out or folder.path / "dash.html")
     else:
         if run_folder is not None or name is None:
             raise BadInput("with --prometheus URL give the run's name as --run NAME, and no folder")
-        page, path = gather.from_prometheus(prometheus, name, hours), Path(out or f"{name}.html")
+        page, path = gather.from_prometheus(prometheus, name, hours, where), Path(out or f"{name}.html")
     try:
         path.write_text(render(page), encoding="utf-8")
     except OSError as error:

@@ -96,21 +96,29 @@ def _told(folder: RunFolder) -> Page:
     return Page(name, str(folder.path), began, tuple(facts), _known(charts) if lines else (), marks, goodput, story, since)
 
 
-def from_prometheus(url: str, run: str, hours: float) -> Page:
+def from_prometheus(url: str, run: str, hours: float, where: Mapping[str, str] | None = None) -> Page:
     """What a Prometheus has of ``run`` in the last ``hours``.
 
+    Args:
+        where: of runs of one name, the one with these values of the labels ``cluster`` and ``namespace``.
+
     Raises:
-        BadInput: it does not answer, refuses, or has nothing of the run.
+        BadInput: it does not answer, refuses, has nothing of the run, or has several of that name.
     """
     if not 0 < hours <= MOST_HOURS:
         raise BadInput(f"--hours {hours:g}: give hours above 0, and at most {MOST_HOURS:,} (ten years)")
-    chosen = "{run=" + _quoted(run) + "}"
+    chosen = "{" + ", ".join(f"{label}={_quoted(value)}" for label, value in {"run": run, **(where or {})}.items()) + "}"
     """A run that was started again answers at another address: what both have told is joined by ``max by``, not drawn twice."""
-    begin, end = _when(url, chosen, hours)
+    begin, end, places = _when(url, chosen, hours)
     if begin == end:
         runs = prometheus.ask(url, "query", {"query": "last_over_time(vescale_run_info[30d])"})["result"]
         known = sorted({one["metric"].get("run", "") for one in runs})
-        raise BadInput(f"{url} has nothing of run {run!r} in the last {hours:g} hours; it knows {', '.join(known) or 'no run at all'}")
+        asked = "".join(f", {label} {value!r}," for label, value in (where or {}).items())
+        raise BadInput(
+            f"{url} has nothing of run {run!r}{asked} in the last {hours:g} hours; it knows {', '.join(known) or 'no run at all'}"
+        )
+    if len(places) > 1:
+        raise BadInput(f"{url} knows {len(places)} runs named {run!r}: with {'; with '.join(places)}. Name one")
     step = max(1.0, (end - begin) / COLUMNS)
     window = f"{math.ceil(max(4 * step, 60))}s"
 
@@ -156,17 +164,21 @@ def from_prometheus(url: str, run: str, hours: float) -> Page:
     return Page(run, f"{url}, the last {hours:g} hours", began, facts, _known(charts), tuple(marks), goodput)
 
 
-def _when(url: str, chosen: str, hours: float) -> tuple[float, float]:
-    """From when to when there is anything of a run in the last ``hours``; twice the same time: there is nothing.
+def _when(url: str, chosen: str, hours: float) -> tuple[float, float, list[str]]:
+    """From when to when there is anything of a run in the last ``hours``, twice the same time: there is nothing; and where the runs of that
+    name are, each as the options that name it.
 
     Each point that is asked for looks at all that was told since the one before, so that a run that was over between two of them is found.
     """
     now = time.time()
     grid = max(1.0, hours * 3600 / COLUMNS)
-    query = {"query": f"count(last_over_time(vescale_step{chosen}[{math.ceil(grid)}s]))", "start": now - hours * 3600, "end": now + grid}
+    every = f"count by (cluster, namespace) (last_over_time(vescale_step{chosen}[{math.ceil(grid)}s]))"
+    query = {"query": every, "start": now - hours * 3600, "end": now + grid}
     found = prometheus.ask(url, "query_range", {**query, "step": grid})["result"]
     times = [float(at) for one in found for at, _ in one["values"]]
-    return (min(times) - grid, min(max(times), now)) if times else (now, now)
+    labels = [[one["metric"].get(label, "") for label in ("cluster", "namespace")] for one in found]
+    places = sorted(f"--cluster {cluster!r} --namespace {namespace!r}" for cluster, namespace in labels)
+    return (min(times) - grid, min(max(times), now), places) if times else (now, now, [])
 
 
 def _quoted(text: str) -> str:
@@ -215,5 +227,3 @@ def _number(value: Any) -> float | None:
 class _Labels(dict[str, str]):
     def __missing__(self, key: str) -> str:
         return "?"
-
-

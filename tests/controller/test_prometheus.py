@@ -21,7 +21,7 @@ import yaml
 
 from tests.controller.runs import carry_out, tiny, until
 from tests.deploy.test_alerts import RULES
-from tests.deploy.test_dashboard import PANELS, expressions
+from tests.deploy.test_dashboard import PANELS, expressions, filled
 from vescale_ray import client, dash
 from vescale_ray.controller.driver import ScheduledAction as Act
 from vescale_ray.deploy import draw
@@ -155,7 +155,7 @@ def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Pat
             told = json.dumps([panel for panel in PANELS if where.startswith(panel["title"])])
             assert re.search("ccelerator|Empty without GPUs|Empty without NVIDIA", told), "says that it is empty here"
             continue
-        asked = expr.replace("$run", "scraped").replace("$__rate_interval", "4s").replace("$__range", span).replace("$__interval", "4s")
+        asked = filled(expr, "scraped", "4s", span)
         found = prometheus.ask("query_range", query=asked, **when)["result"]
         values = [float(value) for series in found for _, value in series["values"]]
         assert [value for value in values if value == value], f"{where}: {asked}"

@@ -39,6 +39,14 @@ def expressions() -> dict[str, str]:
     return found | {f"annotation {note['name']}": note["target"]["expr"] for note in BOARD["annotations"]["list"]}
 
 
+def filled(expr: str, run: str, rate: str, span: str) -> str:
+    """As Grafana fills in the variables, all of clusters and namespaces chosen."""
+    values = {"$cluster": ".*", "$namespace": ".*", "$run": run, "$__rate_interval": rate, "$__range": span, "$__interval": rate}
+    for name, value in values.items():
+        expr = expr.replace(name, value)
+    return expr
+
+
 def test_the_committed_file_is_what_the_code_makes() -> None:
     assert BOARD == made.dashboard(), "make it again: python -m vescale_ray.deploy.dashboard > deploy/grafana/vescale.json"
     assert len(TEXT) < 1 << 20, "a ConfigMap holds no more"
@@ -103,11 +111,14 @@ def test_what_is_asked_of_ray_is_what_its_agents_export_and_of_the_run_s_own_clu
         assert "Needs Ray's own metrics" in panel["description"] or "dcgm-exporter" in panel["description"]
 
 
+def series_of(name: str, labels: Mapping[str, str]) -> str:
+    return name + "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}"
+
+
 def twice(name: str, labels: Mapping[str, str]) -> list[dict[str, str]]:
     """A series of a run that answered at one address for 20 minutes, and since it was started again at another one."""
-    told = ",".join(f'{key}="{value}"' for key, value in labels.items())
     values = {"h:1": "1+1x20 stale", "h:2": "_x21 1+1x20"}
-    return [{"series": f'{name}{{{told},instance="{where}"}}', "values": value} for where, value in values.items()]
+    return [{"series": series_of(name, {**labels, "instance": where}), "values": value} for where, value in values.items()]
 
 
 def refused(queries: list[str], folder: Path) -> str:
@@ -124,8 +135,8 @@ def refused(queries: list[str], folder: Path) -> str:
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
 def test_a_run_that_was_started_again_at_another_address_is_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Kubernetes every start has another one. A query that matches series of both on one side has no answer, for the whole range."""
-    board = [expr.replace("$run", ".*").replace("$__rate_interval", "10m").replace("$__range", "1h") for expr in expressions().values()]
-    queries = [expr.replace("$__interval", "10m") for expr in board]
+    board = [filled(expr, ".*", "10m", "1h") for expr in expressions().values()]
+    queries = list(board)
     monkeypatch.setattr(dash.prometheus, "ask", lambda url, what, query: queries.append(query["query"]) or {"result": []})
     with pytest.raises(BadInput):
         dash.from_prometheus("http://x", 'a"b\\', 1.0)
@@ -137,15 +148,20 @@ def test_a_run_that_was_started_again_at_another_address_is_one_run(tmp_path: Pa
     assert "duplicate series" in refused(["rate(vescale_tokens_total[10m]) / on (run) rate(vescale_steps_total[10m])"], tmp_path)
 
 
-def ranks_of(queries: list[str], series: list[dict[str, str]], folder: Path) -> list[set[int]]:
-    """The ranks that each query has lines of, after half an hour of ``series``."""
-    filled = [expr.replace("$run", ".*").replace("$__rate_interval", "4m").replace("$__range", "30m") for expr in queries]
-    asked = [{"expr": expr, "eval_time": "30m", "exp_samples": [{"labels": "{}", "value": -1}]} for expr in filled]
+def answers_of(queries: list[str], series: list[dict[str, str]], folder: Path) -> list[list[str]]:
+    """The labels of each line that each query has after half an hour of ``series``, as promtool writes them."""
+    asked = [{"expr": expr, "eval_time": "30m", "exp_samples": [{"labels": "{}", "value": -1}]} for expr in queries]
     (folder / "test.yml").write_text(yaml.safe_dump({"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}]}))
     done = subprocess.run(["promtool", "test", "rules", "test.yml"], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-    told = [set(map(int, re.findall(r'rank="(\d+)"', line))) for line in (done.stdout + done.stderr).splitlines() if "got:" in line]
+    told = [re.findall(r"{([^}]*)}", line) for line in (done.stdout + done.stderr).splitlines() if "got:" in line]
     assert len(told) == len(queries), done.stdout + done.stderr
     return told
+
+
+def ranks_of(queries: list[str], series: list[dict[str, str]], folder: Path) -> list[set[int]]:
+    """The ranks that each query has lines of."""
+    told = answers_of([filled(expr, ".*", "4m", "30m") for expr in queries], series, folder)
+    return [{int(rank) for line in lines for rank in re.findall(r'rank="(\d+)"', line)} for lines in told]
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
@@ -187,7 +203,29 @@ def test_variables_are_all_defined_and_runs_that_have_ended_are_listed() -> None
     used = set(re.findall(r"\$\{?(\w+)\}?", json.dumps(BOARD["panels"]) + json.dumps(BOARD["annotations"])))
     assert used <= defined
     (run,) = [one for one in BOARD["templating"]["list"] if one["name"] == "run"]
-    assert "last_over_time" in run["query"]["query"] and run["regex"] == '/run="([^"]+)"/'
+    assert "last_over_time" in run["query"]["query"]
+    told = 'vescale_run_info{exported_run="x",run="r",cluster="c",namespace="n"} 1 1'  # as Grafana writes an answer to find the value in
+    for one in BOARD["templating"]["list"][1:]:
+        assert re.findall(one["regex"].strip("/"), told) == [one["name"][0]] and (one["allValue"], one["includeAll"]) == (".*", True)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
+def test_two_runs_of_one_name_in_two_namespaces_are_two_lines_of_every_panel(tmp_path: Path) -> None:
+    """And one of them alone where its namespace is chosen."""
+    series = [
+        {"series": series_of(one.name, {**one.labels, "namespace": namespace}), "values": "1+1x30"}
+        for family in families(full_snapshot())
+        for one in family.samples
+        for namespace in ("x", "y")
+    ]
+    board = {where: expr for where, expr in expressions().items() if "vescale_" in expr and "ray_" not in expr}
+    for chosen, each in ((".*", ("x", "y")), ("x", ("x",))):
+        asked = [filled(expr.replace("$namespace", chosen), ".*", "4m", "30m") for expr in board.values()]
+        for where, lines in zip(board, answers_of(asked, series, tmp_path), strict=True):
+            told = [set(re.findall(r'namespace="(\w+)"', line)) for line in lines]
+            assert all(len(one) == 1 for one in told), f"{where}: of which run is this? {lines}"
+            counted = [sum(namespace in one for one in told) for namespace in each]
+            assert not told or set(counted) == {len(told) // len(each)}, f"{where}: {lines}"
 
 
 def test_it_has_the_types_of_grafana_s_own_schema_package() -> None:

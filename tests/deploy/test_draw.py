@@ -68,7 +68,7 @@ def test_the_run_is_found_by_the_variable_s_own_query_and_goes_literally_into_th
     ask = Answers(vescale_run_info=[({"__name__": "vescale_run_info", "run": "a.b+1", "host": "x"}, {1600.0: 1.0})])
     draw.draw(board("Loss"), ask, SPAN)
     (_, first), *others = ask.asked
-    assert first["query"] == "last_over_time(vescale_run_info[600s])" and first["time"] == 1600.0
+    assert first["query"] == 'last_over_time(vescale_run_info{cluster=~".*", namespace=~".*"}[600s])' and first["time"] == 1600.0
     assert all(r'run=~"a\\.b\\+1"' in parameters["query"] for _, parameters in others) and others
 
 

@@ -187,7 +187,9 @@ class _Prometheus(BaseHTTPRequestHandler):
             result = [{"metric": {}, "values": [[BEGAN - 60, "0"], [BEGAN, "2"], [BEGAN + 60, "3"]]}]
         elif "vescale_run_info" in asked:
             result = [{"metric": {"run": "there"}, "value": [1, "1"]}]
-        elif '"there"' in asked:
+        elif '"two"' in asked and "namespace=" not in asked:
+            result = [{"metric": {"namespace": namespace}, "values": [[BEGAN, "2"]]} for namespace in "yx"]
+        elif '"there"' in asked or '"two", namespace="x"' in asked:
             labels = {"run": "there", "rank": "0", "cause": "startup"}
             result = [{"metric": labels, "values": [[BEGAN, "2"], [BEGAN + 60, "NaN" if "loss" in asked else "3"]]}]
         body = json.dumps({"status": "success", "data": {"result": result}}).encode()
@@ -220,6 +222,9 @@ def test_from_a_prometheus_the_page_has_the_same_pictures(prometheus: str, folde
     out = tmp_path / "p.html"
     done = CliRunner().invoke(cli.cli, ["dash", "--prometheus", prometheus, "--run", "there", "--out", str(out)])
     assert done.exit_code == 0 and len(drawing(out.read_text())) == 9
+    several = ["dash", "--prometheus", prometheus, "--run", "two", "--out", str(out)]
+    assert cli.main(several) == 2
+    assert CliRunner().invoke(cli.cli, [*several, "--namespace", "x"]).exit_code == 0
 
 
 @pytest.mark.parametrize("began", [0.0, 40_000.0, 86_290.0])
@@ -249,6 +254,12 @@ def test_of_a_run_that_was_short_and_long_ago_all_is_shown(began: float, monkeyp
 def test_wrong_calls_are_one_sentence(prometheus: str, tmp_path: Path, folder: RunFolder) -> None:
     with pytest.raises(BadInput, match="has nothing of run 'other' in the last 1 hours; it knows there"):
         dash.from_prometheus(prometheus, "other", 1.0)
+    with pytest.raises(BadInput, match="has nothing of run 'other', namespace 'y', in the last 1 hours; it knows there"):
+        dash.from_prometheus(prometheus, "other", 1.0, {"namespace": "y"})
+    with pytest.raises(
+        BadInput, match="knows 2 runs named 'two': with --cluster '' --namespace 'x'; with --cluster '' --namespace 'y'. Name"
+    ):
+        dash.from_prometheus(prometheus, "two", 1.0)
     with pytest.raises(BadInput, match="refuses the query"):
         dash.from_prometheus(f"{prometheus}/refuse", "there", 1.0)
     with pytest.raises(BadInput, match="no answer"):
