@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.workers.fleet import Fleet, State
@@ -176,6 +177,23 @@ def test_generations_that_come_to_nothing_one_after_another_take_no_more_memory_
     assert taken[2:] == taken[2:3] * 5 and taken[2] <= 2 * taken[0], taken
 
 
+def _pieces_follow_their_tensors(trainer: Trainer) -> None:
+    """They are made once; whoever is given other memory has another piece."""
+    first = export_shards(trainer).pieces
+    assert all(new is old for new, old in zip(export_shards(trainer).pieces, first, strict=True))
+    name, parameter = next(iter(trainer.model.named_parameters()))
+    state = trainer.optimizer.state[parameter]
+    state["exp_avg"] = state["exp_avg"].clone()
+    second = export_shards(trainer).pieces
+    assert [(new.name, new.kind) for new, old in zip(second, first, strict=True) if new is not old] == [(name, "exp_avg")]
+    trainer.model.to_empty(device="cpu")
+    for piece in export_shards(trainer).pieces:
+        piece.data.fill_(3.0)
+    values = [value for values in trainer.optimizer.state.values() for kind, value in values.items() if kind != "step"]
+    with torch.no_grad():
+        assert all((tensor.to_local() == 3.0).all() for tensor in (*trainer.model.parameters(), *values))
+
+
 def test_one_process_trains_alone_without_any_held_out_text(tmp_path: Path) -> None:
     config = tiny(write_text(tmp_path), data_heldout=0.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -194,6 +212,7 @@ def test_one_process_trains_alone_without_any_held_out_text(tmp_path: Path) -> N
         assert 0 < read < 2**20 and beats, "and so is the reading of a checkpoint"
         loss, samples = trainer.evaluate()
         assert samples == 0 and loss != loss
+        _pieces_follow_their_tensors(trainer)
         trainer.close()
         trainer.close()
     finally:
