@@ -509,7 +509,10 @@ def _misfits(c: RunConfig) -> Iterator[str]:
 
 
 def _holds_credentials(url: str) -> bool:
-    """Whether a URL holds a password or a key: before its host, in its query, or in a URL there. ``abfs://container@account`` does not."""
+    """Whether a URL holds a password or a key: before its host, in its query, or in a URL there, or in one of a chain of fsspec's
+    (``simplecache::s3://..``). ``abfs://container@account`` does not."""
+    if "::" in url and any(_holds_credentials(part) for part in url.split("::") if "://" in part):
+        return True
     try:
         parts = urlsplit(url)
         query = parse_qsl(parts.query, keep_blank_values=True)

@@ -64,6 +64,7 @@ def test_what_takes_text_takes_whatever_yaml_would_make_of_it() -> None:
         "s3://AKIA:hush-hush@bucket/p",
         "s3://hush-hush@bucket/p",
         "s3://AKIA:hush/hush+hush@bucket/p",
+        "simplecache::s3://AKIA:hush-hush@bucket/p",
         "s3://bucket/p?secret_key=hush-hush",
         "s3://bucket/p?endpoint=http://me:hush-hush@minio:9000",
         "gs://bucket/p?token=hush-hush",
@@ -75,7 +76,16 @@ def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
     assert said.startswith("checkpoint.dir: credentials do not belong into a URL") and "hush" not in said
 
 
-@pytest.mark.parametrize("url", ["s3://b/p?endpoint=http://minio:9000/a@b&region=x", "abfs://c@a.dfs.core.windows.net/p", "a@b:c/?key=1", "s3://[x"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://b/p?endpoint=http://minio:9000/a@b&region=x",
+        "abfs://c@a.dfs.core.windows.net/p",
+        "a@b:c/?key=1",
+        "s3://[x",
+        "simplecache::s3://b/p?endpoint=http://[::1]:9000",
+    ],
+)
 def test_what_holds_no_credentials_is_taken(url: str) -> None:
     assert load_config(None, [f"checkpoint.dir={url}"]).checkpoint.dir == url
 
