@@ -855,6 +855,35 @@ def test_a_recovery_needs_no_storage_where_the_workers_hold_a_state(
     assert newest is not None and newest.path == "/c/e4-s40", "what the end of the run tells is not worth failing for"
 
 
+def test_what_is_lost_while_a_storage_that_says_nothing_is_asked_is_no_reason_to_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What two workers held, older than the checkpoint, was lost with one of them in that minute: the run began from its first step."""
+    back, living = threading.Event(), {"a", "b"}
+    monkeypatch.setattr(keeper, "newest_kept", lambda *_: back.wait(60) and None)
+    monkeypatch.setattr(keeper, "STORAGE_S", 0.8)
+    monkeypatch.setattr(keeper, "LOOK_S", 0.05)
+    monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
+
+    def report(worker: str) -> Report:
+        return Report(worker, Ticket(4, 1), Phase.PARKED, 30, (), (Holding(4, 2, 30, ("ab".index(worker),)),), None, 0)
+
+    crew = SimpleNamespace(alive=lambda w: w in living, report=report)
+    books = SimpleNamespace(world=generation(4, 0, "a", "b"), checkpoint_step=40, checkpoint_path="/c/e4-s40")
+    nothing: Any = None
+
+    def wait(until: Callable[[], bool], seconds: float) -> bool:
+        living.discard("b")
+        time.sleep(seconds)
+        return until()
+
+    keeps = Keeper(str(tmp_path), "run", crew, books, nothing, nothing, wait, 1.0, nothing, 8)  # type: ignore[arg-type]
+    assert keeps.held_step("ab") == 30
+    with pytest.raises(OSError, match="does not answer"):
+        keeps.source("ab", "ab")
+    back.set()
+
+
 class Writers:
     """Two parked workers that hold each other's shards. ``b`` dies of its first order; ``a`` is at its own for 5 rounds, refuses another
     meanwhile, and its reports come 3 rounds late."""
