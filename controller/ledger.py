@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict, fields
 from functools import cache
 from importlib import metadata
@@ -461,7 +462,19 @@ class Ledger:
     # --------------------------------------------------------------------------------------------------------------- the past
 
     def restore(self, world: World | None) -> None:
-        """After a restart: take up the books from the folder's lines, and the generation that is going on."""
+        """After a restart: take up the books from the folder's lines, and the generation that is going on.
+
+        Raises:
+            OSError: the folder does not tell all of them. It can be asked again: nothing was counted.
+        """
+        counts = deepcopy((self._shifts, self._kept, self._steps, self._failures))
+        try:
+            self._take_up(world)
+        except OSError:
+            self._shifts, self._kept, self._steps, self._failures = counts
+            raise
+
+    def _take_up(self, world: World | None) -> None:
         events = self.folder.read_events()
         starts = [i for i, e in enumerate(events) if e["event"] == "run_started" and e.get("run_id") == self._run_id]
         if starts:
