@@ -77,6 +77,8 @@ class Ledger:
         self.goodput = Goodput.beginning(self._started)
         self._journal = Journal(folder, self._stamp)
         self._shifts, self._kept = Shifts(), Kept()
+        self._asked: tuple[str, int] | None = None
+        """A change that was asked for while the one before it lacked its first step: it begins with that."""
         self._filled: dict[str, Filled] = {}
         self._steps = Steps()
         self._heldout: dict[int, float] = {}
@@ -143,7 +145,7 @@ class Ledger:
         if self.shift is not None:
             self.shift.step = max(self.shift.step, self.step)
         self.world, self.step = world, world.source.step
-        self._filled, self._record = {}, None
+        self._filled, self._record, self._asked = {}, None, None
         self._tally.opened(world.members)
 
     def begin_shift(self, reason: str, before: int) -> Shift:
@@ -155,6 +157,8 @@ class Ledger:
             self.event("rescale_started", reason=reason, **{"from": before})
         elif reason == "failure":
             self.shift.reason = reason
+        elif self.world is not None and self.shift.generation < self.world.ticket.generation:
+            self._asked = reason, before
         if reason == "failure":
             # A change that was asked for begins where the step under way ends: see stepped.
             self.goodput.open(Loss.FAILURE)
@@ -211,6 +215,9 @@ class Ledger:
         if self.shift is not None and self.shift.generation < world.ticket.generation:
             self.end_shift(item.ended - record.seconds)
         self.step, self._record = record.step, record
+        if self._asked is not None:
+            self.begin_shift(*self._asked)
+            self._asked = None
         self.goodput.step(item.ended, record.seconds, again=self._was_done(record.step), between=item.between)
         if self.shift is not None:
             self.goodput.open(Loss.FAILURE if self.shift.reason == "failure" else Loss.RESCALE)

@@ -156,6 +156,28 @@ def test_the_pause_of_a_recovery_counts_from_the_end_of_the_step_that_it_went_ba
     assert ledger.snapshot.rescales == {("shrink", "failure"): 1} and ledger.snapshot.replayed_steps == 2
 
 
+@pytest.mark.parametrize("ends", ["in order", "with a loss"])
+def test_a_change_that_is_asked_for_before_the_first_step_after_another_is_told_of_as_what_it_is(ledger: Ledger, ends: str) -> None:
+    """A drain in that moment was told of, and counted, as a failure."""
+    first, second, third = generation(1, 0, "a", "b", "c"), generation(2, 1, "a", "b"), generation(3, 2 if ends == "in order" else 1, "a")
+    begin = time.time()
+    ledger.opened(first)
+    ledger.stepped(stepped(first, 0, begin + 1))
+    ledger.begin_shift("manual", 3)
+    ledger.opened(second)
+    ledger.begin_shift("drain", 2)
+    if ends == "in order":
+        ledger.stepped(stepped(second, 1, begin + 3))
+        assert ledger.shift is not None and (ledger.shift.reason, ledger.shift.before, ledger.shift.step) == ("drain", 2, 2)
+    else:
+        ledger.begin_shift("failure", 2)
+    ledger.opened(third)
+    ledger.stepped(stepped(third, third.source.step, begin + 5))
+    told = [(e["from"], e["to"], e["reason"]) for e in ledger.folder.read_events() if e["event"] == "rescaled"]
+    assert told == ([(3, 2, "manual"), (2, 1, "drain")] if ends == "in order" else [(3, 1, "failure")])
+    assert ledger.shift is None and ("failure" in ledger.goodput.lost) == (ends != "in order")
+
+
 def test_commands_that_come_when_the_loop_is_over_are_answered_at_once(ledger: Ledger, tmp_path: Path) -> None:
     """One that had come and was not heeded, and those after it: nobody waits 8 s for a run that is over."""
     spec: Any = SimpleNamespace(schedule=(), capacity=None)
