@@ -367,7 +367,10 @@ class Conductor:
             # Where a leaver's machine has stopped no connection breaks, nor where it has failed before it had any: nobody notices that what
             # it was to give will never come.
             forsaken = missing_since is not None and self._crew.clock() - missing_since > GIVER_S
-            if len(living) == world.size and all(w in inside for w in living) and not forsaken:
+            # Who writes what the controller before this one has ordered does not train any more: it is waited for as that one would have.
+            reports = [self._crew.report(w) for w in inside]
+            writing = any(r is not None and r.phase is Phase.SAVING and r.ticket == world.ticket for r in reports)
+            if len(living) == world.size and all(w in inside for w in living) and not forsaken and not writing:
                 hung = self._hung(world) or (self._mute(world, inside) if not self._ledger.all_filled else {})
                 if hung:
                     self._evidence.hung(end_hung(self._crew, self._ledger, world, {w: f"it is hung: {why}" for w, why in hung.items()}))

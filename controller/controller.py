@@ -180,8 +180,7 @@ class Controller:
             nonlocal saves
             if again:
                 try:
-                    _when_told(self._ledger.folder.last_samples)
-                    take_up(self._ledger, config, memo)
+                    _when_told(lambda: take_up(self._ledger, config, memo))
                     if self._told:
                         self._ledger.warn(self._told)  # for whoever asks later
                 finally:

@@ -103,16 +103,16 @@ class Keeper:
         Raises:
             OSError: no state is held, and the storage is out of reach: to begin anew would be wrong.
         """
-        held = self._held(holders)
-        step, newest = _newest_step(held), None
-        if step < (self._ledger.checkpoint_step or 0):
+        held, newest = self._held(holders), None
+        if _newest_step(held) < (self._ledger.checkpoint_step or 0):
             try:
                 newest = self._ask_storage()
+                held = self._held(holders)  # somebody may have been lost meanwhile
             except OSError as error:
-                if step < 0:
+                held = self._held(holders)
+                if (step := _newest_step(held)) < 0:
                     raise
                 _log.warning("%s is out of reach: going on from step %d in memory: %s", self._root, step, error)
-            held = self._held(holders)  # somebody may have been lost meanwhile
         return policy.choose_source(held, members, newest, self._ledger.world)
 
     def _ask_storage(self) -> policy.Kept | None:

@@ -52,6 +52,8 @@ class Laggards:
             bound = self._bound(phase, waits or copies, worker in silent)
             if since > bound:
                 found[worker] = f"still {phase} {bound:.1f} s after the others had left"
+                if phase == Phase.SAVING:
+                    found[worker] = f"it still writes a checkpoint after {bound:g} s"
             elif waits and since > (early := self._bound(phase, False, False)):
                 waiting[worker] = early
         if waiting and self._dispensable(out, outside):

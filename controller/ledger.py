@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict, fields
 from functools import cache
 from importlib import metadata
@@ -76,6 +77,8 @@ class Ledger:
         self.goodput = Goodput.beginning(self._started)
         self._journal = Journal(folder, self._stamp)
         self._shifts, self._kept = Shifts(), Kept()
+        self._asked: tuple[str, int] | None = None
+        """A change that was asked for while the one before it lacked its first step: it begins with that."""
         self._filled: dict[str, Filled] = {}
         self._steps = Steps()
         self._heldout: dict[int, float] = {}
@@ -142,7 +145,7 @@ class Ledger:
         if self.shift is not None:
             self.shift.step = max(self.shift.step, self.step)
         self.world, self.step = world, world.source.step
-        self._filled, self._record = {}, None
+        self._filled, self._record, self._asked = {}, None, None
         self._tally.opened(world.members)
 
     def begin_shift(self, reason: str, before: int) -> Shift:
@@ -154,6 +157,8 @@ class Ledger:
             self.event("rescale_started", reason=reason, **{"from": before})
         elif reason == "failure":
             self.shift.reason = reason
+        elif self.world is not None and self.shift.generation < self.world.ticket.generation:
+            self._asked = reason, before
         if reason == "failure":
             # A change that was asked for begins where the step under way ends: see stepped.
             self.goodput.open(Loss.FAILURE)
@@ -210,6 +215,9 @@ class Ledger:
         if self.shift is not None and self.shift.generation < world.ticket.generation:
             self.end_shift(item.ended - record.seconds)
         self.step, self._record = record.step, record
+        if self._asked is not None:
+            self.begin_shift(*self._asked)
+            self._asked = None
         self.goodput.step(item.ended, record.seconds, again=self._was_done(record.step), between=item.between)
         if self.shift is not None:
             self.goodput.open(Loss.FAILURE if self.shift.reason == "failure" else Loss.RESCALE)
@@ -461,7 +469,19 @@ class Ledger:
     # --------------------------------------------------------------------------------------------------------------- the past
 
     def restore(self, world: World | None) -> None:
-        """After a restart: take up the books from the folder's lines, and the generation that is going on."""
+        """After a restart: take up the books from the folder's lines, and the generation that is going on.
+
+        Raises:
+            OSError: the folder does not tell all of them. It can be asked again: nothing was counted.
+        """
+        counts = deepcopy((self._shifts, self._kept, self._steps, self._failures))
+        try:
+            self._take_up(world)
+        except OSError:
+            self._shifts, self._kept, self._steps, self._failures = counts
+            raise
+
+    def _take_up(self, world: World | None) -> None:
         events = self.folder.read_events()
         starts = [i for i, e in enumerate(events) if e["event"] == "run_started" and e.get("run_id") == self._run_id]
         if starts:

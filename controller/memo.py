@@ -7,6 +7,7 @@ nursery has the memo in its memory: it outlives the controller.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -102,7 +103,8 @@ class Memos:
         """The newest memo, wherever it is; of another start of the run than ``run_id``, the one in the folder.
 
         Raises:
-            OSError: the folder does not tell what is in it. What the nursery has may be older: its numbers would be given out twice.
+            OSError: the folder does not tell what is in it, or there is none though the run has workers. What the nursery has may be
+                older: its numbers would be given out twice.
         """
         written = _memo_in(self._folder)
         try:
@@ -112,6 +114,9 @@ class Memos:
             _log.warning("the nursery does not tell whether it has a memo: %s", error)
             kept = None
         mine = [memo for memo in (written, kept) if memo is not None and memo.run_id == run_id]
+        if not mine and self._has_workers():
+            # It was written before the first was hired: the folder is not mounted any more, say.
+            raise FileNotFoundError(errno.ENOENT, f"no {NAME}, though the run has workers", str(self._folder))
         return max(mine, key=lambda memo: memo.number, default=written)
 
     def write(self, memo: Memo) -> Memo:
@@ -126,6 +131,12 @@ class Memos:
             except RayError as problem:
                 _log.warning("nor could the nursery: %s", problem)
         return memo
+
+    def _has_workers(self) -> bool:
+        try:
+            return bool(self._ask("roster"))
+        except RayError:
+            return False
 
     def _ask(self, method: str, *args: Any) -> Any:
         return ray.get(getattr(self._nursery, method).remote(*args), timeout=CALL_S)

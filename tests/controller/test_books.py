@@ -156,6 +156,28 @@ def test_the_pause_of_a_recovery_counts_from_the_end_of_the_step_that_it_went_ba
     assert ledger.snapshot.rescales == {("shrink", "failure"): 1} and ledger.snapshot.replayed_steps == 2
 
 
+@pytest.mark.parametrize("ends", ["in order", "with a loss"])
+def test_a_change_that_is_asked_for_before_the_first_step_after_another_is_told_of_as_what_it_is(ledger: Ledger, ends: str) -> None:
+    """A drain in that moment was told of, and counted, as a failure."""
+    first, second, third = generation(1, 0, "a", "b", "c"), generation(2, 1, "a", "b"), generation(3, 2 if ends == "in order" else 1, "a")
+    begin = time.time()
+    ledger.opened(first)
+    ledger.stepped(stepped(first, 0, begin + 1))
+    ledger.begin_shift("manual", 3)
+    ledger.opened(second)
+    ledger.begin_shift("drain", 2)
+    if ends == "in order":
+        ledger.stepped(stepped(second, 1, begin + 3))
+        assert ledger.shift is not None and (ledger.shift.reason, ledger.shift.before, ledger.shift.step) == ("drain", 2, 2)
+    else:
+        ledger.begin_shift("failure", 2)
+    ledger.opened(third)
+    ledger.stepped(stepped(third, third.source.step, begin + 5))
+    told = [(e["from"], e["to"], e["reason"]) for e in ledger.folder.read_events() if e["event"] == "rescaled"]
+    assert told == ([(3, 2, "manual"), (2, 1, "drain")] if ends == "in order" else [(3, 1, "failure")])
+    assert ledger.shift is None and ("failure" in ledger.goodput.lost) == (ends != "in order")
+
+
 def test_commands_that_come_when_the_loop_is_over_are_answered_at_once(ledger: Ledger, tmp_path: Path) -> None:
     """One that had come and was not heeded, and those after it: nobody waits 8 s for a run that is over."""
     spec: Any = SimpleNamespace(schedule=(), capacity=None)
@@ -595,14 +617,18 @@ def test_a_controller_that_begins_again_does_not_wait_for_a_storage_that_says_no
     back.set()
 
 
-def begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Callable[[], controller.Controller], list[Any]]:
-    """Starts a controller as Ray does after the end of the first one; and what its conductor was to go on with."""
+def begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roster: tuple[str, ...] = ("a",), conducts: bool = False
+) -> tuple[Callable[[], controller.Controller], list[Any]]:
+    """Starts a controller as Ray does after the end of the first one, which had hired ``roster``; and what its conductor was to go on with,
+    unless it ``conducts``."""
     config, conducted = tiny(tmp_path, "again"), []
     folder = RunFolder(config.run_folder).create()
     write_memo(folder.path, Memo("r1", 7, members=("a",), epoch=1))
     spec = RunSpec("r1", config.model_dump(mode="json"), str(folder.path), "t", Source(Origin.FRESH, 0), 1, None, 1, {})
     about = SimpleNamespace(was_current_actor_reconstructed=True, get_session_name=lambda: "session")
-    nursery = SimpleNamespace(kept=SimpleNamespace(remote=lambda: None))
+    hired = dict.fromkeys(roster, "its handle")
+    nursery = SimpleNamespace(kept=SimpleNamespace(remote=lambda: None), roster=SimpleNamespace(remote=lambda: hired))
     stub = SimpleNamespace(get_actor=lambda *_: nursery, get_runtime_context=lambda: about)
     monkeypatch.setattr(controller, "ray", stub)
     monkeypatch.setattr("vescale_ray.controller.memo.ray.get", lambda answer, timeout: answer)
@@ -611,7 +637,8 @@ def begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Callab
         conducted.append(what)
         self._books.set()
 
-    monkeypatch.setattr(controller.Controller, "_conduct", conduct)
+    if not conducts:
+        monkeypatch.setattr(controller.Controller, "_conduct", conduct)
     monkeypatch.setattr(controller, "FOLDER_S", 0.3)
     monkeypatch.setattr(controller, "TELL_S", 0.5)
     monkeypatch.setattr(controller, "ASK_GAP_S", 0.05)
@@ -685,6 +712,79 @@ def test_a_controller_whose_folder_answers_with_errors_does_not_take_its_run_for
     ((*_, memo, again),) = conducted
     assert again and (memo.generation, memo.epoch) == (7, 2) and not errors
     one.close()
+
+
+def test_a_controller_whose_memo_is_gone_does_not_begin_the_run_anew_beside_the_workers_that_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the folder is no longer mounted nothing is there: it hired a second world, with the numbers of the first one's generations."""
+    start, conducted = begun_again(tmp_path, monkeypatch)
+    path = RunFolder(tiny(tmp_path, "again").run_folder).path
+    path.rename(away := path.with_name("away"))
+    one = start()
+    assert one.status()["waits"] and not conducted
+    away.rename(path)
+    until(lambda: "waits" not in one.status(), 10, "the memo")
+    ((*_, memo, again),) = conducted
+    assert again and (memo.generation, memo.epoch) == (7, 2)
+    one.close()
+
+
+def test_a_controller_that_was_killed_before_it_had_a_memo_begins_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, conducted = begun_again(tmp_path, monkeypatch, roster=())
+    (RunFolder(tiny(tmp_path, "again").run_folder).path / memos.NAME).unlink()
+    one = start()
+    ((*_, memo, again),) = conducted
+    assert not again and memo.epoch == 1
+    one.close()
+
+
+def test_books_that_can_not_be_read_to_their_end_are_read_again_and_nothing_is_counted_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memo was there, and then a file was not: the run was FAILED, and its workers ended, all that they had done included."""
+    books = Ledger(RunFolder(tiny(tmp_path, "books").run_folder).create(), tiny(tmp_path, "books"), "r1", 1, 1)
+    books.started()
+    first = generation(1, 0, "a", "b", origin=Origin.FRESH)
+    books.opened(first)
+    for i in range(3):
+        books.stepped(stepped(first, i, time.time() + i))
+    books.worker_lost("b", None, "its process died", "killed")
+    books.saved(SaveResult("x", 2, 1, 0.3, error="no space"))
+    books.begin_shift("failure", 2)
+    books.opened(second := generation(2, 2, "a"))
+    books.stepped(stepped(second, 2, time.time() + 5))
+    whole = RunFolder.each_metrics
+
+    def cut(folder: RunFolder) -> Any:
+        yield next(whole(folder))
+        raise OSError(errno.EIO, "Input/output error")
+
+    again = Ledger(books.folder, tiny(tmp_path, "books"), "r1", 1, 2)
+    with monkeypatch.context() as flaky, pytest.raises(OSError, match="Input/output"):
+        flaky.setattr(RunFolder, "each_metrics", cut)
+        again.restore(second)
+    again.restore(second)
+    for one in (books, again):
+        one.publish({})
+    names = "step steps_executed tokens rescales replayed_steps worker_failures checkpoint_failures"
+    for name in names.split():
+        assert getattr(again.snapshot, name) == getattr(books.snapshot, name), name
+
+    start, _ = begun_again(tmp_path, monkeypatch, conducts=True)
+    taken: list[Any] = []
+
+    def take(*what: Any) -> None:
+        taken.append(what)
+        if len(taken) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(controller, "take_up", take)
+    monkeypatch.setattr(controller, "_committed_attempt", lambda *_: 1 // 0)
+    controlled = start()
+    until(lambda: controlled.status()["outcome"] is not None, 10, "the end")
+    assert len(taken) == 2 and controlled.status()["outcome"]["error"].startswith("ZeroDivisionError"), "and so it came past its books"
+    controlled.close()
 
 
 @pytest.mark.parametrize("orphaned", [False, True])
@@ -853,6 +953,35 @@ def test_a_recovery_needs_no_storage_where_the_workers_hold_a_state(
     assert len(asked) == (in_memory < 40), "only where a checkpoint may be newer"
     newest = keeper.newest()
     assert newest is not None and newest.path == "/c/e4-s40", "what the end of the run tells is not worth failing for"
+
+
+def test_what_is_lost_while_a_storage_that_says_nothing_is_asked_is_no_reason_to_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What two workers held, older than the checkpoint, was lost with one of them in that minute: the run began from its first step."""
+    back, living = threading.Event(), {"a", "b"}
+    monkeypatch.setattr(keeper, "newest_kept", lambda *_: back.wait(60) and None)
+    monkeypatch.setattr(keeper, "STORAGE_S", 0.8)
+    monkeypatch.setattr(keeper, "LOOK_S", 0.05)
+    monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
+
+    def report(worker: str) -> Report:
+        return Report(worker, Ticket(4, 1), Phase.PARKED, 30, (), (Holding(4, 2, 30, ("ab".index(worker),)),), None, 0)
+
+    crew = SimpleNamespace(alive=lambda w: w in living, report=report)
+    books = SimpleNamespace(world=generation(4, 0, "a", "b"), checkpoint_step=40, checkpoint_path="/c/e4-s40")
+    nothing: Any = None
+
+    def wait(until: Callable[[], bool], seconds: float) -> bool:
+        living.discard("b")
+        time.sleep(seconds)
+        return until()
+
+    keeps = Keeper(str(tmp_path), "run", crew, books, nothing, nothing, wait, 1.0, nothing, 8)  # type: ignore[arg-type]
+    assert keeps.held_step("ab") == 30
+    with pytest.raises(OSError, match="does not answer"):
+        keeps.source("ab", "ab")
+    back.set()
 
 
 class Writers:

@@ -17,6 +17,7 @@ from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.conductor import GIVER_S, TICK_S, Conductor
 from vescale_ray.controller.crew import Lost
 from vescale_ray.controller.hang import LEAST_S, HangWatch
+from vescale_ray.controller.laggards import Laggards
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo
 from vescale_ray.controller.policy import Kept
@@ -191,6 +192,40 @@ def test_a_leaver_whose_machine_stops_before_it_has_given_its_shards_is_not_wait
     assert when - 51.0 == pytest.approx(GIVER_S, abs=3 * TICK_S) and inside == ["a", "b"]
     assert not ending.lost and set(ending.faults) == {"a", "b"}
     assert (stage.conductor._budget.nodes, stage.conductor._budget.crashes) == (1, 0), "it was a node, and nobody's crash"
+
+
+def test_a_last_checkpoint_that_a_storage_never_takes_is_waited_for_as_long_by_a_controller_that_was_restarted_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The controller that had ordered it would have given it up; the next one took its writers for members that train, for ever."""
+    crew = Crew(report("a", Phase.SAVING), report("b", Phase.SAVING))
+    stage = Stage(crew, filled=True)
+    conductor, ended, steered = stage.conductor, [], []
+    conductor._inherited, bounds = TICKET, Bounds(save=30.0)
+    conductor._laggards = Laggards(ElasticSection(workers=2), bounds, crew, conductor._ledger, conductor._keeper)  # type: ignore[arg-type]
+    conductor._steering.steer, conductor._evidence.hung = steered.append, lambda report: None
+
+    def end(crew: Any, ledger: Any, world: Any, hung: Any) -> None:
+        ended.append((crew.now - 50.0, dict(hung)))
+        for worker in hung:
+            stage.lose(worker, Cause.HANG)
+
+    monkeypatch.setattr(subject, "end_hung", end)
+    ending = conductor._watch(WORLD)
+    ((when, hung),) = ended
+    assert when == pytest.approx(30.0, abs=3 * TICK_S) and not steered and set(ending.lost) == {"a", "b"}
+    assert set(hung.values()) == {"it still writes a checkpoint after 30 s"}
+
+    crew = Crew(report("a", Phase.SAVING), report("b", Phase.SAVING))
+    stage = Stage(crew, filled=True)
+
+    def play(passed: float) -> None:
+        for worker in "ab":
+            crew.reports[worker] = report(worker, Phase.FINISHED if passed > (10.0 if worker == "a" else 20.0) else Phase.SAVING)
+
+    stage.each_round, stage.conductor._inherited = play, TICKET
+    ending = stage.conductor._watch(WORLD)
+    assert ending.clean and ending.finished and not stage.broken and crew.now - 50.0 == pytest.approx(20.0, abs=3 * TICK_S)
 
 
 def test_a_leaver_that_fails_before_it_has_given_its_shards_is_not_waited_for() -> None:
