@@ -118,7 +118,16 @@ def _panel(number: int, panel: Panel, at: dict[str, int]) -> dict[str, Any]:
 
 def _variables() -> list[dict[str, Any]]:
     return [
-        {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "hide": 0, "refresh": 1, "regex": ""},
+        {
+            "name": "datasource",
+            "label": "Data source",
+            "type": "datasource",
+            "query": "prometheus",
+            "current": {"text": "", "value": ""},
+            "hide": 0,
+            "refresh": 1,
+            "regex": "",
+        },
         _variable("cluster", "Cluster"),
         _variable("namespace", "Namespace", "cluster"),
         _variable("run", "Run", "cluster", "namespace"),
@@ -143,6 +152,8 @@ def _variable(name: str, label: str, *among: str) -> dict[str, Any]:
         "multi": True,
         "includeAll": True,
         "allValue": ".*",
+        # Some Grafanas drop a variable that has none, others choose the empty text where there is nothing to offer.
+        "current": {"text": ["All"], "value": ["$__all"]},
         "hide": 0,
     }
 

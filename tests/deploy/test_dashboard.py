@@ -207,6 +207,8 @@ def test_variables_are_all_defined_and_runs_that_have_ended_are_listed() -> None
     told = 'vescale_run_info{exported_run="x",run="r",cluster="c",namespace="n"} 1 1'  # as Grafana writes an answer to find the value in
     for one in BOARD["templating"]["list"][1:]:
         assert re.findall(one["regex"].strip("/"), told) == [one["name"][0]] and (one["allValue"], one["includeAll"]) == (".*", True)
+        assert one["current"]["value"] == ["$__all"], "all of them, also where there is nothing to offer yet"
+    assert all("current" in one for one in BOARD["templating"]["list"]), "Grafana's first dashboards of scenes drop a variable without"
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
