@@ -109,9 +109,10 @@ def _panel(number: int, panel: Panel, at: dict[str, int]) -> dict[str, Any]:
         "options": {**kinds[panel.kind], **panel.options},
     }
     if panel.kind == "table":
-        target = ("instance", "job", "namespace", "container", "endpoint", "ray_io_cluster")  # who was scraped
+        target = ("instance", "job", "container", "endpoint", "ray_io_cluster")  # who was scraped
         hidden = dict.fromkeys(("Time", "Value", "__name__", *target), True)
-        order = {name: i for i, name in enumerate(("run", "rank", "worker", "node", "pod", "device", "version", "torch", "ray"))}
+        first = ("run", "cluster", "namespace", "rank", "worker", "node", "pod", "device", "version", "torch", "ray")
+        order = {name: i for i, name in enumerate(first)}
         shown["transformations"] = [{"id": "organize", "options": {"excludeByName": hidden, "indexByName": order}}]
     return shown
 

@@ -230,6 +230,11 @@ def test_two_runs_of_one_name_in_two_namespaces_are_two_lines_of_every_panel(tmp
             assert not told or set(counted) == {len(told) // len(each)}, f"{where}: {lines}"
 
 
+def test_of_which_run_a_row_of_a_table_is_can_be_seen() -> None:
+    hidden = [one["options"]["excludeByName"] for panel in PANELS if panel["type"] == "table" for one in panel["transformations"]]
+    assert hidden and not [columns for columns in hidden if {"cluster", "namespace", "run"} & set(columns)]
+
+
 def test_it_has_the_types_of_grafana_s_own_schema_package() -> None:
     """With TypeScript: keys that Grafana does not know and values of another type are errors."""
     node = shutil.which("node")
