@@ -109,16 +109,26 @@ def _panel(number: int, panel: Panel, at: dict[str, int]) -> dict[str, Any]:
         "options": {**kinds[panel.kind], **panel.options},
     }
     if panel.kind == "table":
-        target = ("instance", "job", "namespace", "container", "endpoint", "ray_io_cluster")  # who was scraped
+        target = ("instance", "job", "container", "endpoint", "ray_io_cluster")  # who was scraped
         hidden = dict.fromkeys(("Time", "Value", "__name__", *target), True)
-        order = {name: i for i, name in enumerate(("run", "rank", "worker", "node", "pod", "device", "version", "torch", "ray"))}
+        first = ("run", "cluster", "namespace", "rank", "worker", "node", "pod", "device", "version", "torch", "ray")
+        order = {name: i for i, name in enumerate(first)}
         shown["transformations"] = [{"id": "organize", "options": {"excludeByName": hidden, "indexByName": order}}]
     return shown
 
 
 def _variables() -> list[dict[str, Any]]:
     return [
-        {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "hide": 0, "refresh": 1, "regex": ""},
+        {
+            "name": "datasource",
+            "label": "Data source",
+            "type": "datasource",
+            "query": "prometheus",
+            "current": {"text": "", "value": ""},
+            "hide": 0,
+            "refresh": 1,
+            "regex": "",
+        },
         _variable("cluster", "Cluster"),
         _variable("namespace", "Namespace", "cluster"),
         _variable("run", "Run", "cluster", "namespace"),
@@ -143,6 +153,8 @@ def _variable(name: str, label: str, *among: str) -> dict[str, Any]:
         "multi": True,
         "includeAll": True,
         "allValue": ".*",
+        # Some Grafanas drop a variable that has none, others choose the empty text where there is nothing to offer.
+        "current": {"text": ["All"], "value": ["$__all"]},
         "hide": 0,
     }
 

@@ -207,6 +207,8 @@ def test_variables_are_all_defined_and_runs_that_have_ended_are_listed() -> None
     told = 'vescale_run_info{exported_run="x",run="r",cluster="c",namespace="n"} 1 1'  # as Grafana writes an answer to find the value in
     for one in BOARD["templating"]["list"][1:]:
         assert re.findall(one["regex"].strip("/"), told) == [one["name"][0]] and (one["allValue"], one["includeAll"]) == (".*", True)
+        assert one["current"]["value"] == ["$__all"], "all of them, also where there is nothing to offer yet"
+    assert all("current" in one for one in BOARD["templating"]["list"]), "Grafana's first dashboards of scenes drop a variable without"
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
@@ -226,6 +228,11 @@ def test_two_runs_of_one_name_in_two_namespaces_are_two_lines_of_every_panel(tmp
             assert all(len(one) == 1 for one in told), f"{where}: of which run is this? {lines}"
             counted = [sum(namespace in one for one in told) for namespace in each]
             assert not told or set(counted) == {len(told) // len(each)}, f"{where}: {lines}"
+
+
+def test_of_which_run_a_row_of_a_table_is_can_be_seen() -> None:
+    hidden = [one["options"]["excludeByName"] for panel in PANELS if panel["type"] == "table" for one in panel["transformations"]]
+    assert hidden and not [columns for columns in hidden if {"cluster", "namespace", "run"} & set(columns)]
 
 
 def test_it_has_the_types_of_grafana_s_own_schema_package() -> None:
