@@ -79,6 +79,7 @@ class Ledger:
         self._shifts, self._kept = Shifts(), Kept()
         self._asked: tuple[str, int] | None = None
         """A change that was asked for while the one before it lacked its first step: it begins with that."""
+        self._waiting = False
         self._filled: dict[str, Filled] = {}
         self._steps = Steps()
         self._heldout: dict[int, float] = {}
@@ -167,6 +168,7 @@ class Ledger:
     def waits(self, waiting: bool) -> None:
         """There are too few workers to go on with; or (``False``) not any more."""
         failed = self.shift is None or self.shift.reason == "failure"
+        self._waiting = waiting
         self.goodput.turn(Loss.WAITING if waiting else Loss.FAILURE if failed else Loss.RESCALE, time.time())
 
     def filled(self, worker: str, item: Filled) -> None:
@@ -376,7 +378,7 @@ class Ledger:
     def publish(self, workers: Mapping[int, tuple[WorkerInfo | None, int]]) -> None:
         """Make a new snapshot; ``workers``: by rank, who it is and its resident bytes."""
         world, line, elastic = self.world, self._line, self._config.elastic
-        if not self.all_filled or self.state in (RunState.CHECKPOINTING, RunState.DONE, RunState.FAILED):
+        if self._waiting or not self.all_filled or self.state in (RunState.CHECKPOINTING, RunState.DONE, RunState.FAILED):
             # That the workers have their state is heard of a moment late: the step that they have begun is not to be taken for lost.
             self.goodput.advance(time.time() - HEARD_S)
         self.snapshot = RunSnapshot(

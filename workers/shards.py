@@ -170,7 +170,7 @@ def collect(
         for kind, value in optimizer.state.get(parameter, {}).items():
             if _is_sharded(value, parameter):
                 # Of the parameter's shape it is one of the tensor's kinds; a checkpoint's tensor has one shape, so others have a name.
-                where = (name, kind) if value.shape == parameter.shape else (f"{name}/{kind}", STATE)
+                where: tuple[str, str] = (name, kind) if value.shape == parameter.shape else (f"{name}/{kind}", STATE)
                 pieces.append(views.piece(*where, value))
             elif value is None or (isinstance(value, Tensor) and value.numel() != 1):
                 what = "None" if value is None else f"a plain tensor of shape {tuple(value.shape)}"

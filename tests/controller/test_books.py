@@ -260,6 +260,26 @@ def test_a_restarted_ledger_goes_on_with_the_accounts_of_the_time(ledger: Ledger
     assert again.goodput.productive == pytest.approx(told.productive, abs=0.05), "the lines alone tell as much"
 
 
+def test_what_a_wait_for_workers_takes_is_told_while_it_lasts(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told of at its end: until then the generation before is all that there is, and that one was whole."""
+    ledger.started()
+    first = generation(1, 0, "a", "b")
+    ledger.opened(first)
+    for worker in "ab":
+        ledger.filled(worker, Filled(first.ticket, 0, Origin.MEMORY, {"sync": 0.1}))
+    begin = time.time()
+    ledger.stepped(stepped(first, 0, begin))
+    ledger.begin_shift("failure", 2)
+    ledger.waits(True)
+    monkeypatch.setattr(time, "time", lambda: begin + 100.0)
+    ledger.publish({})
+    assert ledger.snapshot.lost_seconds["wait_for_workers"] == pytest.approx(100.0, abs=3.0)
+    ledger.waits(False)
+    monkeypatch.setattr(time, "time", lambda: begin + 120.0)
+    ledger.stepped(stepped(first, 1, begin + 120.0))
+    assert ledger.goodput.lost["wait_for_workers"] == pytest.approx(100.0, abs=3.0)
+
+
 def test_steps_that_an_earlier_start_had_done_are_replayed_and_do_not_count_again(ledger: Ledger) -> None:
     """After a rollback, or the loss of everything since the newest checkpoint."""
     ledger.begin_from(Source(Origin.CHECKPOINT, 2, path="/c2"), done=4)
