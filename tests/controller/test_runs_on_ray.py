@@ -79,6 +79,7 @@ def test_every_state_follows_one_that_the_table_allows(undisturbed: Finished) ->
     assert all(moves[i][1] == moves[i + 1][0] for i in range(len(moves) - 1))
 
 
+@pytest.mark.slow
 def test_workers_killed_at_random_steps_cost_no_sample_and_leave_the_loss_curve_as_it_was(home: Path, undisturbed: Finished) -> None:
     seed = 20261121
     rng = random.Random(seed)
@@ -164,6 +165,7 @@ def test_a_run_shrinks_and_grows_on_request_while_its_controller_is_killed(home:
     nothing_left(finished)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_with_another_number_of_workers_as_if_it_had_not_stopped(home: Path, undisturbed: Finished) -> None:
     stopped = carry_out(tiny(home, "stopped", elastic_workers=2), Act(17, "stop"))
     step = stopped.result.step
@@ -393,6 +395,7 @@ def test_a_survivor_that_waits_on_for_a_lost_rank_is_ended_early_only_where_that
     nothing_left(finished)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_again_and_again_says_why_with_the_tracebacks_of_all_workers(home: Path) -> None:
     model = {"model_factory": "tests.controller.hanging:model", "model_units": ["body"]}
     limits = {"elastic_workers": 2, "elastic_max_recoveries_without_progress": 1}
