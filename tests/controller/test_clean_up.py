@@ -161,7 +161,9 @@ def ray_folders(driver: Driver) -> set[Path]:
 CODES = {"success": 0, "failure": 1, "stop": 0, "SIGINT to the group": 130, "SIGKILL": -signal.SIGKILL}
 
 
-@pytest.mark.parametrize("endings", [("SIGKILL",), pytest.param(tuple(CODES), marks=pytest.mark.slow)], ids=["one", "all"])
+@pytest.mark.parametrize(
+    "endings", [("failure", "SIGKILL"), pytest.param(tuple(CODES), marks=pytest.mark.slow)], ids=["two", "all"]
+)
 def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, drivers: list[Driver], endings: tuple[str, ...]) -> None:
     # All at once: most of a start is waiting, and they must not get in each other's way either.
     by_ending: dict[str, Driver] = {}
