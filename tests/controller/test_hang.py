@@ -274,6 +274,21 @@ def test_who_waits_for_others_while_the_group_forms_is_left_to_the_collectives_a
     assert play.go(600, phase=Phase.FORMING, a="waits", b="waits", c="waits") == {}
 
 
+@pytest.mark.parametrize("phase", [Phase.FORMING, Phase.TRAINING], ids=["as it builds its model", "in the first step"])
+def test_whoever_is_as_slow_as_one_that_was_ended_before_any_step_was_seen_is_given_twice_as_long(phase: Phase) -> None:
+    """A model that takes six minutes to build was ended after five, each time, until the run had failed."""
+    play = Play(steps=0)
+    play.watch.patience_s = 20.0
+    for times in (1, 2, 4):
+        play.done(0.0, steps=0, begins_anew=True)
+        play.go(1, phase=phase)
+        assert set(play.go(2000, phase=phase, a="waits", b="stuck", c="waits")) == {"b"}
+        assert play.since == pytest.approx(times * LONGEST * 20.0, abs=0.3)
+    play.done(300.0, steps=STEPS)
+    play.go(1)
+    assert set(play.go(2000, a="waits", b="stuck", c="waits")) == {"b"} and play.since < FACTOR * 300.0 + 1.0, "it is done"
+
+
 def test_who_hangs_as_the_controller_is_killed_is_found_by_what_steps_took_before():
     play = Play(steps=0)
     play.watch.expect(3.0)
