@@ -370,6 +370,8 @@ class Conductor:
             # Who writes what the controller before this one has ordered does not train any more: it is waited for as that one would have.
             reports = [self._crew.report(w) for w in inside]
             writing = any(r is not None and r.phase is Phase.SAVING and r.ticket == world.ticket for r in reports)
+            if writing and self._ledger.state is RunState.RESCALING:
+                self._tell_what_is_saved_for()
             if len(living) == world.size and all(w in inside for w in living) and not forsaken and not writing:
                 hung = self._hung(world) or (self._mute(world, inside) if not self._ledger.all_filled else {})
                 if hung:
@@ -389,6 +391,13 @@ class Conductor:
             late |= self._laggards.late(self._crew.clock() - first_sign, [w for w in inside if w not in late], out, ready)
             if late:
                 self._evidence.hung(end_hung(self._crew, self._ledger, world, late))
+
+    def _tell_what_is_saved_for(self) -> None:
+        """A checkpoint that the controller before this one has ordered is being written: the last one, mostly."""
+        if self._ledger.step >= self._config.train.steps:
+            self._enter(RunState.CHECKPOINTING)
+        elif self.desk.stop is not None:
+            self._enter(RunState.STOPPING)
 
     def _hung(self, world: World) -> Mapping[str, str]:
         """Who hangs, and is to be ended."""
@@ -480,10 +489,16 @@ class Conductor:
             if lost:
                 self._want_those_left(world.size, living)
             ledger.event("generation_failed", lost=lost, faults={w: f.text for w, f in faults.items()}, attempt=world.ticket.attempt)
-        elif ledger.state is RunState.RUNNING and not finished and self.desk.stop is None:
+        elif not finished and self.desk.stop is None and (ledger.state is RunState.RUNNING or self._was_asked(world, reports)):
             # The wish to stop was heard, though the answer to it was not.
             ledger.begin_shift(self.desk.reason, world.size)
+            ledger.goodput.open(Loss.RESCALE)  # nobody is in a step
         return ending
+
+    def _was_asked(self, world: World, reports: Iterable[Report | None]) -> bool:
+        """Whether all have stopped at a boundary since an earlier life of the controller, which told nobody of it, had asked them to."""
+        parked = all(r is not None and r.ticket == world.ticket and r.phase is Phase.PARKED for r in reports)
+        return parked and world.ticket == self._inherited and self._ledger.shift is None
 
     def _want_those_left(self, before: int, living: Sequence[str]) -> None:
         """Members were lost: the run goes on with those that are left, whoever wants more asks for more."""

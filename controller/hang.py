@@ -157,7 +157,8 @@ class HangWatch:
         if self._settled:
             longest = max(FACTOR * max(self._steps.values()), AGAIN * max(self._rare.values(), default=0.0))
             return self._patience * max(LEAST_S, longest)
-        return self._patience * self.forming_s if max(self._steps.values(), default=0.0) or self._earlier else self.longest_s
+        known = max(self._steps.values(), default=0.0) or self._earlier
+        return self._patience * (self.forming_s if known else self.longest_s)
 
     @property
     def longest_s(self) -> float:
@@ -197,7 +198,7 @@ class HangWatch:
             return {
                 w: f"it stands at {report.where or 'an unknown place'} for {still[w]:.1f} s, while its group forms"
                 for w, report in stuck.items()
-                if still[w] >= self.longest_s
+                if still[w] >= self._patience * self.longest_s
             }
         silent = {w: seen.silent(now) for w, seen in everyone.items() if seen.silent(now) >= self.bound_s}
         alone = self.replaced and len(members) == 1

@@ -11,6 +11,8 @@ from vescale_ray.workers.pulse import IN
 
 STACKS_S = 0.2
 """Before a hung worker is ended, so long is waited for its stacks; then for the others'."""
+HEARD_S = 0.5
+"""Who owes an answer for longer than this stands elsewhere by now than it has told; its stacks say where."""
 
 
 def end_hung(crew: Crew, ledger: Ledger, world: World, hung: Mapping[str, str]) -> str | None:
@@ -19,19 +21,21 @@ def end_hung(crew: Crew, ledger: Ledger, world: World, hung: Mapping[str, str]) 
     ranks = {worker: rank for rank, worker in enumerate(world.members)}
     reports = {worker: crew.report(worker) for worker in {**ranks, **hung}}
     given = {worker: round(crew.given(worker), 3) for worker in hung}
+    silent = crew.silent(HEARD_S)
+    places = {worker: report.where or "an unknown place" for worker, report in reports.items() if report is not None}
+    at = {worker: f"{place} when it last answered" if worker in silent else place for worker, place in places.items()}
     stacks = crew.stacks(hung, STACKS_S)
     crew.kill({worker: f"killed: {why}" for worker, why in hung.items()})
     stacks |= crew.stacks([worker for worker in reports if worker not in hung], STACKS_S)
     lines = []
     for worker, report in reports.items():
-        where = f"{report.phase}, {report.completed} steps, at {report.where or 'an unknown place'}" if report else "unheard of"
+        where = f"{report.phase}, {report.completed} steps, at {at[worker]}" if report else "unheard of"
         first = stacks.get(worker, "").partition("\n")[0]
         where += f", in {first.removeprefix(IN)}" if first.startswith(IN) else ""
         mark = f" <- {hung[worker]}" if worker in hung else ""
-        mark += f" (after {given[worker]:.1f} s more, since its machine was late)" if given.get(worker) else ""
+        mark += f" (after {given[worker]:.1f} s more, since its machine was late)" if given.get(worker, 0.0) >= 0.05 else ""
         lines.append(f"rank {ranks.get(worker, '-')} {worker}: {where}{mark}")
     text = "\n".join(lines) + "\n\n" + "\n\n".join(f"---- {worker}\n{stack}" for worker, stack in stacks.items()) + "\n"
     path = ledger.hang(f"generation-{world.ticket.generation}-step-{ledger.step}", text)
-    at = {worker: report.where for worker, report in reports.items() if report is not None}
     ledger.event("hang", workers=dict(hung), ranks={w: ranks.get(w) for w in hung}, where=at, given_s=given, report=path)
     return path

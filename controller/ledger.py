@@ -68,6 +68,8 @@ class Ledger:
         """Every worker that was ever warm."""
         self.stragglers: dict[str, dict[str, Any]] = {}
         """Workers that are slow now: ``rank``, ``factor``, ``since_step``, ``node``."""
+        self.spread: tuple[int, tuple[int, ...]] = (0, ())
+        """The generation in which slots were last spread anew, and those of each rank."""
         self.last_save: SaveResult | None = None
         self._config, self._run_id, self._pid, self._epoch = config, run_id, driver_pid, epoch
         self._about = {"model": config.model.factory or config.model.kind, **versions()}
@@ -295,6 +297,11 @@ class Ledger:
         """It is not slow any more, or gone."""
         self.event("straggler_over", worker=worker, reason=reason, since_step=self.stragglers.pop(worker)["since_step"])
 
+    def slots_spread(self, slots: Mapping[str, int]) -> None:
+        """The members do so many slots each from now on."""
+        self.spread = (self.world.ticket.generation if self.world else 0, tuple(slots.values()))
+        self.event("slots_spread", slots=slots)
+
     def saved(self, result: SaveResult) -> None:
         """A checkpoint has ended, well or not."""
         if result.kept is None:
@@ -509,6 +516,8 @@ class Ledger:
                     self.stragglers[str(event["worker"])] = {key: event[key] for key in ("rank", "factor", "since_step", "node")}
                 case "straggler_over":
                     self.stragglers.pop(str(event["worker"]), None)
+                case "slots_spread":
+                    self.spread = (int(event["generation"]), tuple(event["slots"].values()))
                 case "checkpoint_interval":
                     self._kept.interval = event
                 case "evaluation":

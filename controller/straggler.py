@@ -52,7 +52,6 @@ class Stragglers:
         self._tries = 0
         self._not_before = 0.0
         self._kept: dict[str, str] = {}
-        self._shares: tuple[int, tuple[int, ...]] = (0, ())  # generation, and its slots by rank
 
     def stepped(self, record: StepRecord) -> None:
         """A step was completed: write down who has become slow in it and who no longer is, and who does other slots."""
@@ -64,10 +63,9 @@ class Stragglers:
             ledger.straggler_over(worker, "it was replaced" if replaced else "it has left")
             if replaced:
                 self._rest()
-        before = self._shares[1] if self._shares[0] == record.generation else even(self._slots, world.size)
-        self._shares = (record.generation, view.shares)
-        if view.shares != before:
-            ledger.event("slots_spread", slots=dict(zip(world.members, view.shares, strict=True)))
+        generation, spread = ledger.spread
+        if view.shares != (spread if generation == record.generation else even(self._slots, world.size)):
+            ledger.slots_spread(dict(zip(world.members, view.shares, strict=True)))
         if not view.factors:
             return  # nothing is known yet in this generation: what was known before stays
         for rank, (worker, factor, since) in enumerate(zip(world.members, view.factors, view.since, strict=True)):

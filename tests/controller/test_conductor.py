@@ -16,6 +16,7 @@ from vescale_ray.controller import policy
 from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.conductor import GIVER_S, TICK_S, Conductor
 from vescale_ray.controller.crew import Lost
+from vescale_ray.controller.goodput import Loss
 from vescale_ray.controller.hang import LEAST_S, HangWatch
 from vescale_ray.controller.laggards import Laggards
 from vescale_ray.controller.ledger import Ledger
@@ -226,6 +227,27 @@ def test_a_last_checkpoint_that_a_storage_never_takes_is_waited_for_as_long_by_a
     stage.each_round, stage.conductor._inherited = play, TICKET
     ending = stage.conductor._watch(WORLD)
     assert ending.clean and ending.finished and not stage.broken and crew.now - 50.0 == pytest.approx(20.0, abs=3 * TICK_S)
+
+
+@pytest.mark.parametrize(("stop", "step", "state"), [(None, 60, "CHECKPOINTING"), ("SIGTERM", 40, "STOPPING"), (None, 40, "RESCALING")])
+def test_a_controller_that_is_restarted_while_the_last_checkpoint_is_written_says_so(
+    tmp_path: Path, stop: str | None, step: int, state: str
+) -> None:
+    """It said RESCALING for as long as that took. What is kept of a run that has failed is no last checkpoint."""
+    crew = Crew(report("a", Phase.SAVING), report("b", Phase.SAVING))
+    stage = Stage(crew)
+    ledger, seen = stage.with_books(tmp_path, RunState.RESCALING), []
+    ledger.step, stage.conductor.desk.stop, stage.conductor._inherited = step, stop, TICKET
+
+    def play(passed: float) -> None:
+        seen.append(ledger.state)
+        if passed > 1.0:
+            for worker in "ab":
+                crew.reports[worker] = report(worker, Phase.PARKED if stop else Phase.FINISHED)
+
+    stage.each_round = play
+    assert stage.conductor._watch(WORLD).clean
+    assert str(seen[-1]) == str(ledger.state) == state
 
 
 def test_a_leaver_that_fails_before_it_has_given_its_shards_is_not_waited_for() -> None:
@@ -665,6 +687,16 @@ def test_a_change_that_was_asked_for_is_no_failure_though_the_answer_to_the_aski
         ledger.state = RunState.RESCALING
     assert stage.conductor._watch(WORLD).clean
     assert ledger.shift is not None and ledger.shift.reason == ("drain" if heard else "manual")
+
+
+def test_a_change_whose_controller_is_killed_before_the_next_generation_stands_is_no_failure(tmp_path: Path) -> None:
+    """The workers had stopped at the boundary that they were asked to; the next controller took that for a failure, as did the alerts."""
+    stage = Stage(Crew(report("a", Phase.PARKED), report("b", Phase.PARKED)))
+    ledger = stage.with_books(tmp_path, RunState.RESCALING)
+    stage.conductor._inherited, stage.conductor.desk.reason = TICKET, "manual"
+    assert stage.conductor._watch(WORLD).clean
+    assert ledger.shift is not None and ledger.shift.reason == "manual"
+    assert ledger.goodput.cause is Loss.RESCALE, "nor is the pause a stall between two steps"
 
 
 def test_a_change_that_the_last_step_comes_before_is_none(tmp_path: Path) -> None:

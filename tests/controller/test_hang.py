@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from vescale_ray.controller import hang_report
 from vescale_ray.controller.awake import GAP_S, AwakeClock
 from vescale_ray.controller.crew import LATE_HALF_S, LOOKS, POLL_WAIT_S, SLOWER, SLOWEST_S, Crew, Member
 from vescale_ray.controller.hang import AGAIN, FACTOR, FIRST, FIRST_S, LEAST_S, LONGEST, OWN_GAP_S, PERIOD, RECENT, STEPS, HangWatch
@@ -272,6 +273,38 @@ def test_who_waits_for_others_while_the_group_forms_is_left_to_the_collectives_a
     assert set(play.go(5, phase=Phase.FORMING, a="waits", b="stuck", c="waits")) == {"b"}
     play.go(1)
     assert play.go(600, phase=Phase.FORMING, a="waits", b="waits", c="waits") == {}
+
+
+@pytest.mark.parametrize("phase", [Phase.FORMING, Phase.TRAINING], ids=["as it builds its model", "in the first step"])
+def test_whoever_is_as_slow_as_one_that_was_ended_before_any_step_was_seen_is_given_twice_as_long(phase: Phase) -> None:
+    """A model that takes six minutes to build was ended after five, each time, until the run had failed."""
+    play = Play(steps=0)
+    play.watch.patience_s = 20.0
+    for times in (1, 2, 4):
+        play.done(0.0, steps=0, begins_anew=True)
+        play.go(1, phase=phase)
+        assert set(play.go(2000, phase=phase, a="waits", b="stuck", c="waits")) == {"b"}
+        assert play.since == pytest.approx(times * LONGEST * 20.0, abs=0.3)
+    play.done(300.0, steps=STEPS)
+    play.go(1)
+    assert set(play.go(2000, a="waits", b="stuck", c="waits")) == {"b"} and play.since < FACTOR * 300.0 + 1.0, "it is done"
+
+
+def test_the_report_does_not_take_where_a_silent_worker_was_last_seen_for_where_it_hangs() -> None:
+    """Who was stopped, or held the interpreter's lock, was said to stand in a collective: where it had been two seconds before."""
+    told: dict[str, Any] = {}
+    reports = {worker: replace(IDLE, worker=worker, where="all_reduce (distributed_c10d.py:3252)") for worker in "ab"}
+    stacks = {"a": "in: all-gather of body .., 2,688 bytes, 2 ranks\n\nThread 1", "b": 'File "model.py", line 7 in forward'}
+    crew: Any = SimpleNamespace(report=reports.get, given=lambda worker: 0.001, silent=lambda seconds: ["b"], kill=lambda whom: None)
+    crew.stacks = lambda workers, seconds: {worker: stacks[worker] for worker in workers}
+    ledger: Any = SimpleNamespace(step=0, hang=lambda name, text: told.update(text=text), event=lambda name, **about: told.update(about))
+    world: Any = SimpleNamespace(members=("a", "b"), ticket=TICKET)
+    hang_report.end_hung(crew, ledger, world, {"b": "it is hung: it has answered nothing for 1.8 s"})
+    first, second, *rest = told["text"].splitlines()
+    place = "training, 0 steps, at all_reduce (distributed_c10d.py:3252)"
+    assert first == f"rank 0 a: {place}, in all-gather of body .., 2,688 bytes, 2 ranks"
+    assert second == f"rank 1 b: {place} when it last answered <- it is hung: it has answered nothing for 1.8 s"
+    assert stacks["b"] in rest and told["where"]["b"].endswith("when it last answered") and told["ranks"] == {"b": 1}
 
 
 def test_who_hangs_as_the_controller_is_killed_is_found_by_what_steps_took_before():

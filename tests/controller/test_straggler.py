@@ -96,6 +96,19 @@ def test_each_new_spread_of_the_slots_is_an_event_and_the_even_one_at_the_start_
     assert told == [("slots_spread", {"a": 1, "b": 3, "c": 2}), ("slots_spread", {"a": 2, "b": 2, "c": 2})]
 
 
+def test_a_restarted_controller_tells_no_spread_of_the_slots_twice(tmp_path: Path) -> None:
+    table = Table(tmp_path, "relieve")
+    table.open("a", "b", "c")
+    table.step((3.0, 1.0, 1.0), (0, -1, -1), (1, 3, 2))
+    again = Table(tmp_path, "relieve", life=2)
+    again.ledger.restore(table.world)
+    again.world = table.world
+    for shares in ((1, 3, 2), (1, 2, 3)):
+        again.step((3.0, 1.0, 1.0), (0, -1, -1), shares)
+    told = [one for one in again.told() if one[0] == "slots_spread"]
+    assert told == [("slots_spread", {"a": 1, "b": 3, "c": 2}), ("slots_spread", {"a": 1, "b": 2, "c": 3})]
+
+
 def test_the_figures_are_those_of_the_generation_and_nothing_of_an_older_one_stays(tmp_path: Path) -> None:
     def of(name: str) -> dict[str, float]:
         table.ledger.publish({})

@@ -51,12 +51,25 @@ DROPOUT = {"model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["
 
 
 ALL: tuple[dict[str, Any], ...] = ({}, MUON, ADAM8_AGAIN, BF16, SHAMPOO, SOAP, DROPOUT)
+# Sizes that nothing divides: rows begin at any address. And a model of which some of eight ranks own next to nothing.
+ODD = {**MUON, "train_slots": 7, "train_slot_batch": 1, "model_dim": 40, "model_ffn": 57, "data_seq_len": 31}
+SMALL = {"model_dim": 4, "model_heads": 1, "model_kv_heads": 1, "model_ffn": 3, "model_layers": 1, "train_slots": 8}
+SMALL8 = {**SMALL, **ADAM8, "train_optimizer_options": {"min_8bit_numel": 8, "block": 8}}
+EIGHT = {**BF16, "train_slots": 8}
+MANY: tuple[tuple[dict[str, Any], tuple[int, ...]], ...] = ((ODD, (1, 2, 6, 7)), (SMALL8, (1, 3, 7, 8)), (EIGHT, (1, 6, 8)))
 
 
 @pytest.mark.parametrize(
     ("changes", "worlds"),
-    [(MUON, (1, 3, 4)), *(pytest.param(changes, (1, 2, 3, 4, 5), marks=pytest.mark.slow) for changes in ALL)],
-    ids=["muon", "all: adamw", "all: muon", "all: 8-bit", "all: bf16", "all: shampoo", "all: soap", "all: dropout"],
+    [
+        (MUON, (1, 3, 4)),
+        *(pytest.param(changes, (1, 2, 3, 4, 5), marks=pytest.mark.slow) for changes in ALL),
+        *(pytest.param(changes, worlds, marks=pytest.mark.slow) for changes, worlds in MANY),
+    ],
+    ids=[
+        *("muon", "all: adamw", "all: muon", "all: 8-bit", "all: bf16", "all: shampoo", "all: soap", "all: dropout"),
+        *("many: odd sizes", "many: small", "many: bf16"),
+    ],
 )
 def test_every_number_of_workers_computes_the_same_bits(text: str, changes: dict[str, Any], worlds: tuple[int, ...]) -> None:
     config = tiny(text, elastic_deterministic=True, **changes)
