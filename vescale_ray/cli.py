@@ -361,7 +361,7 @@ def dash(
             raise BadInput("with --prometheus URL give the run's name as --run NAME, and no folder")
         page, path = gather.from_prometheus(prometheus, name, hours, where), Path(out or f"{name}.html")
     try:
-        path.write_text(render(page), encoding="utf-8")
+        path.write_text(render(page), encoding="utf-8", errors="backslashreplace")  # names of files need not be text
     except OSError as error:
         raise BadInput(f"{path}: can't be written ({error.strerror or error})") from None
     click.echo(f"wrote {path}")

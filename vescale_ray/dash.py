@@ -84,7 +84,7 @@ def _told(folder: RunFolder) -> Page:
         ("checkpoint", report.shown(str(state["checkpoint"])) if state.get("checkpoint") else "none"),
     ]
     if state.get("error"):
-        facts.append(("error", " ".join(str(state["error"]).split())))
+        facts.append(("error", report.one_line(state["error"])))
     began = min([float(one["time"]) for one in (*lines[:1], *events[:1])])
     name = str(state.get("run") or folder.path.name)
     starts = sum(e["event"] == "run_started" for e in events)
@@ -107,10 +107,13 @@ def from_prometheus(url: str, run: str, hours: float, where: Mapping[str, str] |
     """
     if not 0 < hours <= MOST_HOURS:
         raise BadInput(f"--hours {hours:g}: give hours above 0, and at most {MOST_HOURS:,} (ten years)")
-    chosen = "{" + ", ".join(f"{label}={_quoted(value)}" for label, value in {"run": run, **(where or {})}.items()) + "}"
+    chosen = _selector({"run": run, **(where or {})})
     """A run that was started again answers at another address: what both have told is joined by ``max by``, not drawn twice."""
     begin, end, places = _when(url, chosen, hours)
     if begin == end:
+        elsewhere = _when(url, _selector({"run": run}), hours)[2] if where else []
+        if elsewhere:
+            raise BadInput(f"{url} has nothing of run {run!r} there in the last {hours:g} hours, but with {'; with '.join(elsewhere)}")
         runs = prometheus.ask(url, "query", {"query": "last_over_time(vescale_run_info[30d])"})["result"]
         known = sorted({one["metric"].get("run", "") for one in runs})
         asked = "".join(f", {label} {value!r}," for label, value in (where or {}).items())
@@ -179,6 +182,10 @@ def _when(url: str, chosen: str, hours: float) -> tuple[float, float, list[str]]
     labels = [[one["metric"].get(label, "") for label in ("cluster", "namespace")] for one in found]
     places = sorted(f"--cluster {cluster!r} --namespace {namespace!r}" for cluster, namespace in labels)
     return (min(times) - grid, min(max(times), now), places) if times else (now, now, [])
+
+
+def _selector(labels: Mapping[str, str]) -> str:
+    return "{" + ", ".join(f"{label}={_quoted(value)}" for label, value in labels.items()) + "}"
 
 
 def _quoted(text: str) -> str:

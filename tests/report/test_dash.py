@@ -57,6 +57,19 @@ def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing(folder: RunFolde
     assert len(drawing(text)) == 9, "every picture is well-formed XML"
 
 
+def test_whatever_stands_in_the_files_is_shown_and_not_obeyed(folder: RunFolder) -> None:
+    """Also a step that is none, and the name of a file that is no text, as an error brings it along."""
+    folder.append_event({"time": BEGAN + 9, "event": "warning", "step": "<script>alert(1)</script>", "text": "<img src=x>"})
+    about = {"from": "<b>", "to": "</title>", "direction": "grow", "reason": "no file b\udcff", "source": "peer"}
+    folder.append_event({"time": BEGAN + 9, "event": "rescaled", "step": 5, **about})
+    folder.write_state({"run": "</title><script>", "state": "<i>", "error": "\x1b[31mno file a\udcff"})
+    done = CliRunner().invoke(cli.cli, ["dash", str(folder.path)], standalone_mode=False, catch_exceptions=False)
+    text = (folder.path / "dash.html").read_text(encoding="utf-8")
+    assert done.exit_code == 0 and not re.search(r"(?i)<script|<img|<b>|<i>", text) and "\x1b" not in text
+    assert "<title>&lt;/title&gt;&lt;script&gt; - vescale-ray</title>" in text and len(drawing(text)) == 9
+    assert "\\x1b[31mno file a\\udcff" in text and "no file b\\udcff" in text
+
+
 def test_it_shows_what_the_lines_say(folder: RunFolder) -> None:
     page = dash.from_folder(folder)
     charts = {chart.title: chart for chart in page.charts}
@@ -260,6 +273,8 @@ def test_wrong_calls_are_one_sentence(prometheus: str, tmp_path: Path, folder: R
         BadInput, match="knows 2 runs named 'two': with --cluster '' --namespace 'x'; with --cluster '' --namespace 'y'. Name"
     ):
         dash.from_prometheus(prometheus, "two", 1.0)
+    with pytest.raises(BadInput, match="has nothing of run 'two' there in the last 1 hours, but with --cluster '' --namespace 'x'; with"):
+        dash.from_prometheus(prometheus, "two", 1.0, {"namespace": "y", "cluster": "z"})
     with pytest.raises(BadInput, match="refuses the query"):
         dash.from_prometheus(f"{prometheus}/refuse", "there", 1.0)
     with pytest.raises(BadInput, match="no answer"):
