@@ -256,7 +256,16 @@ class RunFolder:
 
     def last_step(self) -> int:
         """Of the newest line of the metrics; 0 if there is none."""
-        return int((self._last_line("metrics.jsonl") or {}).get("step") or 0)
+        return int((self.last_metrics() or {}).get("step") or 0)
+
+    def last_metrics(self) -> Record | None:
+        """The newest line of the metrics; None if there is none."""
+        return self._last_line("metrics.jsonl")
+
+    def metrics_bytes(self) -> int:
+        """The size of the metrics' file; 0 if there is none."""
+        path = self.path / "metrics.jsonl"
+        return path.stat().st_size if path.is_file() else 0
 
     def _last_line(self, name: str) -> Record | None:
         """The newest whole line; None if there is none. Reads the file's end alone, which grows to gigabytes."""
