@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    click.echo(f"vescale-ray: {message}", err=True)
+    _log(f"vescale-ray: {message}", err=True)
     return code
+
+
+def _log(line: str, *, err: bool = False) -> None:
+    """A line of a job's log. A full disk below that, or a reader who has gone, ends no run and changes no exit code."""
+    with suppress(OSError):
+        click.echo(line, err=err)
 
 
 def _one_line(error: BaseException) -> str:
@@ -154,25 +160,32 @@ def _train(config: RunConfig, schedule: Sequence[ScheduledAction] = ()) -> tuple
         starting = f"starting {config.elastic.workers} workers: {config.train.steps} steps, folder {report.shown(folder.path)}"
         try:
             with Progress(folder, config.train.steps, config.metrics.interval_s):
-                result = driver.run(config, schedule=schedule, on_ready=lambda: click.echo(starting), foreseen=foreseen)
+                result = driver.run(config, schedule=schedule, on_ready=lambda: _log(starting), foreseen=foreseen)
         except KeyboardInterrupt:
             return _fail(f"interrupted twice: no last checkpoint; nothing is left running; resume with: {resume}", INTERRUPTED), None
     for warning in result.warnings:
-        click.echo(f"vescale-ray: warning: {warning}", err=True)
+        _log(f"vescale-ray: warning: {warning}", err=True)
     if result.interrupted:
         return _fail(f"interrupted; nothing is left running; resume at step {result.step} with: {resume}", INTERRUPTED), None
     if result.state == "STOPPED":
-        click.echo(f"stopped; resume at step {result.step} with: {resume}")
+        _log(f"stopped; resume at step {result.step} with: {resume}")
         return OK, None
     if result.state != "DONE":
         raise Failed(f"the run failed at step {result.step}: {result.error}; resume with: {resume}")
-    if folder.read_metrics():
-        try:
+    try:
+        if folder.read_metrics():
             report.draw(folder)
-        except ModuleNotFoundError:
-            click.echo("no picture: matplotlib is not installed (pip install 'vescale-ray[plots]')", err=True)
-    summary = report.summarize(folder)
-    click.echo("\n" + report.table(folder, summary))
+    except ModuleNotFoundError:
+        _log("no picture: matplotlib is not installed (pip install 'vescale-ray[plots]')", err=True)
+    except Exception as error:
+        _log(f"vescale-ray: warning: no picture: {_one_line(error)}", err=True)
+    try:
+        summary = report.summarize(folder)
+        table = report.table(folder, summary)
+    except Exception as error:  # the run is done, whatever becomes of its report: one that counts as failed is begun again by Kubernetes
+        _log(f"vescale-ray: warning: all {result.step} steps are done, but there is no report: {_one_line(error)}", err=True)
+        return OK, None
+    _log("\n" + table)
     return OK, summary
 
 
@@ -348,7 +361,7 @@ def dash(
             raise BadInput("with --prometheus URL give the run's name as --run NAME, and no folder")
         page, path = gather.from_prometheus(prometheus, name, hours, where), Path(out or f"{name}.html")
     try:
-        path.write_text(render(page), encoding="utf-8")
+        path.write_text(render(page), encoding="utf-8", errors="backslashreplace")  # names of files need not be text
     except OSError as error:
         raise BadInput(f"{path}: can't be written ({error.strerror or error})") from None
     click.echo(f"wrote {path}")

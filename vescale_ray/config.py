@@ -35,6 +35,8 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 PositiveOrZero = Annotated[float, Field(ge=0)]
 
+_OF_BUCKETS = ("s3", "s3a", "gs", "gcs")
+"""Schemes of URLs that begin with a bucket's name, and not with a host's."""
 _SECRET = re.compile(r"(?i)key|token|secret|passw|credential|^sig$|signature")
 
 
@@ -474,6 +476,13 @@ def _misfits(c: RunConfig) -> Iterator[str]:
             "checkpoint.dir: credentials do not belong into a URL, which goes to the run's folder, to manifests and logs; "
             "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or role"
         )
+    if (c.checkpoint.dir or "").startswith("memory://"):
+        yield (
+            f"checkpoint.dir = {c.checkpoint.dir}: each process has such a memory of its own, and what one writes no other reads; "
+            "give a folder, or a store that all of them reach"
+        )
+    if c.ray.gpus_per_worker > 1 and c.ray.gpus_per_worker % 1:
+        yield f"ray.gpus_per_worker = {c.ray.gpus_per_worker:g}: above 1 Ray takes whole GPUs only; give a whole number, or less than 1"
     workers, fewest, most, slots = c.elastic.workers, c.elastic.min_workers, c.max_workers, c.train.slots
     if workers > slots:
         yield (
@@ -523,9 +532,12 @@ def _holds_credentials(url: str) -> bool:
     before, at, _ = parts.netloc.rpartition("@")
     if at and (":" in before or parts.scheme in ("s3", "http", "https")):
         return True
+    # A secret key with a slash in it, which many have, is taken for a host without its end; and what is before the slash for a port, if it
+    # is none. A bucket has no port; the address of a host may end with a bracket.
     _, colon, port = parts.netloc.rpartition(":")
-    if colon and not port.isdigit() and "@" in parts.path:
-        return True  # a secret key with a slash in it, which many have, is taken for a host without its end
+    may_be_port = port.endswith("]") or (re.fullmatch("[0-9]{0,5}", port) and parts.scheme not in _OF_BUCKETS)
+    if colon and not may_be_port and "@" in parts.path:
+        return True
     return any(_SECRET.search(name) or _holds_credentials(value) for name, value in query)
 
 
@@ -644,7 +656,7 @@ def reference() -> str:
         "- `elastic.min_workers <= elastic.workers <= elastic.max_workers <= train.slots`",
         "- `elastic.demand` needs `elastic.grow`; that and `elastic.spares` need `ray.cpus_per_worker` or `ray.gpus_per_worker` above 0",
         "- `model.heads` divides `model.dim` into heads of an even size; `model.kv_heads` divides `model.heads`",
-        "- `train.device = cuda` needs `ray.gpus_per_worker` above 0",
+        "- `train.device = cuda` needs `ray.gpus_per_worker` above 0; above 1 it is a whole number, as Ray wants it",
     ]
     return "\n".join(lines) + "\n"
 

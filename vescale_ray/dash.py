@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,16 @@ from typing import Any
 from vescale_ray import prometheus, report
 from vescale_ray.errors import BadInput
 from vescale_ray.page import COLUMNS, Chart, Mark, Page, Points, Series, few
-from vescale_ray.runfolder import RunFolder, RunFolderError
+from vescale_ray.runfolder import Record, RunFolder, RunFolderError
 
 WAITING = "Waiting for other ranks, % of a step"
 KINDS = "Memory by kind, largest rank"
 UTILISATION = "Model FLOPs utilisation, %"
 MOST_HOURS = 87_600
+LONG_BYTES = 32 << 20
+"""Of a run's lines: more are thinned out while they are read."""
+DRAWN = ("bpb", "tokens_per_second", "world", "step_seconds", "grad_norm", "model_flops_utilization")
+"""What each line has one value of."""
 
 
 def from_folder(run: RunFolder | str | Path) -> Page:
@@ -43,7 +47,7 @@ def from_folder(run: RunFolder | str | Path) -> Page:
 
 def _told(folder: RunFolder) -> Page:
     state, events = folder.read_state() or {}, folder.read_events()
-    lines = [line for line in folder.read_all_metrics() if line.get("time") is not None]
+    lines = _lines(folder)
     if not lines and not events:
         raise BadInput(f"{folder.path}: nothing has happened yet, there is nothing to show")
     last = lines[-1] if lines else {}  # a run that failed before its first step has a story all the same
@@ -84,7 +88,7 @@ def _told(folder: RunFolder) -> Page:
         ("checkpoint", report.shown(str(state["checkpoint"])) if state.get("checkpoint") else "none"),
     ]
     if state.get("error"):
-        facts.append(("error", " ".join(str(state["error"]).split())))
+        facts.append(("error", report.one_line(state["error"])))
     began = min([float(one["time"]) for one in (*lines[:1], *events[:1])])
     name = str(state.get("run") or folder.path.name)
     starts = sum(e["event"] == "run_started" for e in events)
@@ -94,6 +98,41 @@ def _told(folder: RunFolder) -> Page:
         lost = {str(cause): float(seconds) for cause, seconds in goodput["lost"].items()}
         goodput = {"productive": float(goodput["productive"]), "lost": lost}
     return Page(name, str(folder.path), began, tuple(facts), _known(charts) if lines else (), marks, goodput, story, since)
+
+
+def _lines(folder: RunFolder) -> list[Record]:
+    """The lines that have a time; of a long run, whose lines may be gigabytes, those that would be seen."""
+    timed = (line for line in folder.each_metrics() if line.get("time") is not None)
+    end = (folder.last_metrics() or {}).get("time")
+    return list(timed if folder.metrics_bytes() < LONG_BYTES or end is None else telling(timed, float(end)))
+
+
+def telling(lines: Iterator[Record], end: float) -> Iterator[Record]:
+    """Of each column of the pictures, which go to the time ``end``, the first line, the last, and those with the smallest and the largest
+    of whatever is drawn: memory and waiting by their sums. Holds the lines of one column at a time, and of these a few."""
+    begin: float | None = None
+    number, kept, extremes = 0, dict[int, Record](), list[tuple[float, int, float, int] | None]()
+    for index, line in enumerate(lines):
+        at = float(line["time"])
+        begin = at if begin is None else begin
+        here = int((at - begin) / max(end - begin, 1e-9) * COLUMNS)
+        if here != number or not kept:
+            yield from kept.values()
+            number, kept, extremes = here, {index: line}, [None] * (len(DRAWN) + 2)
+        values = [*(_number(line.get(key)) for key in DRAWN), _sum(line.get("memory")), _sum(line.get("waited_seconds"))]
+        for place, value in enumerate(values):
+            if value is not None:
+                low, low_at, high, high_at = extremes[place] or (value, index, value, index)
+                extremes[place] = (min(low, value), index if value < low else low_at, max(high, value), index if value > high else high_at)
+        kept[index] = line
+        seen = {next(iter(kept)), index, *(one for found in extremes if found for one in (found[1], found[3]))}
+        if len(kept) > len(seen):
+            kept = {one: kept[one] for one in sorted(seen)}
+    yield from kept.values()
+
+
+def _sum(by: Mapping[str, Any] | None) -> float | None:
+    return sum(map(float, by.values())) if by else None
 
 
 def from_prometheus(url: str, run: str, hours: float, where: Mapping[str, str] | None = None) -> Page:
@@ -107,10 +146,13 @@ def from_prometheus(url: str, run: str, hours: float, where: Mapping[str, str] |
     """
     if not 0 < hours <= MOST_HOURS:
         raise BadInput(f"--hours {hours:g}: give hours above 0, and at most {MOST_HOURS:,} (ten years)")
-    chosen = "{" + ", ".join(f"{label}={_quoted(value)}" for label, value in {"run": run, **(where or {})}.items()) + "}"
+    chosen = _selector({"run": run, **(where or {})})
     """A run that was started again answers at another address: what both have told is joined by ``max by``, not drawn twice."""
     begin, end, places = _when(url, chosen, hours)
     if begin == end:
+        elsewhere = _when(url, _selector({"run": run}), hours)[2] if where else []
+        if elsewhere:
+            raise BadInput(f"{url} has nothing of run {run!r} there in the last {hours:g} hours, but with {'; with '.join(elsewhere)}")
         runs = prometheus.ask(url, "query", {"query": "last_over_time(vescale_run_info[30d])"})["result"]
         known = sorted({one["metric"].get("run", "") for one in runs})
         asked = "".join(f", {label} {value!r}," for label, value in (where or {}).items())
@@ -179,6 +221,10 @@ def _when(url: str, chosen: str, hours: float) -> tuple[float, float, list[str]]
     labels = [[one["metric"].get(label, "") for label in ("cluster", "namespace")] for one in found]
     places = sorted(f"--cluster {cluster!r} --namespace {namespace!r}" for cluster, namespace in labels)
     return (min(times) - grid, min(max(times), now), places) if times else (now, now, [])
+
+
+def _selector(labels: Mapping[str, str]) -> str:
+    return "{" + ", ".join(f"{label}={_quoted(value)}" for label, value in labels.items()) + "}"
 
 
 def _quoted(text: str) -> str:

@@ -77,7 +77,7 @@ def render(page: Page) -> str:
     facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in page.facts)
     figures = "".join(_figure(chart, page.marks, span) for chart in page.charts)
     rows = "".join(
-        f"<tr><td>{_clock(at - span[0])}</td><td>{'' if step is None else step}</td><td>{escape(what)}</td>"
+        f"<tr><td>{_clock(at - span[0])}</td><td>{'' if step is None else escape(str(step))}</td><td>{escape(what)}</td>"
         f"<td>{'' if pause is None else f'{pause:.2f} s'}</td></tr>"
         for at, step, what, pause in page.events
     )

@@ -45,20 +45,28 @@ class Progress:
             with view:
                 last = False
                 while True:
-                    for event in self._events.read():
-                        words = describe_event(event)
-                        if words is not None:
-                            pause = f", paused {words[1]:.2f} s" if words[1] is not None else ""
-                            at = f"step {event['step']}: " if event.get("step") is not None else ""
-                            view.event(f"[{time.monotonic() - self._begin:6.1f} s] {at}{words[0]}{pause}")
-                    lines = self._metrics.read()
-                    if lines:
-                        view.metrics(lines[-1])
+                    try:
+                        self._show_new(view)
+                    except BrokenPipeError:
+                        raise
+                    except OSError:
+                        pass  # the disk below the log is full, or the folder's is away: both may be there again
                     if last:
                         return
                     last = self._stop.wait(POLL_S)  # one more pass, for what was written just before the end
-        except (BrokenPipeError, ValueError):
+        except (OSError, ValueError):
             return  # nobody reads any more; the run goes on
+
+    def _show_new(self, view: _Lines | _Live) -> None:
+        for event in self._events.read():
+            words = describe_event(event)
+            if words is not None:
+                pause = f", paused {words[1]:.2f} s" if words[1] is not None else ""
+                at = f"step {event['step']}: " if event.get("step") is not None else ""
+                view.event(f"[{time.monotonic() - self._begin:6.1f} s] {at}{words[0]}{pause}")
+        lines = self._metrics.read()
+        if lines:
+            view.metrics(lines[-1])
 
 
 def step_line(line: Record, steps: int) -> str:

@@ -35,6 +35,8 @@ Record = dict[str, Any]
 DISCOVERY = "vescale_service_discovery.json"
 REPLACED = frozenset({"run.json", "control.json", "controller.json", "config.yaml", DISCOVERY})
 """Files that are written beside their place first, under a name of their own with a dot before it and a random ending."""
+LAST_TIME = 1e11
+"""Seconds since the epoch, in the year 5138: what is beyond, or is no number, no run has written."""
 FINAL_STATES = frozenset({"DONE", "FAILED", "STOPPED"})
 """States in run.json after which nothing of the run is alive."""
 
@@ -254,7 +256,16 @@ class RunFolder:
 
     def last_step(self) -> int:
         """Of the newest line of the metrics; 0 if there is none."""
-        return int((self._last_line("metrics.jsonl") or {}).get("step") or 0)
+        return int((self.last_metrics() or {}).get("step") or 0)
+
+    def last_metrics(self) -> Record | None:
+        """The newest line of the metrics; None if there is none."""
+        return self._last_line("metrics.jsonl")
+
+    def metrics_bytes(self) -> int:
+        """The size of the metrics' file; 0 if there is none."""
+        path = self.path / "metrics.jsonl"
+        return path.stat().st_size if path.is_file() else 0
 
     def _last_line(self, name: str) -> Record | None:
         """The newest whole line; None if there is none. Reads the file's end alone, which grows to gigabytes."""
@@ -388,9 +399,9 @@ def _is_ours(record: Record, name: str) -> bool:
 
     match name:
         case "metrics.jsonl":
-            return a(int, "step") and a((int, float), "time", there=False)
+            return a(int, "step") and a((int, float), "time", there=False) and abs(record.get("time") or 0) < LAST_TIME
         case "events.jsonl":
-            return a(str, "event") and a((int, float), "time")
+            return a(str, "event") and a((int, float), "time") and abs(record["time"]) < LAST_TIME
         case "samples.jsonl":
             return a(int, "step") and a(list, "ids")
     return True

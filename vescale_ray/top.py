@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vescale_ray import client
-from vescale_ray.report import describe_event, goodput_line, loss_words
+from vescale_ray.report import describe_event, goodput_line, loss_words, one_line
 from vescale_ray.runfolder import Record, RunFolder
 
 EVENTS = 8
@@ -71,7 +71,7 @@ def picture(
         for event, (what, pause) in story:
             ago = f"{_span(now - float(event['time']))} ago"
             step = "" if event.get("step") is None else f"step {event['step']}"
-            table.add_row(Text(ago, "dim"), step, Text(what + ("" if pause is None else f", paused {pause:.2f} s")))
+            table.add_row(Text(ago, "dim"), Text(step), Text(what + ("" if pause is None else f", paused {pause:.2f} s")))
         parts.append(Panel(table, title="events", title_align="left"))
     return Group(*parts)
 
@@ -111,7 +111,7 @@ def _head(s: Mapping[str, Any], now: float) -> RenderableType:
     failed = s.get("checkpoint_failures") or 0
     grid.add_row("checkpoint", kept + (f", {failed} failed" if failed else ""))
     if s.get("error"):
-        grid.add_row("error", Text(" ".join(str(s["error"]).split()), "red"))
+        grid.add_row("error", Text(one_line(s["error"]), "red"))
     return Panel(grid, title=f"vescale-ray: {s.get('run')}", title_align="left")
 
 
@@ -155,8 +155,8 @@ def _ranks(s: Mapping[str, Any], most: int) -> RenderableType:
         who, memory, seconds = of["workers"].get(rank, {}), of["memory"].get(rank), of["slot_seconds"].get(rank)
         table.add_row(
             str(rank),
-            str(who.get("worker", "-")),
-            str(who.get("node", "-"))[:12],
+            Text(str(who.get("worker", "-"))),  # a text alone would be read as rich's markup
+            Text(str(who.get("node", "-"))[:12]),
             "-" if memory is None else f"{memory / (1 << 20):,.0f} MiB",
             str(of["slots"].get(rank, "-")),
             "-" if seconds is None else f"{seconds:.4f} s",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import statistics
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,8 +19,10 @@ from typing import Any
 
 import pytest
 
-from vescale_ray import cli, prometheus
+from vescale_ray import cli, prometheus, report
 from vescale_ray.cli import main
+from vescale_ray.config import RunConfig
+from vescale_ray.controller import driver
 from vescale_ray.controller.figures import RunSnapshot
 from vescale_ray.controller.metrics import MetricsServer
 from vescale_ray.errors import BadInput
@@ -490,3 +494,42 @@ def test_a_model_factory_that_can_not_be_imported_is_refused(elsewhere: Path, ca
 
 def test_a_run_that_must_resume_and_can_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "holds no checkpoint" in refused(capsys, "checkpoint.resume=must")
+
+
+@pytest.mark.parametrize(("state", "code"), [("DONE", 0), ("STOPPED", 0), ("FAILED", 1)])
+def test_a_full_disk_below_the_job_s_log_changes_nothing_of_the_run(state: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its beginning nor its exit code, by which Ray and Kubernetes would begin anew a run that is done."""
+    began: list[str] = []
+
+    def carried_out(config: RunConfig, **given: Any) -> driver.RunResult:
+        given["on_ready"]()
+        began.append(config.run.name)
+        return driver.RunResult(state, 3, 3, "no workers" if state == "FAILED" else None, None, config.run_folder, warnings=("a port",))
+
+    monkeypatch.setattr(driver, "run", carried_out)
+    Path("run.yaml").write_text("run: {name: x}\ntrain: {steps: 3, device: cpu}\nray: {address: local}\n")
+    with suppress(OSError), open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        patch.setattr(sys, "stderr", full)
+        ended = main(["train", "run.yaml"])
+    assert ended == code and began == ["x"]
+
+
+def test_a_run_that_is_done_is_done_without_its_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def carried_out(config: RunConfig, **given: Any) -> driver.RunResult:
+        RunFolder(config.run_folder).append_metrics({"step": 3, "loss": 2.0})
+        return driver.RunResult("DONE", 3, 3, None, None, config.run_folder)
+
+    def full(folder: RunFolder) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(driver, "run", carried_out)
+    monkeypatch.setattr(report, "draw", full)
+    monkeypatch.setattr(report, "summarize", full)
+    Path("run.yaml").write_text("run: {name: x}\ntrain: {steps: 3, device: cpu}\nray: {address: local}\n")
+    code, out, err = said(capsys, "train", "run.yaml")
+    assert code == 0 and "samples" not in out
+    assert err.splitlines() == [
+        "vescale-ray: warning: no picture: No space left on device",
+        "vescale-ray: warning: all 3 steps are done, but there is no report: No space left on device",
+    ]

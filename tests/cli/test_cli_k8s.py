@@ -74,6 +74,7 @@ def test_json_holds_the_same_documents(kind: str, capsys: pytest.CaptureFixture[
         ([CLUSTER, "--namespace", "Team A"], "--namespace Team A: give lower-case letters"),
         ([CLUSTER, "--claim", "My_Claim"], "--claim My_Claim: give lower-case letters"),
         ([CLUSTER, "--overlay", "kueue", "--queue", "my queue"], "--queue my queue: give the name of a local queue"),
+        ([CLUSTER, "--overlay", "kueue", "--queue", "Team_A"], "--queue Team_A: give the name of a local queue: lower-case letters"),
         ([CLUSTER, "--overlay", "gcs-ft", "--redis", "redis"], "--redis redis: give HOST:PORT"),
         ([CLUSTER, "--grafana", "grafana:3000"], "--grafana grafana:3000: give a URL"),
         ([CLUSTER, "--image", "a b:1"], "holds a blank"),

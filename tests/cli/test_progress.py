@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -103,6 +105,28 @@ def test_a_reader_that_goes_away_does_not_end_the_run(run: RunFolder) -> None:
         out.close()
         step(run, 1)
         time.sleep(0.3)
+
+
+class FullDisk(io.StringIO):
+    """Takes nothing until there is room."""
+
+    room = False
+
+    def write(self, text: str) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(text)
+
+
+def test_a_log_on_a_full_disk_goes_on_when_there_is_room_again(run: RunFolder) -> None:
+    out = FullDisk()
+    with Progress(run, 200, 0.01, out):
+        step(run, 1)
+        run.append_event({"event": "warning", "step": 1, "text": "not to be written"})
+        time.sleep(0.3)
+        out.room = True
+        step(run, 2)
+        wait_for(lambda: "step   2/200" in out.getvalue())
 
 
 def test_a_loss_that_is_none_is_shown_as_such(run: RunFolder) -> None:

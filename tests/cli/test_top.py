@@ -144,6 +144,13 @@ def test_of_many_ranks_the_slowest_are_shown_and_a_narrow_terminal_shows_what_it
     assert max(map(len, console.file.getvalue().splitlines())) <= 40  # type: ignore[attr-defined]
 
 
+def test_what_names_and_errors_bring_along_is_shown_and_not_obeyed() -> None:
+    odd = replace(SNAPSHOT, workers={0: {"worker": "[/x]", "node": "[red]n"}}, error="\x1b[31mno room")
+    text = drawn(odd, [{"time": NOW, "event": "warning", "step": "[/y]", "text": "[/z]"}])
+    for words in ("[/x]", "[red]n", "step [/y]", "[/z]", "\\x1b[31mno room"):
+        assert words in text, words
+
+
 def test_of_a_run_that_is_not_alive_it_says_so(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r").create()
     (folder.path / "config.yaml").write_text("run: {name: r}\n")

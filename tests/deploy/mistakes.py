@@ -102,6 +102,13 @@ OPERATORS = [
         ("a long name", put("RayJob:metadata", name="a" * 48), "48 characters"),
         ("a name in capitals", put("RayJob:metadata", name="Llama"), "lower-case"),
         ("a long account", put(HEAD, serviceAccountName="a" * 51), "the operator cuts it"),
+        (
+            "a queue whose name is none",
+            put("RayJob:metadata.labels", {"kueue.x-k8s.io/queue-name": "Team_A"}),
+            "the queue Team_A: Kueue takes lower-case",
+        ),
+        ("a budget by the scale of the owner", put("PodDisruptionBudget:spec", maxUnavailable=0), "which has no scale"),
+        ("a budget in per cent", put("PodDisruptionBudget:spec", minAvailable="100%"), "a whole number"),
         ("two ways to delete", put(JOB, shutdownAfterJobFinishes=True), "exclude each other"),
         ("suspend without shutdown", put(JOB, suspend=True), "suspend: true needs"),
         ("a ttl without shutdown", put(JOB, ttlSecondsAfterFinished=60), "ttlSecondsAfterFinished needs"),

@@ -6,9 +6,11 @@ import json
 import re
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from operator import itemgetter
 from pathlib import Path
+from random import Random
 from threading import Thread
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -21,7 +23,7 @@ from hypothesis import strategies as st
 from vescale_ray import cli, dash
 from vescale_ray.errors import BadInput
 from vescale_ray.page import Chart, Mark, Page, Series, few, render, thinned
-from vescale_ray.runfolder import RunFolder, RunFolderError
+from vescale_ray.runfolder import Record, RunFolder, RunFolderError
 
 BEGAN = 1_700_000_000.0
 
@@ -55,6 +57,19 @@ def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing(folder: RunFolde
     assert not re.search(r"(?i)<script|<link|<img|@import|url\(|src=|href=|javascript:|http", text)
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text and "a &amp; b" in text
     assert len(drawing(text)) == 9, "every picture is well-formed XML"
+
+
+def test_whatever_stands_in_the_files_is_shown_and_not_obeyed(folder: RunFolder) -> None:
+    """Also a step that is none, and the name of a file that is no text, as an error brings it along."""
+    folder.append_event({"time": BEGAN + 9, "event": "warning", "step": "<script>alert(1)</script>", "text": "<img src=x>"})
+    about = {"from": "<b>", "to": "</title>", "direction": "grow", "reason": "no file b\udcff", "source": "peer"}
+    folder.append_event({"time": BEGAN + 9, "event": "rescaled", "step": 5, **about})
+    folder.write_state({"run": "</title><script>", "state": "<i>", "error": "\x1b[31mno file a\udcff"})
+    done = CliRunner().invoke(cli.cli, ["dash", str(folder.path)], standalone_mode=False, catch_exceptions=False)
+    text = (folder.path / "dash.html").read_text(encoding="utf-8")
+    assert done.exit_code == 0 and not re.search(r"(?i)<script|<img|<b>|<i>", text) and "\x1b" not in text
+    assert "<title>&lt;/title&gt;&lt;script&gt; - vescale-ray</title>" in text and len(drawing(text)) == 9
+    assert "\\x1b[31mno file a\\udcff" in text and "no file b\\udcff" in text
 
 
 def test_it_shows_what_the_lines_say(folder: RunFolder) -> None:
@@ -151,6 +166,31 @@ def test_what_only_some_runs_tell_is_left_out_where_this_one_does_not(folder: Ru
     for line in folder.read_all_metrics():
         other.append_metrics({k: v for k, v in line.items() if k not in ("waited_seconds", "memory_kinds", "model_flops_utilization")})
     assert len(dash.from_folder(other).charts) == 6 and len(dash.from_folder(folder).charts) == 9
+
+
+def test_of_a_run_whose_lines_are_gigabytes_a_few_are_held_and_all_extremes_shown(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the head's pod a page that takes as much memory as the file would be the end of the run."""
+    random = Random(7)
+    keys = ("bpb", "tokens_per_second", "world", "step_seconds", "grad_norm", "model_flops_utilization")
+    lines: list[Record] = [{"step": i, "time": float(i)} for i in range(9000)]
+    for line in lines:
+        line |= {key: random.choice([None, random.random()]) for key in keys}
+        line["memory"] = {str(rank): random.randrange(1000) for rank in range(3)}
+    kept = list(dash.telling(iter(lines), 8999.0))
+    assert len(kept) <= 401 * (2 + 2 * 8) and [line["step"] for line in kept] == sorted({line["step"] for line in kept})
+
+    def told(some: list[Record], of: Callable[[Record], float | None], column: int) -> tuple[float, float] | None:
+        found = [value for line in some if int(line["time"] / 8999.0 * 400) == column and (value := of(line)) is not None]
+        return (min(found), max(found)) if found else None
+
+    drawn: list[Callable[[Record], float | None]] = [itemgetter(key) for key in keys]
+    for of in (*drawn, lambda line: sum(line["memory"].values())):
+        assert all(told(kept, of, column) == told(lines, of, column) for column in range(0, 401, 7))
+    whole = dash.from_folder(folder)
+    monkeypatch.setattr(dash, "LONG_BYTES", 0)
+    assert dash.from_folder(folder) == whole, "of a few lines all are shown"
 
 
 values = st.one_of(st.none(), st.floats(-1e6, 1e6))
@@ -260,6 +300,8 @@ def test_wrong_calls_are_one_sentence(prometheus: str, tmp_path: Path, folder: R
         BadInput, match="knows 2 runs named 'two': with --cluster '' --namespace 'x'; with --cluster '' --namespace 'y'. Name"
     ):
         dash.from_prometheus(prometheus, "two", 1.0)
+    with pytest.raises(BadInput, match="has nothing of run 'two' there in the last 1 hours, but with --cluster '' --namespace 'x'; with"):
+        dash.from_prometheus(prometheus, "two", 1.0, {"namespace": "y", "cluster": "z"})
     with pytest.raises(BadInput, match="refuses the query"):
         dash.from_prometheus(f"{prometheus}/refuse", "there", 1.0)
     with pytest.raises(BadInput, match="no answer"):

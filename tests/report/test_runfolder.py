@@ -55,6 +55,7 @@ def test_lines_that_no_run_has_written_are_left_out_of_every_reading(run: RunFol
     run.append_metrics({"step": 1, "loss": 2.0})
     run.append_samples(0, 1, [4])
     foreign = ['{"foo": 1}', '{"step": "x", "time": "y"}', '{"step": true}', '{"event": "e", "time": "soon"}', '{"event": 3, "time": 1}']
+    foreign += ['{"event": "e", "time": NaN}', '{"event": "e", "time": 1e300}', '{"step": 2, "time": NaN}', '{"step": 2, "time": -1e18}']
     foreign += ['{"step": 2, "time": "now"}', '{"step": 2}', "[1]", "3", "[" * 100_000, '{"step": 2, "ids": 5}', "\x00\xff"]
     for name, own in (("metrics.jsonl", '{"step": 2}'), ("events.jsonl", ""), ("samples.jsonl", "")):
         text = "".join(line + "\n" for line in foreign if line != own)

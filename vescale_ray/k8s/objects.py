@@ -68,7 +68,11 @@ def _config_map(c: RunConfig, o: Options, s: Sizes) -> Document:
 
 def _disruption_budget(o: Options, s: Sizes) -> Document:
     spec = {
-        "maxUnavailable": Why(0, "No drain of a node may take the head. Workers have no budget: a run lives through their loss."),
+        "minAvailable": Why(
+            1,
+            "No drain of a node may take the head. Workers have no budget: a run lives through their loss. (Not maxUnavailable: Kubernetes "
+            "counts that by the scale of the pods' owner, and a RayCluster has none.)",
+        ),
         "selector": {"matchLabels": pods.labels(s, "head")},
     }
     return _document("policy/v1", "PodDisruptionBudget", f"{s.name}-head", o, _of_run(s), spec=spec)

@@ -233,8 +233,8 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
     for flag, name in {**others, "--storage-class": o.storage_class, "--pull-secret": o.pull_secret}.items():
         if name is not None and not names.is_name(name):
             yield f"{flag} {name}: give lower-case letters, digits, '-' and '.'"
-    if o.queue is not None and not (o.queue and names.is_label_value(o.queue)):
-        yield f"--queue {o.queue}: give the name of a local queue"
+    if o.queue is not None and not (names.is_name(o.queue) and names.is_label_value(o.queue)):
+        yield f"--queue {o.queue}: give the name of a local queue: lower-case letters, digits, '-' and '.', 63 at most"
     for flag, url in (("--prometheus", o.prometheus), ("--grafana", o.grafana)):
         if url is not None and not re.fullmatch(r"https?://[^\s/]+\S*", url):
             yield f"{flag} {url}: give a URL, for example http://{flag.removeprefix('--')}.monitoring:9090"

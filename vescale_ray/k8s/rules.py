@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from vescale_ray.k8s.names import name_problems
+from vescale_ray.k8s.names import is_name, name_problems
 from vescale_ray.k8s.options import GRACE_MARGIN_S
 
 Tree = Mapping[str, Any]
@@ -37,6 +37,8 @@ def rule_problems(document: Tree) -> Iterator[str]:
     kind = document.get("kind")
     if kind not in LONGEST:
         yield from name_problems(document)
+        if kind == "PodDisruptionBudget":
+            yield from _budget(document)
         return
     name, spec = str(document["metadata"]["name"]), document["spec"]
     if len(name) > LONGEST[kind]:
@@ -50,10 +52,23 @@ def rule_problems(document: Tree) -> Iterator[str]:
         yield from _job(spec)
     cluster = spec.get("rayClusterSpec") if kind == "RayJob" else spec
     if KUEUES_LABEL in (document["metadata"].get("labels") or {}):
+        queue = str(document["metadata"]["labels"][KUEUES_LABEL])
+        if not is_name(queue):
+            yield f"the queue {queue}: Kueue takes lower-case letters, digits, '-' and '.' as the name of a queue"
         yield from _kueue(spec, cluster, annotations, in_job=kind == "RayJob")
     if cluster:
         yield from _cluster(cluster, annotations, in_job=kind == "RayJob")
         yield from _pods(cluster, spec)
+
+
+def _budget(document: Tree) -> Iterator[str]:
+    """The other two forms are counted by the scale of the pods' owner; without one Kubernetes gives up on the budget, with a warning."""
+    least = document["spec"].get("minAvailable")
+    if not isinstance(least, int) or "maxUnavailable" in document["spec"]:
+        yield (
+            f"PodDisruptionBudget {document['metadata']['name']}: of the pods of a RayCluster, which has no scale, Kubernetes counts only "
+            "minAvailable, a whole number"
+        )
 
 
 # -------------------------------------------------------------------------------------------------- the operator's: RayJob
@@ -162,7 +177,7 @@ def _cluster(spec: Tree, annotations: Tree, in_job: bool) -> Iterator[str]:
     account = str(head["template"]["spec"].get("serviceAccountName", ""))
     if len(account) > LONGEST_ACCOUNT:
         cut = f"has {len(account)} characters, the operator cuts it to {LONGEST_ACCOUNT}"
-        yield f"the head's serviceAccountName {account} {cut}: give a shorter --name"
+        yield f"the head's serviceAccountName {account} {cut}: give a shorter one (--service-account, or --name)"
     names = [one.get("groupName") for one in workers]
     for name in sorted({str(name) for name in names if names.count(name) > 1}):
         yield f"two worker groups have the name {name}"
