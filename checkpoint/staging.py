@@ -146,15 +146,21 @@ class Copying:
         self._event, self._alive = None, ()
 
 
-def copy_pieces(layout: ObjectLayout, pieces: Sequence[ShardPiece], into: torch.Tensor) -> Copying:
+def written(pieces: Sequence[ShardPiece]) -> Any:
+    """The moment at which the values that the pieces have now are written: for :func:`copy_pieces` in another thread. None if they are."""
+    device = next((piece.data.device for piece in pieces if piece.data.is_cuda), None)
+    return None if device is None else torch.cuda.current_stream(device).record_event()
+
+
+def copy_pieces(layout: ObjectLayout, pieces: Sequence[ShardPiece], into: torch.Tensor, *, after: Any = None) -> Copying:
     """Copy each piece to its place. Pieces that follow each other in memory and in the object are one copy.
 
-    From a GPU the copies run on a stream of their own, after what its current stream has been given so far; what that stream does
-    after :meth:`Copying.wait` can't touch them.
+    From a GPU the copies run on a stream of their own, after the moment ``after`` (:func:`written`), or after what its current stream has
+    been given so far; what that stream does after :meth:`Copying.wait` can't touch them.
     """
     sources = list(layout.sources(pieces))
     if any(flat.is_cuda for _, flat in sources):
-        return _from_gpu(sources, into)
+        return _from_gpu(sources, into, after)
     base = into.data_ptr()
     place = address = size = 0
     for offset, flat in sources:
@@ -171,10 +177,10 @@ def copy_pieces(layout: ObjectLayout, pieces: Sequence[ShardPiece], into: torch.
     return Copying()
 
 
-def _from_gpu(sources: Sequence[tuple[int, torch.Tensor]], into: torch.Tensor) -> Copying:
+def _from_gpu(sources: Sequence[tuple[int, torch.Tensor]], into: torch.Tensor, after: Any) -> Copying:
     device = next(flat.device for _, flat in sources if flat.is_cuda)
     stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+    stream.wait_event(torch.cuda.current_stream(device).record_event() if after is None else after)
     with torch.cuda.stream(stream):
         k = 0
         while k < len(sources):

@@ -143,11 +143,10 @@ def execute(held: Sequence[Shards], trainer: Trainer | None, group: Any = None, 
         GroupFailed: a peer was lost on the way. ``held`` is untouched, ``trainer`` is not to be used.
     """
     begin = time.perf_counter()
-    target = export_shards(trainer) if trainer is not None else None
-    pieces = [piece for shards in held for piece in shards.pieces]
-    wants = list(target.pieces) if target else []
+    pieces = _filled(held)
+    wants = _filled([export_shards(trainer)]) if trainer is not None else []
     with collectives("move shards"):
-        everyone = [json.loads(text) for text in all_gather_bytes(_describe(held, wants), group)]
+        everyone = [json.loads(text) for text in all_gather_bytes(_describe(held, pieces, wants), group)]
         state = _agree(everyone)
         sources = [[Span.from_json(row) for row in one["have"]] for one in everyone]
         wanted = [[Span.from_json(row) for row in one["want"]] for one in everyone]
@@ -356,12 +355,17 @@ def _missing(sources: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]]
 # ------------------------------------------------------------------------------------------------------------------ execution
 
 
-def _describe(held: Sequence[Shards], wants: Sequence[Piece]) -> bytes:
+def _filled(shards: Sequence[Shards]) -> list[Piece]:
+    """The pieces that hold something: of the tensors of a unit a rank has a few, and the more ranks there are the fewer."""
+    return [piece for one in shards for piece in one.pieces if piece.end > piece.start]
+
+
+def _describe(held: Sequence[Shards], pieces: Sequence[Piece], wants: Sequence[Piece]) -> bytes:
     states = [[s.generation, s.world, s.step] for s in held]
     return json.dumps(
         {
             "states": states,
-            "have": [piece.span for shards in held for piece in shards.pieces],
+            "have": [piece.span for piece in pieces],
             "want": [piece.span for piece in wants],
             "scalars": dict(held[0].scalars) if held else None,
         }

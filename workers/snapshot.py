@@ -1,7 +1,8 @@
 """Copies of the training state in the workers' memory, and the decision where to resume from them.
 
-Every ``every`` steps each rank copies its shards into a buffer of its own (*take*: the only time that training waits for) and sends the
-same bytes to its *buddy*, while the next step computes (*settle*: before that step's last collective). When rank ``r`` dies, its
+Every ``every`` steps each rank copies its shards into a buffer of its own (*take*) and sends the same bytes to its *buddy*, both in a
+thread of their own while the next step computes (*settle*: before that step's last collective, and so before its optimizer writes to
+what is being copied; training waits for what is left then, and for nothing else). When rank ``r`` dies, its
 shards of that step are with its buddy, everyone else's are at home. The buddy is on another node wherever there are enough
 others, so that a node may be lost with all its ranks. A rank and its buddy lost together lose a shard; then the newest checkpoint is
 the way back.
@@ -42,12 +43,13 @@ from torch import Tensor
 from vescale_ray import waits
 from vescale_ray.checkpoint.digest import BLOCK_BYTES, block_sums, view_of
 from vescale_ray.checkpoint.layout import ObjectLayout, lay_out
-from vescale_ray.checkpoint.staging import LayoutMemo, Slab, SlabPool, copy_pieces
+from vescale_ray.checkpoint.staging import LayoutMemo, Slab, SlabPool, copy_pieces, written
 from vescale_ray.checkpoint.tiling import ROWS, Tiling
 from vescale_ray.workers.groups import all_gather_bytes, describe
 from vescale_ray.workers.shards import Piece, Shards, Span, dtype_of, export_shards, stored_pieces
 
 if TYPE_CHECKING:
+    from vescale_ray.checkpoint import ShardPiece
     from vescale_ray.workers.trainer import Trainer
 
 _log = logging.getLogger(__name__)
@@ -180,17 +182,22 @@ class Snapshots:
     def held(self) -> list[Holding]:
         """What is complete in this process, ordered by step and generation."""
         by_state: dict[tuple[int, int, int], set[int]] = {}
-        for shards in self._all():
+        for part in self._generations():
+            for rank, step in part.complete():
+                by_state.setdefault((step, part.generation, part.world), set()).add(rank)
+        for shards in self._all_parked():
             by_state.setdefault((shards.step, shards.generation, shards.world), set()).add(shards.rank)
         return [Holding(generation, world, step, tuple(sorted(ranks))) for (step, generation, world), ranks in sorted(by_state.items())]
 
     def shards(self, generation: int, step: int) -> list[Shards]:
         """The held shards of that state, by old rank; empty on a worker that has none (a joiner). Copies are verified first, and left out
         if they are damaged."""
+        found: dict[int, Shards] = {}
         for part in self._generations():
             if part.generation == generation:
                 part.verify(step)
-        found = {shards.rank: shards for shards in self._all() if shards.generation == generation and shards.step == step}
+                found.update({shards.rank: shards for shards in part.shards(step)})
+        found.update({s.rank: s for s in self._all_parked() if (s.generation, s.step) == (generation, step)})
         return [found[rank] for rank in sorted(found)]
 
     def begin(self, trainer: Trainer, source: int | None = None) -> None:
@@ -204,10 +211,10 @@ class Snapshots:
             source: generation that the state was held by; None: it was not in memory.
         """
         step = trainer.completed
-        parked = [*self._kept_parked, *([self._parked] if self._parked else [])]
+        parked = self._all_parked()
         before = self._generations()
         self._kept_parked, self._parked, self._current = [s for s in parked if s.step == step], None, None
-        steps = {part.generation: [s.step for s in part.complete()] for part in before}
+        steps = {part.generation: [step for _, step in part.complete()] for part in before}
         self._before = [
             part
             for part in before
@@ -222,10 +229,17 @@ class Snapshots:
             self._current = _Generation(trainer, self._pool, self._node)
             self._current.take(trainer)
 
+    def copied(self) -> None:
+        """Wait for what this rank itself has to do for its last copy: nobody else is waited for. Of large shards that may take longer than
+        a step, above all when memory for them is fresh."""
+        if self._current is not None:
+            self._current.made()
+
     def settle(self) -> None:
-        """Wait for the exchange that the last copy began, if it is not over yet. Pass it to every ``Trainer.step``.
+        """Wait for the copy that was begun last, and for its exchange, if they are not over yet. Pass it to every ``Trainer.step``.
 
         Raises:
+            MemoryError, ..: it could not be made.
             RuntimeError: of the process group: another rank is gone or hung.
         """
         if self._current is not None:
@@ -270,11 +284,15 @@ class Snapshots:
         """
         self.settle()
         live = export_shards(trainer)
-        if not any(s.rank == live.rank for s in self.shards(live.generation, live.step)):
+        part = self._current
+        if part is not None:
+            part.verify(live.step)
+        if part is None or (live.rank, live.step) not in part.complete():
             self._parked = live
 
     def let_go(self) -> None:
-        """Give up what is left of an exchange: it holds the process group, which is to be dissolved. Takes milliseconds."""
+        """Give up what is left of an exchange: it holds the process group, which is to be dissolved. Takes milliseconds after
+        :meth:`copied`."""
         if self._current is not None:
             self._current.let_go()
 
@@ -299,10 +317,8 @@ class Snapshots:
     def _generations(self) -> list[_Generation]:
         return [*self._before, *([self._current] if self._current else [])]
 
-    def _all(self) -> list[Shards]:
-        older = [s for part in self._before for s in part.complete()]
-        current = self._current.complete() if self._current else []
-        return [*older, *self._kept_parked, *current, *([self._parked] if self._parked else [])]
+    def _all_parked(self) -> list[Shards]:
+        return [*self._kept_parked, *([self._parked] if self._parked else [])]
 
 
 _EXCHANGE, _SUMS = 7001, 7002
@@ -315,44 +331,61 @@ class _Generation:
     def __init__(self, trainer: Trainer, pool: SlabPool, node: str) -> None:
         self.generation, self.world, self.rank = trainer.generation, trainer.world, trainer.rank
         self._pool = pool
-        own = [piece.span for piece in export_shards(trainer).pieces]
-        told = all_gather_bytes(json.dumps({"node": node, "spans": own}).encode()) if self.world > 1 else []
-        everyone = [json.loads(word) for word in told]
-        to = buddies([word["node"] for word in everyone]) if everyone else [0]
+        self._own_spans = [piece.span for piece in export_shards(trainer).pieces]
+        # A line for the node, one for the spans: all nodes are needed now, and later the spans of one rank.
+        words = b"\n".join(json.dumps(word).encode() for word in (node, self._own_spans))
+        told = all_gather_bytes(words) if self.world > 1 else [words]
+        to = buddies([json.loads(word.partition(b"\n")[0]) for word in told])
         self._buddy = to[self.rank]
         self._ward = to.index(self.rank)
-        theirs = [Span.from_json(row) for row in everyone[self._ward]["spans"]] if everyone else []
-        self._spans = (own, theirs)
-        self._layouts = lay_out([_described(s) for s in own]), lay_out([_described(s) for s in theirs])
+        self._their_words = told[self._ward].partition(b"\n")[2]
+        self._planned: tuple[_Planned, _Planned] | None = None
         self._slots: list[_Slot] = []
         """Two at most. The second is made at the second copy: in the pause of a rescale its memory would have to be fresh, and touched;
         later there is that of the generation before."""
         self.pending: list[_Exchange] = []
         """The exchange that is under way; it holds the process group."""
-        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-sums")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
 
     def take(self, trainer: Trainer) -> None:
-        """Copy the live shards into the older slot, and begin to exchange it: one message out, one in."""
+        """Begin to copy the live shards into the older slot, and then to exchange it: one message out, one in.
+
+        They must not change before :meth:`settle` has returned.
+        """
         if len(self._slots) < 2:
-            own, theirs = (_Copy(self._pool.take(layout.bytes), layout) for layout in self._layouts)
-            self._slots.append(_Slot(own, theirs))
+            self._slots.append(_Slot(_Copy(), _Copy()))
         slot = min(self._slots, key=_step_of)
         slot.own.forget()
         slot.theirs.forget()
         live = export_shards(trainer)
-        pieces = stored_pieces(live)
-        own, theirs = slot.own, slot.theirs
-        if own.slab.shared:  # a checkpoint is still being written from it
-            own.slab.release()
-            own.slab = self._pool.take(own.layout.bytes)
-        copy_pieces(own.layout, pieces, own.slab.lay(own.layout)).wait()
         slot.scalars = live.scalars
-        own.step = live.step
-        if self.world == 1:
-            own.sums = self._hashing.submit(own.count)
-            return
-        exchange = _Exchange(slot, live.step, torch.empty(theirs.blocks, dtype=torch.int64))
+        exchange = _Exchange(slot, live.step)
         self.pending = [exchange]
+        pieces = stored_pieces(live)
+        slot.own.copied = self._thread.submit(self._copy, exchange, pieces, written(pieces))
+        slot.own.sums = self._thread.submit(self._send, exchange)
+
+    def _copy(self, exchange: _Exchange, pieces: Sequence[ShardPiece], after: Any) -> None:
+        """In the thread, as all that follows: also what is laid out for the first copy, and the fresh memory that it touches, is not waited
+        for in the pause of a rescale. ``pieces`` are alive as long as they are read."""
+        own = exchange.slot.own
+        if self._planned is None:
+            theirs = [Span.from_json(row) for row in json.loads(self._their_words)] if self.world > 1 else []
+            self._planned = _Planned(self._own_spans), _Planned(theirs)
+        own.make_room(self._pool, self._planned[0])
+        copy_pieces(own.layout, pieces, own.room.lay(own.layout), after=after).wait()
+        own.step = exchange.step
+
+    def _send(self, exchange: _Exchange) -> np.ndarray:
+        """The copy, then its checksums, as soon as they are known; and the same from the ward."""
+        own, theirs = exchange.slot.own, exchange.slot.theirs
+        assert own.copied is not None
+        own.copied.result()  # over by now; if it failed, so does this
+        if self.world == 1:
+            return own.count()
+        assert self._planned is not None
+        theirs.make_room(self._pool, self._planned[1])
+        exchange.sums = torch.empty(theirs.blocks, dtype=torch.int64)
         if theirs.data.numel():
             exchange.receives = [
                 _posted(dist.irecv(theirs.data, self._ward, tag=_EXCHANGE)),
@@ -360,46 +393,51 @@ class _Generation:
             ]
         if own.data.numel():
             exchange.sends = [_posted(dist.isend(own.data, self._buddy, tag=_EXCHANGE))]
-        own.sums = self._hashing.submit(self._count_and_send, own, exchange)
-
-    def _count_and_send(self, own: _Copy, exchange: _Exchange) -> np.ndarray:
-        """In a thread of its own: the checksums follow their bytes as soon as they are known."""
         sums = own.count()
         exchange.own_sums = torch.from_numpy(sums)
         if sums.size:
             exchange.sends.append(_posted(dist.isend(exchange.own_sums, self._buddy, tag=_SUMS)))
         return sums
 
+    def made(self) -> None:
+        for exchange in self.pending:
+            exchange.slot.own.over()
+
     def settle(self) -> None:
         for exchange in self.pending:
-            exchange.slot.own.expected()
+            exchange.slot.own.expected()  # bounded: memory is copied and messages are posted, nobody else is waited for
             limit = waits.bound(dist.group.WORLD)
             for work in (*exchange.sends, *exchange.receives):
                 waits.wait(work, exchange.since, limit)
-            exchange.received()
+            if self.world > 1:
+                exchange.received()
         self.pending = []
 
     def let_go(self) -> None:
         """The exchange will not be completed: keep what has come whole, and let go of the process group."""
         for exchange in self.pending:
+            own = exchange.slot.own
             try:
-                exchange.slot.own.expected()
+                own.expected()
             except Exception as error:
-                describe(error)  # the group was gone when the checksums were to be sent: they are counted anew when needed
-                exchange.slot.own.sums = self._hashing.submit(exchange.slot.own.count)
+                describe(error)  # the group was gone when something was to be sent: the checksums are counted anew; or nothing was copied
+                own.copied, own.sums = None, self._thread.submit(own.count) if own.step is not None else None
             try:
                 # False: a wait for it was given up.
                 came = [work.wait(timedelta(milliseconds=5)) is not False for work in exchange.receives]
             except Exception as error:
                 describe(error)
             else:
-                if all(came):
+                if self.world > 1 and exchange.receives and all(came):
                     exchange.received()
         self.pending = []
 
     def copy_of(self, step: int) -> Slab | None:
-        """The buffer of this rank's own copy of ``step``, with a holder more."""
-        return next((slot.own.slab.retain() for slot in self._slots if slot.own.step == step), None)
+        """The buffer of this rank's own copy of ``step``, with a holder more; once it is copied, if it is being copied."""
+        for exchange in self.pending:
+            if exchange.step == step and exchange.slot.own.copied is not None:
+                exchange.slot.own.copied.result()
+        return next((slot.own.room.retain() for slot in self._slots if slot.own.step == step), None)
 
     def keep_newest(self) -> None:
         """Give back the buffers of the older copy. Only when every rank is known to have the newer one."""
@@ -408,54 +446,87 @@ class _Generation:
         for slot in by_age[:-1]:
             slot.release()
 
-    def complete(self) -> list[Shards]:
-        found = []
-        for slot in self._slots:
-            for rank, copy, spans in ((self.rank, slot.own, self._spans[0]), (self._ward, slot.theirs, self._spans[1])):
-                if copy.step is not None and (rank != self.rank or copy is slot.own):
-                    found.append(Shards(self.generation, self.world, rank, copy.step, copy.pieces(spans), slot.scalars))
-        return found
+    def complete(self) -> list[tuple[int, int]]:
+        """Rank and step of each copy that is whole."""
+        return [(rank, step) for rank, _, copy in self._copies() if (step := copy.step) is not None]
+
+    def shards(self, step: int) -> list[Shards]:
+        """The copies of that step."""
+        copies = [(rank, slot, copy) for rank, slot, copy in self._copies() if copy.step == step]
+        return [Shards(self.generation, self.world, rank, step, copy.pieces(), slot.scalars) for rank, slot, copy in copies]
+
+    def _copies(self) -> list[tuple[int, _Slot, _Copy]]:
+        own = [(self.rank, slot, slot.own) for slot in self._slots]
+        return own if self.world == 1 else [*own, *((self._ward, slot, slot.theirs) for slot in self._slots)]
 
     def verify(self, step: int | None = None) -> None:
         """Compare the copies (of ``step``) that were not yet compared with their checksums; forget the damaged."""
-        for slot in self._slots:
-            for rank, copy in ((self.rank, slot.own), (self._ward, slot.theirs)):
-                if copy.step is not None and (step is None or copy.step == step) and not copy.verified:
-                    bad = copy.damaged()
-                    if bad:
-                        _log.error(
-                            "the copy of rank %d's shards of step %d in this worker's memory is damaged (%d of %d blocks): it is not used",
-                            rank,
-                            copy.step,
-                            bad,
-                            copy.blocks,
-                        )
-                        copy.step = None
-                    copy.verified = True
+        for rank, _, copy in self._copies():
+            if copy.step is not None and (step is None or copy.step == step) and not copy.verified:
+                bad = copy.damaged()
+                if bad:
+                    _log.error(
+                        "the copy of rank %d's shards of step %d in this worker's memory is damaged (%d of %d blocks): it is not used",
+                        rank,
+                        copy.step,
+                        bad,
+                        copy.blocks,
+                    )
+                    copy.step = None
+                copy.verified = True
 
     def release(self) -> None:
         """The buffers are no longer needed here."""
         self.pending = []
-        self._hashing.shutdown(wait=False)
+        self._thread.shutdown(wait=False)
         for slot in self._slots:
             slot.release()
         self._slots = []
 
 
-class _Copy:
-    """One rank's shards of one step. ``step`` is ``None`` while it is being written, or was found damaged."""
+class _Planned:
+    """What a rank's shards are, and where each stands in a copy."""
 
-    def __init__(self, slab: Slab, layout: ObjectLayout) -> None:
-        self.slab, self.layout = slab, layout
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = spans
+        self.layout = lay_out([_described(span) for span in spans])
+
+
+class _Copy:
+    """One rank's shards of one step. ``step`` is ``None`` until they are copied, and where they were found damaged."""
+
+    def __init__(self) -> None:
+        self._planned: _Planned | None = None
+        self.slab: Slab | None = None
         self.step: int | None = None
+        self.copied: Future[None] | None = None
         self.sums: Future[np.ndarray] | np.ndarray | None = None
         self.verified = False
-        slab.lay(layout)
+
+    def make_room(self, pool: SlabPool, planned: _Planned) -> None:
+        """See that there is memory of its own to copy to."""
+        self._planned = planned
+        if self.slab is not None and self.slab.shared:  # a checkpoint is still being written from it
+            self.slab.release()
+            self.slab = None
+        if self.slab is None:
+            self.slab = pool.take(self.layout.bytes)
+            self.slab.lay(self.layout)
+
+    @property
+    def layout(self) -> ObjectLayout:
+        assert self._planned is not None
+        return self._planned.layout
+
+    @property
+    def room(self) -> Slab:
+        assert self.slab is not None
+        return self.slab
 
     @property
     def data(self) -> Tensor:
         """The object without its header, which a checkpoint that is written from here fills in."""
-        return self.slab.buffer[self.layout.header_bytes : self.layout.bytes]
+        return self.room.buffer[self.layout.header_bytes : self.layout.bytes]
 
     @property
     def blocks(self) -> int:
@@ -474,17 +545,23 @@ class _Copy:
         """How many blocks are not what was copied."""
         return int(np.count_nonzero(self.count() != self.expected()))
 
-    def forget(self) -> None:
+    def over(self) -> None:
+        """Wait until the thread no longer reads or writes the buffer, whether it came to a good end or not."""
         if isinstance(self.sums, Future):
-            self.sums.result()  # it still reads the buffer
-        self.step, self.sums, self.verified = None, None, False
+            self.sums.exception()
 
-    def pieces(self, spans: Sequence[Span]) -> tuple[Piece, ...]:
-        """Views, in the order of ``spans``."""
+    def forget(self) -> None:
+        self.over()
+        self.step, self.copied, self.sums, self.verified = None, None, None, False
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Views, in the order of the rank's spans."""
+        assert self._planned is not None
+        spans = self._planned.spans
         found: dict[int, Piece] = {}
         for place, index in zip(self.layout.placed, self.layout.order, strict=True):
             span = spans[index]
-            data = self.slab.buffer[place.offset : place.offset + span.nbytes].view(dtype_of(span.dtype))
+            data = self.room.buffer[place.offset : place.offset + span.nbytes].view(dtype_of(span.dtype))
             found[index] = Piece(span.name, span.kind, span.shape, span.start, span.end, data)
         return tuple(found[index] for index in range(len(spans)))
 
@@ -495,7 +572,7 @@ class _Exchange:
 
     slot: _Slot
     step: int
-    sums: Tensor
+    sums: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     sends: list[Any] = field(default_factory=list)
     receives: list[Any] = field(default_factory=list)
     own_sums: Tensor | None = None
@@ -515,7 +592,8 @@ class _Slot:
     def release(self) -> None:
         for copy in (self.own, self.theirs):
             copy.forget()
-            copy.slab.release()
+            if copy.slab is not None:
+                copy.slab.release()
 
 
 def _step_of(slot: _Slot) -> int:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from vescale_ray.workers.saving import Writer
     from vescale_ray.workers.shards import Shards
     from vescale_ray.workers.snapshot import Snapshots
-    from vescale_ray.workers.trainer import StepRecord, Trainer
+    from vescale_ray.workers.trainer import Blank, StepRecord, Trainer
 
 _log = logging.getLogger(__name__)
 
@@ -100,6 +100,8 @@ class Worker:
         self._lines: tuple[Lines, ...] = ()
         """Of the groups that the training thread is in, or forms."""
         self._pulse: Pulse | None = None
+        self._blank: Blank | None = None
+        """What the next generation's trainer begins with: made while nothing is to be done."""
         # Daemon: a hung collective must not keep the process from ending.
         self._thread = threading.Thread(target=self._live, name="vescale-train", daemon=True)
         self._thread.start()
@@ -227,6 +229,7 @@ class Worker:
 
     def _take_orders(self) -> None:
         while True:
+            self._make_blank()
             with self._change:
                 self._change.wait_for(lambda: self._order is not None)
                 order, self._order = self._order, None
@@ -307,6 +310,8 @@ class Worker:
             found = groups.trace_of(error)
             # describe() empties the frames: they hold what keeps the group's sockets open.
             fault = Fault(_kind(error), groups.describe(error))
+        with self._without_hurry():
+            self._snapshots.copied()
         self._snapshots.let_go()
         groups.dissolve()
         if fault is not None:
@@ -365,17 +370,18 @@ class Worker:
                     self._evaluate(trainer, order.ticket)
                 between: dict[str, float] = {}
                 while trainer.completed < config.train.steps:
-                    record = trainer.step(self._flags(order.ticket), self._snapshots.settle)
+                    record = trainer.step(self._flags(order.ticket), self._settle_copies)
                     usage = replace(trainer.usage, memory={**trainer.usage.memory, "copies": self._snapshots.nbytes})
                     self._publish(Stepped(order.ticket, record, time.time(), between, usage), None, record.step)
                     # After the last step, and when the run stops, the copies are kept: the last checkpoint is made of what is held then.
                     rescale = bool(record.flags & RESCALE) and not record.flags & STOP and record.step < config.train.steps
-                    with self._pulse.without_hurry() if self._pulse else nullcontext():
+                    with self._without_hurry():
                         before = clock()
                         self._snapshots.after_step(trainer, rescale=rescale)
                         between = {"peer_copy": clock() - before, **self._at_boundary(trainer, record, order)}
                     if record.flags & (STOP | RESCALE):
                         break
+                self._settle_copies()
                 self._snapshots.park(trainer)
                 return Phase.FINISHED if trainer.completed >= config.train.steps else Phase.PARKED
         finally:
@@ -383,11 +389,30 @@ class Worker:
                 trainer.close()
         raise AssertionError("unreachable")  # for the type checker: the context manager swallows nothing
 
+    def _make_blank(self) -> None:
+        """While the controller asks all workers what they hold, and plans: not in the time that they then all wait for."""
+        from vescale_ray.workers.trainer import Blank
+
+        if self._blank is None and self._phase is not Phase.FINISHED:
+            try:
+                self._blank = Blank(self._config)
+            except Exception:  # told when there is an order that needs it
+                _log.debug("worker %s can't build its model ahead", self._worker, exc_info=True)
+
+    def _settle_copies(self) -> None:
+        with self._without_hurry():
+            self._snapshots.copied()
+        self._snapshots.settle()
+
+    def _without_hurry(self) -> AbstractContextManager[None]:
+        return self._pulse.without_hurry() if self._pulse else nullcontext()
+
     def _build(self, seat: Seat, ticket: Ticket) -> Trainer:
         from vescale_ray.workers.trainer import Trainer
 
+        blank, self._blank = self._blank, None
         try:
-            trainer = Trainer(self._config, seat.rank, seat.world, ticket.generation, self._device, self._corpus)
+            trainer = Trainer(self._config, seat.rank, seat.world, ticket.generation, self._device, self._corpus, blank)
         except ValueError as error:
             raise _BadInput(" ".join(str(error).split())) from None
         if self._pulse is not None:

@@ -15,6 +15,7 @@ from tests.controller.runs import until
 from vescale_ray.workers import groups
 from vescale_ray.workers.groups import GroupFailed
 from vescale_ray.workers.messages import FaultKind, Give, Join, Origin, Phase, Save, Seat, Ticket
+from vescale_ray.workers.pulse import Pulse
 from vescale_ray.workers.snapshot import Resume
 from vescale_ray.workers.worker import Refused, Worker
 
@@ -165,3 +166,14 @@ def test_a_leaver_waits_as_long_as_the_others_need_to_build_and_they_wait_for_ea
     order = Give(Ticket(5, 1), seat, resume) if leaver else replace(join(5), transfer=seat, resume=resume)
     with pytest.raises(GroupFailed if leaver else AssertionError):
         worker._move(order, None if leaver else object())
+
+
+def test_who_makes_its_own_copy_is_in_no_hurry_and_who_waits_for_anothers_is(worker: Any) -> None:
+    """Copies are made beside the step: of large shards that takes longer than a step, and is no hang; a buddy that stands still is one."""
+    seen: list[tuple[str, bool]] = []
+    worker._pulse = Pulse()
+    worker._snapshots = SimpleNamespace(
+        copied=lambda: seen.append(("copied", worker._pulse.unhurried)), settle=lambda: seen.append(("settled", worker._pulse.unhurried))
+    )
+    worker._settle_copies()
+    assert seen == [("copied", True), ("settled", False)]

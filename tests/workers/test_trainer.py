@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import FullState, Run, evaluate, plain_run, text_of, tiny, write_text
 from vescale_ray import checkpoint
 from vescale_ray.data.stream import SampleStream
-from vescale_ray.workers import groups
+from vescale_ray.workers import groups, snapshot
 from vescale_ray.workers.reshard import execute, restore_from_checkpoint, write_checkpoint_shard
-from vescale_ray.workers.shards import export_shards
+from vescale_ray.workers.shards import Piece, export_shards
 from vescale_ray.workers.snapshot import Snapshots, choose_resume
 from vescale_ray.workers.trainer import StepRecord, Trainer, build_model, select_units
 
@@ -168,6 +172,7 @@ def test_generations_that_come_to_nothing_one_after_another_take_no_more_memory_
             while trainer.completed < 3:
                 trainer.step(settle=snapshots.settle)
                 snapshots.after_step(trainer)
+            snapshots.settle()
             taken.append(snapshots.nbytes)
             assert {(1, 2), (1, 3), (generation, 3)} <= {(one.generation, one.step) for one in snapshots.held()}
             trainer.close()
@@ -175,6 +180,66 @@ def test_generations_that_come_to_nothing_one_after_another_take_no_more_memory_
             snapshots.let_go()
             groups.dissolve()
     assert taken[2:] == taken[2:3] * 5 and taken[2] <= 2 * taken[0], taken
+
+
+def test_a_copy_is_of_its_step_however_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made while the next step computes: that waits for it before its optimizer writes, and a checkpoint before it takes it."""
+    real, slow = snapshot.copy_pieces, threading.Event()
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        if slow.is_set():
+            time.sleep(0.3)
+        return real(*args, **kwargs)
+
+    def values(pieces: Iterable[Piece]) -> dict[tuple[str, str], Tensor]:
+        return {(piece.name, piece.kind): piece.data.clone() for piece in pieces}
+
+    def same(found: dict[tuple[str, str], Tensor], wanted: dict[tuple[str, str], Tensor]) -> bool:
+        return found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+    monkeypatch.setattr(snapshot, "copy_pieces", slowly)
+    config = tiny(write_text(tmp_path))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    groups.form("127.0.0.1", store.port, "test/copies", 0, 1, "gloo", 10.0)
+    snapshots = Snapshots(1)
+    try:
+        trainer = Trainer(config, 0, 1, 1, "cpu", text_of(config))
+        trainer.initialize()
+        snapshots.begin(trainer)
+        trainer.step(settle=snapshots.settle)
+        slow.set()
+        after_one = values(export_shards(trainer).pieces)
+        began = time.perf_counter()
+        snapshots.after_step(trainer)
+        assert time.perf_counter() - began < 0.2, "training waited for the copy"
+        assert {one.step for one in snapshots.held()} == {0}, "what is not copied yet is not held"
+        trainer.step(settle=snapshots.settle)
+        assert same(values(snapshots.shards(1, 1)[0].pieces), after_one)
+        after_two = values(export_shards(trainer).pieces)
+        snapshots.after_step(trainer)
+        staged = snapshots.stage(trainer)
+        assert staged.shared and staged.step == 2, "it was copied a second time"
+        staged.slab.release()
+        assert same(values(snapshots.shards(1, 2)[0].pieces), after_two)
+
+        def fails(*args: Any, **kwargs: Any) -> Any:
+            raise MemoryError("no room for a copy")
+
+        trainer.step(settle=snapshots.settle)
+        monkeypatch.setattr(snapshot, "copy_pieces", fails)
+        snapshots.after_step(trainer)
+        with pytest.raises(MemoryError, match="no room"):
+            snapshots.stage(trainer)
+        with pytest.raises(MemoryError, match="no room"):
+            trainer.step(settle=snapshots.settle)
+        assert trainer.completed == 3, "the step was not done"
+        snapshots.let_go()
+        assert {one.step for one in snapshots.held()} == {2}
+        assert same(values(snapshots.shards(1, 2)[0].pieces), after_two)
+        snapshots.clear()
+        trainer.close()
+    finally:
+        groups.dissolve()
 
 
 def _pieces_follow_their_tensors(trainer: Trainer) -> None:

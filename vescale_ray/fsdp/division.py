@@ -70,12 +70,17 @@ class Cuts:
         self.layout, self.rank, self.bundle = layout, rank, bundle
         self.kept = layout.kept(rank)
         self.part_numel = layout.shard_numel
+        self._shapes = {spec.name: spec.shape for spec in layout.specs}
+        self._placements: dict[str, RaggedShard] = {}
 
     def placement(self, name: str) -> RaggedShard:
-        return RaggedShard(self.layout.dims(name), self.layout.units(name))
+        known = self._placements.get(name)
+        if known is None:
+            known = self._placements[name] = RaggedShard(self.layout.dims(name), self.layout.units(name))
+        return known
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        return self.placement(name).local_shape(self._shape(name), self.rank)
+        return self.placement(name).local_shape(self._shapes[name], self.rank)
 
     def own(self, name: str, value: torch.Tensor) -> torch.Tensor:
         start, end = self.layout.tensor_range(name, self.rank)
@@ -95,9 +100,6 @@ class Cuts:
 
     def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
         return tuple(self.layout.tensor_range(name, rank) for rank in range(self.layout.num_shards))
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return next(s.shape for s in self.layout.specs if s.name == name)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     SymmMemReduceScatter,
 )
 
+from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.schedule import Lanes, unit_of
@@ -326,7 +327,10 @@ class FSDPModule(TorchFSDPModule):
         before = _without_values.on
         _without_values.on = True
         try:
-            return super(TorchFSDPModule, self).to_empty(device=device, recurse=recurse)  # type: ignore[misc]
+            inherited = super(TorchFSDPModule, self).to_empty  # type: ignore[misc]
+            if inherited.__func__ is not nn.Module.to_empty:  # the original class has one of its own
+                return inherited(device=device, recurse=recurse)
+            return self._apply(lambda tensor: _empty(tensor, device), recurse=recurse)
         finally:
             _without_values.on = before
 
@@ -340,6 +344,15 @@ class FSDPModule(TorchFSDPModule):
         for group in unit.groups:
             group.adopt(values=not _without_values.on)
         return result
+
+
+def _empty(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    """``torch.empty_like(tensor, device=device)``, which takes ten times as long for a local part on the meta device: it is decomposed
+    there, in Python."""
+    if not isinstance(tensor, RaggedDTensor) or not tensor._local_tensor.is_meta:
+        return torch.empty_like(tensor, device=device)
+    local = tensor._local_tensor
+    return RaggedDTensor.from_spec(torch.empty(local.shape, dtype=local.dtype, device=device), tensor._spec)
 
 
 class _WithoutValues(threading.local):
