@@ -173,7 +173,7 @@ def _train(config: RunConfig, schedule: Sequence[ScheduledAction] = ()) -> tuple
     if result.state != "DONE":
         raise Failed(f"the run failed at step {result.step}: {result.error}; resume with: {resume}")
     try:
-        if folder.read_metrics():
+        if folder.last_metrics() is not None:
             report.draw(folder)
     except ModuleNotFoundError:
         _log("no picture: matplotlib is not installed (pip install 'vescale-ray[plots]')", err=True)

@@ -104,7 +104,7 @@ def _lines(folder: RunFolder) -> list[Record]:
     """The lines that have a time; of a long run, whose lines may be gigabytes, those that would be seen."""
     timed = (line for line in folder.each_metrics() if line.get("time") is not None)
     end = (folder.last_metrics() or {}).get("time")
-    return list(timed if folder.metrics_bytes() < LONG_BYTES or end is None else telling(timed, float(end)))
+    return list(timed if folder.size_of("metrics.jsonl") < LONG_BYTES or end is None else telling(timed, float(end)))
 
 
 def telling(lines: Iterator[Record], end: float) -> Iterator[Record]:

@@ -15,9 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from vescale_ray.config import RunConfig, load_config
-from vescale_ray.runfolder import Record, RunFolder, RunFolderError
+from vescale_ray.runfolder import Record, RunFolder, RunFolderError, committed
 
 GUESSING_BPB = 8.0
+LONG_METRICS, LONG_SAMPLES = 256 << 20, 64 << 20
+"""Bytes of a run's lines that are still read when it ends, by the driver on the head: that takes some seconds and 200 MB. A month's are
+gigabytes."""
+MOST_EVENTS, MOST_PROCESSES = 40, 16
+"""In the table; there are more in events.jsonl."""
 
 
 class Stream(Protocol):
@@ -49,6 +54,7 @@ class Accounting:
 
 def accounting(run: RunFolder | str | Path, stream: Stream, global_batch: int, steps: int) -> Accounting:
     """Compare the multiset of ids in samples.jsonl, over the lines that count, with positions ``[0, steps * global_batch)`` of the stream.
+    Takes about 40 bytes for each id that the file holds.
 
     Raises:
         ValueError: ``global_batch`` or ``steps`` is negative.
@@ -56,15 +62,15 @@ def accounting(run: RunFolder | str | Path, stream: Stream, global_batch: int, s
     if global_batch < 1 or steps < 0:
         raise ValueError(f"global_batch = {global_batch}, steps = {steps}: give a batch of at least 1 and no negative number of steps")
     folder = _folder(run)
-    lines = folder.read_samples()
-    used = [np.asarray(line["ids"], dtype=np.int64) for line in lines if line["step"] < steps]
+    written = [{"step": line["step"], "ids": np.asarray(line["ids"], dtype=np.int64)} for line in folder.each_samples()]
+    lines = committed(written)
+    used = [line["ids"] for line in lines if line["step"] < steps]
     consumed = np.concatenate(used) if used else np.zeros(0, dtype=np.int64)
     due = stream.ids(0, steps * global_batch)
     # One histogram over all ids that occur on either side.
     ids, place = np.unique(np.concatenate([due, consumed]), return_inverse=True)
     surplus = np.bincount(place[len(due) :], minlength=len(ids)) - np.bincount(place[: len(due)], minlength=len(ids))
-    all_lines = folder.read_all_samples()
-    return Accounting(len(due), int(-surplus[surplus < 0].sum()), int(surplus[surplus > 0].sum()), len(all_lines) - len(lines))
+    return Accounting(len(due), int(-surplus[surplus < 0].sum()), int(surplus[surplus > 0].sum()), len(written) - len(lines))
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ class Summary:
         heldout: bits per byte of each evaluation, in order, with the step it was made at.
         events: what happened, in order: seconds since the run started, step, what, and the seconds without training (None: none).
         processes: worker processes ever started: id and process id of each, by id.
+        left_out: what a run's lines are too many for to be read when it ends, and why; empty for most.
         checkpoint: newest checkpoint's path; ``checkpoint_problems``: what verification found, empty when all is well.
     """
 
@@ -96,6 +103,7 @@ class Summary:
     goodput: Mapping[str, Any] | None
     checkpoint: str | None
     checkpoint_problems: tuple[str, ...]
+    left_out: str = ""
 
     @property
     def sound(self) -> bool:
@@ -114,12 +122,16 @@ def summarize(run: RunFolder | str | Path, *, stream: Stream | None = None) -> S
         raise RunFolderError(f"{folder.path}: holds no config.yaml; give the folder of a run")
     config = load_config(folder.config_path)
     state = folder.read_state() or {}
-    metrics = folder.read_metrics()
+    metrics, left_out = _lines_to_sum_up(folder)
     events = folder.read_events()
     done = int(metrics[-1]["step"]) if metrics else 0
     seconds = [float(line["step_seconds"]) for line in metrics if line.get("step_seconds") is not None]
     trained = len(seconds) * config.tokens_per_step
-    count = accounting(folder, stream or _stream(config), config.global_batch, done) if done else None
+    count = None
+    if folder.size_of("samples.jsonl") > LONG_SAMPLES:
+        left_out.append(f"samples.jsonl ({_gigabytes(folder, 'samples.jsonl')}) was not compared with what was due")
+    elif done:
+        count = accounting(folder, stream or _stream(config), config.global_batch, done)
     checkpoint, problems = _verify(config)
     return Summary(
         run=config.run.name,
@@ -133,13 +145,14 @@ def summarize(run: RunFolder | str | Path, *, stream: Stream | None = None) -> S
             (int(e.get("step") or 0), float(e["bpb"])) for e in events if e["event"] == "evaluation" and e.get("bpb") is not None
         ),
         tokens=done * config.tokens_per_step,
-        tokens_per_second=trained / sum(seconds) if sum(seconds) > 0 else None,
+        tokens_per_second=trained / sum(seconds) if sum(seconds) > 0 and not _is_long(folder) else None,
         events=tuple(_story(events)),
         processes=tuple(sorted((str(e["worker"]), int(e["pid"])) for e in events if e["event"] == "worker_started" and e.get("pid"))),
         accounting=count,
         goodput=state.get("goodput"),
         checkpoint=checkpoint,
         checkpoint_problems=problems,
+        left_out="; ".join(left_out),
     )
 
 
@@ -154,7 +167,7 @@ def goodput_line(goodput: Mapping[str, Any], most: int = 4) -> str:
 
 
 def table(run: RunFolder | str | Path, summary: Summary | None = None) -> str:
-    """The short table that a run ends with: plain text, about 20 lines of at most 110 columns."""
+    """The short table that a run ends with: plain text of some 20 lines, and at most :data:`MOST_EVENTS` of events."""
     folder = _folder(run)
     s = summary or summarize(folder)
     rows = [("run", f"{s.run}: {s.state}, {s.steps_done} of {s.steps} steps, {s.tokens:,} tokens")]
@@ -170,8 +183,13 @@ def table(run: RunFolder | str | Path, summary: Summary | None = None) -> str:
         rows.append(("speed", f"{s.tokens_per_second:,.0f} tokens/s while training"))
     if s.goodput:
         rows.append(("time", goodput_line(s.goodput)))
-    rows.append(("worker processes", f"{len(s.processes)} started: " + ", ".join(f"{worker} (pid {pid})" for worker, pid in s.processes)))
-    for index, (elapsed, step, what, pause) in enumerate(s.events):
+    named = [f"{worker} (pid {pid})" for worker, pid in s.processes[-MOST_PROCESSES:]]
+    if len(named) < len(s.processes):
+        named.insert(0, "..")
+    rows.append(("worker processes", f"{len(s.processes)} started: " + ", ".join(named)))
+    if len(s.events) > MOST_EVENTS:
+        rows.append(("earlier events", f"{len(s.events) - MOST_EVENTS}, in {shown(folder.path)}/events.jsonl"))
+    for index, (elapsed, step, what, pause) in enumerate(s.events[-MOST_EVENTS:]):
         at = f"step {step}" if step is not None else ""
         paused = f"  paused {pause:.2f} s" if pause is not None else ""
         rows.append(("events" if index == 0 else "", f"{elapsed:7.1f} s  {at:<10}{what}{paused}"))
@@ -179,6 +197,8 @@ def table(run: RunFolder | str | Path, summary: Summary | None = None) -> str:
         a = s.accounting
         replayed = f" ({_count(a.replayed_steps)} replayed)" if a.replayed_steps else ""
         rows.append(("samples", f"lost {a.lost}, repeated {a.repeated}, of {a.due:,} due{replayed}"))
+    if s.left_out:
+        rows.append(("left out", s.left_out))
     if s.checkpoint:
         verdict = "verified, every checksum right" if not s.checkpoint_problems else "DAMAGED: " + "; ".join(s.checkpoint_problems[:3])
         rows.append(("checkpoint", f"{shown(s.checkpoint)}: {verdict}"))
@@ -193,7 +213,7 @@ def draw(run: RunFolder | str | Path) -> Path:
     """Draw loss and world size over steps, with the events marked, into ``curve.png``; return its path.
 
     Raises:
-        RunFolderError: there is no step to draw.
+        RunFolderError: there is no step to draw; or there are so many that ``vescale-ray dash`` is to draw them.
         ModuleNotFoundError: matplotlib is not installed (``pip install 'vescale-ray[plots]'``).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -201,7 +221,11 @@ def draw(run: RunFolder | str | Path) -> Path:
     from matplotlib.ticker import MaxNLocator
 
     folder = _folder(run)
-    metrics, events = folder.read_metrics(), folder.read_events()
+    if _is_long(folder):
+        size = _gigabytes(folder, "metrics.jsonl")
+        raise RunFolderError(f"{folder.path}: metrics.jsonl has {size}; vescale-ray dash {shown(folder.path)} draws so many")
+    written = [_few(line) for line in folder.each_metrics()]
+    metrics, events = committed(written), folder.read_events()
     if not metrics:
         raise RunFolderError(f"{folder.path}: holds no completed step, there is nothing to draw")
     steps = [line["step"] for line in metrics]
@@ -212,7 +236,7 @@ def draw(run: RunFolder | str | Path) -> Path:
     FigureCanvasAgg(figure)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     blue, grey, red, green = "#1f5fa8", "#9aa3ad", "#c0392b", "#2e8b57"
-    for lines in _undone(folder.read_all_metrics()):
+    for lines in _undone(written):
         top.plot([line["step"] for line in lines], [line.get("loss") for line in lines], color=grey, lw=1, zorder=1)
     top.plot(steps, losses, color=blue, lw=1.4, label="training loss, nats per byte", zorder=2)
     evaluations = [e for e in events if e["event"] == "evaluation" and e.get("loss") is not None]
@@ -262,6 +286,27 @@ def shown(path: str | Path) -> str:
 
 def _folder(run: RunFolder | str | Path) -> RunFolder:
     return run if isinstance(run, RunFolder) else RunFolder(run)
+
+
+def _is_long(folder: RunFolder) -> bool:
+    return folder.size_of("metrics.jsonl") > LONG_METRICS
+
+
+def _gigabytes(folder: RunFolder, name: str) -> str:
+    return f"{folder.size_of(name) / 1e9:.1f} GB"
+
+
+def _few(line: Record) -> Record:
+    """What a report needs of a step's line, which has figures of each rank besides."""
+    return {key: line.get(key) for key in ("step", "loss", "world", "step_seconds")}
+
+
+def _lines_to_sum_up(folder: RunFolder) -> tuple[list[Record], list[str]]:
+    """The lines that count; of too many the first and the last alone, and what is missing therefore."""
+    if not _is_long(folder):
+        return committed([_few(line) for line in folder.each_metrics()]), []
+    ends = [_few(line) for line in (next(folder.each_metrics(), None), folder.last_metrics()) if line is not None]
+    return ends, [f"metrics.jsonl ({_gigabytes(folder, 'metrics.jsonl')}) was not read: vescale-ray dash {shown(folder.path)} shows it"]
 
 
 def _stream(config: RunConfig) -> Stream:

@@ -242,6 +242,10 @@ class RunFolder:
         """All events in the order in which they happened."""
         return self._read_lines("events.jsonl")
 
+    def each_samples(self) -> Iterator[Record]:
+        """Every line of consumed ids as written, undone steps included, one after the other."""
+        return self._each_line("samples.jsonl")
+
     def read_samples(self) -> list[Record]:
         """The line of consumed ids of each committed step, by step."""
         return committed(self.read_all_samples())
@@ -262,9 +266,9 @@ class RunFolder:
         """The newest line of the metrics; None if there is none."""
         return self._last_line("metrics.jsonl")
 
-    def metrics_bytes(self) -> int:
-        """The size of the metrics' file; 0 if there is none."""
-        path = self.path / "metrics.jsonl"
+    def size_of(self, name: str) -> int:
+        """Bytes of a file of the folder; 0 if there is none."""
+        path = self.path / name
         return path.stat().st_size if path.is_file() else 0
 
     def _last_line(self, name: str) -> Record | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vescale_ray import report
 from vescale_ray.config import RunConfig, load_config
 from vescale_ray.data.corpus import load_corpus
 from vescale_ray.data.stream import SampleStream
@@ -226,6 +227,29 @@ def test_the_table_says_it_in_lines_that_fit_a_terminal(whole: tuple[RunFolder, 
     assert "4 started: w0 (pid 100)" in text
     assert str(whole[0].path) in text
     assert len(text.splitlines()) < 25
+
+
+def test_of_a_run_of_a_month_the_driver_reads_no_gigabytes_when_it_ends_and_says_what_it_has_left_out(
+    whole: tuple[RunFolder, RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = whole
+    monkeypatch.setattr(report, "LONG_METRICS", 500)
+    monkeypatch.setattr(report, "LONG_SAMPLES", 500)
+    monkeypatch.setattr(RunFolder, "read_all_metrics", None)
+    monkeypatch.setattr(RunFolder, "read_all_samples", None)
+    for index in range(100):
+        run.append_event({"event": "worker_started", "time": 1e9 + index, "worker": f"x{index}", "pid": 1000 + index})
+        run.append_event({"event": "checkpoint_saved", "time": 1e9 + index, "step": index, "bytes": 1e6})
+    summary = summarize(run)
+    assert (summary.steps_done, summary.accounting, summary.tokens_per_second) == (20, None, None) and summary.sound
+    assert summary.loss_first == pytest.approx(5.0) and summary.loss_last == pytest.approx(1.2)
+    assert "metrics.jsonl (0.0 GB) was not read: vescale-ray dash" in summary.left_out
+    assert "samples.jsonl (0.0 GB) was not" in summary.left_out
+    text = table(run, summary)
+    assert summary.left_out in text and "earlier events" in text and "104 started: .., " in text
+    assert text.count("checkpoint, 1.0 MB") == 40 and len(text.splitlines()) < 60
+    with pytest.raises(RunFolderError, match=r"metrics.jsonl has 0.0 GB; vescale-ray dash .* draws so many"):
+        draw(run)
 
 
 def test_a_sample_lost_makes_the_run_unsound_and_stands_in_the_table(whole: tuple[RunFolder, RunConfig]) -> None:
