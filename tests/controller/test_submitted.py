@@ -59,9 +59,11 @@ def test_a_folder_is_submitted_stopped_with_a_checkpoint_and_resumed_by_the_runs
     with started(3, {SLOWLY: "0.05"}) as cluster:
         client: Any = JobSubmissionClient(cluster.dashboard)
 
-        def ended(job: str) -> str:
-            status = client.get_job_status(job)
-            return str(status.value) if status.is_terminal() else ""
+        def status(job: str) -> str:
+            return str(client.get_job_status(job).value)
+
+        def ended(job: str) -> bool:
+            return bool(client.get_job_status(job).is_terminal())
 
         def under_way() -> bool:
             assert not ended("first"), client.get_job_logs("first")
@@ -70,7 +72,8 @@ def test_a_folder_is_submitted_stopped_with_a_checkpoint_and_resumed_by_the_runs
         ray_job(cluster, *submit, "--submission-id", "first", *command)
         until(under_way, 90, "some steps")
         ray_job(cluster, "stop", "--no-wait", "first")
-        assert until(lambda: ended("first"), 60, "the end of the job") and ended("first") == "STOPPED"
+        until(lambda: ended("first"), 60, "the end of the job")
+        assert status("first") == "STOPPED", client.get_job_logs("first")
         text, state, kept = client.get_job_logs("first"), run.read_state(), checkpoint.latest(config.checkpoint_root)
         assert state is not None and state["state"] == "STOPPED" and kept is not None, text
         assert 5 <= kept.step == state["step"] == steps() < STEPS, "a checkpoint of the very step at which it was stopped"
@@ -78,7 +81,8 @@ def test_a_folder_is_submitted_stopped_with_a_checkpoint_and_resumed_by_the_runs
         assert "resume" in text and not controls, "what moves a terminal's cursor does not belong into a log"
 
         ray_job(cluster, *submit, "--submission-id", "second", *command)
-        assert until(lambda: ended("second"), 90, "the end of the run") and ended("second") == "SUCCEEDED", client.get_job_logs("second")
+        until(lambda: ended("second"), 90, "the end of the run")
+        assert status("second") == "SUCCEEDED", client.get_job_logs("second")
         until(lambda: not cluster.of_runs(), 15, "the end of its processes")
 
     finished = Finished(config, RunResult("DONE", STEPS, STEPS, None, None, run.path))

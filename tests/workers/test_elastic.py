@@ -96,7 +96,8 @@ def test_growing_and_shrinking_in_memory_between_all_world_sizes_keeps_every_bit
         _check_curve_and_samples(run, undisturbed, config, 17)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.slow  # the schedules of test_schedules.py kill at random moments, too
+@pytest.mark.parametrize("seed", range(3))
 def test_after_a_kill_at_a_random_moment_the_same_processes_go_on_and_nothing_is_lost(
     text: str, undisturbed: list[float], seed: int
 ) -> None:
