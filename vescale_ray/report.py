@@ -399,6 +399,8 @@ def _described(event: Record) -> tuple[str, float | None] | None:
             held = {"least": ", held at its least", "most": ", held at its most", "persist": ", held at the time of writing"}
             why = f"stall {float(event['stall_seconds']):.3g} s, a failure every {float(event['mtbf_hours']):.3g} h"
             return f"checkpoint every {float(event['seconds']):.0f} s ({why}{held.get(str(event.get('by')), '')})", None
+        case "controller_restarted":
+            return "controller lost, and started again", None
         case "warning":
             return str(event.get("text")), None
         case "run_failed":

@@ -229,6 +229,13 @@ def test_the_table_says_it_in_lines_that_fit_a_terminal(whole: tuple[RunFolder, 
     assert len(text.splitlines()) < 25
 
 
+def test_a_controller_that_was_lost_stands_in_the_table_of_what_happened(whole: tuple[RunFolder, RunConfig]) -> None:
+    """Who looked at the table, the page or top saw nothing of it: the alert on failures in a row had no counterpart there."""
+    run, _ = whole
+    run.append_event({"event": "controller_restarted", "time": 1021.0, "generation": 0, "step": None, "epoch": 2})
+    assert "21.0 s            controller lost, and started again\n" in table(run)
+
+
 def test_of_a_run_of_a_month_the_driver_reads_no_gigabytes_when_it_ends_and_says_what_it_has_left_out(
     whole: tuple[RunFolder, RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
