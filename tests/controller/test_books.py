@@ -299,8 +299,8 @@ def test_the_evaluation_after_the_last_step_is_no_part_of_the_last_checkpoint(le
     ledger.moved(RunState.CHECKPOINTING)
     monkeypatch.setattr(time, "time", lambda: ended + 45.0)
     ledger.moved(RunState.DONE)
-    lost = ledger.goodput.lost
-    assert (lost["evaluation"], lost["checkpoint"]) == (pytest.approx(40.0), pytest.approx(5.0))
+    assert ledger.goodput.lost["evaluation"] == pytest.approx(40.0)
+    assert ledger.goodput.lost["checkpoint"] == pytest.approx(5.0)
 
 
 def test_steps_that_an_earlier_start_had_done_are_replayed_and_do_not_count_again(ledger: Ledger) -> None:
