@@ -208,6 +208,18 @@ def _outside(config: RunConfig) -> tuple[int, ...]:
     return (port_of(endpoint, 443),)
 
 
+def _not_of_s3(key: str, url: str) -> Iterator[str]:
+    """What the store would refuse, in pods that are up; and of another option the endpoint's port would stay shut."""
+    if not (url.startswith("s3://") and urlsplit(url).query):
+        return
+    from vescale_ray.checkpoint.s3_calls import parse_s3_url  # imports torch
+
+    try:
+        parse_s3_url(url)
+    except ValueError as error:
+        yield f"{key} = {url}: {error}"
+
+
 def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
     """What can't be rendered, by the options and keys that say it."""
     for flag, text in (
@@ -279,6 +291,7 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
         if key == "checkpoint.dir" and "://" in path and not path.startswith("file://"):
             if not _has_port(parse_qs(urlsplit(path).query).get("endpoint", ["https://"])[0]):
                 yield f"{key} = {path}: the endpoint's port is none; give one from 1 to 65535"
+            yield from _not_of_s3(key, path)
             continue
         if "://" in path and not path.startswith("file://"):
             yield f"{key} = {path}: is read as a file or folder; put it on the volume that all pods share, below {mount}"
