@@ -110,6 +110,7 @@ def test_json_holds_the_same_documents(kind: str, capsys: pytest.CaptureFixture[
         ([CLUSTER, "--prometheus", "http://p:0"], "--prometheus http://p:0: its port is none"),
         ([CLUSTER, "--name", ""], "--name is empty"),
         ([CLUSTER, "--pull-secret", "My Secret"], "--pull-secret My Secret: give lower-case letters"),
+        ([CLUSTER, "--env-secret", "Keys"], "--env-secret Keys: give lower-case letters"),
     ],
 )
 def test_what_breaks_a_rule_is_not_printed_and_said_in_one_sentence(

@@ -45,6 +45,7 @@ class Options:
     Attributes:
         image: of every pod, with a fixed tag or digest.
         pull_secret: an existing Secret that holds the registry's credentials; None: the nodes have them, or nobody needs any.
+        env_secret: an existing Secret whose entries are variables of the head and the workers, such as an object store's keys.
         name: of all objects; None: the run's name.
         claim: the volume claim that every pod mounts at ``mount``; the run's folder must lie there.
         mount: see ``claim``.
@@ -70,6 +71,7 @@ class Options:
 
     image: str = f"registry.example.com/vescale-ray:{__version__}"
     pull_secret: str | None = None
+    env_secret: str | None = None
     name: str | None = None
     namespace: str = "vescale-ray"
     claim: str = "training-runs"
@@ -242,7 +244,8 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
         if not names.is_namespace(text):
             yield f"{flag} {text}: give lower-case letters, digits and '-', 63 at most"
     others = {"--claim": o.claim, "--service-account": o.service_account, "--priority-class": o.priority_class}
-    for flag, name in {**others, "--storage-class": o.storage_class, "--pull-secret": o.pull_secret}.items():
+    others |= {"--storage-class": o.storage_class, "--pull-secret": o.pull_secret, "--env-secret": o.env_secret}
+    for flag, name in others.items():
         if name is not None and not names.is_name(name):
             yield f"{flag} {name}: give lower-case letters, digits, '-' and '.'"
     if o.queue is not None and not (names.is_name(o.queue) and names.is_label_value(o.queue)):
