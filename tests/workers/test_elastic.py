@@ -248,6 +248,17 @@ def test_a_death_before_the_first_copy_of_a_planned_generation_is_out_costs_a_st
         assert {h.generation for w in run.members for h in fleet.run([w], held)[w]} == {run.generation}, "nothing older is kept on"
 
 
+def test_a_rank_that_owned_nothing_is_lost_without_a_loss(text: str) -> None:
+    """There was nothing to come from it, which was taken for a copy that had not come: the step before was resumed, in the first none."""
+    with Fleet(3) as fleet:
+        run = Run(fleet, tiny(text, model_factory="tests.workers.tiny:OneWeight", model_units=["body"]))
+        run.fresh([0, 1, 2])
+        for victim, step in ((1, 0), (2, 3)):
+            run.train(step)
+            survivors, _, _ = run.train_with_a_death(6, victim=victim, step=step, delay=0.0)
+            assert run.resume(survivors, survivors).step == step
+
+
 @pytest.mark.parametrize("whose", ["own", "theirs"])
 def test_a_copy_that_was_damaged_in_memory_is_never_used(text: str, undisturbed: list[float], whose: str) -> None:
     config = tiny(text)
