@@ -216,6 +216,7 @@ class Worker:
         self._pulse = Pulse()
         try:
             info = self._warm_up()
+            self._make_blank()  # imports what the model's factory needs: others would wait for that where they meet
         except BaseException as error:
             with self._change:
                 self._warm_error = f"worker {self._worker} can't start: {type(error).__name__}: {' '.join(str(error).split())}"
