@@ -130,7 +130,7 @@ class Ledger:
         if self._epoch == 1:
             self.event("run_started", run_id=self._run_id, workers=self.target, steps=self._config.train.steps, pid=self._pid)
         else:
-            self.event("controller_restarted", epoch=self._epoch)
+            self.event("controller_restarted", epoch=self._epoch, step=None)  # that stands in the books, which are yet to be read
 
     def moved(self, after: RunState) -> None:
         """The run is in another state."""
@@ -261,6 +261,10 @@ class Ledger:
             self.evaluated.add(item.step)
             self._heldout[item.step] = item.loss
             self.event("evaluation", loss=item.loss, bpb=bits_per_byte(item.loss), samples=item.samples, step=item.step)
+            if item.step >= self._config.train.steps and self.goodput.cause is None:
+                # No step comes after it that would tell what the time before it went into.
+                self.goodput.open(Loss.EVALUATION)
+                self.goodput.turn(Loss.CHECKPOINT, time.time())
 
     def worker_started(self, info: WorkerInfo) -> None:
         if info.worker not in self.known:

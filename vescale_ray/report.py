@@ -130,6 +130,10 @@ def summarize(run: RunFolder | str | Path, *, stream: Stream | None = None) -> S
     count = None
     if folder.size_of("samples.jsonl") > LONG_SAMPLES:
         left_out.append(f"samples.jsonl ({_gigabytes(folder, 'samples.jsonl')}) was not compared with what was due")
+    elif done and not folder.size_of("samples.jsonl"):
+        left_out.append("there is no samples.jsonl to compare with what was due")
+    elif done * config.global_batch > LONG_SAMPLES // 8:  # a file that was cut: to count what it lacks would take as much as a long one
+        left_out.append(f"samples.jsonl was not compared with the {done * config.global_batch:,} samples that were due")
     elif done:
         count = accounting(folder, stream or _stream(config), config.global_batch, done)
     checkpoint, problems = _verify(config)
@@ -147,7 +151,7 @@ def summarize(run: RunFolder | str | Path, *, stream: Stream | None = None) -> S
         tokens=done * config.tokens_per_step,
         tokens_per_second=trained / sum(seconds) if sum(seconds) > 0 and not _is_long(folder) else None,
         events=tuple(_story(events)),
-        processes=tuple(sorted((str(e["worker"]), int(e["pid"])) for e in events if e["event"] == "worker_started" and e.get("pid"))),
+        processes=_processes(events),
         accounting=count,
         goodput=state.get("goodput"),
         checkpoint=checkpoint,
@@ -309,6 +313,12 @@ def _lines_to_sum_up(folder: RunFolder) -> tuple[list[Record], list[str]]:
     return ends, [f"metrics.jsonl ({_gigabytes(folder, 'metrics.jsonl')}) was not read: vescale-ray dash {shown(folder.path)} shows it"]
 
 
+def _processes(events: Sequence[Record]) -> tuple[tuple[str, int], ...]:
+    """Worker processes by id: w10 is younger than w9."""
+    found = [(str(e["worker"]), int(e["pid"])) for e in events if e["event"] == "worker_started" and e.get("pid")]
+    return tuple(sorted(found, key=lambda one: (len(one[0]), one)))
+
+
 def _stream(config: RunConfig) -> Stream:
     from vescale_ray.data.corpus import load_corpus
     from vescale_ray.data.stream import SampleStream
@@ -389,6 +399,8 @@ def _described(event: Record) -> tuple[str, float | None] | None:
             held = {"least": ", held at its least", "most": ", held at its most", "persist": ", held at the time of writing"}
             why = f"stall {float(event['stall_seconds']):.3g} s, a failure every {float(event['mtbf_hours']):.3g} h"
             return f"checkpoint every {float(event['seconds']):.0f} s ({why}{held.get(str(event.get('by')), '')})", None
+        case "controller_restarted":
+            return "controller lost, and started again", None
         case "warning":
             return str(event.get("text")), None
         case "run_failed":

@@ -391,6 +391,7 @@ class _Generation:
                 _posted(dist.irecv(theirs.data, self._ward, tag=_EXCHANGE)),
                 _posted(dist.irecv(exchange.sums, self._ward, tag=_SUMS)),
             ]
+        exchange.awaited = True
         if own.data.numel():
             exchange.sends = [_posted(dist.isend(own.data, self._buddy, tag=_EXCHANGE))]
         sums = own.count()
@@ -428,7 +429,7 @@ class _Generation:
             except Exception as error:
                 describe(error)
             else:
-                if self.world > 1 and exchange.receives and all(came):
+                if exchange.awaited and all(came):
                     exchange.received()
         self.pending = []
 
@@ -575,6 +576,8 @@ class _Exchange:
     sums: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     sends: list[Any] = field(default_factory=list)
     receives: list[Any] = field(default_factory=list)
+    awaited: bool = False
+    """All that is to come is in ``receives``: nothing, of a ward that owns nothing."""
     own_sums: Tensor | None = None
     since: int = field(default_factory=waits.mark)
 

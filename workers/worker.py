@@ -171,8 +171,12 @@ class Worker:
             if self._order is not None or self._phase not in (Phase.PARKED, Phase.FINISHED, Phase.IDLE):
                 raise Refused(f"{self._worker}: is {self._phase} in {self._ticket}; it takes an order of {order.ticket} when it is parked")
             self._order = order
-            if isinstance(order, Save):  # from now on, not from when the training thread comes to it: who asks next shall know
+            # From now on, not from when the training thread comes to it: who asks next shall know. And that thread may be making a model:
+            # whoever watches gives it the time of one that forms, and finds it if it hangs.
+            if isinstance(order, Save):
                 self._resting, self._phase = self._phase, Phase.SAVING
+            else:
+                self._enter(order.ticket, Phase.GIVING if isinstance(order, Give) else Phase.FORMING)
             self._change.notify_all()
 
     @ray.method(concurrency_group="control")
@@ -212,6 +216,7 @@ class Worker:
         self._pulse = Pulse()
         try:
             info = self._warm_up()
+            self._make_blank()  # imports what the model's factory needs: others would wait for that where they meet
         except BaseException as error:
             with self._change:
                 self._warm_error = f"worker {self._worker} can't start: {type(error).__name__}: {' '.join(str(error).split())}"
@@ -396,7 +401,7 @@ class Worker:
         if self._blank is None and self._phase is not Phase.FINISHED:
             try:
                 self._blank = Blank(self._config)
-            except Exception:  # told when there is an order that needs it
+            except BaseException:  # told when there is an order that needs it; a factory may also call sys.exit()
                 _log.debug("worker %s can't build its model ahead", self._worker, exc_info=True)
 
     def _settle_copies(self) -> None:

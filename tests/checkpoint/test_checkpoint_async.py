@@ -23,6 +23,7 @@ from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint import api as api_module
 from vescale_ray.checkpoint import bounded as bounded_module
 from vescale_ray.checkpoint import saver as saver_module
+from vescale_ray.checkpoint.pages import touched_buffer
 from vescale_ray.checkpoint.saver import _Writer
 
 
@@ -545,6 +546,29 @@ def save_two(root: str, point: str) -> None:
     handle = saver.async_save({"model": {"w": w}}, 2)
     w.zero_()
     handle.wait(30)
+
+
+def test_other_threads_run_while_fresh_memory_comes():
+    """It held the interpreter's lock, for most of a second a GiB: no training beside it, and no answer to who asks for a hang."""
+    ticks: list[int] = []
+    for _ in range(3):  # the machine may have something else to do
+        begun, done = threading.Event(), threading.Event()
+
+        def make(begun: threading.Event = begun, done: threading.Event = done) -> None:
+            begun.set()
+            kept = touched_buffer(256 << 20)
+            done.set()
+            del kept
+
+        maker = threading.Thread(target=make)
+        maker.start()
+        begun.wait()
+        ticks.append(0)
+        while not done.is_set():
+            time.sleep(0.001)
+            ticks[-1] += 1
+        maker.join()
+    assert max(ticks) > 10, ticks
 
 
 def test_fifty_saves_leak_no_file_no_thread_and_no_memory(root):

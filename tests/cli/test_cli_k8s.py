@@ -104,10 +104,13 @@ def test_json_holds_the_same_documents(kind: str, capsys: pytest.CaptureFixture[
         ([CLUSTER, "checkpoint.dir=file:///scratch/ck"], "checkpoint.dir = file:///scratch/ck is not on the volume"),
         ([CLUSTER, "data.corpus=s3://bucket/text"], "data.corpus = s3://bucket/text: is read as a file or folder"),
         ([CLUSTER, "checkpoint.dir=s3://b/p?endpoint=http://minio:99999"], "the endpoint's port is none"),
+        ([CLUSTER, "checkpoint.dir=s3://bkt/p?endpoint_url=http://minio:9000"], "option 'endpoint_url' is not possible: known are"),
+        ([CLUSTER, "checkpoint.dir=s3://bucket/p?endpoint=minio:9000"], "give http://host:port or https://host:port"),
         ([CLUSTER, "--overlay", "gcs-ft", "--redis", "redis:99999"], "--redis redis:99999: its port is none"),
         ([CLUSTER, "--prometheus", "http://p:0"], "--prometheus http://p:0: its port is none"),
         ([CLUSTER, "--name", ""], "--name is empty"),
         ([CLUSTER, "--pull-secret", "My Secret"], "--pull-secret My Secret: give lower-case letters"),
+        ([CLUSTER, "--env-secret", "Keys"], "--env-secret Keys: give lower-case letters"),
     ],
 )
 def test_what_breaks_a_rule_is_not_printed_and_said_in_one_sentence(

@@ -73,14 +73,21 @@ class _Player:
 
     def __init__(self) -> None:
         self.builds = 0
+        self.watches = False
         self.cue: Cue | None = None
         self.name = ""
+
+    def watch(self) -> None:
+        """A model is made, which is ahead of its generation: what follows is to be seen, too."""
+        if not self.watches:
+            self.watches = True
+            self._watch_building()
+            self._watch_saving()
 
     def built(self) -> None:
         self.builds += 1
         if self.builds == 1:
             self._take()
-            self._watch_saving()
         self.at(0)
 
     def at(self, forward: int, save: bool = False) -> None:
@@ -134,6 +141,17 @@ class _Player:
             self.name, self.cue = path.name, Cue(**json.loads(mine.read_text()))
             return
 
+    def _watch_building(self) -> None:
+        from vescale_ray.workers import trainer
+
+        whole = trainer._build
+
+        def watched(*args: Any) -> Any:
+            self.built()
+            return whole(*args)
+
+        setattr(trainer, "_build", watched)  # noqa: B010
+
     def _watch_saving(self) -> None:
         from vescale_ray.workers import reshard
 
@@ -177,7 +195,7 @@ class CuedModel(DropoutModel):
         self.forwards = 0
         self.on_stage = _folder().exists() and (_folder() / "director").read_text() != str(os.getpid())
         if self.on_stage:
-            _PLAYER.built()
+            _PLAYER.watch()
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.forwards += 1

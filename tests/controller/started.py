@@ -111,6 +111,10 @@ class Started:
         except OSError:
             return False
 
+    def env(self) -> dict[str, str]:
+        """For `ray` commands that talk to the cluster."""
+        return {**self._env, "RAY_ADDRESS": self.dashboard, "RAY_API_SERVER_ADDRESS": self.dashboard}
+
     def text(self) -> str:
         """What all ``ray start`` have said."""
         return Path(f"{self._folder}.txt").read_text()

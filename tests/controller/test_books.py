@@ -252,6 +252,9 @@ def test_a_restarted_ledger_goes_on_with_the_accounts_of_the_time(ledger: Ledger
     told = ledger.goodput
     assert told.productive == pytest.approx(4 * 0.5, abs=0.5) and told.lost["stall"] == pytest.approx(3 * 0.5)
     again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
+    again.started()
+    restarted = ledger.folder.read_events()[-1]
+    assert (restarted["event"], restarted["step"]) == ("controller_restarted", None), "not known yet: 0 stood there"
     again.restore(first)
     assert again.goodput == told and again.goodput.since < begin
     (ledger.folder.path / "run.json").write_text("{}")
@@ -278,6 +281,26 @@ def test_what_a_wait_for_workers_takes_is_told_while_it_lasts(ledger: Ledger, mo
     monkeypatch.setattr(time, "time", lambda: begin + 120.0)
     ledger.stepped(stepped(first, 1, begin + 120.0))
     assert ledger.goodput.lost["wait_for_workers"] == pytest.approx(100.0, abs=3.0)
+
+
+def test_the_evaluation_after_the_last_step_is_no_part_of_the_last_checkpoint(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was: no step came after it, whose line tells of the time before it."""
+    ledger.started()
+    first = generation(1, 0, "a", "b")
+    ledger.opened(first)
+    begin, last = time.time(), tiny(ledger.folder.path.parent, "books").train.steps
+    for i in (last - 2, last - 1):
+        ledger.evaluation(Evaluated(first.ticket, i, 7.5, 3))
+        ledger.stepped(stepped(first, i, begin + i))
+    ended = begin + last - 1
+    monkeypatch.setattr(time, "time", lambda: ended + 40.0)
+    ledger.evaluation(Evaluated(first.ticket, last, 7.4, 3))
+    monkeypatch.setattr(time, "time", lambda: ended + 41.5)
+    ledger.moved(RunState.CHECKPOINTING)
+    monkeypatch.setattr(time, "time", lambda: ended + 45.0)
+    ledger.moved(RunState.DONE)
+    assert ledger.goodput.lost["evaluation"] == pytest.approx(40.0)
+    assert ledger.goodput.lost["checkpoint"] == pytest.approx(5.0)
 
 
 def test_steps_that_an_earlier_start_had_done_are_replayed_and_do_not_count_again(ledger: Ledger) -> None:

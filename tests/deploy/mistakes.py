@@ -225,6 +225,11 @@ REFERENCES = [
         ("a policy for another port", put("NetworkPolicy/-head:spec.ingress.0.ports.0", port=8266), "none of its pods declares"),
         ("a policy for nothing", put("NetworkPolicy/-head:spec.podSelector", matchLabels={"a": "b"}), "podSelector matches no pod"),
         ("a budget for nothing", put("PodDisruptionBudget:spec.selector", matchLabels={"a": "b"}), "its selector matches no pod"),
+        (
+            "variables from a Secret that nobody has",
+            put(f"{WORKER}.containers.0", envFrom=[{"secretRef": {"name": "keys"}}]),
+            "there is no Secret keys",
+        ),
         ("pods without their labels", drop(f"{WORKER_GROUP}.template", "metadata"), "no NetworkPolicy covers it"),
         ("a monitor of a port that is gone", drop(f"{HEAD}.containers.0.ports", 3), "has no port as-metrics"),
         (

@@ -130,7 +130,7 @@ class Walk:
             return
         if kind == "secret":
             made = {one["metadata"]["name"] for one in self.documents if one["kind"] == "RayCluster"}  # by the operator
-            assert name in made | set(re.findall(r"'secretKeyRef': {'name': '([\w-]+)'", str(self.documents))), name
+            assert name in made | set(re.findall(r"'secret(?:Key)?Ref': {'name': '([\w-]+)'", str(self.documents))), name
         else:
             assert (kind, name) in {(one["kind"].lower(), one["metadata"]["name"]) for one in self.documents}
 

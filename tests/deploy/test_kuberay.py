@@ -290,6 +290,20 @@ def test_every_pod_has_the_credentials_of_a_private_registry_and_none_is_in_the_
     assert sum("Secret registry" in problem for problem in found) == 4, "one that nobody has declared is missing"
 
 
+def test_keys_of_a_store_are_variables_of_what_trains_and_stand_in_no_manifest(config: RunConfig) -> None:
+    options = Options(env_secret="s3-keys", overlays=frozenset({"spot"}))
+    made = documents(config, options, "job")
+    cluster = cluster_of(made)
+    pods = [cluster["headGroupSpec"]["template"]["spec"], *(group["template"]["spec"] for group in cluster["workerGroupSpecs"])]
+    assert len(pods) == 3
+    for pod in pods:
+        assert [c.get("envFrom") for c in pod["containers"]] == [[{"secretRef": {"name": "s3-keys"}}]]
+    assert str(made).count("s3-keys") == 3, "neither the autoscaler nor the submitter needs them"
+    found = list(reference_problems(made))
+    assert sum("Secret s3-keys" in problem for problem in found) == 3, "one that nobody has declared is missing"
+    assert "envFrom" not in str(documents(config, Options(), "job"))
+
+
 def test_only_what_the_run_needs_is_let_out(config: RunConfig) -> None:
     def ports(made: Documents, name: str) -> set[int]:
         rules = the(made, "NetworkPolicy", name)["spec"]["egress"]

@@ -229,6 +229,13 @@ def test_the_table_says_it_in_lines_that_fit_a_terminal(whole: tuple[RunFolder, 
     assert len(text.splitlines()) < 25
 
 
+def test_a_controller_that_was_lost_stands_in_the_table_of_what_happened(whole: tuple[RunFolder, RunConfig]) -> None:
+    """Who looked at the table, the page or top saw nothing of it: the alert on failures in a row had no counterpart there."""
+    run, _ = whole
+    run.append_event({"event": "controller_restarted", "time": 1021.0, "generation": 0, "step": None, "epoch": 2})
+    assert "21.0 s            controller lost, and started again\n" in table(run)
+
+
 def test_of_a_run_of_a_month_the_driver_reads_no_gigabytes_when_it_ends_and_says_what_it_has_left_out(
     whole: tuple[RunFolder, RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +257,31 @@ def test_of_a_run_of_a_month_the_driver_reads_no_gigabytes_when_it_ends_and_says
     assert text.count("checkpoint, 1.0 MB") == 40 and len(text.splitlines()) < 60
     with pytest.raises(RunFolderError, match=r"metrics.jsonl has 0.0 GB; vescale-ray dash .* draws so many"):
         draw(run)
+
+
+def test_of_a_run_whose_samples_were_removed_or_cut_the_driver_does_not_count_the_millions_that_were_due(
+    whole: tuple[RunFolder, RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = whole
+    samples, last = (run.path / "samples.jsonl").read_text().splitlines(), run.read_metrics()[-1]
+    run.append_metrics({**last, "step": 3_000_000})
+    monkeypatch.setattr(report, "accounting", None)
+    (run.path / "samples.jsonl").write_text(samples[-1] + "\n")
+    cut = summarize(run)
+    assert (cut.accounting, cut.left_out) == (None, "samples.jsonl was not compared with the 18,000,000 samples that were due")
+    (run.path / "samples.jsonl").unlink()
+    gone = summarize(run)
+    assert (gone.accounting, gone.left_out, gone.sound) == (None, "there is no samples.jsonl to compare with what was due", True)
+    assert gone.left_out in table(run, gone)
+
+
+def test_processes_are_in_the_order_in_which_they_were_started(whole: tuple[RunFolder, RunConfig]) -> None:
+    run, _ = whole
+    for worker in range(4, 24):
+        run.append_event({"event": "worker_started", "time": 1e9 + worker, "worker": f"w{worker}", "pid": 100 + worker})
+    processes = summarize(run).processes
+    assert [pid for _, pid in processes] == list(range(100, 124))
+    assert "24 started: .., w8 (pid 108), " in table(run) and "w23 (pid 123)" in table(run)
 
 
 def test_a_sample_lost_makes_the_run_unsound_and_stands_in_the_table(whole: tuple[RunFolder, RunConfig]) -> None:

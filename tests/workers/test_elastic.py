@@ -96,7 +96,8 @@ def test_growing_and_shrinking_in_memory_between_all_world_sizes_keeps_every_bit
         _check_curve_and_samples(run, undisturbed, config, 17)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.slow  # the schedules of test_schedules.py kill at random moments, too
+@pytest.mark.parametrize("seed", range(3))
 def test_after_a_kill_at_a_random_moment_the_same_processes_go_on_and_nothing_is_lost(
     text: str, undisturbed: list[float], seed: int
 ) -> None:
@@ -245,6 +246,17 @@ def test_a_death_before_the_first_copy_of_a_planned_generation_is_out_costs_a_st
         run.train(8)
         _check_curve_and_samples(run, undisturbed, config, 8)
         assert {h.generation for w in run.members for h in fleet.run([w], held)[w]} == {run.generation}, "nothing older is kept on"
+
+
+def test_a_rank_that_owned_nothing_is_lost_without_a_loss(text: str) -> None:
+    """There was nothing to come from it, which was taken for a copy that had not come: the step before was resumed, in the first none."""
+    with Fleet(3) as fleet:
+        run = Run(fleet, tiny(text, model_factory="tests.workers.tiny:OneWeight", model_units=["body"]))
+        run.fresh([0, 1, 2])
+        for victim, step in ((1, 0), (2, 3)):
+            run.train(step)
+            survivors, _, _ = run.train_with_a_death(6, victim=victim, step=step, delay=0.0)
+            assert run.resume(survivors, survivors).step == step
 
 
 @pytest.mark.parametrize("whose", ["own", "theirs"])

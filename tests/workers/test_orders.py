@@ -14,7 +14,7 @@ import pytest
 from tests.controller.runs import until
 from vescale_ray.workers import groups
 from vescale_ray.workers.groups import GroupFailed
-from vescale_ray.workers.messages import FaultKind, Give, Join, Origin, Phase, Save, Seat, Ticket
+from vescale_ray.workers.messages import NO_TICKET, FaultKind, Give, Join, Origin, Phase, Save, Seat, Ticket
 from vescale_ray.workers.pulse import Pulse
 from vescale_ray.workers.snapshot import Resume
 from vescale_ray.workers.worker import Refused, Worker
@@ -109,7 +109,7 @@ def test_whoever_was_to_join_a_generation_that_is_closed_before_it_begins_report
     worker.give_order(join(5))
     worker.fence(Ticket(5, 1))
     threading.Thread(target=LIVE, args=(worker,), daemon=True).start()  # only now does its thread come to the order
-    until(lambda: worker._ticket == Ticket(5, 1), 5, "that it knows of the generation")
+    until(lambda: worker._fault is not None, 5, "that it knows of the generation")
     report = worker.poll(0, None, 0.0)
     assert (report.ticket, report.phase, report.out, begun) == (Ticket(5, 1), Phase.PARKED, True, [])
     assert report.fault.kind is FaultKind.PEER and "5.1 was closed before it was begun" in report.fault.text
@@ -177,3 +177,29 @@ def test_who_makes_its_own_copy_is_in_no_hurry_and_who_waits_for_anothers_is(wor
     )
     worker._settle_copies()
     assert seen == [("copied", True), ("settled", False)]
+
+
+def test_who_makes_a_model_when_its_order_comes_forms_the_generation_from_then_on(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was still out of it to whoever watched: ended after 3 s where another was lost meanwhile, and never found where it hung alone."""
+    makes, made = threading.Event(), threading.Event()
+
+    def build(config: Any) -> None:
+        makes.set()
+        made.wait(10)
+        raise SystemExit("a factory that gives up")
+
+    joined: list[Ticket] = []
+    monkeypatch.setattr("vescale_ray.workers.trainer.Blank", build)
+    monkeypatch.setattr("vescale_ray.workers.worker.os._exit", lambda code: joined.append(NO_TICKET))
+    monkeypatch.setattr(worker, "_warm_up", lambda: None)
+    monkeypatch.setattr(worker, "_join", lambda order: joined.append(order.ticket))
+    worker._writer, worker._config = SimpleNamespace(writing=False), None
+    threading.Thread(target=LIVE, args=(worker,), daemon=True).start()
+    assert makes.wait(5)
+    worker.give_order(join(5))
+    report = worker.poll(0, None, 0.0)
+    assert (report.ticket, report.phase, report.out) == (Ticket(5, 1), Phase.FORMING, False)
+    assert "build (test_orders.py" in report.where
+    made.set()
+    until(lambda: bool(joined), 5, "the generation")
+    assert joined == [Ticket(5, 1)]

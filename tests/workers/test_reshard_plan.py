@@ -87,7 +87,7 @@ def situations(draw: st.DrawFn) -> tuple[list[list[Span]], list[list[Span]], int
     return sources, wanted, draw(st.sampled_from([16, 64, 1 << 20]))
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(situations())
 def test_every_wanted_element_arrives_once_and_only_those_move_that_their_new_owner_does_not_hold(
     situation: tuple[list[list[Span]], list[list[Span]], int],

@@ -83,6 +83,21 @@ class DropoutModel(nn.Module):
         full.normal_(0, 0.1, generator=generator)
 
 
+class OneWeight(nn.Module):
+    """A single weight, which is one rank's: the others own nothing. Its unit is ``body``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(1, 1, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.body(tokens[..., None] / 256.0) * torch.linspace(-1.0, 1.0, 256)
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        full.normal_(0, 0.1, generator=generator)
+
+
 def without_init() -> nn.Module:
     return nn.Linear(2, 2)
 

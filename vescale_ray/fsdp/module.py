@@ -328,7 +328,7 @@ class FSDPModule(TorchFSDPModule):
         _without_values.on = True
         try:
             inherited = super(TorchFSDPModule, self).to_empty  # type: ignore[misc]
-            if inherited.__func__ is not nn.Module.to_empty:  # the original class has one of its own
+            if getattr(inherited, "__func__", None) is not nn.Module.to_empty:  # the original class has one of its own
                 return inherited(device=device, recurse=recurse)
             return self._apply(lambda tensor: _empty(tensor, device), recurse=recurse)
         finally:
@@ -349,7 +349,7 @@ class FSDPModule(TorchFSDPModule):
 def _empty(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     """``torch.empty_like(tensor, device=device)``, which takes ten times as long for a local part on the meta device: it is decomposed
     there, in Python."""
-    if not isinstance(tensor, RaggedDTensor) or not tensor._local_tensor.is_meta:
+    if device is None or not isinstance(tensor, RaggedDTensor) or not tensor._local_tensor.is_meta:
         return torch.empty_like(tensor, device=device)
     local = tensor._local_tensor
     return RaggedDTensor.from_spec(torch.empty(local.shape, dtype=local.dtype, device=device), tensor._spec)

@@ -45,6 +45,7 @@ class Options:
     Attributes:
         image: of every pod, with a fixed tag or digest.
         pull_secret: an existing Secret that holds the registry's credentials; None: the nodes have them, or nobody needs any.
+        env_secret: an existing Secret whose entries are variables of the head and the workers, such as an object store's keys.
         name: of all objects; None: the run's name.
         claim: the volume claim that every pod mounts at ``mount``; the run's folder must lie there.
         mount: see ``claim``.
@@ -70,6 +71,7 @@ class Options:
 
     image: str = f"registry.example.com/vescale-ray:{__version__}"
     pull_secret: str | None = None
+    env_secret: str | None = None
     name: str | None = None
     namespace: str = "vescale-ray"
     claim: str = "training-runs"
@@ -208,6 +210,18 @@ def _outside(config: RunConfig) -> tuple[int, ...]:
     return (port_of(endpoint, 443),)
 
 
+def _not_of_s3(key: str, url: str) -> Iterator[str]:
+    """What the store would refuse, in pods that are up; and of another option the endpoint's port would stay shut."""
+    if not (url.startswith("s3://") and urlsplit(url).query):
+        return
+    from vescale_ray.checkpoint.s3_calls import parse_s3_url  # imports torch
+
+    try:
+        parse_s3_url(url)
+    except ValueError as error:
+        yield f"{key} = {url}: {error}"
+
+
 def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
     """What can't be rendered, by the options and keys that say it."""
     for flag, text in (
@@ -230,7 +244,8 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
         if not names.is_namespace(text):
             yield f"{flag} {text}: give lower-case letters, digits and '-', 63 at most"
     others = {"--claim": o.claim, "--service-account": o.service_account, "--priority-class": o.priority_class}
-    for flag, name in {**others, "--storage-class": o.storage_class, "--pull-secret": o.pull_secret}.items():
+    others |= {"--storage-class": o.storage_class, "--pull-secret": o.pull_secret, "--env-secret": o.env_secret}
+    for flag, name in others.items():
         if name is not None and not names.is_name(name):
             yield f"{flag} {name}: give lower-case letters, digits, '-' and '.'"
     if o.queue is not None and not (names.is_name(o.queue) and names.is_label_value(o.queue)):
@@ -279,6 +294,7 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
         if key == "checkpoint.dir" and "://" in path and not path.startswith("file://"):
             if not _has_port(parse_qs(urlsplit(path).query).get("endpoint", ["https://"])[0]):
                 yield f"{key} = {path}: the endpoint's port is none; give one from 1 to 65535"
+            yield from _not_of_s3(key, path)
             continue
         if "://" in path and not path.startswith("file://"):
             yield f"{key} = {path}: is read as a file or folder; put it on the volume that all pods share, below {mount}"

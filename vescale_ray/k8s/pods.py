@@ -69,6 +69,7 @@ def head(c: RunConfig, o: Options, s: Sizes) -> dict[str, Any]:
                         Why({"name": "vescale-metrics", "containerPort": c.metrics.port}, "metrics.port; the controller is here."),
                     ],
                     "env": env,
+                    **_secret_variables(o),
                     "resources": room,
                     "volumeMounts": [
                         {"name": "runs", "mountPath": o.mount},
@@ -149,6 +150,7 @@ def worker(c: RunConfig, o: Options, s: Sizes, spot: bool) -> dict[str, Any]:
                     "securityContext": CONTAINER_SECURITY,
                     "ports": [{"name": "metrics", "containerPort": RAY_METRICS_PORT}],
                     "env": env,
+                    **_secret_variables(o),
                     "resources": Why(room, "Limits equal to requests, whole CPUs: the pod is not throttled, and the last to be evicted."),
                     "volumeMounts": [
                         {"name": "runs", "mountPath": o.mount},
@@ -211,6 +213,13 @@ def _pod(o: Options, s: Sizes, role: str) -> dict[str, Any]:
 
 def _registry(o: Options) -> dict[str, Any]:
     return {"imagePullSecrets": [{"name": o.pull_secret}]} if o.pull_secret else {}
+
+
+def _secret_variables(o: Options) -> dict[str, Any]:
+    if not o.env_secret:
+        return {}
+    why = "Its entries are variables of what trains: no key or password stands in a manifest."
+    return {"envFrom": Why([{"secretRef": {"name": o.env_secret}}], why)}
 
 
 def _security() -> dict[str, Any]:

@@ -83,6 +83,10 @@ def _names(pod: _Pod, known: AbstractSet[Name], documents: Sequence[Tree]) -> It
         if field in pod.spec:
             wanted.append((kind, pod.spec[field]))
     wanted += [("Secret", secret["name"]) for secret in pod.spec.get("imagePullSecrets") or ()]
+    for container in (*(pod.spec.get("initContainers") or ()), *(pod.spec.get("containers") or ())):
+        for source in container.get("envFrom") or ():
+            kinds = (("configMapRef", "ConfigMap"), ("secretRef", "Secret"))
+            wanted += [(kind, source[key]["name"]) for key, kind in kinds if key in source and not source[key].get("optional")]
     for volume in pod.spec.get("volumes") or ():
         if "configMap" in volume:
             wanted.append(("ConfigMap", volume["configMap"]["name"]))

@@ -102,6 +102,8 @@ def outside(config: RunConfig, options: Options) -> frozenset[Name]:
         names.add(("ServiceAccount", options.service_account))
     if options.pull_secret:
         names.add(("Secret", options.pull_secret))
+    if options.env_secret:
+        names.add(("Secret", options.env_secret))
     if options.priority_class:
         names.add(("PriorityClass", options.priority_class))
     if options.has("gcs-ft"):

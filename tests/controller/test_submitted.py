@@ -1,0 +1,91 @@
+"""`ray job submit --working-dir DIR -- vescale-ray train run.yaml` and `ray job stop`, as the documentation has them, on a cluster that was
+started by `ray start`. What else can happen to a job is in test_started_cluster.py, which takes minutes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.controller.hanging import SLOWLY
+from tests.controller.runs import Finished, tiny, until, write_text
+from tests.controller.started import Started, started
+from vescale_ray import checkpoint
+from vescale_ray.controller.driver import RunResult
+from vescale_ray.runfolder import RunFolder
+
+STEPS = 40
+
+
+def ray_job(cluster: Started, *words: str) -> str:
+    """What `ray job` answers."""
+    done = subprocess.run(["ray", "job", *words], env=cluster.env(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(240)
+def test_a_folder_is_submitted_stopped_with_a_checkpoint_and_resumed_by_the_runs_name_under_another_submission_id(tmp_path: Path) -> None:
+    from ray.job_submission import JobSubmissionClient
+
+    # Model and configuration are in the folder alone, and nowhere on the path of the cluster's processes.
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "mine.py").write_text("from tests.controller.hanging import model as made\n\ndef model():\n    return made()\n")
+    config = tiny(
+        tmp_path,
+        "submitted",
+        ray_address="auto",
+        train_steps=STEPS,
+        elastic_workers=2,
+        checkpoint_every=1000,
+        data_corpus=str(write_text(tmp_path)),
+        data_eval_samples=0,
+        model_factory="mine:model",
+        model_units=["body"],
+    )
+    (folder / "run.yaml").write_text(yaml.safe_dump(yaml.safe_load(config.to_yaml())))
+    run = RunFolder(config.run_folder)
+    env = '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}'
+    submit = ("submit", "--no-wait", "--working-dir", str(folder), "--runtime-env-json", env)
+    command = ("--", "vescale-ray", "train", "run.yaml")
+
+    def steps() -> int:
+        return max((int(line["step"]) for line in run.read_metrics()), default=0)
+
+    with started(3, {SLOWLY: "0.05"}) as cluster:
+        client: Any = JobSubmissionClient(cluster.dashboard)
+
+        def status(job: str) -> str:
+            return str(client.get_job_status(job).value)
+
+        def ended(job: str) -> bool:
+            return bool(client.get_job_status(job).is_terminal())
+
+        def under_way() -> bool:
+            assert not ended("first"), client.get_job_logs("first")
+            return steps() >= 5
+
+        ray_job(cluster, *submit, "--submission-id", "first", *command)
+        until(under_way, 90, "some steps")
+        ray_job(cluster, "stop", "--no-wait", "first")
+        until(lambda: ended("first"), 60, "the end of the job")
+        assert status("first") == "STOPPED", client.get_job_logs("first")
+        text, state, kept = client.get_job_logs("first"), run.read_state(), checkpoint.latest(config.checkpoint_root)
+        assert state is not None and state["state"] == "STOPPED" and kept is not None, text
+        assert 5 <= kept.step == state["step"] == steps() < STEPS, "a checkpoint of the very step at which it was stopped"
+        controls = {character for character in text if ord(character) < 32} - {"\n", "\t"}  # tabs are Ray's own
+        assert "resume" in text and not controls, "what moves a terminal's cursor does not belong into a log"
+
+        ray_job(cluster, *submit, "--submission-id", "second", *command)
+        until(lambda: ended("second"), 90, "the end of the run")
+        assert status("second") == "SUCCEEDED", client.get_job_logs("second")
+        until(lambda: not cluster.of_runs(), 15, "the end of its processes")
+
+    finished = Finished(config, RunResult("DONE", STEPS, STEPS, None, None, run.path))
+    accounting = finished.accounting()
+    assert sorted(finished.losses) == list(range(1, STEPS + 1)) and accounting.exact and accounting.replayed_steps == 0
+    assert [(e["source"], e["step"]) for e in finished.of("generation")] == [("fresh", 0), ("checkpoint", kept.step)]
