@@ -4,7 +4,7 @@
     python benchmarks/gpu_check.py --device cpu     the same checks on gloo (the memory checks need a GPU)
 
 With one rank the engine needs no collectives: parameters are views of the shard. ``collectives`` rows switch that shortcut off, so
-that the pool, the streams and NCCL itself are exercised. The last row runs two ranks on the one GPU over gloo, where torch allows it.
+that the pool, the streams and NCCL itself are exercised. Rows with two ranks on the one GPU run over gloo, where torch allows it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from benchmarks.gpu_rescale import GLOO, Skip, check_abort, check_generations, check_moves, check_refused
+
 LAYERS, VOCAB, BATCH, SEQ = 6, 1000, 4, 128
 WIDTH = {"cuda": 512, "cpu": 64}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-class Skip(Exception):
-    """A check that does not apply here."""
 
 
 def build(device: torch.device, width: int | None = None, layers: int = LAYERS) -> nn.Module:
@@ -206,7 +204,7 @@ def _two_ranks(rank: int, store: str, results: Any) -> None:
 
     try:
         torch.cuda.set_device(0)
-        dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+        dist.init_process_group(GLOO, store=dist.FileStore(store, 2), rank=rank, world_size=2)
         device = torch.device("cuda", 0)
         losses = train(shard(build(device), fully_shard), device, steps=6)
         results.put(("ok", rank, losses))
@@ -324,6 +322,10 @@ def main() -> int:
         "release": lambda: check_release(device),
         "two ranks, one GPU": lambda: check_two_ranks(device),
         "8-bit Adam kernel": lambda: check_adamw8bit(device),
+        "rescale: new groups": lambda: check_generations(device),
+        "rescale: abort": lambda: check_abort(device),
+        "rescale: refused": lambda: check_refused(device),
+        "rescale: moves": lambda: check_moves(device),
     }
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"torch {torch.__version__}, {name}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import importlib
 import operator
+import os
 import re
 import sys
 import time
@@ -38,6 +39,17 @@ FORM_SECONDS = 15.0
 """Default bound of forming a group; the bound of its collectives is another."""
 
 MOST_TRACE = 8000
+
+NCCL = {
+    # 1 and 3 (the default) end the process of whoever notices that a peer is gone, and with it the shards in its memory.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # nor does an error of CUDA in NCCL's own threads
+    # A dump puts off the abort by 15 s, and its writer then ends the process. Hang reports have the flight recorder's entries anyway.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "NCCL_NVLS_ENABLE": "0",  # multicast memory of aborted communicators: NVIDIA's in-process restart asks for this, too
+}
+"""Environment with which a process outlives its NCCL communicators; what is set already is left. (torch's ``ProcessGroupNCCL.hpp``; the
+requirements of NVIDIA's resiliency extension.)"""
 
 _MOVE = 7003
 """The tag of its messages."""
@@ -105,6 +117,9 @@ def form(
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} of a world of {world}: ranks go from 0 to {world - 1}")
     failure, lines = None, lines or Lines()
+    if backend == "nccl":
+        for name, value in NCCL.items():
+            os.environ.setdefault(name, value)
     try:
         with lines.recorded(world):
             store = _store(store_host, store_port, prefix, form_timeout_s)
@@ -118,7 +133,11 @@ def form(
                 timeout=timedelta(seconds=form_timeout_s),
                 device_id=torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None,
             )
-        dist.distributed_c10d._get_default_group().set_timeout(timedelta(seconds=timeout_s))
+        made = dist.distributed_c10d._get_default_group()
+        made.set_timeout(timedelta(seconds=timeout_s))
+        if backend == "nccl":
+            lines.hold(made._get_backend(torch.device("cuda")))
+        del made
     except Exception as error:
         failure = f"forming {prefix} as rank {rank} of {world} failed within {form_timeout_s:g} s: {describe(error)}"
     if failure:

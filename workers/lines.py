@@ -10,11 +10,15 @@ the connection to the store, and for whoever is to connect to them. Nothing brea
 connection that gloo may wait for is made, and closed again, as if that rank had come and died. (For a rank whose machine is gone gloo
 would wait five times as long as it was told to, 75 s.)
 
-Linux only (``/proc``); elsewhere nothing is recorded, and the collective's bound counts.
+NCCL's communicators can be aborted, and have to be: the kernel of a collective whose peer has gone runs on, and who waits for the device
+waits with it. What an aborted collective leaves is of no use; nobody uses it, since the step's last exchange, over gloo, fails as well.
+
+Linux only (``/proc``); elsewhere no connection is recorded, and the collective's bound counts.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -22,8 +26,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from vescale_ray import waits
+
+_log = logging.getLogger(__name__)
 
 CALL_S = 0.5
 """A call of this process to itself."""
@@ -31,15 +38,22 @@ TRIES, TRY_S = 10, 0.02
 """gloo tries four times to connect to a rank, without a pause."""
 
 
+class Communicator(Protocol):
+    """Of a back end that can be aborted, from any thread and more than once: ``torch.distributed.ProcessGroupNCCL``."""
+
+    def abort(self) -> None: ...
+
+
 class Lines:
-    """The sockets that a group has opened. :meth:`cut` may be called from any thread, while the group is formed and afterwards, also after
-    it is gone."""
+    """The sockets that a group has opened, and its NCCL communicators. :meth:`cut` may be called from any thread, while the group is formed
+    and afterwards, also after it is gone."""
 
     def __init__(self) -> None:
         self._sockets: frozenset[tuple[int, str]] = frozenset()
         self._forming: tuple[frozenset[tuple[int, str]], int] | None = None
         """What was open before the group, and its ranks, while it is formed."""
         self._ended = self._paused = False
+        self._held: tuple[Communicator, ...] = ()
         self._lock = threading.Lock()
         """Of whether it is paused, and was ended meanwhile."""
 
@@ -78,9 +92,24 @@ class Lines:
         if self._ended:
             raise RuntimeError("the group was given up before it was formed")
 
+    def hold(self, communicator: Communicator) -> None:
+        """One that :meth:`cut` is to abort."""
+        with self._lock:
+            self._held = (*self._held, communicator)
+
+    def let_go(self) -> None:
+        """Of the communicators: whoever uses them dissolves the group now, which ends them."""
+        with self._lock:
+            self._held = ()
+
     def cut(self) -> int:
         """Break the connections that are open; how many. Whoever waits on one gets an error at once, or is woken: see
-        :mod:`vescale_ray.waits`. In the middle of forming, that ends."""
+        :mod:`vescale_ray.waits`. In the middle of forming, that ends. Communicators are aborted in a thread of their own, which may take
+        as long as it takes them."""
+        with self._lock:
+            held, self._held = self._held, ()
+        for communicator in held:
+            threading.Thread(target=_abort, args=(communicator,), name="vescale-abort", daemon=True).start()
         with self._lock:
             broken, ranks = 0, self._forming[1] if self._forming is not None else 0
             self._ended |= self._paused
@@ -98,6 +127,13 @@ class Lines:
             time.sleep(TRY_S)
         waits.give_up()
         return broken
+
+
+def _abort(communicator: Communicator) -> None:
+    try:
+        communicator.abort()
+    except Exception as error:
+        _log.warning("a communicator could not be aborted: %s", error)
 
 
 def _break(descriptor: int, name: str, ranks: int, forming: bool) -> bool:

@@ -55,11 +55,12 @@ from vescale_ray.workers.pulse import IN, RECORDER, Pulse, offer_stacks, stacks
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
     from vescale_ray.data.corpus import Corpus
+    from vescale_ray.workers.messages import StepRecord
     from vescale_ray.workers.reshard import ReshardReport
     from vescale_ray.workers.saving import Writer
     from vescale_ray.workers.shards import Shards
     from vescale_ray.workers.snapshot import Snapshots
-    from vescale_ray.workers.trainer import Blank, StepRecord, Trainer
+    from vescale_ray.workers.trainer import Blank, Trainer
 
 _log = logging.getLogger(__name__)
 
@@ -318,6 +319,9 @@ class Worker:
         with self._without_hurry():
             self._snapshots.copied()
         self._snapshots.let_go()
+        with self._change:
+            for lines in self._lines:
+                lines.let_go()
         groups.dissolve()
         if fault is not None:
             assert found is not None
@@ -329,8 +333,8 @@ class Worker:
     def _generation(self, order: Join) -> Phase:
         """One generation from meeting to parting; the phase to be in afterwards."""
         from vescale_ray.workers import groups
-        from vescale_ray.workers.layouts import outline_of
-        from vescale_ray.workers.trainer import RESCALE, STOP
+        from vescale_ray.workers.layouts import outline_of, packed
+        from vescale_ray.workers.messages import RESCALE, STOP
 
         clock = time.perf_counter
         seat, config = order.seat, self._config
@@ -370,7 +374,7 @@ class Worker:
                     Phase.TRAINING,
                     trainer.completed,
                 )
-                self._outlined = self._outlined or Outlined(outline_of(trainer))  # the same at every world size
+                self._outlined = self._outlined or Outlined(packed(outline_of(trainer)))  # the same at every world size
                 if order.evaluate:
                     self._evaluate(trainer, order.ticket)
                 between: dict[str, float] = {}
@@ -491,7 +495,7 @@ class Worker:
         controller orders it from what they hold, which survives the loss of one of them.
         """
         from vescale_ray.workers.groups import describe
-        from vescale_ray.workers.trainer import BUSY, CHECKPOINT
+        from vescale_ray.workers.messages import BUSY, CHECKPOINT
 
         step, steps = record.step, self._config.train.steps
         every = self._config.train.eval_every
@@ -569,7 +573,7 @@ class Worker:
 
     def _flags(self, ticket: Ticket) -> int:
         from vescale_ray.workers.groups import GroupFailed
-        from vescale_ray.workers.trainer import BUSY
+        from vescale_ray.workers.messages import BUSY
 
         mine = BUSY if self._writer.busy else 0
         with self._change:

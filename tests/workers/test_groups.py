@@ -157,6 +157,50 @@ def test_who_connects_to_a_worker_while_it_waits_for_the_others_is_cut_with_none
         end.close()
 
 
+class _Stuck:
+    """A communicator: what waits for it waits until it is aborted, which takes a while."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        self.aborts, self.ended, self._broken = 0, threading.Event(), broken
+
+    def abort(self) -> None:
+        self.aborts += 1
+        time.sleep(0.3)
+        self.ended.set()
+        if self._broken:
+            raise RuntimeError("NCCL error")
+
+
+def test_communicators_are_aborted_once_by_a_thread_that_nobody_waits_for_unless_they_were_let_go() -> None:
+    stuck, broken, gone, lines = _Stuck(), _Stuck(broken=True), _Stuck(), Lines()
+    lines.hold(gone)
+    lines.let_go()
+    for one in (broken, stuck):
+        lines.hold(one)
+    begin = time.perf_counter()
+    lines.cut()
+    lines.cut()
+    assert time.perf_counter() - begin < 0.25, "the fence is to answer at once"
+    assert stuck.ended.wait(10.0) and broken.ended.wait(10.0)
+    assert (stuck.aborts, broken.aborts, gone.aborts) == (1, 1, 0)
+
+
+def test_before_nccl_is_used_torch_is_told_that_the_process_goes_on_without_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in groups.NCCL:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")  # somebody knows better
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if not torch.cuda.is_available():
+        with pytest.raises(GroupFailed, match="forming test/nccl as rank 0 of 1 failed"):
+            groups.form("127.0.0.1", store.port, "test/nccl", 0, 1, "nccl", 20.0)
+    else:
+        groups.form("127.0.0.1", store.port, "test/nccl", 0, 1, "nccl", 20.0)
+        groups.dissolve()
+    assert not dist.is_initialized()
+    told = {name: os.environ.pop(name) for name in groups.NCCL}
+    assert told == {**groups.NCCL, "NCCL_NVLS_ENABLE": "1"}
+
+
 def test_forming_with_a_missing_rank_fails_in_the_given_time_and_leaves_nothing_behind() -> None:
     with Fleet(1) as fleet:
         assert "GroupFailed" in fleet.run([0], _form_alone, fleet.port)[0]

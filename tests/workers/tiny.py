@@ -27,10 +27,12 @@ from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.schedule import lr_at
 from vescale_ray.workers import groups, reshard, snapshot
 from vescale_ray.workers.groups import GroupFailed
+from vescale_ray.workers.holdings import Holding, choose_resume
+from vescale_ray.workers.messages import StepRecord
 from vescale_ray.workers.reshard import ReshardReport, execute, restore_from_checkpoint
 from vescale_ray.workers.shards import export_shards
-from vescale_ray.workers.snapshot import Holding, Snapshots, choose_resume
-from vescale_ray.workers.trainer import StepRecord, Trainer
+from vescale_ray.workers.snapshot import Snapshots
+from vescale_ray.workers.trainer import Trainer
 
 FullState = dict[tuple[str, str], np.ndarray]
 HOST = "127.0.0.1"
@@ -154,12 +156,20 @@ def plain_run(config: RunConfig, start: FullState, steps: int) -> tuple[list[flo
 # ---------------------------------------------------------------------------------------------- what a worker does, piece by piece
 
 
+def use(state: State, device: str, backend: str | None = None) -> None:
+    """Where this worker's shards live from now on, ``cpu`` unless said; ``nccl`` is the back end of ``cuda`` unless said."""
+    state["device"], state["backend"] = device, backend or ("nccl" if device == "cuda" else "gloo")
+    if device == "cuda":
+        torch.cuda.set_device(0)
+
+
 def form(state: State, config: RunConfig, port: int, prefix: str, rank: int, world: int, generation: int) -> None:
     """Join the generation's group; build the trainer, still without values."""
-    state.setdefault("snapshots", Snapshots(config.elastic.snapshot_every))
+    device, backend = state.get("device", "cpu"), state.get("backend", "gloo")
+    state.setdefault("snapshots", Snapshots(config.elastic.snapshot_every, pin=device == "cuda"))
     state.setdefault("corpus", text_of(config))
-    groups.form(HOST, port, prefix, rank, world, "gloo", config.elastic.collective_timeout_s)
-    state["trainer"] = Trainer(config, rank, world, generation, "cpu", state["corpus"])
+    groups.form(HOST, port, prefix, rank, world, backend, config.elastic.collective_timeout_s)
+    state["trainer"] = Trainer(config, rank, world, generation, device, state["corpus"])
 
 
 def forget(state: State) -> None:
@@ -256,7 +266,7 @@ def evaluate(state: State) -> tuple[float, int]:
 
 def pieces(state: State) -> list[tuple[str, str, tuple[int, ...], int, np.ndarray]]:
     """Copies of this rank's pieces."""
-    return [(p.name, p.kind, p.shape, p.start, p.data.numpy().copy()) for p in export_shards(state["trainer"]).pieces]
+    return [(p.name, p.kind, p.shape, p.start, p.data.cpu().numpy().copy()) for p in export_shards(state["trainer"]).pieces]
 
 
 def scalars(state: State) -> dict[str, Any]:

@@ -114,8 +114,8 @@ def worker(c: RunConfig, o: Options, s: Sizes, spot: bool) -> dict[str, Any]:
             Why({"name": "NCCL_SOCKET_IFNAME", "value": "eth0"}, "A pod's own interface; NCCL would try others, too."),
             {"name": "NCCL_DEBUG", "value": "WARN"},
             Why(
-                {"name": "TORCH_NCCL_ASYNC_ERROR_HANDLING", "value": "1"},
-                "A collective whose peer has gone must end, so that the run can go on without it.",
+                {"name": "TORCH_NCCL_ASYNC_ERROR_HANDLING", "value": "2"},
+                "A collective whose peer has gone is ended, the process is not: the run goes on in it.",
             ),
             Why({"name": "TORCH_FR_BUFFER_SIZE", "value": "2000"}, "PyTorch's flight recorder: the last collectives, for when one hangs."),
             {"name": "PYTORCH_ALLOC_CONF", "value": "expandable_segments:True"},

@@ -1,0 +1,19 @@
+"""The rows of ``make gpu-check`` on rescaling, as far as they go without a GPU: they must not rot while none is there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.gpu_rescale import Skip, check_abort, check_generations, check_moves, check_refused  # type: ignore[import-not-found]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+CPU = torch.device("cpu")
+
+
+def test_new_groups_in_one_process_and_moved_shards_pass_on_the_cpu_and_the_rest_says_what_it_needs() -> None:
+    assert "4 groups in one process; losses differ from a calm run's by 0.0e+00" in check_generations(CPU)
+    assert "every bit kept" in check_moves(CPU)
+    for check in (check_abort, check_refused):
+        with pytest.raises(Skip, match="needs a GPU"):
+            check(CPU)
