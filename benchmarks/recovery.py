@@ -197,6 +197,15 @@ class Saboteur:
 
         self.until(answers, "a new controller")
         self.note("controller.answers", time.time() - began)
+
+        def obeys() -> bool:
+            try:
+                return bool(client.request(self.folder, "rescale", {"workers": self.workers})["ok"])
+            except (client.RunNotAlive, client.CommandRefused):
+                return False
+
+        self.until(obeys, "a controller that takes commands")
+        self.note("controller.obeys", time.time() - began)
         self.until(lambda: self.lines()[-1]["step"] > before + 2, "steps after the controller's death")
         assert list(self.events("generation")[-1]["workers"]) == members, "the workers changed with the controller"
 
@@ -254,10 +263,16 @@ class Saboteur:
         except BaseException as error:
             self.error = error
         finally:
-            try:
-                client.request(self.folder, "stop", {})
-            except (client.RunNotAlive, client.CommandRefused) as error:
-                self.error = self.error or error
+            # A controller that was just killed refuses for some seconds: the run would never end.
+            deadline, stopped = time.monotonic() + WAIT_S, False
+            while not stopped:
+                try:
+                    client.request(self.folder, "stop", {})
+                    stopped = True
+                except (client.RunNotAlive, client.CommandRefused) as error:
+                    if time.monotonic() > deadline:
+                        self.error, stopped = self.error or error, True
+                    time.sleep(1.0)
 
 
 def ours(folder: Path, workers: int, rounds: int, kills: int, skip: set[str]) -> dict[str, list[float]]:

@@ -41,6 +41,7 @@ from vescale_ray.controller.protocol import (
     check_transition,
 )
 from vescale_ray.controller.saves import Saves
+from vescale_ray.controller.scribe import begun
 from vescale_ray.controller.shifts import Shift
 from vescale_ray.controller.steering import Steering
 from vescale_ray.workers.messages import (
@@ -135,7 +136,7 @@ class Conductor:
 
     def _conduct(self) -> Outcome:
         self._remember()  # that the controller was restarted counts, also for the next one
-        import_heavy()
+        begun(import_heavy)
         self._steering.nodes.start()
         ledger = self._ledger
         if self._budget.controllers and self._budget.verdict is not None:
@@ -736,7 +737,8 @@ def worlds_ahead(size: int, target: int) -> tuple[int, ...]:
 
 
 def import_heavy() -> None:
-    """What takes seconds to import and is needed in a recovery: while the workers become warm, nobody waits for it."""
+    """What takes seconds to import and is needed in a recovery: while the workers train, or become warm, nobody waits for it. What fails
+    here fails again where it is needed, and is told there."""
     for module in ("checkpoint", "workers.snapshot", "workers.trainer"):
         importlib.import_module(f"vescale_ray.{module}")
 

@@ -171,8 +171,8 @@ class Controller:
         return (self._told,)
 
     def _conduct(self, nursery: Any, config: RunConfig, memos: Memos, memo: Memo, again: bool) -> None:
-        """The run's thread. Checkpoints bring torch along, which takes seconds to import: only here, so that a restarted controller
-        answers questions meanwhile."""
+        """The run's thread. Checkpoints bring torch along, which takes seconds to import: beside it, so that a restarted controller watches
+        the workers and takes commands meanwhile."""
         spec = self._spec
         saves: Saves | None = None
 
@@ -185,8 +185,8 @@ class Controller:
                         self._ledger.warn(self._told)  # for whoever asks later
                 finally:
                     self._books.set()
-            done = _committed_attempt(spec.run_id, config.checkpoint_root) if again else None
-            saves = Saves(config.checkpoint_root, retention_of(config), self._meta, done, spec.bounds.save)
+            done = begun(lambda: _committed_attempt(spec.run_id, config.checkpoint_root)) if again else None
+            saves = Saves(config.checkpoint_root, lambda: retention_of(config), self._meta, done, spec.bounds.save)
             crew = Crew(nursery, spec.bounds.call, memo.epoch)
             self._conductor = Conductor(spec, config, crew, self._ledger, saves, memo, memos)
             self._begun.set()

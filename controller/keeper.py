@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from vescale_ray.controller import policy
 from vescale_ray.controller.cadence import Cadence
@@ -20,11 +19,9 @@ from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.protocol import Source
 from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
 from vescale_ray.controller.scribe import Scribe
+from vescale_ray.workers.holdings import Holding, Resume, choose_resume
 from vescale_ray.workers.layouts import Layouts
 from vescale_ray.workers.messages import Phase, Save
-
-if TYPE_CHECKING:
-    from vescale_ray.workers.snapshot import Holding, Resume
 
 _log = logging.getLogger(__name__)
 
@@ -178,8 +175,6 @@ class Keeper:
 
         A worker that dies meanwhile is no reason to give up while the others have copies of its shards.
         """
-        from vescale_ray.workers.snapshot import choose_resume
-
         problem = "the workers died while they wrote it"
         for _ in range(TRIES):
             held = self._held(workers)
@@ -239,7 +234,5 @@ class Keeper:
 
 def _newest_step(held: Mapping[str, Sequence[Holding]]) -> int:
     """Of the newest state that workers hold together; -1: none."""
-    from vescale_ray.workers.snapshot import choose_resume
-
     resume = choose_resume(held)
     return -1 if resume is None else resume.step

@@ -34,7 +34,7 @@ from vescale_ray.workers.messages import Evaluated, Filled, Origin, Stepped, Wor
 
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Interval
-    from vescale_ray.workers.trainer import StepRecord
+    from vescale_ray.workers.messages import StepRecord
 
 STATE_GAP_S = 1.0
 """Between two writings of run.json while nothing but the step changes."""

@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from vescale_ray.controller.budget import Budget
 from vescale_ray.controller.protocol import Ending, RequestRefused, Source, World
+from vescale_ray.workers.holdings import Holding, choose_resume
 from vescale_ray.workers.messages import FaultKind, Origin
-
-if TYPE_CHECKING:
-    from vescale_ray.workers.snapshot import Holding
-
 
 # ---------------------------------------------------------------------------------------------------------------- decisions
 
@@ -218,8 +214,6 @@ def choose_source(
         before: the generation that has ended.
         newest: newest checkpoint that is not known to be damaged.
     """
-    from vescale_ray.workers.snapshot import choose_resume
-
     resume = choose_resume(held, prefer=members)
     if resume is not None and (newest is None or resume.step >= newest.step):
         owners = before.members if before is not None and before.ticket.generation == resume.generation else ()

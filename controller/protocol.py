@@ -124,7 +124,7 @@ class Source:
     Attributes:
         commit: name of the checkpoint, for ``Origin.CHECKPOINT``.
         path: its path, for people.
-        resume: what the workers hold (``vescale_ray.workers.snapshot.Resume``), for ``Origin.MEMORY``.
+        resume: what the workers hold (``vescale_ray.workers.holdings.Resume``), for ``Origin.MEMORY``.
         copies: some shards come from the copy in another worker's memory, because their owner is gone.
     """
 

@@ -66,19 +66,27 @@ class Saves:
 
     Args:
         root: folder of the checkpoints.
-        retention: which checkpoints to keep.
+        retention: tells which checkpoints to keep, once there is one more. (Its class brings torch along, which takes seconds.)
         meta: what is recorded with a checkpoint of a step; JSON-able.
-        done: the newest attempt that is committed already, if any: its votes may come again after the controller was restarted.
+        done: of a controller that was restarted: the newest attempt that is committed already, if any. Its votes may come again; until it
+            is known, all votes wait.
         bound_s: how long to wait for the next vote, and for the commit: a store that hangs must be told of, not waited for.
     """
 
     def __init__(
-        self, root: str, retention: Retention, meta: Callable[[int], Mapping[str, Any]], done: str | None, bound_s: float = 600.0
+        self,
+        root: str,
+        retention: Callable[[], Retention],
+        meta: Callable[[int], Mapping[str, Any]],
+        done: Future[str | None] | None = None,
+        bound_s: float = 600.0,
     ) -> None:
         self._bound_s = bound_s
         self._root, self._retention, self._meta = root, retention, meta
         self._open: dict[str, _Attempt] = {}
-        self._closed: set[str] = {done} if done else set()
+        self._closed: set[str] = set()
+        self._done = done
+        self._early: list[Saved] = []
         self._least = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="vescale-commit")
         self._tenders = ThreadPoolExecutor(1, thread_name_prefix="vescale-retention")
@@ -89,7 +97,8 @@ class Saves:
     @property
     def busy(self) -> bool:
         """Whether any attempt waits for votes or its commit."""
-        return bool(self._open)
+        self._know()
+        return bool(self._open or self._early)
 
     @property
     def pending(self) -> int:
@@ -98,6 +107,9 @@ class Saves:
 
     def heed(self, item: Saved) -> None:
         """A worker's vote, or its failure."""
+        if not self._know():
+            self._early.append(item)
+            return
         if item.attempt in self._closed or (item.epoch < self._least and item.attempt not in self._open):
             return
         attempt = self._open.setdefault(item.attempt, _Attempt(item.step, item.epoch, item.world, 0.0))
@@ -113,6 +125,7 @@ class Saves:
 
     def results(self) -> list[SaveResult]:
         """Attempts that have come to an end since the last call: committed, or failed with every rank heard."""
+        self._know()
         ended: list[SaveResult] = []
         for name, attempt in list(self._open.items()):
             if name not in self._open:
@@ -136,6 +149,7 @@ class Saves:
 
     def abandon(self, reason: str) -> list[SaveResult]:
         """Give up the attempts that still lack votes: nobody is left who could give them."""
+        self._know()
         return [
             self._close(name, self._failed(name, attempt, reason)) for name, attempt in list(self._open.items()) if attempt.commit is None
         ]
@@ -146,6 +160,7 @@ class Saves:
 
     def committing(self, attempt: str) -> bool:
         """Whether all votes of an attempt are there, and its commit is under way."""
+        self._know()
         found = self._open.get(attempt)
         return found is not None and found.commit is not None
 
@@ -156,6 +171,20 @@ class Saves:
         if self._tended is not None:
             wait([self._tended], patience_s)
         self._tenders.shutdown(wait=False, cancel_futures=True)
+
+    def _know(self) -> bool:
+        """Whether it is known what was committed before; then the votes that came meanwhile are heeded."""
+        if self._done is None:
+            return True
+        if not self._done.done():
+            return False
+        if self._done.exception() is None and (attempt := self._done.result()) is not None:
+            self._closed.add(attempt)
+        self._done = None
+        early, self._early = self._early, []
+        for item in early:
+            self.heed(item)
+        return True
 
     def _close(self, name: str, result: SaveResult) -> SaveResult:
         self._open.pop(name, None)
@@ -198,7 +227,8 @@ class Saves:
         from vescale_ray.checkpoint.retention import tend
 
         try:
-            for problem in tend(self._root, self._retention, made, patience_s, lambda: self._closing.is_set() or self._newest != made.name):
+            keep = self._retention()
+            for problem in tend(self._root, keep, made, patience_s, lambda: self._closing.is_set() or self._newest != made.name):
                 _log.warning("old checkpoints: %s", problem)
         except Exception as error:
             _log.warning("old checkpoints could not be deleted: %s", error)

@@ -20,7 +20,7 @@ from vescale_ray.controller.nodes import Nodes
 from vescale_ray.controller.protocol import RunSpec, RunState, World
 from vescale_ray.controller.saves import Saves
 from vescale_ray.controller.straggler import Stragglers
-from vescale_ray.workers.messages import Ticket
+from vescale_ray.workers.messages import CHECKPOINT, RESCALE, STOP, Ticket
 
 WRITTEN_S, LONGEST_S = 30.0, 300.0
 """A change that can wait lets a checkpoint be written: for so long, or twice as long as the last one took if that is longer, but no longer
@@ -141,8 +141,6 @@ class Steering:
 
     def _hear_of_drains(self, world: World) -> None:
         """Tell of nodes that have begun to drain. Where training can't do without their workers, a checkpoint is made at once."""
-        from vescale_ray.workers.trainer import CHECKPOINT
-
         draining = self.nodes.draining
         fresh = draining.keys() - self._drained
         self._drained = frozenset(draining)
@@ -157,8 +155,6 @@ class Steering:
 
     def _save_if_due(self, world: World) -> None:
         """With ``checkpoint.every: auto``: keep the interval up to date, and ask for a checkpoint at the next boundary when it is over."""
-        from vescale_ray.workers.trainer import CHECKPOINT
-
         now = time.monotonic()
         interval = self._cadence.news(now, self._ledger.failures)
         if interval is not None:
@@ -193,8 +189,6 @@ class Steering:
 
     def _ask_to_park(self, world: World, *, stop: bool, reason: str | None = None) -> None:
         """Have one rank carry the wish into the step's exchange, where all see it: all stop at the same boundary."""
-        from vescale_ray.workers.trainer import RESCALE, STOP
-
         if not self._crew.ask(world.members, world.ticket, STOP if stop else RESCALE):
             return  # they are just leaving, or one hangs: what follows from that is seen in a moment
         self.asked, self._put_off = world.ticket, None

@@ -18,7 +18,7 @@ from vescale_ray.workers.pace import even
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
-    from vescale_ray.workers.trainer import StepRecord
+    from vescale_ray.workers.messages import StepRecord
 
 PAUSE_S = 60.0
 """After a replacement, or one that could not be, before the next; twice as long each time."""

@@ -41,9 +41,11 @@ The life of a worker, as ``worker.py`` and the tests drive it::
 | module | what |
 |---|---|
 | ``groups`` | ``prepare form dissolve collectives describe is_collective_error GroupFailed open_transfer close_transfer`` |
-| ``trainer`` | ``Trainer StepRecord``; names of flag bits ``STOP RESCALE CHECKPOINT BUSY`` (any int below 2**62 is ORed) |
+| ``trainer`` | ``Trainer`` |
+| ``messages`` | ``StepRecord``; names of flag bits ``STOP RESCALE CHECKPOINT BUSY`` (any int below 2**62 is ORed) |
 | ``shards`` | ``Shards Piece export_shards``: a rank's part of the whole state, as views |
-| ``snapshot`` | ``Snapshots Holding Resume choose_resume buddies`` |
+| ``snapshot`` | ``Snapshots buddies`` |
+| ``holdings`` | ``Holding Resume choose_resume`` |
 | ``saving`` | ``Writer``: checkpoints that are written beside the training |
 | ``reshard`` | ``plan execute ReshardReport restore_from_checkpoint write_checkpoint_shard`` |
 

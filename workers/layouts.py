@@ -8,12 +8,13 @@ some milliseconds for each world size, in a thread of its own while the workers 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import pickle
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from vescale_ray.planner import Bundle
     from vescale_ray.workers.trainer import Trainer
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -80,6 +82,11 @@ def outline_of(trainer: Trainer) -> Outline | None:
     )
 
 
+def packed(outline: Outline | None) -> bytes | None:
+    """As :meth:`Layouts.take` takes it."""
+    return None if outline is None else pickle.dumps(outline)
+
+
 def parts_of(outline: Outline, world: int) -> Parts:
     """What each of ``world`` ranks owns. Pure.
 
@@ -132,17 +139,21 @@ class Layouts:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._outline: Outline | None = None
+        self._packed: bytes | None = None
+        self._outline: Future[Outline] | None = None
         self._planned: dict[int, Future[Parts]] = {}
         self._thread: ThreadPoolExecutor | None = None
         self.told = False
         """Whether a worker has said what is planned, or that nothing can be said."""
 
-    def take(self, outline: Outline | None) -> None:
-        """What the layouts follow from."""
+    def take(self, packed: bytes | None) -> None:
+        """What the layouts follow from: an :class:`Outline`, pickled. It is read in the thread, since it brings torch along, which takes
+        seconds to import where nobody has."""
         self.told = True
-        if outline != self._outline:
-            self._outline, self._planned = outline, {}
+        if packed != self._packed:
+            self._packed, self._outline, self._planned = packed, None, {}
+            if packed is not None:
+                self._outline = self._in_thread(pickle.loads, packed)
 
     def ahead(self, worlds: Iterable[int]) -> None:
         """Plan for these, in this order, if that was not done."""
@@ -151,8 +162,7 @@ class Layouts:
             return
         for world in worlds:
             if 1 <= world <= self._most and world not in self._planned:
-                self._thread = self._thread or ThreadPoolExecutor(1, "layouts")
-                self._planned[world] = self._thread.submit(parts_of, outline, world)
+                self._planned[world] = self._in_thread(lambda world=world: parts_of(outline.result(), world))
 
     def overlap(self, before: int, after: int) -> Weights:
         """Bytes that each rank of ``before`` and each of ``after`` both own; while that is not known, the overlap of equal intervals.
@@ -167,13 +177,17 @@ class Layouts:
             _log.warning("the layouts of %d and %d ranks are not planned yet: ranks are numbered as if all parts were equal", before, after)
             return even(before, after)
         try:
-            return overlap(outline, old.result(), new.result(), before, after)
+            return overlap(outline.result(), old.result(), new.result(), before, after)
         except Exception:  # whatever a plan raises, the members raise as well when they build theirs: nothing to stop for here
             _log.exception("the layouts of %d and %d ranks could not be planned", before, after)
         return even(before, after)
 
+    def _in_thread(self, work: Callable[..., _T], *given: Any) -> Future[_T]:
+        self._thread = self._thread or ThreadPoolExecutor(1, "layouts")
+        return self._thread.submit(work, *given)
+
     def close(self) -> None:
         """Plan nothing more: a process that ends would wait for what is still to be planned."""
-        self._outline, self._planned = None, {}
+        self._packed, self._outline, self._planned = None, None, {}
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)

@@ -12,9 +12,13 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vescale_ray.workers.layouts import Outline
-    from vescale_ray.workers.snapshot import Holding, Resume
-    from vescale_ray.workers.trainer import StepRecord
+    from vescale_ray.workers.holdings import Holding, Resume
+    from vescale_ray.workers.pace import View
+
+STOP, RESCALE, CHECKPOINT = 1, 2, 4
+"""Names for the flag bits that a controller asks for; ``Trainer.step`` only ORs them over the ranks."""
+BUSY = 8
+"""The flag bit of a rank that has no room for another checkpoint: then none begins one at the boundary that follows."""
 
 
 @dataclass(frozen=True, order=True)
@@ -191,6 +195,48 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class StepRecord:
+    """What one step did, over all ranks: every rank has the same record but for ``seconds``, so that any survivor can account for it.
+
+    Attributes:
+        index: 0-based step; ``step`` is the number of completed steps after it.
+        loss: mean negative log-likelihood per token, nats, over the global batch.
+        tokens: tokens of the global batch.
+        ids: sample ids that were fed, in slot order.
+        grad_norm: norm of the whole gradient before clipping.
+        seconds: wall time of the step on this rank.
+        flags: OR of the ranks' flags.
+        clipped: the gradient was larger than ``train.grad_clip``, and scaled.
+        skipped: the optimizer did not take the step, since gradients were not finite.
+        rank_seconds: per rank, from the step's start until its gradients were complete.
+        memory: resident bytes of each rank's process.
+        slot_seconds: per rank, its own time for a slot, without waiting for others; 0 where that is not measured (on an accelerator).
+        pace: who is slow, and how the slots of the next step are spread.
+    """
+
+    index: int
+    loss: float
+    tokens: int
+    ids: tuple[int, ...]
+    grad_norm: float
+    lr: float
+    seconds: float
+    flags: int
+    world: int
+    generation: int
+    rank_seconds: tuple[float, ...]
+    memory: tuple[int, ...]
+    slot_seconds: tuple[float, ...] = ()
+    pace: View | None = None
+    clipped: bool = False
+    skipped: bool = False
+
+    @property
+    def step(self) -> int:
+        return self.index + 1
+
+
+@dataclass(frozen=True)
 class Stepped:
     """A step was completed at ``ended`` (seconds since the epoch, this worker's clock).
 
@@ -206,9 +252,10 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Outlined:
-    """Answer of a worker: what the layouts at every world size follow from; None where they don't follow from anything but themselves."""
+    """Answer of a worker: what the layouts at every world size follow from; None where they don't follow from anything but themselves.
+    ``outline``: pickled, for ``Layouts.take``."""
 
-    outline: Outline | None
+    outline: bytes | None
 
 
 @dataclass(frozen=True)

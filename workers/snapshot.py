@@ -1,4 +1,4 @@
-"""Copies of the training state in the workers' memory, and the decision where to resume from them.
+"""Copies of the training state in the workers' memory. Where to resume from them: :mod:`vescale_ray.workers.holdings`.
 
 Every ``every`` steps each rank copies its shards into a buffer of its own (*take*) and sends the same bytes to its *buddy*, both in a
 thread of their own while the next step computes (*settle*: before that step's last collective, and so before its optimizer writes to
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -46,6 +46,7 @@ from vescale_ray.checkpoint.layout import ObjectLayout, lay_out
 from vescale_ray.checkpoint.staging import LayoutMemo, Slab, SlabPool, copy_pieces, written
 from vescale_ray.checkpoint.tiling import ROWS, Tiling
 from vescale_ray.workers.groups import all_gather_bytes, describe
+from vescale_ray.workers.holdings import Holding
 from vescale_ray.workers.shards import Piece, Shards, Span, dtype_of, export_shards, stored_pieces
 
 if TYPE_CHECKING:
@@ -53,61 +54,6 @@ if TYPE_CHECKING:
     from vescale_ray.workers.trainer import Trainer
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Holding:
-    """Shards of ``ranks`` of one generation at one step, complete in one worker's memory. Picklable and JSON-able (``asdict``)."""
-
-    generation: int
-    world: int
-    step: int
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Where to go on: the state after ``step`` steps as ``generation`` (of ``world`` ranks) held it.
-
-    Attributes:
-        suppliers: for each old rank the worker that gives its shards.
-    """
-
-    generation: int
-    world: int
-    step: int
-    suppliers: Mapping[int, str]
-
-    @property
-    def workers(self) -> tuple[str, ...]:
-        """Workers that must take part in the move."""
-        return tuple(sorted(set(self.suppliers.values())))
-
-
-def choose_resume(held: Mapping[str, Iterable[Holding]], prefer: Collection[str] = ()) -> Resume | None:
-    """The newest step of which the living workers together hold every old rank's shards; None: go to the checkpoint.
-
-    Args:
-        held: per living worker, what :meth:`Snapshots.held` reported after its last group was dissolved. The dead are left out.
-        prefer: workers of the next generation. They supply whatever they can, so that leavers are needed only for the rest; and
-            of two states at the same step, the one that needs fewer others is taken, then the later generation's.
-    """
-    holders: dict[tuple[int, int, int], dict[int, list[str]]] = {}
-    for worker in sorted(held):
-        for holding in held[worker]:
-            ranks = holders.setdefault((holding.step, holding.generation, holding.world), {})
-            for rank in holding.ranks:
-                ranks.setdefault(rank, []).append(worker)
-    best: tuple[tuple[int, int, int], Resume] | None = None
-    for (step, generation, world), ranks in holders.items():
-        if any(rank not in ranks for rank in range(world)):
-            continue
-        suppliers = {rank: next((w for w in ranks[rank] if w in prefer), ranks[rank][0]) for rank in range(world)}
-        outsiders = len({w for w in suppliers.values() if w not in prefer}) if prefer else 0
-        order = (step, -outsiders, generation)
-        if best is None or order > best[0]:
-            best = (order, Resume(generation, world, step, suppliers))
-    return best[1] if best else None
 
 
 def buddies(nodes: Sequence[str]) -> list[int]:

@@ -52,63 +52,16 @@ from vescale_ray import waiting
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.schedule import lr_at
-from vescale_ray.workers.messages import Usage
+from vescale_ray.workers.messages import StepRecord, Usage
 from vescale_ray.workers.meter import Meter
-from vescale_ray.workers.pace import Pace, View, deal
+from vescale_ray.workers.pace import Pace, deal
 from vescale_ray.workers.shards import Views
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
     from vescale_ray.data.corpus import Corpus
 
-STOP, RESCALE, CHECKPOINT = 1, 2, 4
-"""Names for the flag bits that a controller asks for; the trainer only ORs them over the ranks."""
-BUSY = 8
-"""The flag bit of a rank that has no room for another checkpoint: then none begins one at the boundary that follows."""
-
 _HEADER = 6  # flags, memory, slots that follow; seconds: in all, in the slots, of its own for a slot
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What one step did, over all ranks: every rank has the same record but for ``seconds``, so that any survivor can account for it.
-
-    Attributes:
-        index: 0-based step; ``step`` is the number of completed steps after it.
-        loss: mean negative log-likelihood per token, nats, over the global batch.
-        tokens: tokens of the global batch.
-        ids: sample ids that were fed, in slot order.
-        grad_norm: norm of the whole gradient before clipping.
-        seconds: wall time of the step on this rank.
-        flags: OR of the ranks' flags.
-        clipped: the gradient was larger than ``train.grad_clip``, and scaled.
-        skipped: the optimizer did not take the step, since gradients were not finite.
-        rank_seconds: per rank, from the step's start until its gradients were complete.
-        memory: resident bytes of each rank's process.
-        slot_seconds: per rank, its own time for a slot, without waiting for others; 0 where that is not measured (on an accelerator).
-        pace: who is slow, and how the slots of the next step are spread.
-    """
-
-    index: int
-    loss: float
-    tokens: int
-    ids: tuple[int, ...]
-    grad_norm: float
-    lr: float
-    seconds: float
-    flags: int
-    world: int
-    generation: int
-    rank_seconds: tuple[float, ...]
-    memory: tuple[int, ...]
-    slot_seconds: tuple[float, ...] = ()
-    pace: View | None = None
-    clipped: bool = False
-    skipped: bool = False
-
-    @property
-    def step(self) -> int:
-        return self.index + 1
 
 
 class Trainer:

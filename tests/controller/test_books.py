@@ -12,6 +12,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from functools import partial
@@ -39,9 +40,8 @@ from vescale_ray.controller.protocol import FINAL, TRANSITIONS, Bounds, RequestR
 from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
 from vescale_ray.controller.scribe import Scribe
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.messages import Evaluated, Filled, Origin, Phase, Report, Save, Saved, Stepped, Ticket
-from vescale_ray.workers.snapshot import Holding
-from vescale_ray.workers.trainer import StepRecord
+from vescale_ray.workers.holdings import Holding
+from vescale_ray.workers.messages import Evaluated, Filled, Origin, Phase, Report, Save, Saved, Stepped, StepRecord, Ticket
 
 # ------------------------------------------------------------------------------------------------------------------- states
 
@@ -408,7 +408,7 @@ def test_a_controller_s_restarts_are_counted_from_life_to_life_and_progress_betw
     config = tiny(ledger.folder.path.parent, "books")
     where: Any = ledger.folder.path
     spec = RunSpec("r1", config.model_dump(mode="json"), str(where), "t", world.source, 1, None, 1, {})
-    monkeypatch.setattr(conductor, "import_heavy", lambda: (_ for _ in ()).throw(_Ended))
+    monkeypatch.setattr(conductor, "begun", lambda importing: (_ for _ in ()).throw(_Ended))
     write_memo(where, Memo("r1", 1, 1, 1, world.members, "fresh", 0, epoch=1))
 
     def life(steps: range) -> Memo:
@@ -823,7 +823,7 @@ def test_books_that_can_not_be_read_to_their_end_are_read_again_and_nothing_is_c
             raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(controller, "take_up", take)
-    monkeypatch.setattr(controller, "_committed_attempt", lambda *_: 1 // 0)
+    monkeypatch.setattr(controller, "Crew", lambda *_: 1 // 0)
     controlled = start()
     until(lambda: controlled.status()["outcome"] is not None, 10, "the end")
     assert len(taken) == 2 and controlled.status()["outcome"]["error"].startswith("ZeroDivisionError"), "and so it came past its books"
@@ -945,7 +945,7 @@ def ended(saves: Saves) -> list[SaveResult]:
 
 
 def test_a_checkpoint_is_committed_when_the_last_vote_is_in_and_not_before(tmp_path: Path) -> None:
-    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {"at": step}, None)
+    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {"at": step}, None)
     saves.heed(vote(tmp_path, "t1", 0, 2, 5))
     assert saves.busy and not saves.results() and newest_kept(str(tmp_path)) is None
     saves.heed(vote(tmp_path, "t1", 1, 2, 5))
@@ -1105,26 +1105,40 @@ def test_a_last_checkpoint_that_hangs_in_the_storage_is_given_up_when_its_time_i
 
 
 def test_votes_that_come_again_after_a_restart_change_nothing(tmp_path: Path) -> None:
-    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     votes = [vote(tmp_path, "t1", rank, 2, 5) for rank in range(2)]
     for one in votes:
         saves.heed(one)
     assert len(ended(saves)) == 1
     for one in votes:
         saves.heed(one)
-    again = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, "t1")
+    known: Future[str | None] = Future()
+    again = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, known)
     for one in votes:
         again.heed(one)
+    assert again.busy and not again.results() and not again.committing("t1"), "a restarted controller asks the storage first"
+    known.set_result("t1")
     assert not saves.busy and not again.busy and len(checkpoint.ls(tmp_path)) == 1
     # Restarted before the commit was noted: the same votes make the same commit.
-    third = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    third = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     for one in votes:
         third.heed(one)
     assert ended(third)[0].error is None and len(checkpoint.ls(tmp_path)) == 1
+    for step, failed in ((6, None), (7, RuntimeError("no such store"))):
+        asked: Future[str | None] = Future()
+        fourth = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, asked)
+        fourth.heed(vote(tmp_path, f"t{step}", 0, 2, step))
+        if failed is None:
+            asked.set_result(None)
+        else:
+            asked.set_exception(failed)
+        fourth.heed(vote(tmp_path, f"t{step}", 1, 2, step))
+        (made,) = ended(fourth)
+        assert made.error is None and made.step == step, "what came before the answer counts as well"
 
 
 def test_a_rank_that_could_not_write_fails_the_checkpoint_with_its_reason_and_spares_the_older_one(tmp_path: Path) -> None:
-    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     for rank in range(2):
         saves.heed(vote(tmp_path, "t1", rank, 2, 5))
     ended(saves)
@@ -1141,7 +1155,7 @@ def test_a_rank_that_could_not_write_fails_the_checkpoint_with_its_reason_and_sp
 
 
 def test_a_failed_checkpoint_keeps_no_space_on_the_disk(tmp_path: Path) -> None:
-    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     saves.heed(vote(tmp_path, "t2", 0, 2, 6))
     assert (tmp_path / "data/t2").is_dir()
     saves.heed(Saved(Ticket(1, 1), "t2", 6, 1, 1, 2, None, "No space left on device", 0.5))
@@ -1151,7 +1165,7 @@ def test_a_failed_checkpoint_keeps_no_space_on_the_disk(tmp_path: Path) -> None:
 
 
 def test_a_vote_or_a_commit_that_never_comes_is_told_of_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None, 0.3)
+    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None, 0.3)
     saves.heed(vote(tmp_path, "t1", 1, 3, 5))
     (result,) = ended(saves)
     assert result.kept is None and result.error == "no vote from ranks [0, 2] for 0.3 s: given up" and not saves.busy
@@ -1169,7 +1183,7 @@ def test_a_vote_or_a_commit_that_never_comes_is_told_of_in_bounded_time(tmp_path
 def test_what_a_checkpoint_took_does_not_depend_on_the_hosts_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interval would be a day if a worker's clock were: it is never less than writing one takes."""
     real = time.time
-    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     saves.heed(vote(tmp_path, "t1", 0, 2, 5))
     monkeypatch.setattr(time, "time", lambda: real() + 86400)
     saves.heed(vote(tmp_path, "t1", 1, 2, 5))
@@ -1180,7 +1194,7 @@ def test_what_a_checkpoint_took_does_not_depend_on_the_hosts_clocks(tmp_path: Pa
 def test_what_is_deleted_waits_for_the_workers_to_read_the_new_one_back(tmp_path: Path) -> None:
     from vescale_ray.checkpoint.proof import prove
 
-    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=1), lambda step: {}, None)
+    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=1), lambda step: {}, None)
     for step in (5, 6, 7):
         told = [vote(tmp_path, f"t{step}", rank, 2, step) for rank in range(2)]
         for one in told:
@@ -1248,7 +1262,7 @@ def test_the_watchdog_acts_when_its_pipe_ends_without_the_word(tmp_path: Path, w
 
 def test_a_vote_of_a_generation_that_is_over_begins_nothing_but_completes_what_was_begun(tmp_path: Path) -> None:
     """Votes have epoch 1. What had a vote before the fence may still be completed; a later lone vote would be waited for in vain."""
-    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     saves.heed(vote(tmp_path, "t1", 0, 2, 5))
     saves.fence(2)
     saves.heed(vote(tmp_path, "t2", 0, 2, 6))
@@ -1259,7 +1273,7 @@ def test_a_vote_of_a_generation_that_is_over_begins_nothing_but_completes_what_w
 
 def test_an_attempt_that_a_later_one_has_overtaken_is_given_up(tmp_path: Path) -> None:
     """Its missing vote was heard by a controller that is no more; the workers vote in order."""
-    saves = Saves(str(tmp_path), checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
     saves.heed(vote(tmp_path, "t1", 0, 2, 5))
     for rank in (0, 1):
         saves.heed(vote(tmp_path, "t2", rank, 2, 6))

@@ -13,8 +13,8 @@ from vescale_ray.controller import policy
 from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.policy import Await, Complete, GiveUp, Go, Halt, Kept, Situation
 from vescale_ray.controller.protocol import Ending, RequestRefused, World
+from vescale_ray.workers.holdings import Holding
 from vescale_ray.workers.messages import NO_TICKET, Fault, FaultKind, Origin, Ticket
-from vescale_ray.workers.snapshot import Holding
 
 PEER = Fault(FaultKind.PEER, "Connection closed by peer")
 

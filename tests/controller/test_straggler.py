@@ -15,9 +15,8 @@ from vescale_ray.controller.policy import next_members, staffing
 from vescale_ray.controller.protocol import Source, World
 from vescale_ray.controller.straggler import PAUSE_S, Stragglers
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.messages import Origin, Stepped, Ticket, WorkerInfo
+from vescale_ray.workers.messages import Origin, Stepped, StepRecord, Ticket, WorkerInfo
 from vescale_ray.workers.pace import View, even
-from vescale_ray.workers.trainer import StepRecord
 
 START_S = 30.0
 

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vescale_ray.workers.snapshot import Holding, choose_resume
+from vescale_ray.workers.holdings import Holding, choose_resume
 
 
 def _held(world: int, step: int, generation: int = 1, *, incomplete: dict[int, set[int]] | None = None) -> dict[str, list[Holding]]:

@@ -12,7 +12,7 @@ import pytest
 from tests.workers.fleet import Fleet, State
 from tests.workers.tiny import FullState, Run, evaluate, same_bits, slow_down, tiny, write_text
 from vescale_ray.workers import pace
-from vescale_ray.workers.trainer import StepRecord
+from vescale_ray.workers.messages import StepRecord
 
 Facts = tuple[list[tuple[float, float]], FullState, tuple[float, int]]
 

@@ -41,9 +41,9 @@ from vescale_ray.data.stream import SampleStream
 from vescale_ray.messages import Messages
 from vescale_ray.workers import groups, reshard
 from vescale_ray.workers.groups import GroupFailed
+from vescale_ray.workers.holdings import Holding, choose_resume
 from vescale_ray.workers.reshard import execute, restore_from_checkpoint, write_checkpoint_shard
 from vescale_ray.workers.shards import export_shards
-from vescale_ray.workers.snapshot import Holding, choose_resume
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,7 @@ from vescale_ray.config import RunConfig
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.planner import cost
 from vescale_ray.workers import flops
-from vescale_ray.workers.messages import Usage
-from vescale_ray.workers.trainer import StepRecord
+from vescale_ray.workers.messages import StepRecord, Usage
 
 
 @pytest.fixture(scope="module")

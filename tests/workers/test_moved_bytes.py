@@ -23,7 +23,7 @@ from vescale_ray import Block
 from vescale_ray.models.llama import Llama, LlamaConfig
 from vescale_ray.planner import Bundle, TensorSpec, plan_buffers
 from vescale_ray.workers import layouts
-from vescale_ray.workers.layouts import Layouts, Outline, outline_of, overlap, parts_of
+from vescale_ray.workers.layouts import Layouts, Outline, outline_of, overlap, packed, parts_of
 from vescale_ray.workers.reshard import plan
 from vescale_ray.workers.seating import even, seated, staying
 from vescale_ray.workers.shards import PARAM, Span, export_shards
@@ -217,10 +217,10 @@ def test_a_layout_that_is_not_known_in_time_or_can_not_be_planned_is_taken_for_e
     with monkeypatch.context() as patch:
         patch.setattr(layouts, "parts_of", slowly)
         late = Layouts(8)
-        late.take(outline)
+        late.take(packed(outline))
         late.ahead([3, 9])
         ended = Layouts(8)
-        ended.take(outline)
+        ended.take(packed(outline))
         ended.ahead([3, 4, 5])
         _, *waiting = ended._planned.values()
         ended.close()
@@ -235,6 +235,6 @@ def test_a_layout_that_is_not_known_in_time_or_can_not_be_planned_is_taken_for_e
 
     bundle = Bundle((TensorSpec("odd", (3, 5), Block.tile(2, 2)),))
     failing = Layouts(8)
-    failing.take(Outline((replace(bundle, specs=(*bundle.specs, *bundle.specs)),), ((60, 60),)))  # a name that is there twice
+    failing.take(packed(Outline((replace(bundle, specs=(*bundle.specs, *bundle.specs)),), ((60, 60),))))  # a name that is there twice
     monkeypatch.setattr(layouts, "WAIT_S", 10.0)
     assert np.array_equal(failing.overlap(3, 2), even(3, 2))

@@ -14,9 +14,9 @@ import pytest
 from tests.controller.runs import until
 from vescale_ray.workers import groups
 from vescale_ray.workers.groups import GroupFailed
+from vescale_ray.workers.holdings import Resume
 from vescale_ray.workers.messages import NO_TICKET, FaultKind, Give, Join, Origin, Phase, Save, Seat, Ticket
 from vescale_ray.workers.pulse import Pulse
-from vescale_ray.workers.snapshot import Resume
 from vescale_ray.workers.worker import Refused, Worker
 
 LIVE = Worker._live

@@ -19,10 +19,12 @@ from tests.workers.tiny import FullState, Run, evaluate, plain_run, text_of, tin
 from vescale_ray import checkpoint
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.workers import groups, snapshot
+from vescale_ray.workers.holdings import choose_resume
+from vescale_ray.workers.messages import StepRecord
 from vescale_ray.workers.reshard import execute, restore_from_checkpoint, write_checkpoint_shard
 from vescale_ray.workers.shards import Piece, export_shards
-from vescale_ray.workers.snapshot import Snapshots, choose_resume
-from vescale_ray.workers.trainer import StepRecord, Trainer, build_model, select_units
+from vescale_ray.workers.snapshot import Snapshots
+from vescale_ray.workers.trainer import Trainer, build_model, select_units
 
 
 @pytest.fixture(scope="module")
