@@ -49,7 +49,7 @@ NCCL = {
     "NCCL_NVLS_ENABLE": "0",  # multicast memory of aborted communicators: NVIDIA's in-process restart asks for this, too
 }
 """Environment with which a process outlives its NCCL communicators; what is set already is left. (torch's ``ProcessGroupNCCL.hpp``; the
-requirements of NVIDIA's resiliency extension.)"""
+requirements of NVIDIA's resiliency extension.) Who waits for a collective that is aborted learns nothing: ``Trainer`` proves them."""
 
 _MOVE = 7003
 """The tag of its messages."""

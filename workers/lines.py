@@ -11,7 +11,7 @@ connection that gloo may wait for is made, and closed again, as if that rank had
 would wait five times as long as it was told to, 75 s.)
 
 NCCL's communicators can be aborted, and have to be: the kernel of a collective whose peer has gone runs on, and who waits for the device
-waits with it. What an aborted collective leaves is of no use; nobody uses it, since the step's last exchange, over gloo, fails as well.
+waits with it. What an aborted collective leaves must not be used, and nobody is told: ``Trainer`` proves a step's collectives at its end.
 
 Linux only (``/proc``); elsewhere no connection is recorded, and the collective's bound counts.
 """

@@ -114,6 +114,7 @@ class Trainer:
         self.usage = Usage()
         self.views = Views()
         self._meter = Meter(config, self.model, self.optimizer, self.device)
+        self._proves = self.device.type == "cuda"
 
     @property
     def consumed(self) -> int:
@@ -167,6 +168,8 @@ class Trainer:
         loop = time.perf_counter() - begin
         meter.computed(loop)
         norm, clipped = self._clip()
+        if self._proves:
+            self._prove()
         if settle is not None:
             with waiting.counted("peer_copy"):
                 settle()
@@ -180,6 +183,8 @@ class Trainer:
             group["lr"] = lr * (base / self.config.train.lr)
         meter.stepping()
         self.optimizer.step()
+        if self._proves:
+            self._prove()  # Muon's step has collectives of its own
         meter.stepped()
         self.optimizer.zero_grad(set_to_none=True)
         self.completed = index + 1
@@ -228,6 +233,8 @@ class Trainer:
             self.beat()
         self.model.train()
         self._reshard()
+        if self._proves:
+            self._prove()
         dist.all_reduce(total)
         return float(total) / (count * self.config.data.seq_len), count
 
@@ -260,6 +267,21 @@ class Trainer:
         """Summed negative log-likelihood of a batch, float32 0-d."""
         logits = self.model(inputs.to(self.device, non_blocking=True))
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.to(self.device, non_blocking=True).flatten(), reduction="sum")
+
+    def _prove(self) -> None:
+        """That all collectives so far have come to their end.
+
+        One of NCCL's that is aborted, by the fence or by torch after an error, ends without any for whoever waits for it, and leaves what
+        should not be used. A communicator runs one after another: if this one, begun after the others, sums up right, none of them was.
+        Waits for the device.
+
+        Raises:
+            RuntimeError: one was aborted.
+        """
+        word = torch.ones(1, device=self.device)
+        dist.all_reduce(word)
+        if (ranks := float(word)) != self.world:
+            raise RuntimeError(f"NCCL: a collective of step {self.completed + 1} was aborted: {ranks:g} of {self.world} ranks add up")
 
     def _clip(self) -> tuple[float, bool]:
         """Clip what AdamW or SGD step; the norm of the whole gradient before that, and whether it was clipped.

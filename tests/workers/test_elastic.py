@@ -25,6 +25,7 @@ from tests.workers.tiny import (
     keep_on_leaving,
     leave,
     lose_the_group,
+    prove,
     same_bits,
     scalars,
     start_from_memory,
@@ -131,6 +132,24 @@ def test_with_a_copy_every_third_step_at_most_three_steps_are_done_again(text: s
         assert report.step == 6 and recorded in (8, 9)
         run.train(12)
         _check_curve_and_samples(run, undisturbed, config, 12)
+
+
+def test_who_can_not_prove_its_collectives_agrees_to_no_step_and_the_others_are_out_with_it(
+    text: str, undisturbed: list[float]
+) -> None:
+    """An aborted collective of NCCL ends as if nothing were: what it leaves would be trained on."""
+    with Fleet(2) as fleet:
+        run = Run(fleet, tiny(text))
+        run.fresh([0, 1])
+        fleet.run_each({0: (None,), 1: (4,)}, prove)
+        outcomes = fleet.run([0, 1], train_or_fail, 9, None)
+        for _, (_, records, _, _) in sorted(outcomes.items()):
+            run.records.update((record.index, record) for record in records)
+        assert "NCCL: a collective of step 5 was aborted: 1 of 2 ranks add up" in outcomes[1][0]
+        assert all(failure and len(records) == 4 for failure, records, _, _ in outcomes.values())
+        assert run.resume([0, 1], [0, 1]).step == 4
+        run.train(7)
+        _check_curve_and_samples(run, undisturbed, run.config, 7)
 
 
 def test_a_replacement_joins_and_a_second_death_during_its_filling_is_survived(text: str, undisturbed: list[float]) -> None:
