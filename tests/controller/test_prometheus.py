@@ -183,4 +183,4 @@ def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Pat
         draw.picture(tmp_path / "dashboard.html", tmp_path / "dashboard.png", shown.height)
         assert (tmp_path / "dashboard.png").read_bytes().startswith(b"\x89PNG")
     failed = {rule["name"]: rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"] if rule["health"] == "err"}
-    assert not failed and sum(len(group["rules"]) for group in RULES) == 21
+    assert not failed and sum(len(group["rules"]) for group in RULES) == 24
