@@ -79,6 +79,14 @@ def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "given", ["run.dir=s3://AKIA:hush@b/x", "data.corpus=https://me:hush@host/x", "ray.address=ray://me:hush@head:10001"]
+)
+def test_credentials_in_other_addresses_are_not_shown_either(given: str) -> None:
+    said = refusal(given)
+    assert said.startswith(f"{given.partition('=')[0]}: credentials do not belong into a URL") and "hush" not in said
+
+
+@pytest.mark.parametrize(
     "url",
     [
         "s3://b/p?endpoint=http://minio:9000/a@b&region=x",

@@ -312,6 +312,8 @@ def test_only_what_the_run_needs_is_let_out(config: RunConfig) -> None:
     assert ports(documents(config, Options(), "job"), "-run") == {53}
     at = load_config(ROOT / "vescale_ray" / "configs" / "cluster.yaml", ["checkpoint.dir=s3://bucket/x?endpoint=http://minio.store:9000"])
     assert ports(documents(at, Options(), "job"), "-run") == {53, 9000}
+    at = load_config(ROOT / "vescale_ray" / "configs" / "cluster.yaml", ["checkpoint.dir=hdfs://namenode:8020/x"])
+    assert ports(documents(at, Options(), "job"), "-run") == {53, 8020}, "that of the address itself"
     options = Options(overlays=frozenset({"gcs-ft"}), redis="redis://redis.db:6380", prometheus="http://prometheus.monitoring:9090")
     assert ports(documents(config, options, "job"), "-head") == {443, 6443, 6380, 9090}
 
