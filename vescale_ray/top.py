@@ -181,7 +181,7 @@ def _ranks(s: Mapping[str, Any], most: int, width: int) -> RenderableType:
     first = sorted(everyone, key=lambda rank: (rank not in slow, -(of["slowness"].get(rank) or 0.0)))[:most]
     for rank in sorted(first, key=int):
         who, memory, seconds = of["workers"].get(rank, {}), of["memory"].get(rank), of["slot_seconds"].get(rank)
-        cells = {
+        cells: dict[str, RenderableType] = {
             "rank": str(rank),
             "worker": Text(str(who.get("worker", "-"))),  # a text alone would be read as rich's markup
             "node": Text(str(who.get("node", "-"))[:12]),
