@@ -308,6 +308,13 @@ PODS = [
         ),
         ("a secret in plain text", add(HEAD_ENV, {"name": "AWS_SECRET_ACCESS_KEY", "value": "x"}), "AWS_SECRET_ACCESS_KEY is a secret"),
         ("two hosts for a worker", put(WORKER_GROUP, numOfHosts=2), "come and go one by one"),
+        ("GPUs on nodes that repel it", drop(f"{WORKER}.tolerations", 0), "does not tolerate the taint"),
+        ("shared memory on a disk", drop(f"{WORKER}.volumes.2.emptyDir", "medium"), "/dev/shm is no memory"),
+        ("a ConfigMap of 2 MiB", put("ConfigMap:data", {"x": "x" * 2**21}), "more than 1 MiB"),
+        ("encryption behind a gate", put(CLUSTER, tlsOptions={"enabled": True}), "RayClusterMTLS"),
+        ("a state behind a gate", put(CLUSTER, gcsFaultToleranceOptions={"backend": "rocksdb"}), "GCSFaultToleranceEmbeddedStorage"),
+        ("a disk for Redis", put(CLUSTER, gcsFaultToleranceOptions={"redisAddress": "r", "storage": {"size": "1Gi"}}), "rocksdb alone"),
+        ("Kubernetes' tokens for a job", put(f"{CLUSTER}.authOptions", enableK8sTokenAuth=True), "is not taken in a RayJob"),
         ("idle for a second", put(f"{CLUSTER}.autoscalerOptions", idleTimeoutSeconds=1), "would be taken away again"),
         (
             "suspended, and no queue",

@@ -31,6 +31,8 @@ HEADS_PORTS = {"gcs-server": ("port", "6379"), "dashboard": ("dashboard-port", "
 MAY_BE_ADDED = frozenset({"IPC_LOCK", "NET_BIND_SERVICE", "SYS_PTRACE"})
 """For RDMA, and for py-spy."""
 LEAST_IDLE_S = 60
+MOST_OF_A_MAP = 2**20
+GPU = "nvidia.com/gpu"
 KUEUES_GROUPS = 6
 """A Kueue workload has 8 pod sets: the head's, the submitter's, the groups'."""
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -50,6 +52,8 @@ def rule_problems(document: Tree) -> Iterator[str]:
             yield from _budget(document)
         if kind == "ServiceAccount" and document.get("automountServiceAccountToken") is not False:
             yield f"ServiceAccount {document['metadata']['name']}: automountServiceAccountToken must be false"
+        if kind == "ConfigMap" and sum(len(str(text).encode()) for text in (document.get("data") or {}).values()) > MOST_OF_A_MAP:
+            yield f"ConfigMap {document['metadata']['name']}: it holds more than 1 MiB, the most that Kubernetes takes"
         level = (document["metadata"].get("labels") or {}).get(LEVEL, "restricted")
         if kind == "Namespace" and level != "restricted":
             yield f"Namespace {document['metadata']['name']}: {LEVEL} is {level}: the pods of a run need no more than restricted"
@@ -201,6 +205,10 @@ def _cluster(spec: Tree, annotations: Tree, in_job: bool) -> Iterator[str]:
     for name in names:
         if not _DNS_1035.fullmatch(str(name)):
             yield f"the worker group's name {name} becomes a part of pods' names: give lower-case letters, digits and '-'"
+    if in_job and (spec.get("authOptions") or {}).get("enableK8sTokenAuth"):
+        yield "authOptions.enableK8sTokenAuth is not taken in a RayJob"
+    if (spec.get("tlsOptions") or {}).get("enabled"):
+        yield "tlsOptions is behind a feature gate of KubeRay's that is off (RayClusterMTLS)"
     if (spec.get("authOptions") or {}).get("mode") == "token":
         version = re.match(r"(\d+)\.(\d+)", str(spec.get("rayVersion", "")))
         if not version or (int(version[1]), int(version[2])) < (2, 52):
@@ -251,8 +259,13 @@ def _fault_tolerance(spec: Tree, annotations: Tree, head: Tree, env: Tree, in_jo
     for name in ("ray.io/external-storage-namespace", "ray.io/ft-enabled"):
         if annotations.get(name):
             yield f"gcsFaultToleranceOptions excludes the annotation {name}"
-    if options.get("backend", "redis") == "redis" and not options.get("redisAddress"):
+    if options.get("backend", "redis") == "rocksdb":
+        gate = "GCSFaultToleranceEmbeddedStorage"
+        yield f"gcsFaultToleranceOptions.backend rocksdb is behind a feature gate of KubeRay's that is off ({gate}): use redis"
+    elif not options.get("redisAddress"):
         yield "gcsFaultToleranceOptions has no redisAddress"
+    elif "storage" in options:
+        yield "gcsFaultToleranceOptions.storage is for the backend rocksdb alone"
     if "value" in (options.get("redisPassword") or {}):
         yield "gcsFaultToleranceOptions.redisPassword.value is a password in plain text: take it from a Secret with valueFrom"
     if in_job and options.get("externalStorageNamespace"):
@@ -335,6 +348,14 @@ def _room(where: str, group: Tree) -> Iterator[str]:
     if not pod.get("containers"):
         return
     limits = (pod["containers"][0].get("resources") or {}).get("limits") or {}
+    tolerated = [one.get("key") for one in pod.get("tolerations") or () if one.get("operator") == "Exists"]
+    if GPU in limits and not {GPU, None} & set(tolerated):
+        yield f"{where}: asks for {GPU} and does not tolerate the taint of that name, which nodes with GPUs have"
+    for mount in pod["containers"][0].get("volumeMounts") or ():
+        if mount.get("mountPath") == "/dev/shm":
+            for one in pod.get("volumes") or ():
+                if one.get("name") == mount.get("name") and (one.get("emptyDir") or {}).get("medium") != "Memory":
+                    yield f"{where}: /dev/shm is no memory: the volume {one['name']} needs medium: Memory"
     memory, disk = (size_of(limits.get(key)) for key in ("memory", "ephemeral-storage"))
     volumes = [one["emptyDir"] or {} for one in pod.get("volumes") or () if "emptyDir" in one]
     on_disk, in_memory = (
