@@ -37,7 +37,7 @@ PositiveOrZero = Annotated[float, Field(ge=0)]
 
 _OF_BUCKETS = ("s3", "s3a", "gs", "gcs")
 """Schemes of URLs that begin with a bucket's name, and not with a host's."""
-_SECRET = re.compile(r"(?i)key|token|secret|passw|credential|^sig$|signature")
+_SECRET = re.compile(r"(?i)key|token|secret|passw|pwd|credential|bearer|^auth|^sig$|signature")
 
 
 class _Section(BaseModel):

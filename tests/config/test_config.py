@@ -70,6 +70,8 @@ def test_what_takes_text_takes_whatever_yaml_would_make_of_it() -> None:
         "s3://bucket/p?secret_key=hush-hush",
         "s3://bucket/p?endpoint=http://me:hush-hush@minio:9000",
         "gs://bucket/p?token=hush-hush",
+        "s3://bucket/p?pwd=hush-hush",
+        "s3://bucket/p?authorization=hush-hush",
     ],
 )
 def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
