@@ -19,6 +19,8 @@ OVERLAYS = ("spot", "kueue", "gcs-ft")
 RAY_VERSION = "2.60.0"
 GRACE_MARGIN_S = 20
 """From the end of Ray's drain to the kubelet's SIGKILL."""
+LEAST_STOP_S = 100
+"""For a job that is stopped, however short a provider's notice is: its checkpoint, and who scrapes it is let come once more."""
 OPERATOR = "KubeRay 1.6"
 RUNBOOKS = "https://docs.example.com/vescale-ray/runbooks.md"
 """What deploy/alerts.yml has: a place that does not exist, as that of the image."""
@@ -67,7 +69,8 @@ class Options:
         overlays: of ``OVERLAYS``.
         queue: Kueue's local queue.
         redis: address of the Redis that keeps Ray's control store.
-        drain_s: seconds that a run has to save and move its state when a pod or the job is to end.
+        drain_s: seconds that a run has to save and move its state when a pod is to end; a job that is stopped has as many, and
+            :data:`LEAST_STOP_S` at least.
         service_account: an existing one for all pods, in the place of two that are made here.
         priority_class: an existing one for all pods, in the place of the two of ``--kind setup``.
         spot_label: ``KEY=VALUE`` that the provider puts on pre-emptible nodes.
