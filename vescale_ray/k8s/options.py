@@ -30,6 +30,7 @@ TAKEN = frozenset({"/", "/tmp", "/etc", "/home", "/home/ray", "/opt", "/var"})
 """Folders of a pod that no volume of others can be mounted at, as they hold more than a mount would."""
 SYSTEMS = ("/bin", "/boot", "/dev", "/etc/vescale-ray", "/lib", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr", "/var/run")
 """The same, with all that is below them."""
+ON_A_DISK = ("file://", "local://")
 LEAST_SHM = "150Mi"
 """Half of it is Ray's object store, which starts with no less than 75 MiB."""
 BOUNDS = {
@@ -227,22 +228,27 @@ def _has_port(url: str) -> bool:
 
 def _outside(config: RunConfig) -> tuple[int, ...]:
     root = config.checkpoint.dir or ""
-    if "://" not in root or root.startswith("file://"):
+    if "://" not in root or root.startswith(ON_A_DISK):
         return ()
     endpoint = parse_qs(urlsplit(root).query).get("endpoint", [""])[0]
     return (port_of(endpoint or root, 443),)
 
 
-def _not_of_s3(key: str, url: str) -> Iterator[str]:
+def _no_store(key: str, url: str) -> Iterator[str]:
     """What the store would refuse, in pods that are up; and of another option the endpoint's port would stay shut."""
-    if not (url.startswith("s3://") and urlsplit(url).query):
-        return
-    from vescale_ray.checkpoint.s3_calls import parse_s3_url  # imports torch
+    scheme = url.partition("://")[0].rpartition("::")[2]
+    if url.startswith("s3://"):
+        from vescale_ray.checkpoint.s3_calls import parse_s3_url  # imports torch
 
-    try:
-        parse_s3_url(url)
-    except ValueError as error:
-        yield f"{key} = {url}: {error}"
+        try:
+            parse_s3_url(url)
+        except ValueError as error:
+            yield f"{key} = {url}: {error}"
+    elif scheme != "s3":
+        from fsspec import available_protocols
+
+        if scheme not in available_protocols():
+            yield f"{key} = {url}: {scheme}:// is no store that fsspec knows; give s3://bucket/prefix, or a folder below the mount"
 
 
 def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
@@ -322,14 +328,14 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
     for key, path in on_volume.items():
         if path is None or (key == "data.corpus" and path == "stdlib"):
             continue
-        if key == "checkpoint.dir" and "://" in path and not path.startswith("file://"):
+        if key == "checkpoint.dir" and "://" in path and not path.startswith(ON_A_DISK):
             if not _has_port(parse_qs(urlsplit(path).query).get("endpoint", ["https://"])[0]):
                 yield f"{key} = {path}: the endpoint's port is none; give one from 1 to 65535"
-            yield from _not_of_s3(key, path)
+            yield from _no_store(key, path)
             continue
-        if "://" in path and not path.startswith("file://"):
+        if "://" in path and not path.startswith(ON_A_DISK):
             yield f"{key} = {path}: is read as a file or folder; put it on the volume that all pods share, below {mount}"
-        elif not f"{posixpath.normpath(path.removeprefix('file://'))}/".startswith(f"{mount}/"):
+        elif not f"{posixpath.normpath(re.sub('^(file|local)://', '', path))}/".startswith(f"{mount}/"):
             yield f"{key} = {path} is not on the volume that all pods share: set {key}={mount}/.. or --mount"
     if not c.resources_per_worker:
         yield (
