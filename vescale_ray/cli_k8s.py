@@ -56,7 +56,7 @@ _Count = click.IntRange(min=1)
 @click.option("--queue", help="Kueue's local queue, with --overlay kueue.")
 @click.option("--redis", metavar="HOST:PORT", help="Keeps Ray's state, with --overlay gcs-ft; its password is in the Secret NAME-redis.")
 @click.option(
-    "--drain-s", type=_Count, default=100, show_default=True, help="Seconds to save and move state when a pod or the job is to end."
+    "--drain-s", type=_Count, default=100, show_default=True, help="Seconds to save and move state when a pod is to end."
 )
 @click.option("--service-account", help="An existing one for all pods. Default: two without rights are made.")
 @click.option("--priority-class", help="An existing one for all pods. Default: the two of --kind setup.")

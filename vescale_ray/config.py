@@ -37,7 +37,7 @@ PositiveOrZero = Annotated[float, Field(ge=0)]
 
 _OF_BUCKETS = ("s3", "s3a", "gs", "gcs")
 """Schemes of URLs that begin with a bucket's name, and not with a host's."""
-_SECRET = re.compile(r"(?i)key|token|secret|passw|credential|^sig$|signature")
+_SECRET = re.compile(r"(?i)key|token|secret|passw|pwd|credential|bearer|^auth|^sig$|signature")
 
 
 class _Section(BaseModel):
@@ -471,11 +471,17 @@ def _unknown(key: str, known: Mapping[str, FieldInfo]) -> str:
 
 def _misfits(c: RunConfig) -> Iterator[str]:
     """Values that are right alone and wrong together; each line names the keys, their values and what to change."""
-    if _holds_credentials(c.checkpoint.dir or ""):  # before all others: it is not to be shown
-        yield (
-            "checkpoint.dir: credentials do not belong into a URL, which goes to the run's folder, to manifests and logs; "
-            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or role"
-        )
+    for key, url in (
+        ("checkpoint.dir", c.checkpoint.dir),
+        ("run.dir", c.run.dir),
+        ("data.corpus", c.data.corpus),
+        ("ray.address", c.ray.address),
+    ):
+        if holds_credentials(url or ""):  # before all others: it is not to be shown
+            remedy = (
+                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or role" if key == "checkpoint.dir" else "leave them out"
+            )
+            yield f"{key}: credentials do not belong into a URL, which goes to the run's folder, to manifests and logs; {remedy}"
     if (c.checkpoint.dir or "").startswith("memory://"):
         yield (
             f"checkpoint.dir = {c.checkpoint.dir}: each process has such a memory of its own, and what one writes no other reads; "
@@ -517,10 +523,10 @@ def _misfits(c: RunConfig) -> Iterator[str]:
         yield "train.device = cuda with ray.gpus_per_worker = 0: workers would see no GPU; set ray.gpus_per_worker=1"
 
 
-def _holds_credentials(url: str) -> bool:
+def holds_credentials(url: str) -> bool:
     """Whether a URL holds a password or a key: before its host, in its query, or in a URL there, or in one of a chain of fsspec's
     (``simplecache::s3://..``). ``abfs://container@account`` does not."""
-    if "::" in url and any(_holds_credentials(part) for part in url.split("::") if "://" in part):
+    if "::" in url and any(holds_credentials(part) for part in url.split("::") if "://" in part):
         return True
     try:
         parts = urlsplit(url)
@@ -538,7 +544,7 @@ def _holds_credentials(url: str) -> bool:
     may_be_port = port.endswith("]") or (re.fullmatch("[0-9]{0,5}", port) and parts.scheme not in _OF_BUCKETS)
     if colon and not may_be_port and "@" in parts.path:
         return True
-    return any(_SECRET.search(name) or _holds_credentials(value) for name, value in query)
+    return any(_SECRET.search(name) or holds_credentials(value) for name, value in query)
 
 
 def _describe(error: ErrorDetails) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vescale_ray.client import body_of
+from vescale_ray.config import holds_credentials
 from vescale_ray.errors import BadInput
 
 WAIT_S = 30.0
@@ -20,8 +21,10 @@ def ask(url: str, what: str, query: Mapping[str, Any]) -> Any:
     """What the Prometheus at ``url`` answers to ``what`` (``query``, ``query_range``): the ``data`` of its HTTP interface's JSON.
 
     Raises:
-        BadInput: no address, no answer, or a refusal.
+        BadInput: no address, or one with a password; no answer, or a refusal.
     """
+    if holds_credentials(url):  # first: they are not to be shown, and would stand on the page
+        raise BadInput("--prometheus: give the address without user and password")
     address = f"{url.rstrip('/')}/api/v1/{what}?{urllib.parse.urlencode(query)}"
     if not address.startswith(("http://", "https://")):
         raise BadInput(f"--prometheus {url}: give the address of a Prometheus, such as http://127.0.0.1:9090")

@@ -15,12 +15,17 @@ from rich.table import Table
 from rich.text import Text
 
 from vescale_ray import client
+from vescale_ray.errors import BadInput
 from vescale_ray.report import describe_event, goodput_line, loss_words, one_line
-from vescale_ray.runfolder import Record, RunFolder
+from vescale_ray.runfolder import Record, RunFolder, RunFolderError
 
 EVENTS = 8
 RANKS = 32
 """As many rows are drawn of them where there is no terminal."""
+COLUMNS = {"rank": 4, "worker": 6, "node": 12, "memory": 10, "slots": 5, "own time for a slot": 8, "slowness": 8}
+"""Of the ranks; and how many characters each needs, beside 4 between two."""
+DISPENSABLE = ("node", "slots", "worker", "memory")
+"""Of these, those that come first are left out first where a terminal is narrow."""
 COLOURS = {"RUNNING": "green", "DONE": "green", "FAILED": "red", "RESCALING": "yellow", "STOPPING": "yellow"}
 
 
@@ -33,14 +38,27 @@ def show(folder: RunFolder, interval_s: float, console: Console, *, once: bool) 
 
     Raises:
         client.RunNotAlive: it is not running now.
+        RunFolderError: what it tells is not what this version of a run tells.
     """
+    try:
+        return _show(folder, interval_s, console, once)
+    except BadInput:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        said = f"{type(error).__name__}: {one_line(error)}"
+        raise RunFolderError(
+            f"{folder.path}: it tells what can't be shown ({said}); is it a run of another version of vescale-ray?"
+        ) from error
+
+
+def _show(folder: RunFolder, interval_s: float, console: Console, once: bool) -> str:
     tail, recent = folder.tail_events(), deque[Record](maxlen=200)
     status = client.request(folder, "status", timeout_s=3)
     recent.extend(tail.read())
     if once or not console.is_terminal:
-        console.print(picture(status, recent, time.time(), EVENTS))
+        console.print(picture(status, recent, time.time(), EVENTS, width=console.width))
         return ""
-    with Live(picture(status, recent, time.time(), EVENTS), console=console, auto_refresh=False, screen=True) as live:
+    with Live(picture(status, recent, time.time(), EVENTS, width=console.width), console=console, auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(interval_s)
             recent.extend(tail.read())
@@ -55,14 +73,22 @@ def show(folder: RunFolder, interval_s: float, console: Console, *, once: bool) 
                 return str(end)
             world = int(status.get("world") or 0)
             ranks = min(world, max(4, console.height - 20 - EVENTS))
-            live.update(picture(status, recent, time.time(), max(3, console.height - 20 - ranks), ranks, note), refresh=True)
+            rows = max(3, console.height - 20 - ranks)
+            live.update(picture(status, recent, time.time(), rows, ranks, note, console.width), refresh=True)
 
 
 def picture(
-    status: Mapping[str, Any], events: Sequence[Record] | deque[Record], now: float, rows: int, ranks: int = RANKS, note: str = ""
+    status: Mapping[str, Any],
+    events: Sequence[Record] | deque[Record],
+    now: float,
+    rows: int,
+    ranks: int = RANKS,
+    note: str = "",
+    width: int = 120,
 ) -> RenderableType:
-    """One look at the run: its head, ``ranks`` of its ranks (the slow ones first), its newest ``rows`` events; above them ``note``."""
-    parts: list[RenderableType] = [Text(note, "yellow"), _head(status, now), _ranks(status, ranks)]
+    """One look at the run: its head, ``ranks`` of its ranks (the slow ones first), its newest ``rows`` events; above them ``note``. In
+    less than ``width`` characters of a terminal's line, of each rank only what there is room for."""
+    parts: list[RenderableType] = [Text(note, "yellow"), _head(status, now), _ranks(status, ranks, width)]
     if not note:
         del parts[0]
     story = [(e, words) for e in events if (words := describe_event(e)) is not None][-rows:]
@@ -140,12 +166,14 @@ def _memory(s: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _ranks(s: Mapping[str, Any], most: int) -> RenderableType:
+def _ranks(s: Mapping[str, Any], most: int, width: int) -> RenderableType:
+    room, columns = width - 4, dict(COLUMNS)
+    for name in DISPENSABLE:
+        if sum(columns.values()) + 4 * len(columns) > room:
+            del columns[name]
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for name in ("rank", "worker", "node"):
-        table.add_column(name)
-    for name in ("memory", "slots", "own time for a slot", "slowness"):
-        table.add_column(name, justify="right")
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("rank", "worker", "node") else "right", no_wrap=name == "rank")
     of = {name: s.get(name) or {} for name in ("workers", "memory", "slots", "slot_seconds", "slowness")}
     slow = {str(one.get("rank")) for one in (s.get("stragglers") or {}).values()}
     everyone = sorted(set(of["workers"]) | set(of["memory"]), key=int)
@@ -153,16 +181,16 @@ def _ranks(s: Mapping[str, Any], most: int) -> RenderableType:
     first = sorted(everyone, key=lambda rank: (rank not in slow, -(of["slowness"].get(rank) or 0.0)))[:most]
     for rank in sorted(first, key=int):
         who, memory, seconds = of["workers"].get(rank, {}), of["memory"].get(rank), of["slot_seconds"].get(rank)
-        table.add_row(
-            str(rank),
-            Text(str(who.get("worker", "-"))),  # a text alone would be read as rich's markup
-            Text(str(who.get("node", "-"))[:12]),
-            "-" if memory is None else f"{memory / (1 << 20):,.0f} MiB",
-            str(of["slots"].get(rank, "-")),
-            "-" if seconds is None else f"{seconds:.4f} s",
-            _shown(of["slowness"].get(rank)),
-            style="red" if rank in slow else "",
-        )
+        cells: dict[str, RenderableType] = {
+            "rank": str(rank),
+            "worker": Text(str(who.get("worker", "-"))),  # a text alone would be read as rich's markup
+            "node": Text(str(who.get("node", "-"))[:12]),
+            "memory": "-" if memory is None else f"{memory / (1 << 20):,.0f} MiB",
+            "slots": str(of["slots"].get(rank, "-")),
+            "own time for a slot": "-" if seconds is None else f"{seconds:.4f} s",
+            "slowness": _shown(of["slowness"].get(rank)),
+        }
+        table.add_row(*(cells[name] for name in columns), style="red" if rank in slow else "")
     left = len(everyone) - len(first)
     return Panel(table, title="ranks" + (f", the slowest {len(first)}; {left:,} more" if left else ""), title_align="left")
 

@@ -18,7 +18,7 @@ from tests.deploy.test_alerts import full_snapshot
 from vescale_ray import cli, client, top
 from vescale_ray.controller.figures import Histogram, RunSnapshot
 from vescale_ray.controller.metrics import MetricsServer
-from vescale_ray.runfolder import RunFolder
+from vescale_ray.runfolder import RunFolder, RunFolderError
 
 NOW = 1_700_000_000.0
 SNAPSHOT = replace(
@@ -57,6 +57,31 @@ def drawn(snapshot: RunSnapshot, events: list[dict[str, object]], rows: int = 5)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "\x1b" not in text, "no control characters where there is no terminal"
     return str(text)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 130])
+def test_of_each_rank_there_is_what_a_terminal_has_room_for(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    ranks = range(1000, 1003)
+    snapshot = replace(SNAPSHOT, workers={}, memory=dict.fromkeys(ranks, 300 << 20), slowness=dict.fromkeys(ranks, 3.25), slots={})
+    console.print(top.picture(snapshot.to_json(), [], NOW, 5, width=width))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    table = lines[next(index for index, line in enumerate(lines) if line.startswith("╭─ ranks")) :]
+    assert all(any(str(rank) in line and "3.25" in line for line in table) for rank in ranks), "\n".join(table)
+    assert ("300 MiB" in "".join(table)) == ("worker" in "".join(table)) == (width > 40) and ("node" in "".join(table)) == (width > 80)
+
+
+@pytest.mark.parametrize(
+    ("status", "event"), [({"rescales": {"grow": None}}, {}), ({"memory": {"zero": 1}}, {}), ({}, {"event": "checkpoint_interval"})]
+)
+def test_what_a_run_of_another_version_tells_is_one_sentence(
+    status: dict[str, object], event: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "r").create()
+    folder.append_event({"event": "run_started", "time": NOW, **event})
+    monkeypatch.setattr(top.client, "request", lambda *_, **__: {"run": "r", "state": "RUNNING", **status})
+    with pytest.raises(RunFolderError, match=r"can't be shown \(\w+Error: .*\); is it a run of another version"):
+        top.show(folder, 1.0, Console(file=io.StringIO()), once=True)
 
 
 def test_it_shows_what_the_controller_says() -> None:

@@ -70,12 +70,22 @@ def test_what_takes_text_takes_whatever_yaml_would_make_of_it() -> None:
         "s3://bucket/p?secret_key=hush-hush",
         "s3://bucket/p?endpoint=http://me:hush-hush@minio:9000",
         "gs://bucket/p?token=hush-hush",
+        "s3://bucket/p?pwd=hush-hush",
+        "s3://bucket/p?authorization=hush-hush",
     ],
 )
 def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
     """They would stand in the run's folder, in a rendered ConfigMap, in the job's log; the refusal itself showed them there."""
     said = refusal(f"checkpoint.dir={url}")
     assert said.startswith("checkpoint.dir: credentials do not belong into a URL") and "hush" not in said
+
+
+@pytest.mark.parametrize(
+    "given", ["run.dir=s3://AKIA:hush@b/x", "data.corpus=https://me:hush@host/x", "ray.address=ray://me:hush@head:10001"]
+)
+def test_credentials_in_other_addresses_are_not_shown_either(given: str) -> None:
+    said = refusal(given)
+    assert said.startswith(f"{given.partition('=')[0]}: credentials do not belong into a URL") and "hush" not in said
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import ray
 import yaml
 
 from tests.controller.runs import carry_out, tiny, until
+from tests.controller.test_runs_on_ray import no_secret_is_told
 from tests.deploy.test_alerts import RULES
 from tests.deploy.test_dashboard import PANELS, expressions, filled
 from vescale_ray import client, dash
@@ -125,8 +126,11 @@ def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Pat
             return
         seen["since"] = seen["since"] or time.monotonic()
         if seen["lint"] is None:
-            with urllib.request.urlopen(f"{(folder.read_control() or {})['url']}/metrics", timeout=10) as reply:
+            control = folder.read_control() or {}
+            with urllib.request.urlopen(f"{control['url']}/metrics", timeout=10) as reply:
                 text = reply.read()
+            with urllib.request.urlopen(f"{control['url']}/status", timeout=10) as reply:
+                seen["served"] = [text.decode(), reply.read().decode(), control["token"]]
             seen["lint"] = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30, check=False)
         running_s = time.monotonic() - seen["since"]
         if running_s > 4 and seen["stopped_at"] is None:
@@ -183,4 +187,5 @@ def test_every_query_of_the_dashboard_has_an_answer_for_a_real_run(tmp_path: Pat
         draw.picture(tmp_path / "dashboard.html", tmp_path / "dashboard.png", shown.height)
         assert (tmp_path / "dashboard.png").read_bytes().startswith(b"\x89PNG")
     failed = {rule["name"]: rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"] if rule["health"] == "err"}
-    assert not failed and sum(len(group["rules"]) for group in RULES) == 21
+    assert not failed and sum(len(group["rules"]) for group in RULES) == 24
+    no_secret_is_told(folder, seen["served"])

@@ -136,9 +136,7 @@ OPERATORS = [
         ("Redis by env", add(HEAD_ENV, {"name": "RAY_REDIS_ADDRESS", "value": "r"}), "needs gcsFaultToleranceOptions"),
         (
             "Redis by env and by option",
-            both(
-                add(HEAD_ENV, {"name": "REDIS_PASSWORD", "value": "x"}), put(CLUSTER, gcsFaultToleranceOptions={"redisAddress": "r"})
-            ),
+            both(add(HEAD_ENV, {"name": "REDIS_PASSWORD", "value": "x"}), put(CLUSTER, gcsFaultToleranceOptions={"redisAddress": "r"})),
             "excludes REDIS_PASSWORD",
         ),
         ("a queue, and a cluster that outlives the job", _queued, "frees its quota"),
@@ -251,4 +249,108 @@ REFERENCES = [
     )
 ]
 
-MISTAKES = [*FIELDS, *KUBERNETES, *OPERATORS, *OURS, *NAMES, *REFERENCES]
+
+def _in_both(**quantities: str) -> Spoil:
+    container = f"{WORKER}.containers.0.resources"
+    return both(put(f"{container}.limits", dict(quantities)), put(f"{container}.requests", dict(quantities)))
+
+
+def _privileged_at_the_start(documents: Documents) -> None:
+    container = {**at(documents, f"{WORKER}.containers.0"), "name": "first", "securityContext": {"privileged": True}}
+    at(documents, WORKER)["initContainers"] = [container]
+
+
+VALUES = [
+    Mistake("rules", what, spoil, words)
+    for what, spoil, words in (
+        ("a size in GB", _in_both(memory="64GB"), "resources.requests.memory is 64GB: it is no quantity"),
+        ("half a device", _in_both(**{"nvidia.com/gpu": "0.5"}), "nvidia.com/gpu is 0.5: it is no quantity"),
+        ("a size with a blank", put(f"{WORKER}.volumes.2.emptyDir", sizeLimit="16 GiB"), "emptyDir.sizeLimit is 16 GiB"),
+        ("a mistyped operator", put(f"{WORKER}.tolerations.0", operator="Exist"), "is Exist: it must be one of Exists, Equal"),
+        ("a mistyped effect", put(f"{WORKER}.tolerations.0", effect="NoSchedul"), "is NoSchedul: it must be one of NoSchedule"),
+        (
+            "a mistyped spread",
+            put(f"{WORKER}.topologySpreadConstraints.0", whenUnsatisfiable="Anyway"),
+            "one of DoNotSchedule, ScheduleAnyway",
+        ),
+        ("a mistyped pre-emption", put("PriorityClass:", preemptionPolicy="Nevr"), "is Nevr: it must be one of Never"),
+        ("a mistyped access", put("PersistentVolumeClaim:spec", accessModes=["ReadWriteMeny"]), "is ReadWriteMeny: it must be one of"),
+        ("an interval without its unit", put("PodMonitor:spec.podMetricsEndpoints.0", interval="10"), "Prometheus takes a duration"),
+        ("a mistyped duration", put("PrometheusRule:spec.groups.1.rules.0", {"for": "1 min"}), "is 1 min: Prometheus takes a duration"),
+        ("a variable twice", add(HEAD_ENV, {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": "5"}), "is there twice: the last"),
+    )
+]
+
+PODS = [
+    Mistake("rules", what, spoil, words)
+    for what, spoil, words in (
+        ("a head without Ray's port", drop(f"{HEAD}.containers.0.ports", 0), "no port 6379 named gcs-server"),
+        ("a dashboard of another name", put(f"{HEAD}.containers.0.ports.1", name="dash"), "no port 8265 named dashboard"),
+        ("a dashboard for the head alone", put(f"{HEAD_GROUP}.rayStartParams", {"dashboard-host": "127.0.0.1"}), "come from other pods"),
+        ("a head on any node", drop(HEAD, "affinity"), "keep it from pre-emptible nodes"),
+        ("a head that may be moved", drop(f"{HEAD_GROUP}.template.metadata", "annotations"), "does not survive the loss of its head"),
+        ("shared memory as large as all", put(f"{WORKER}.volumes.2.emptyDir", sizeLimit="64Gi"), "leave nothing of its"),
+        (
+            "a store larger than its memory",
+            put(f"{WORKER_GROUP}.rayStartParams", {"object-store-memory": str(2**36)}),
+            "does not fit into /dev/shm",
+        ),
+        ("a disk larger than the limit", put(f"{WORKER}.volumes.1.emptyDir", sizeLimit="100Gi"), "the pod would be evicted"),
+        ("a privileged beginning", _privileged_at_the_start, "container first: privileged gives it the node"),
+        ("root in a container", put(f"{WORKER}.containers.0.securityContext", runAsUser=0), "makes it root, whatever the pod's says"),
+        ("a capability", put(f"{WORKER}.containers.0.securityContext.capabilities", add=["SYS_ADMIN"]), "SYS_ADMIN are none that"),
+        ("a container's own seccomp", put(f"{WORKER}.containers.0.securityContext", seccompProfile={"type": "Unconfined"}), "as the pod's"),
+        ("the node's port", put(f"{WORKER}.containers.0.ports.0", hostPort=8080), "hostPort 8080"),
+        (
+            "a hook that waits",
+            put(f"{WORKER}.containers.0", lifecycle={"preStop": {"exec": {"command": ["sleep", "300"]}}}),
+            "cuts the drain",
+        ),
+        ("a secret in plain text", add(HEAD_ENV, {"name": "AWS_SECRET_ACCESS_KEY", "value": "x"}), "AWS_SECRET_ACCESS_KEY is a secret"),
+        ("two hosts for a worker", put(WORKER_GROUP, numOfHosts=2), "come and go one by one"),
+        ("GPUs on nodes that repel it", drop(f"{WORKER}.tolerations", 0), "does not tolerate the taint"),
+        ("shared memory on a disk", drop(f"{WORKER}.volumes.2.emptyDir", "medium"), "/dev/shm is no memory"),
+        ("a ConfigMap of 2 MiB", put("ConfigMap:data", {"x": "x" * 2**21}), "more than 1 MiB"),
+        ("encryption behind a gate", put(CLUSTER, tlsOptions={"enabled": True}), "RayClusterMTLS"),
+        ("a state behind a gate", put(CLUSTER, gcsFaultToleranceOptions={"backend": "rocksdb"}), "GCSFaultToleranceEmbeddedStorage"),
+        ("a disk for Redis", put(CLUSTER, gcsFaultToleranceOptions={"redisAddress": "r", "storage": {"size": "1Gi"}}), "rocksdb alone"),
+        ("Kubernetes' tokens for a job", put(f"{CLUSTER}.authOptions", enableK8sTokenAuth=True), "is not taken in a RayJob"),
+        ("idle for a second", put(f"{CLUSTER}.autoscalerOptions", idleTimeoutSeconds=1), "would be taken away again"),
+        (
+            "suspended, and no queue",
+            both(drop(JOB, "deletionStrategy"), put(JOB, suspend=True, shutdownAfterJobFinishes=True)),
+            "nobody would start it",
+        ),
+        (
+            "an account with a token",
+            put("ServiceAccount:", automountServiceAccountToken=True),
+            "automountServiceAccountToken must be false",
+        ),
+        (
+            "a namespace that lets all run",
+            put("Namespace:metadata.labels", {"pod-security.kubernetes.io/enforce": "privileged"}),
+            "need no more than restricted",
+        ),
+    )
+]
+
+_role = {"vescale-ray/run": "llama-110m", "vescale-ray/role": "worker"}
+WAYS = [
+    Mistake("references", what, spoil, words)
+    for what, spoil, words in (
+        ("an entrypoint whose quotes don't close", put(JOB, entrypoint="vescale-ray train '/x"), "is no command: No closing quotation"),
+        ("a claim for one node", put("PersistentVolumeClaim:spec", accessModes=["ReadWriteOnce"]), "is not ReadWriteMany"),
+        ("GPUs that Ray is not told of", put(f"{WORKER_GROUP}.rayStartParams", {"num-gpus": "0"}), "no worker of the run fits"),
+        ("a budget of workers", put("PodDisruptionBudget:spec.selector", matchLabels=_role), "without which the run goes on"),
+        ("a monitor of another namespace", put("PodMonitor:spec", namespaceSelector={"matchNames": ["x"]}), "leaves out the pods' own"),
+        ("a policy of what comes in alone", put("NetworkPolicy/-run:spec", policyTypes=["Ingress"]), "policyTypes has no Egress"),
+        ("a policy of what goes out alone", put("NetworkPolicy/-run:spec", policyTypes=["Egress"]), "policyTypes has no Ingress"),
+        ("a policy for everybody", drop("NetworkPolicy/-head:spec.ingress.1", "from"), "lets in everybody"),
+        ("a run's port that is shut", drop("NetworkPolicy/-head:spec.ingress.1.ports", 2), "lets in who asks port 9464: Prometheus"),
+        ("a dashboard that is shut", drop("NetworkPolicy/-head:spec.ingress", 0), "lets in who asks port 8265: KubeRay's operator"),
+        ("pods that can't reach each other", drop("NetworkPolicy/-run:spec.ingress", 0), "reach each other at all ports"),
+        ("no names", drop("NetworkPolicy/-run:spec.egress", 1), "ask DNS (port 53)"),
+    )
+]
+
+MISTAKES = [*FIELDS, *KUBERNETES, *OPERATORS, *OURS, *NAMES, *REFERENCES, *VALUES, *PODS, *WAYS]

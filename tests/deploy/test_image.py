@@ -57,13 +57,15 @@ def complaints(text: str) -> Iterator[str]:
     for word, rest in [pair for stage in stages for pair in stage]:
         if word == "ADD":
             yield "ADD fetches and unpacks: use COPY"
-        if word == "RUN" and "pip install" in rest:
+        if word == "COPY" and "." in rest.split()[:-1]:
+            yield "whatever lies around is copied into the image"
+        if word == "RUN" and re.search(r"\bpip3? install\b", rest):
             for flag in ("--no-cache-dir", "constraints.txt"):
                 if flag not in rest:
                     yield f"a pip install is without {flag}"
-        if word == "RUN" and re.search(r"curl|wget|apt-get", rest):
+        if word == "RUN" and re.search(r"\b(curl|wget|apt|apt-get|git|conda|npm|urllib)\b", rest):
             yield "something is fetched that no constraint pins"
-        if word in ("CMD", "ENTRYPOINT") and re.search(r"\b(pip|apt-get|curl|git|wget)\b", rest):
+        if word in ("CMD", "ENTRYPOINT") and re.search(r"\b(pip3?|uv|apt|apt-get|curl|git|wget)\b", rest):
             yield "the network is used at start"
         if word in ("CMD", "ENTRYPOINT") and not rest.startswith("["):
             yield "a shell would keep SIGTERM from the program"
@@ -93,6 +95,10 @@ def test_the_dockerfile_is_as_it_should_be() -> None:
         (" -c constraints.txt build", " build", "without constraints.txt"),
         ("--no-cache-dir --disable-pip-version-check -c /opt", "-c /opt", "without --no-cache-dir"),
         ("RUN groupadd", "RUN curl -s https://example.com | sh && groupadd", "no constraint pins"),
+        ("RUN groupadd", "RUN apt install htop && groupadd", "no constraint pins"),
+        ("RUN groupadd", "RUN pip3 install x && groupadd", "without constraints.txt"),
+        ("RUN groupadd", "RUN git clone https://example.com/x && groupadd", "no constraint pins"),
+        ("COPY constraints.txt /opt/vescale-ray/", "COPY . /opt/vescale-ray/", "whatever lies around"),
         ('CMD ["vescale-ray", "--help"]', 'CMD ["sh", "-c", "pip install x && vescale-ray"]', "network is used at start"),
         ('CMD ["vescale-ray", "--help"]', "CMD vescale-ray --help", "keep SIGTERM"),
         ("HF_HUB_OFFLINE=1", "WANDB_API_KEY=abc", "a secret stays"),
@@ -107,9 +113,7 @@ def test_a_mistake_in_the_dockerfile_is_caught(old: str, new: str, words: str) -
 
 
 def test_the_image_holds_all_that_the_wheel_is_built_from_and_nothing_that_is_not_there() -> None:
-    copied = {
-        source for word, rest in instructions(DOCKERFILE) if word == "COPY" and "--from" not in rest for source in rest.split()[:-1]
-    }
+    copied = {source for word, rest in instructions(DOCKERFILE) if word == "COPY" and "--from" not in rest for source in rest.split()[:-1]}
     assert all((ROOT / source).exists() for source in copied), copied
     folders = {folder.split("/")[0] for folder in PROJECT["tool"]["setuptools"]["package-dir"].values()}
     assert folders | {"pyproject.toml", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]} <= copied

@@ -265,7 +265,9 @@ def test_the_drain_sets_the_grace_and_the_time_to_stop(config: RunConfig) -> Non
     for pod in (head_of(made), worker_of(made)):
         env = {one["name"]: one["value"] for one in pod["containers"][0]["env"]}
         assert env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] == "25" and pod["terminationGracePeriodSeconds"] == 45
-    assert yaml.safe_load(spec_of(made)["runtimeEnvYAML"])["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "25"}
+    for drain, stop in ((25, "100"), (300, "300")):
+        env = yaml.safe_load(spec_of(documents(config, Options(drain_s=drain), "job"))["runtimeEnvYAML"])["env_vars"]
+        assert env == {"RAY_JOB_STOP_WAIT_TIME_S": stop}, "no provider's notice makes it shorter"
 
 
 def test_existing_accounts_and_classes_take_the_place_of_those_that_are_made(config: RunConfig) -> None:
@@ -312,6 +314,8 @@ def test_only_what_the_run_needs_is_let_out(config: RunConfig) -> None:
     assert ports(documents(config, Options(), "job"), "-run") == {53}
     at = load_config(ROOT / "vescale_ray" / "configs" / "cluster.yaml", ["checkpoint.dir=s3://bucket/x?endpoint=http://minio.store:9000"])
     assert ports(documents(at, Options(), "job"), "-run") == {53, 9000}
+    at = load_config(ROOT / "vescale_ray" / "configs" / "cluster.yaml", ["checkpoint.dir=hdfs://namenode:8020/x"])
+    assert ports(documents(at, Options(), "job"), "-run") == {53, 8020}, "that of the address itself"
     options = Options(overlays=frozenset({"gcs-ft"}), redis="redis://redis.db:6380", prometheus="http://prometheus.monitoring:9090")
     assert ports(documents(config, options, "job"), "-head") == {443, 6443, 6380, 9090}
 

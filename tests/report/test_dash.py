@@ -306,6 +306,8 @@ def test_wrong_calls_are_one_sentence(prometheus: str, tmp_path: Path, folder: R
         dash.from_prometheus(f"{prometheus}/refuse", "there", 1.0)
     with pytest.raises(BadInput, match="no answer"):
         dash.from_prometheus("http://127.0.0.1:9", "there", 1.0)
+    with pytest.raises(BadInput, match="^--prometheus: give the address without user and password$"):
+        dash.from_prometheus("http://me:hush@127.0.0.1:9", "there", 1.0)
     with pytest.raises(BadInput, match="give the address of a Prometheus"):
         dash.from_prometheus("localhost:9090", "there", 1.0)
     for hours in (0.0, -1.0, float("nan"), float("inf"), 1e9):

@@ -11,7 +11,7 @@ import yaml
 from vescale_ray.config import RunConfig
 from vescale_ray.k8s import pods
 from vescale_ray.k8s.emit import Why
-from vescale_ray.k8s.options import RAY_VERSION, RUNBOOKS, Options, Sizes, port_of
+from vescale_ray.k8s.options import LEAST_STOP_S, RAY_VERSION, RUNBOOKS, Options, Sizes, port_of
 from vescale_ray.k8s.pods import ROLE_LABEL, RUN_LABEL
 from vescale_ray.k8s.rules import KUEUES_ELASTIC, KUEUES_LABEL, TOKEN_FOLDER
 
@@ -153,7 +153,7 @@ def _job(c: RunConfig, o: Options, s: Sizes) -> Document:
         "backoffLimit": Why(3, "Each of these retries is a new RayCluster. What a run survives by itself does not count here."),
         "activeDeadlineSeconds": Why(o.deadline_s, "The operator ends the job after so long, whatever it does."),
         "runtimeEnvYAML": Why(
-            yaml.safe_dump({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(o.drain_s)}}),
+            yaml.safe_dump({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(max(o.drain_s, LEAST_STOP_S))}}),
             "Time for the last checkpoint when the job is stopped; Ray's own 3 s are too few. Nothing is installed at run time.",
         ),
     }

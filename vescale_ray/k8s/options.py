@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs, urlsplit
 
 from vescale_ray import __version__
-from vescale_ray.config import RunConfig
+from vescale_ray.config import RunConfig, holds_credentials
 from vescale_ray.errors import BadInput
 from vescale_ray.k8s import names
 
@@ -19,6 +19,8 @@ OVERLAYS = ("spot", "kueue", "gcs-ft")
 RAY_VERSION = "2.60.0"
 GRACE_MARGIN_S = 20
 """From the end of Ray's drain to the kubelet's SIGKILL."""
+LEAST_STOP_S = 100
+"""For a job that is stopped, however short a provider's notice is: its checkpoint, and who scrapes it is let come once more."""
 OPERATOR = "KubeRay 1.6"
 RUNBOOKS = "https://docs.example.com/vescale-ray/runbooks.md"
 """What deploy/alerts.yml has: a place that does not exist, as that of the image."""
@@ -28,8 +30,19 @@ TAKEN = frozenset({"/", "/tmp", "/etc", "/home", "/home/ray", "/opt", "/var"})
 """Folders of a pod that no volume of others can be mounted at, as they hold more than a mount would."""
 SYSTEMS = ("/bin", "/boot", "/dev", "/etc/vescale-ray", "/lib", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr", "/var/run")
 """The same, with all that is below them."""
+ON_A_DISK = ("file://", "local://")
 LEAST_SHM = "150Mi"
 """Half of it is Ray's object store, which starts with no less than 75 MiB."""
+BOUNDS = {
+    "--memory": ("1Gi", "64Ti"),
+    "--shm": (LEAST_SHM, "64Ti"),
+    "--scratch": ("256Mi", "256Ti"),
+    "--head-memory": ("1Gi", "64Ti"),
+    "--volume-size": ("1Gi", "1048576Ti"),
+}
+"""Less does not start, and more no node or volume has: mistyped, most likely."""
+MOST_CPUS, MOST_GPUS, MOST_PODS, LONGEST_DRAIN_S = 4096, 128, 150_000, 86_400
+"""Of a pod; of a cluster, as Kubernetes is made for; a day."""
 _QUANTITY = re.compile(r"([1-9]\d*)(Ki|Mi|Gi|Ti)")
 _BYTES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -57,7 +70,8 @@ class Options:
         overlays: of ``OVERLAYS``.
         queue: Kueue's local queue.
         redis: address of the Redis that keeps Ray's control store.
-        drain_s: seconds that a run has to save and move its state when a pod or the job is to end.
+        drain_s: seconds that a run has to save and move its state when a pod is to end; a job that is stopped has as many, and
+            :data:`LEAST_STOP_S` at least.
         service_account: an existing one for all pods, in the place of two that are made here.
         priority_class: an existing one for all pods, in the place of the two of ``--kind setup``.
         spot_label: ``KEY=VALUE`` that the provider puts on pre-emptible nodes.
@@ -147,10 +161,20 @@ def sizes(config: RunConfig, options: Options, kind: str) -> Sizes:
         raise ManifestError(
             f"--cpus {cpus} is less than {per_pod} workers of ray.cpus_per_worker = {need_cpus:g} need: raise --cpus or lower the other"
         )
+    for what, count, bound in (("GPUs", gpus, MOST_GPUS), ("CPUs", cpus, MOST_CPUS)):
+        if count > bound:
+            key = what.lower()
+            why = f"a worker pod would have {count} {what}, and no node has more than {bound}"
+            raise ManifestError(f"{why}: lower --{key} or ray.{key}_per_worker")
     fewest, first, most = (
         math.ceil(n / per_pod) for n in (config.elastic.min_workers, config.elastic.workers + config.elastic.spares, config.max_workers)
     )
     most = max(most, math.ceil((config.max_workers + config.elastic.spares) / per_pod))
+    if most > MOST_PODS:
+        raise ManifestError(
+            f"elastic.max_workers = {config.max_workers} makes {most:,} pods, and a cluster takes {MOST_PODS:,} at most: "
+            "lower it (null: as many as train.slots)"
+        )
     if options.has("spot") and fewest == most:
         raise ManifestError(
             f"--overlay spot: all {most} pods are needed for elastic.min_workers = {config.elastic.min_workers}, so none may be "
@@ -204,22 +228,27 @@ def _has_port(url: str) -> bool:
 
 def _outside(config: RunConfig) -> tuple[int, ...]:
     root = config.checkpoint.dir or ""
-    if "://" not in root or root.startswith("file://"):
+    if "://" not in root or root.startswith(ON_A_DISK):
         return ()
-    endpoint = parse_qs(urlsplit(root).query).get("endpoint", ["https://"])[0]
-    return (port_of(endpoint, 443),)
+    endpoint = parse_qs(urlsplit(root).query).get("endpoint", [""])[0]
+    return (port_of(endpoint or root, 443),)
 
 
-def _not_of_s3(key: str, url: str) -> Iterator[str]:
+def _no_store(key: str, url: str) -> Iterator[str]:
     """What the store would refuse, in pods that are up; and of another option the endpoint's port would stay shut."""
-    if not (url.startswith("s3://") and urlsplit(url).query):
-        return
-    from vescale_ray.checkpoint.s3_calls import parse_s3_url  # imports torch
+    scheme = url.partition("://")[0].rpartition("::")[2]
+    if url.startswith("s3://"):
+        from vescale_ray.checkpoint.s3_calls import parse_s3_url  # imports torch
 
-    try:
-        parse_s3_url(url)
-    except ValueError as error:
-        yield f"{key} = {url}: {error}"
+        try:
+            parse_s3_url(url)
+        except ValueError as error:
+            yield f"{key} = {url}: {error}"
+    elif scheme != "s3":
+        from fsspec import available_protocols
+
+        if scheme not in available_protocols():
+            yield f"{key} = {url}: {scheme}:// is no store that fsspec knows; give s3://bucket/prefix, or a folder below the mount"
 
 
 def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
@@ -231,10 +260,17 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
         ("--head-memory", o.head_memory),
         ("--volume-size", o.volume_size),
     ):
+        least, most = BOUNDS[flag]
         if not quantity(text):
             yield f"{flag} {text}: give a whole size with its unit, for example 64Gi"
-    if quantity(o.shm) < quantity(LEAST_SHM):
-        yield f"--shm {o.shm}: Ray's object store gets half of it, and starts with no less than 75 MiB; give {LEAST_SHM} or more"
+        elif flag == "--shm" and quantity(text) < quantity(least):
+            yield f"{flag} {text}: Ray's object store gets half of it, and starts with no less than 75 MiB; give {least} or more"
+        elif not quantity(least) <= quantity(text) <= quantity(most):
+            yield f"{flag} {text}: give a size from {least} to {most}"
+    if o.head_cpus > MOST_CPUS:
+        yield f"--head-cpus {o.head_cpus}: no node has more than {MOST_CPUS}"
+    if o.drain_s > LONGEST_DRAIN_S:
+        yield f"--drain-s {o.drain_s}: nobody waits longer than a day for a pod's end; give at most {LONGEST_DRAIN_S}"
     if quantity(o.shm) >= quantity(o.memory):
         yield f"--shm {o.shm} is not less than --memory {o.memory}, which it counts against: lower the one or raise the other"
     for flag, text in (("--spot-label", o.spot_label), ("--monitor-label", o.monitor_label)):
@@ -250,11 +286,12 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
             yield f"{flag} {name}: give lower-case letters, digits, '-' and '.'"
     if o.queue is not None and not (names.is_name(o.queue) and names.is_label_value(o.queue)):
         yield f"--queue {o.queue}: give the name of a local queue: lower-case letters, digits, '-' and '.', 63 at most"
+    for flag, url in (("--prometheus", o.prometheus), ("--grafana", o.grafana), ("--runbooks", o.runbooks), ("--redis", o.redis)):
+        if url is not None and holds_credentials(url if "://" in url else f"redis://{url}"):  # first: it is not to be shown
+            yield f"{flag}: a manifest is no place for a password; give the address without credentials"
     for flag, url in (("--prometheus", o.prometheus), ("--grafana", o.grafana)):
         if url is not None and not re.fullmatch(r"https?://[^\s/]+\S*", url):
             yield f"{flag} {url}: give a URL, for example http://{flag.removeprefix('--')}.monitoring:9090"
-        elif url is not None and "@" in url.partition("://")[2].partition("/")[0]:
-            yield f"{flag}: a manifest is no place for a password; give the URL without credentials"
     if not re.fullmatch(r"https?://[^\s/#]+[^\s#]*", o.runbooks):
         yield f"--runbooks {o.runbooks}: give the URL of docs/runbooks.md, without a #"
     if o.redis is not None and not re.fullmatch(r"(rediss?://)?[\w.-]+:\d+", o.redis):
@@ -291,14 +328,19 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
     for key, path in on_volume.items():
         if path is None or (key == "data.corpus" and path == "stdlib"):
             continue
-        if key == "checkpoint.dir" and "://" in path and not path.startswith("file://"):
+        if key == "checkpoint.dir" and "://" in path and not path.startswith(ON_A_DISK):
             if not _has_port(parse_qs(urlsplit(path).query).get("endpoint", ["https://"])[0]):
                 yield f"{key} = {path}: the endpoint's port is none; give one from 1 to 65535"
-            yield from _not_of_s3(key, path)
+            yield from _no_store(key, path)
             continue
-        if "://" in path and not path.startswith("file://"):
+        if "://" in path and not path.startswith(ON_A_DISK):
             yield f"{key} = {path}: is read as a file or folder; put it on the volume that all pods share, below {mount}"
-        elif not f"{posixpath.normpath(path.removeprefix('file://'))}/".startswith(f"{mount}/"):
+        elif not f"{posixpath.normpath(re.sub('^(file|local)://', '', path))}/".startswith(f"{mount}/"):
             yield f"{key} = {path} is not on the volume that all pods share: set {key}={mount}/.. or --mount"
+    if not c.resources_per_worker:
+        yield (
+            "ray.cpus_per_worker = 0 with ray.gpus_per_worker = 0: Ray could place the workers anywhere, on the head as well; "
+            "set ray.cpus_per_worker=1"
+        )
     if c.ray.gpus_per_worker == 0 and o.gpus:
         yield f"--gpus {o.gpus} with ray.gpus_per_worker = 0: no worker would use them; set ray.gpus_per_worker=1"

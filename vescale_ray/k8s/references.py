@@ -11,7 +11,9 @@ import yaml
 
 from vescale_ray.config import ConfigError, RunConfig, parse_config
 from vescale_ray.k8s.options import places
+from vescale_ray.k8s.policies import policy_problems, selects
 from vescale_ray.k8s.rules import pod_templates
+from vescale_ray.k8s.values import size_of
 
 Tree = Mapping[str, Any]
 Name = tuple[str, str]
@@ -37,6 +39,7 @@ def reference_problems(documents: Sequence[Tree], outside: AbstractSet[Name] = f
         yield from _names(pod, known, documents)
         yield from _mounts(pod)
     yield from _selectors(documents, pods)
+    yield from policy_problems(documents, pods)
     for one in documents:
         if one["kind"] in ("RayJob", "RayCluster"):
             yield from _secrets(one, outside)
@@ -52,7 +55,7 @@ class _Pod:
         self.spec: Tree = template["spec"]
         self.containers: Sequence[Tree] = self.spec.get("containers") or ()
         self.more_mounts = more_mounts
-        self.ports = {port["name"]: port["containerPort"] for one in self.containers for port in one.get("ports") or ()}
+        self.ports: Mapping[str, int] = {port["name"]: port["containerPort"] for one in self.containers for port in one.get("ports") or ()}
 
 
 def _clusters(documents: Sequence[Tree]) -> Iterator[Tree]:
@@ -95,6 +98,10 @@ def _names(pod: _Pod, known: AbstractSet[Name], documents: Sequence[Tree]) -> It
             wanted.append(("Secret", volume["secret"]["secretName"]))
         if "persistentVolumeClaim" in volume:
             wanted.append(("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
+            for claim in documents:
+                modes = (claim.get("spec") or {}).get("accessModes") or ()
+                if (claim["kind"], claim["metadata"]["name"]) == wanted[-1] and "ReadWriteMany" not in modes:
+                    yield f"{pod.where}: the claim {wanted[-1][1]} is not ReadWriteMany: pods of other nodes can't mount it"
         for source in (volume.get("projected") or {}).get("sources") or ():
             wanted += [(kind, source[key]["name"]) for key, kind in (("configMap", "ConfigMap"), ("secret", "Secret")) if key in source]
     if "serviceAccountName" not in pod.spec:
@@ -141,8 +148,7 @@ def _token_volumes(pod: _Pod) -> set[str]:
 
 
 def _matching(selector: Tree, pods: Sequence[_Pod]) -> list[_Pod]:
-    labels = (selector.get("matchLabels") or {}).items()
-    return [pod for pod in pods if labels <= pod.labels.items()]
+    return [pod for pod in pods if selects(selector, pod)]
 
 
 def _selectors(documents: Sequence[Tree], pods: Sequence[_Pod]) -> Iterator[str]:
@@ -152,12 +158,19 @@ def _selectors(documents: Sequence[Tree], pods: Sequence[_Pod]) -> Iterator[str]
     for one in documents:
         spec, where = one.get("spec") or {}, f"{one['kind']} {one['metadata']['name']}"
         if one["kind"] == "PodDisruptionBudget":
-            if not _matching(spec["selector"], pods):
+            matching = _matching(spec["selector"], pods)
+            if not matching:
                 yield f"{where}: its selector matches no pod"
+            yield from (f"{where}: holds {pod.where}, without which the run goes on" for pod in matching if pod.where != "headGroupSpec")
         elif one["kind"] == "PodMonitor":
             matching = _matching(spec["selector"], pods)
             if not matching:
                 yield f"{where}: its selector matches no pod"
+            spaces = spec.get("namespaceSelector") or {}
+            if not spaces.get("any") and one["metadata"].get("namespace") not in spaces.get(
+                "matchNames", [one["metadata"].get("namespace")]
+            ):
+                yield f"{where}: its namespaceSelector leaves out the pods' own"
             for endpoint in spec["podMetricsEndpoints"]:
                 yield from (f"{where}: {pod.where} has no port {endpoint['port']}" for pod in matching if endpoint["port"] not in pod.ports)
         elif one["kind"] == "NetworkPolicy":
@@ -204,7 +217,11 @@ def _run(document: Tree, documents: Sequence[Tree]) -> Iterator[str]:
     files = dict(_files(head, documents))
     path = next(iter(files), None)
     if document["kind"] == "RayJob":
-        words = shlex.split(document["spec"].get("entrypoint", ""))
+        try:
+            words = shlex.split(document["spec"].get("entrypoint", ""))
+        except ValueError as error:
+            yield f"the entrypoint {document['spec']['entrypoint']} is no command: {error}".rstrip(".")
+            return
         if words[:2] != ["vescale-ray", "train"] or len(words) < 3:
             yield f"the entrypoint {' '.join(words)} is not vescale-ray train RUN.yaml"
             return
@@ -238,7 +255,7 @@ def _fits(config: RunConfig, cluster: Tree, head: Tree, workers: Mapping[str, Tr
         yield f"the head's port vescale-metrics is {ports.get('vescale-metrics')}, metrics.port of the run {config.metrics.port}"
     need = config.resources_per_worker
     groups = cluster.get("workerGroupSpecs") or ()
-    rooms = {name: _places(pod, need) for name, pod in workers.items()}
+    rooms = {name: _places(pod, need, group) for (name, pod), group in zip(workers.items(), groups, strict=True)}
     for name, room in rooms.items():
         if room < 1:
             yield f"{name}: no worker of the run fits into a pod (it needs {need})"
@@ -261,8 +278,12 @@ def _fits(config: RunConfig, cluster: Tree, head: Tree, workers: Mapping[str, Tr
                     yield f"{where}: {key} = {path} is not on a volume that it mounts"
 
 
-def _places(pod: Tree, need: Mapping[str, float]) -> int:
-    """Workers that fit into the pod, as Ray counts."""
+def _places(pod: Tree, need: Mapping[str, float], group: Tree) -> int:
+    """Workers that fit into the pod, as Ray counts: by its limits, unless ``rayStartParams`` say otherwise."""
     limits = (pod["containers"][0].get("resources") or {}).get("limits") or {}
-    has = {"CPU": float(str(limits.get("cpu", "0")).removesuffix("m") or 0), "GPU": float(limits.get("nvidia.com/gpu", 0))}
+    given = group.get("rayStartParams") or {}
+    has = {
+        name: size_of(given.get(param, limits.get(limit, "0"))) or 0.0
+        for name, param, limit in (("CPU", "num-cpus", "cpu"), ("GPU", "num-gpus", "nvidia.com/gpu"))
+    }
     return min((places(has[name], amount) for name, amount in need.items()), default=1)

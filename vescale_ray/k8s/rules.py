@@ -14,6 +14,7 @@ import yaml
 
 from vescale_ray.k8s.names import is_name, name_problems
 from vescale_ray.k8s.options import GRACE_MARGIN_S
+from vescale_ray.k8s.values import plain_secrets, size_of, value_problems
 
 Tree = Mapping[str, Any]
 LONGEST = {"RayJob": 47, "RayCluster": 53}
@@ -23,6 +24,15 @@ LONGEST_ACCOUNT = 50
 TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
 """Where a client of Kubernetes' API looks for its token: Ray's autoscaler, too."""
 KUEUES_LABEL, KUEUES_ELASTIC = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/elastic-job"
+LEVEL = "pod-security.kubernetes.io/enforce"
+SAFE_TO_EVICT = "cluster-autoscaler.kubernetes.io/safe-to-evict"
+HEADS_PORTS = {"gcs-server": ("port", "6379"), "dashboard": ("dashboard-port", "8265")}
+"""By name, with the parameter that changes it: the operator makes the head's Service of the ports that are listed, if any is."""
+MAY_BE_ADDED = frozenset({"IPC_LOCK", "NET_BIND_SERVICE", "SYS_PTRACE"})
+"""For RDMA, and for py-spy."""
+LEAST_IDLE_S = 60
+MOST_OF_A_MAP = 2**20
+GPU = "nvidia.com/gpu"
 KUEUES_GROUPS = 6
 """A Kueue workload has 8 pod sets: the head's, the submitter's, the groups'."""
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -37,8 +47,16 @@ def rule_problems(document: Tree) -> Iterator[str]:
     kind = document.get("kind")
     if kind not in LONGEST:
         yield from name_problems(document)
+        yield from value_problems(document)
         if kind == "PodDisruptionBudget":
             yield from _budget(document)
+        if kind == "ServiceAccount" and document.get("automountServiceAccountToken") is not False:
+            yield f"ServiceAccount {document['metadata']['name']}: automountServiceAccountToken must be false"
+        if kind == "ConfigMap" and sum(len(str(text).encode()) for text in (document.get("data") or {}).values()) > MOST_OF_A_MAP:
+            yield f"ConfigMap {document['metadata']['name']}: it holds more than 1 MiB, the most that Kubernetes takes"
+        level = (document["metadata"].get("labels") or {}).get(LEVEL, "restricted")
+        if kind == "Namespace" and level != "restricted":
+            yield f"Namespace {document['metadata']['name']}: {LEVEL} is {level}: the pods of a run need no more than restricted"
         return
     name, spec = str(document["metadata"]["name"]), document["spec"]
     if len(name) > LONGEST[kind]:
@@ -47,10 +65,13 @@ def rule_problems(document: Tree) -> Iterator[str]:
         yield f"the name {name} is none for a {kind}: give lower-case letters, digits and '-', a letter first, with --name"
     else:
         yield from name_problems(document)
+    yield from value_problems(document)
     annotations = document["metadata"].get("annotations") or {}
     if kind == "RayJob":
         yield from _job(spec)
     cluster = spec.get("rayClusterSpec") if kind == "RayJob" else spec
+    if spec.get("suspend") and KUEUES_LABEL not in (document["metadata"].get("labels") or {}):
+        yield f"suspend: true without a queue ({KUEUES_LABEL}): nobody would start it"
     if KUEUES_LABEL in (document["metadata"].get("labels") or {}):
         queue = str(document["metadata"]["labels"][KUEUES_LABEL])
         if not is_name(queue):
@@ -184,6 +205,10 @@ def _cluster(spec: Tree, annotations: Tree, in_job: bool) -> Iterator[str]:
     for name in names:
         if not _DNS_1035.fullmatch(str(name)):
             yield f"the worker group's name {name} becomes a part of pods' names: give lower-case letters, digits and '-'"
+    if in_job and (spec.get("authOptions") or {}).get("enableK8sTokenAuth"):
+        yield "authOptions.enableK8sTokenAuth is not taken in a RayJob"
+    if (spec.get("tlsOptions") or {}).get("enabled"):
+        yield "tlsOptions is behind a feature gate of KubeRay's that is off (RayClusterMTLS)"
     if (spec.get("authOptions") or {}).get("mode") == "token":
         version = re.match(r"(\d+)\.(\d+)", str(spec.get("rayVersion", "")))
         if not version or (int(version[1]), int(version[2])) < (2, 52):
@@ -192,6 +217,8 @@ def _cluster(spec: Tree, annotations: Tree, in_job: bool) -> Iterator[str]:
 
 def _autoscaling(spec: Tree, groups: Sequence[tuple[str, Tree]], env: Tree) -> Iterator[str]:
     on, options = bool(spec.get("enableInTreeAutoscaling")), spec.get("autoscalerOptions") or {}
+    if on and options.get("idleTimeoutSeconds", LEAST_IDLE_S) < LEAST_IDLE_S:
+        yield f"autoscalerOptions.idleTimeoutSeconds is less than {LEAST_IDLE_S}: nodes that wait for others would be taken away again"
     by_env = str(env.get("RAY_enable_autoscaler_v2", {}).get("value", ""))
     if on and "version" in options and by_env:
         yield "autoscalerOptions.version and RAY_enable_autoscaler_v2 are both set: use the first"
@@ -205,6 +232,8 @@ def _autoscaling(spec: Tree, groups: Sequence[tuple[str, Tree]], env: Tree) -> I
         for field in ("idleTimeoutSeconds", "priority"):
             if field in group and not v2:
                 yield f"{where}: {field} needs autoscaler v2"
+        if group.get("numOfHosts", 1) != 1:
+            yield f"{where}: numOfHosts must be 1: a run's workers come and go one by one"
         if on and group.get("suspend"):
             yield f"{where}: suspend excludes autoscaling"
         fewest, most = group.get("minReplicas"), group.get("maxReplicas")
@@ -230,8 +259,13 @@ def _fault_tolerance(spec: Tree, annotations: Tree, head: Tree, env: Tree, in_jo
     for name in ("ray.io/external-storage-namespace", "ray.io/ft-enabled"):
         if annotations.get(name):
             yield f"gcsFaultToleranceOptions excludes the annotation {name}"
-    if options.get("backend", "redis") == "redis" and not options.get("redisAddress"):
+    if options.get("backend", "redis") == "rocksdb":
+        gate = "GCSFaultToleranceEmbeddedStorage"
+        yield f"gcsFaultToleranceOptions.backend rocksdb is behind a feature gate of KubeRay's that is off ({gate}): use redis"
+    elif not options.get("redisAddress"):
         yield "gcsFaultToleranceOptions has no redisAddress"
+    elif "storage" in options:
+        yield "gcsFaultToleranceOptions.storage is for the backend rocksdb alone"
     if "value" in (options.get("redisPassword") or {}):
         yield "gcsFaultToleranceOptions.redisPassword.value is a password in plain text: take it from a Secret with valueFrom"
     if in_job and options.get("externalStorageNamespace"):
@@ -273,6 +307,7 @@ def _pods(cluster: Tree, spec: Tree) -> Iterator[str]:
         yield from _grace(where, pod)
     if "submitterPodTemplate" in spec:
         templates.append(("submitterPodTemplate", spec["submitterPodTemplate"]["spec"]))
+    yield from _head(cluster["headGroupSpec"])
     if (cluster["headGroupSpec"].get("rayStartParams") or {}).get("num-cpus") != "0":
         yield 'headGroupSpec.rayStartParams.num-cpus must be "0": a worker on the head could take the run down with it'
     if (cluster.get("authOptions") or {}).get("mode") != "token":
@@ -281,11 +316,58 @@ def _pods(cluster: Tree, spec: Tree) -> Iterator[str]:
         yield from _autoscalers_container(cluster)
     for where, pod in templates:
         yield from _security(where, pod)
-        for container in pod.get("containers") or ():
+        for container in (*(pod.get("initContainers") or ()), *(pod.get("containers") or ())):
             yield from _container(f"{where}, container {container.get('name')}", container)
+    for group in cluster.get("workerGroupSpecs") or ():
+        yield from _room(f"worker group {group.get('groupName')}", group)
     images = {str(container.get("image")) for _, pod in templates for container in pod.get("containers") or ()}
     if len(images) > 1:
         yield f"the pods have different images ({', '.join(sorted(images))}): Ray's and our versions must be the same everywhere"
+
+
+def _head(group: Tree) -> Iterator[str]:
+    params, pod = group.get("rayStartParams") or {}, group["template"]["spec"]
+    if not pod.get("containers"):
+        return  # told of elsewhere
+    ports = {one.get("name"): str(one.get("containerPort")) for one in pod["containers"][0].get("ports") or ()}
+    for name, (param, default) in HEADS_PORTS.items():
+        wanted = params.get(param, default)
+        if ports and ports.get(name) != wanted:
+            yield f"headGroupSpec: its container has no port {wanted} named {name}: the operator's Service for the head would lack it"
+    if params.get("dashboard-host", "0.0.0.0") not in ("0.0.0.0", "::"):
+        yield f"headGroupSpec.rayStartParams.dashboard-host is {params['dashboard-host']}: operator and submitter come from other pods"
+    if ((group["template"].get("metadata") or {}).get("annotations") or {}).get(SAFE_TO_EVICT) != "false":
+        yield f'headGroupSpec: the annotation {SAFE_TO_EVICT} must be "false": a run does not survive the loss of its head'
+    if not pod.get("nodeSelector") and not (pod.get("affinity") or {}).get("nodeAffinity"):
+        yield "headGroupSpec: a nodeSelector or nodeAffinity must keep it from pre-emptible nodes"
+
+
+def _room(where: str, group: Tree) -> Iterator[str]:
+    """Volumes against the limits that they count against, where both are quantities."""
+    pod = group["template"]["spec"]
+    if not pod.get("containers"):
+        return
+    limits = (pod["containers"][0].get("resources") or {}).get("limits") or {}
+    tolerated = [one.get("key") for one in pod.get("tolerations") or () if one.get("operator") == "Exists"]
+    if GPU in limits and not {GPU, None} & set(tolerated):
+        yield f"{where}: asks for {GPU} and does not tolerate the taint of that name, which nodes with GPUs have"
+    for mount in pod["containers"][0].get("volumeMounts") or ():
+        if mount.get("mountPath") == "/dev/shm":
+            for one in pod.get("volumes") or ():
+                if one.get("name") == mount.get("name") and (one.get("emptyDir") or {}).get("medium") != "Memory":
+                    yield f"{where}: /dev/shm is no memory: the volume {one['name']} needs medium: Memory"
+    memory, disk = (size_of(limits.get(key)) for key in ("memory", "ephemeral-storage"))
+    volumes = [one["emptyDir"] or {} for one in pod.get("volumes") or () if "emptyDir" in one]
+    on_disk, in_memory = (
+        sum(size_of(one.get("sizeLimit")) or 0 for one in volumes if (one.get("medium") == "Memory") == wanted) for wanted in (False, True)
+    )
+    if memory is not None and in_memory >= memory:
+        yield f"{where}: volumes in memory of {in_memory:,.0f} bytes leave nothing of its {memory:,.0f}, which they count against"
+    if disk is not None and on_disk > disk:
+        yield f"{where}: volumes of {on_disk:,.0f} bytes are more than its ephemeral-storage of {disk:,.0f}: the pod would be evicted"
+    store = size_of((group.get("rayStartParams") or {}).get("object-store-memory"))
+    if store is not None and in_memory and store > in_memory:
+        yield f"{where}: object-store-memory of {store:,.0f} bytes does not fit into /dev/shm of {in_memory:,.0f}"
 
 
 def _autoscalers_container(cluster: Tree) -> Iterator[str]:
@@ -307,8 +389,8 @@ def _grace(where: str, pod: Tree) -> Iterator[str]:
         yield f"{where}: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S must be set: Ray's 30 s are a race against Kubernetes' 30 s"
     elif not isinstance(grace, int) or grace < int(drain) + GRACE_MARGIN_S:
         yield f"{where}: terminationGracePeriodSeconds {grace} must be {GRACE_MARGIN_S} s more than the drain of {drain} s"
-    if "ray stop" in str((container.get("lifecycle") or {}).get("preStop", "")):
-        yield f"{where}: preStop with `ray stop` cuts the drain short; leave it out"
+    if (container.get("lifecycle") or {}).get("preStop"):
+        yield f"{where}: preStop cuts the drain short, which its time is taken from (`ray stop` ends it); leave it out"
 
 
 def _security(where: str, pod: Tree) -> Iterator[str]:
@@ -350,7 +432,11 @@ def _container(where: str, container: Tree) -> Iterator[str]:
         values = [port.get(field) for port in ports]
         for value in sorted({str(one) for one in values if values.count(one) > 1}):
             yield f"{where}: two ports have the {field} {value}"
+    for name in plain_secrets(container):
+        yield f"{where}: the variable {name} is a secret in plain text: take it from a Secret (--env-secret)"
     for port in ports:
+        if "hostPort" in port:
+            yield f"{where}: hostPort {port['hostPort']} is the node's own port: one pod alone could have it"
         if len(str(port.get("name", ""))) > 15:
             yield f"{where}: the port's name {port['name']} has more than 15 characters"
 
@@ -361,3 +447,10 @@ def _privileges(where: str, container: Tree) -> Iterator[str]:
         yield f"{where}: securityContext must say allowPrivilegeEscalation: false and drop ALL capabilities"
     if context.get("privileged"):
         yield f"{where}: privileged gives it the node"
+    added = set((context.get("capabilities") or {}).get("add") or ()) - MAY_BE_ADDED
+    if added:
+        yield f"{where}: the capabilities {', '.join(sorted(added))} are none that training needs"
+    if context.get("runAsUser") == 0 or context.get("runAsNonRoot") is False:
+        yield f"{where}: its securityContext makes it root, whatever the pod's says"
+    if (context.get("seccompProfile") or {}).get("type", "RuntimeDefault") != "RuntimeDefault":
+        yield f"{where}: its seccompProfile must be RuntimeDefault, as the pod's"
