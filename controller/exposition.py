@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+import numpy as np
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -54,13 +55,15 @@ class RankFamily(Metric):
     Args:
         kind: ``gauge`` or ``counter``.
         parts: values by rank; each with the labels that they have besides ``run`` and ``rank``.
-        shown: how a value is written, for ``%``.
+        decimals: that are written of a value; 0: they are whole numbers.
     """
 
-    def __init__(self, name: str, text: str, kind: str, run: str, parts: Sequence[tuple[Labels, Mapping[int, float]]], shown: str) -> None:
+    def __init__(
+        self, name: str, text: str, kind: str, run: str, parts: Sequence[tuple[Labels, Mapping[int, float]]], decimals: int
+    ) -> None:
         super().__init__(name, text, kind)
         self._series = name + {"info": "_info", "counter": "_total"}.get(kind, "")
-        self._run, self._parts, self._shown = run, parts, shown
+        self._run, self._parts, self._decimals = run, parts, decimals
         self.samples = _Samples(self)  # type: ignore[assignment]
 
     def each(self) -> Iterator[Sample]:
@@ -76,11 +79,21 @@ class RankFamily(Metric):
             key, ranks, values = (self._series, labels), tuple(of), tuple(of.values())
             known = kept.get(key)
             if known is None or known[0] != (self._run, ranks):
-                known = ((self._run, ranks), _template(self._series, self._run, labels, ranks, self._shown), None, b"")
+                shown = f"%de-{self._decimals}" if self._decimals else "%d"
+                known = ((self._run, ranks), _template(self._series, self._run, labels, ranks, shown), None, b"")
             if known[2] != values:
-                known = kept[key] = (*known[:2], values, known[1] % values)
+                known = kept[key] = (*known[:2], values, self._written(known[1], labels, ranks, values))
             pieces.append(known[3])
         return pieces
+
+    def _written(self, template: bytes, labels: Labels, ranks: tuple[int, ...], values: tuple[float, ...]) -> bytes:
+        """The values in their places: as whole numbers of millionths, say (``125000e-6``), written in half of the time of ``0.125000``."""
+        if not self._decimals:
+            return template % values
+        whole = np.rint(np.array(values, dtype=np.float64) * 10.0**self._decimals)
+        if not (np.abs(whole) < 2.0**63).all():  # no number, or none that can be written so
+            return _template(self._series, self._run, labels, ranks, f"%.{self._decimals}f") % values
+        return template % tuple(whole.astype(np.int64).tolist())
 
     def text(self, openmetrics: bool, kept: Kept) -> list[bytes]:
         """The family, in pieces."""
@@ -93,7 +106,7 @@ class RankInfo(RankFamily):
     """An info for each rank, which has the labels of ``rows`` by rank."""
 
     def __init__(self, name: str, text: str, run: str, rows: Mapping[int, Mapping[str, str]]) -> None:
-        super().__init__(name, text, "info", run, (), "%d")
+        super().__init__(name, text, "info", run, (), 0)
         self._rows = rows
 
     def each(self) -> Iterator[Sample]:
@@ -206,15 +219,15 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
             family.add_metric([*labels, *key], float(value))
         yield family
 
-    def by_rank(name: str, text: str, values: Mapping[int, float], shown: str, kind: str = "gauge") -> Iterator[Metric]:
+    def by_rank(name: str, text: str, values: Mapping[int, float], decimals: int, kind: str = "gauge") -> Iterator[Metric]:
         if values:
-            yield RankFamily(name, text, kind, s.run, [((), values)], shown)
+            yield RankFamily(name, text, kind, s.run, [((), values)], decimals)
 
     def by_rank_and(
-        key: str, name: str, text: str, values: Mapping[str, Mapping[int, float]], shown: str, kind: str = "gauge"
+        key: str, name: str, text: str, values: Mapping[str, Mapping[int, float]], decimals: int, kind: str = "gauge"
     ) -> Iterator[Metric]:
         if values:
-            yield RankFamily(name, text, kind, s.run, [(((key, what),), of) for what, of in values.items()], shown)
+            yield RankFamily(name, text, kind, s.run, [(((key, what),), of) for what, of in values.items()], decimals)
 
     def histogram(name: str, text: str, value: Histogram) -> Iterator[Metric]:
         family = HistogramMetricFamily(name, text, labels=run)
@@ -284,22 +297,22 @@ def families(s: RunSnapshot) -> Iterator[Metric]:
     lost = _from_zero(Loss, s.lost_seconds)
     yield from counters("vescale_badput_seconds", "All other seconds since the run began, by what they were lost to.", ("cause",), lost)
 
-    yield from by_rank("vescale_worker_host_rss_bytes", "Resident memory of the worker's process.", s.memory, "%d")
+    yield from by_rank("vescale_worker_host_rss_bytes", "Resident memory of the worker's process.", s.memory, 0)
     text = "What the run has allocated on the rank, by kind: what it is for."
-    yield from by_rank_and("kind", "vescale_worker_memory_bytes", text, s.memory_kinds, "%d")
+    yield from by_rank_and("kind", "vescale_worker_memory_bytes", text, s.memory_kinds, 0)
     for kind, text in DEVICE_MEMORY.items():
-        yield from by_rank(f"vescale_worker_memory_{kind}_bytes", text, s.device_memory.get(kind, {}), "%d")
+        yield from by_rank(f"vescale_worker_memory_{kind}_bytes", text, s.device_memory.get(kind, {}), 0)
     text = "Times that the allocator of the rank's accelerator had to give memory back and try again."
-    yield from by_rank("vescale_worker_alloc_retries", text, s.alloc_retries, "%d", "counter")
+    yield from by_rank("vescale_worker_alloc_retries", text, s.alloc_retries, 0, "counter")
     text = "Seconds for which the rank's training thread stood still for others, by what it waited for; reshard: outside of steps."
-    yield from by_rank_and("op", "vescale_worker_exposed_communication_seconds", text, s.waited, "%.6f", "counter")
-    yield from by_rank("vescale_worker_step_duration_seconds", "Wall time of the rank's last step.", s.rank_step_seconds, "%.6f")
+    yield from by_rank_and("op", "vescale_worker_exposed_communication_seconds", text, s.waited, 6, "counter")
+    yield from by_rank("vescale_worker_step_duration_seconds", "Wall time of the rank's last step.", s.rank_step_seconds, 6)
     text = "The rank's own time for a slot in the last step, without waiting."
-    yield from by_rank("vescale_worker_slot_seconds", text, s.slot_seconds, "%.6f")
+    yield from by_rank("vescale_worker_slot_seconds", text, s.slot_seconds, 6)
     text = "The rank's own time for a slot, relative to the usual rank's."
-    yield from by_rank("vescale_worker_slowness_ratio", text, s.slowness, "%.4f")
-    yield from by_rank("vescale_worker_slots", "Slots of the global batch that the rank does.", s.slots, "%d")
-    yield from by_rank("vescale_worker_heartbeat_timestamp_seconds", "When the rank has last answered.", s.heard, "%.3f")
+    yield from by_rank("vescale_worker_slowness_ratio", text, s.slowness, 4)
+    yield from by_rank("vescale_worker_slots", "Slots of the global batch that the rank does.", s.slots, 0)
+    yield from by_rank("vescale_worker_heartbeat_timestamp_seconds", "When the rank has last answered.", s.heard, 3)
     yield from gauge("vescale_stragglers", "Workers that have been slower than the others for long.", len(s.stragglers))
     if s.workers:
         yield RankInfo("vescale_worker", "Which worker holds the rank, and on which node.", s.run, s.workers)

@@ -368,6 +368,7 @@ def test_what_is_written_fast_says_what_prometheus_own_client_would() -> None:
     stepped = replace(first, step=41, slots={**first.slots, 3: 7}, waited={**first.waited, "all_gather": dict.fromkeys(range(40), 2.5)})
     moved = replace(stepped, workers={**first.workers, 5: {"worker": "w99", "node": "n"}}, info={"model": "other"})
     shrunk = replace(moved, slots={r: 3 * r for r in range(39)}, heard=dict.fromkeys(range(39), 1.0), loss=math.inf)
+    shrunk = replace(shrunk, slowness={**first.slowness, 3: math.inf}, slot_seconds={**first.slot_seconds, 4: 1e30, 5: -0.25})
     for snapshot in (first, first, stepped, moved, shrunk, many(40), replace(first, run="another")):
         for accept, read in (("", parse_text), ("application/openmetrics-text; version=1.0.0", parse_openmetrics)):
             body, _ = exposition(snapshot, accept)
