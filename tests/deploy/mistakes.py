@@ -277,6 +277,7 @@ VALUES = [
         ("a mistyped access", put("PersistentVolumeClaim:spec", accessModes=["ReadWriteMeny"]), "is ReadWriteMeny: it must be one of"),
         ("an interval without its unit", put("PodMonitor:spec.podMetricsEndpoints.0", interval="10"), "Prometheus takes a duration"),
         ("a mistyped duration", put("PrometheusRule:spec.groups.1.rules.0", {"for": "1 min"}), "is 1 min: Prometheus takes a duration"),
+        ("a port that is none", put(f"{WORKER}.containers.0.ports.0", containerPort=70000), "a port is a number from 1 to 65535"),
         ("a variable twice", add(HEAD_ENV, {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": "5"}), "is there twice: the last"),
     )
 ]
@@ -308,6 +309,18 @@ PODS = [
         ),
         ("a secret in plain text", add(HEAD_ENV, {"name": "AWS_SECRET_ACCESS_KEY", "value": "x"}), "AWS_SECRET_ACCESS_KEY is a secret"),
         ("two hosts for a worker", put(WORKER_GROUP, numOfHosts=2), "come and go one by one"),
+        ("a budget of none", put("PodDisruptionBudget:spec", minAvailable=0), "a whole number from 1"),
+        (
+            "a secret for the job",
+            put(JOB, runtimeEnvYAML="env_vars: {RAY_JOB_STOP_WAIT_TIME_S: '100', AWS_SECRET_ACCESS_KEY: x}"),
+            "env_vars.AWS_SECRET_ACCESS_KEY is a secret",
+        ),
+        ("a password in an address", put(CLUSTER, gcsFaultToleranceOptions={"redisAddress": "redis://:pw@r:1"}), "no place for a password"),
+        (
+            "a submitter that is started again",
+            put(f"{JOB}.submitterPodTemplate.spec", restartPolicy="Always"),
+            "needs restartPolicy: Never",
+        ),
         ("GPUs on nodes that repel it", drop(f"{WORKER}.tolerations", 0), "does not tolerate the taint"),
         ("shared memory on a disk", drop(f"{WORKER}.volumes.2.emptyDir", "medium"), "/dev/shm is no memory"),
         ("a ConfigMap of 2 MiB", put("ConfigMap:data", {"x": "x" * 2**21}), "more than 1 MiB"),
@@ -339,6 +352,12 @@ WAYS = [
     Mistake("references", what, spoil, words)
     for what, spoil, words in (
         ("an entrypoint whose quotes don't close", put(JOB, entrypoint="vescale-ray train '/x"), "is no command: No closing quotation"),
+        (
+            "two volumes of one name",
+            add(f"{WORKER}.volumes", {"name": "shm", "emptyDir": {"sizeLimit": "1Gi"}}),
+            "two volumes have the name",
+        ),
+        ("a run that can't be written", put(f"{WORKER}.containers.0.volumeMounts.0", readOnly=True), "every pod writes to it"),
         ("a claim for one node", put("PersistentVolumeClaim:spec", accessModes=["ReadWriteOnce"]), "is not ReadWriteMany"),
         ("GPUs that Ray is not told of", put(f"{WORKER_GROUP}.rayStartParams", {"num-gpus": "0"}), "no worker of the run fits"),
         ("a budget of workers", put("PodDisruptionBudget:spec.selector", matchLabels=_role), "without which the run goes on"),

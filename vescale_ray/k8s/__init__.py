@@ -2,8 +2,8 @@
 
 ``options`` says what can be chosen and derives the sizes; ``pods`` and ``objects`` build the documents as plain mappings, in which
 :class:`~vescale_ray.k8s.emit.Why` puts a reason beside a value; ``render`` holds them to KubeRay's fields (``fields``), to what its
-operator and we demand of them (``rules``) and to each other (``references``), and ``emit`` writes YAML. ``make manifests`` writes the
-committed defaults (``defaults``). Knows the run's configuration; neither Ray nor torch, and it talks to no cluster.
+operator and we demand of them (``rules``, ``values``) and to each other (``references``, ``policies``), and ``emit`` writes YAML. ``make
+manifests`` writes the committed defaults (``defaults``). Knows the run's configuration; neither Ray nor torch, and it talks to no cluster.
 """
 
 from __future__ import annotations

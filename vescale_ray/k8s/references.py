@@ -123,6 +123,12 @@ def _mounts(pod: _Pod) -> Iterator[str]:
     volumes = [volume["name"] for volume in pod.spec.get("volumes") or ()]
     mounts = [*(mount for one in pod.containers for mount in one.get("volumeMounts") or ()), *pod.more_mounts]
     mounted = {mount["name"] for mount in mounts}
+    for kind, names in (("volumes", volumes), ("containers", [one.get("name") for one in pod.containers])):
+        for name in sorted({str(name) for name in names if names.count(name) > 1}):
+            yield f"{pod.where}: two {kind} have the name {name}"
+    claims = {volume["name"] for volume in pod.spec.get("volumes") or () if "persistentVolumeClaim" in volume}
+    if any(mount["name"] in claims and mount.get("readOnly") for mount in mounts):
+        yield f"{pod.where}: the claim is mounted readOnly, and every pod writes to it"
     for name in sorted(mounted - set(volumes)):
         yield f"{pod.where}: {name} is mounted, but no volume has this name"
     for name in sorted(set(volumes) - mounted):

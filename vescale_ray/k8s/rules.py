@@ -14,7 +14,7 @@ import yaml
 
 from vescale_ray.k8s.names import is_name, name_problems
 from vescale_ray.k8s.options import GRACE_MARGIN_S
-from vescale_ray.k8s.values import plain_secrets, size_of, value_problems
+from vescale_ray.k8s.values import is_secret, plain_secrets, size_of, value_problems
 
 Tree = Mapping[str, Any]
 LONGEST = {"RayJob": 47, "RayCluster": 53}
@@ -85,10 +85,10 @@ def rule_problems(document: Tree) -> Iterator[str]:
 def _budget(document: Tree) -> Iterator[str]:
     """The other two forms are counted by the scale of the pods' owner; without one Kubernetes gives up on the budget, with a warning."""
     least = document["spec"].get("minAvailable")
-    if not isinstance(least, int) or "maxUnavailable" in document["spec"]:
+    if not isinstance(least, int) or least < 1 or "maxUnavailable" in document["spec"]:
         yield (
             f"PodDisruptionBudget {document['metadata']['name']}: of the pods of a RayCluster, which has no scale, Kubernetes counts only "
-            "minAvailable, a whole number"
+            "minAvailable, a whole number from 1"
         )
 
 
@@ -167,6 +167,8 @@ def _runtime_env(text: str) -> Iterator[str]:
     variables = env.get("env_vars") or {}
     if not all(isinstance(value, str) for value in variables.values()):
         yield "runtimeEnvYAML.env_vars: values must be texts, numbers in quotes"
+    for name in filter(is_secret, map(str, variables)):
+        yield f"runtimeEnvYAML.env_vars.{name} is a secret in plain text: take it from a Secret (--env-secret)"
     wait = str(variables.get("RAY_JOB_STOP_WAIT_TIME_S", ""))
     if not wait.isdigit() or int(wait) <= 3:
         yield "runtimeEnvYAML.env_vars.RAY_JOB_STOP_WAIT_TIME_S: without more than Ray's 3 s a job that is stopped makes no checkpoint"
@@ -264,6 +266,8 @@ def _fault_tolerance(spec: Tree, annotations: Tree, head: Tree, env: Tree, in_jo
         yield f"gcsFaultToleranceOptions.backend rocksdb is behind a feature gate of KubeRay's that is off ({gate}): use redis"
     elif not options.get("redisAddress"):
         yield "gcsFaultToleranceOptions has no redisAddress"
+    elif "@" in str(options["redisAddress"]):
+        yield "gcsFaultToleranceOptions.redisAddress is no place for a password: take it from a Secret with redisPassword"
     elif "storage" in options:
         yield "gcsFaultToleranceOptions.storage is for the backend rocksdb alone"
     if "value" in (options.get("redisPassword") or {}):
@@ -307,6 +311,8 @@ def _pods(cluster: Tree, spec: Tree) -> Iterator[str]:
         yield from _grace(where, pod)
     if "submitterPodTemplate" in spec:
         templates.append(("submitterPodTemplate", spec["submitterPodTemplate"]["spec"]))
+        if spec["submitterPodTemplate"]["spec"].get("restartPolicy") == "Always":
+            yield "submitterPodTemplate: a pod of a Job needs restartPolicy: Never or OnFailure"
     yield from _head(cluster["headGroupSpec"])
     if (cluster["headGroupSpec"].get("rayStartParams") or {}).get("num-cpus") != "0":
         yield 'headGroupSpec.rayStartParams.num-cpus must be "0": a worker on the head could take the run down with it'

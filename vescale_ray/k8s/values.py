@@ -50,6 +50,8 @@ def value_problems(document: Mapping[str, Any]) -> Iterator[str]:
         if above in ("requests", "limits") or key == "sizeLimit":
             if size_of(value) is None or ("/" in key and not str(value).isdigit()):
                 yield f"{what}: {shown} is {value}: it is no quantity, such as 4, 500m or 64Gi (of devices a whole number)"
+        elif key in ("containerPort", "hostPort", "port") and isinstance(value, int) and not 1 <= value <= 65535:
+            yield f"{what}: {shown} is {value}: a port is a number from 1 to 65535"
         elif among is not None and value not in among:
             yield f"{what}: {shown} is {value}: it must be one of {', '.join(filter(None, among))}"
         elif durations and key in ("for", "interval", "scrapeTimeout") and not _DURATION.fullmatch(str(value)):
@@ -61,7 +63,12 @@ def value_problems(document: Mapping[str, Any]) -> Iterator[str]:
 
 def plain_secrets(container: Mapping[str, Any]) -> list[str]:
     """Variables whose names say that they are secret, and whose values can be read in the manifest."""
-    return [str(one["name"]) for one in container.get("env") or () if one.get("value") and _SECRETS.search(str(one["name"]))]
+    return [str(one["name"]) for one in container.get("env") or () if one.get("value") and is_secret(str(one["name"]))]
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable of this name holds one, most likely."""
+    return bool(_SECRETS.search(name))
 
 
 def _leaves(tree: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
