@@ -501,6 +501,7 @@ def main() -> int:
             if "wire" in found and f"{name}.moved_mb" in found:
                 allowed = 0.5 + figures[f"{name}.moved_mb"]["value"] / figures["wire"]["value"]
                 figures[f"{name}.pause"]["goal"] = f"< {allowed:.2f} s: 0.5 s + bytes / bandwidth"
+        write(options.json, figures, workers=options.workers, rounds=rounds, model=MODEL)  # what ends Ray Train may end this process
         if "raytrain" in skip:
             print("raytrain: left out")
         else:
