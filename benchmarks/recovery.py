@@ -28,6 +28,7 @@ import math
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -377,11 +378,24 @@ def train_loop(settings: dict[str, Any]) -> None:
 
 
 def raytrain(folder: Path, workers: int, rounds: int) -> list[float]:
-    """Seconds from the SIGKILL of a worker to the begin of the next group's first step, so many times."""
+    """Seconds from the SIGKILL of a worker to the begin of the next group's first step, so many times; in a process of its own, which Ray
+    Train may end when it shuts down."""
+    found = folder / "raytrain.json"
+    call = [sys.executable, __file__, "--workers", str(workers), "--raytrain-rounds", str(rounds), "--raytrain-to", str(found)]
+    ended = subprocess.run(call, timeout=WAIT_S * (rounds + 1)).returncode
+    times = [float(t) for t in json.loads(found.read_text())] if found.exists() else []
+    if len(times) < rounds:
+        raise RuntimeError(f"Ray Train: {len(times)} of {rounds} rounds, exit code {ended}")
+    return times
+
+
+def raytrain_here(found: Path, workers: int, rounds: int) -> None:
+    """The same, written to ``found`` after each round."""
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
+    folder = found.parent
     settings = {name: str(folder / f"raytrain-{name}") for name in ("lines", "pids", "checkpoints")}
     for name in ("pids", "checkpoints"):
         Path(settings[name]).mkdir()
@@ -407,7 +421,7 @@ def raytrain(folder: Path, workers: int, rounds: int) -> list[float]:
             time.sleep(0.1)
         return value
 
-    found = []
+    times: list[float] = []
     try:
         for _ in range(rounds):
             begin = len(lines())
@@ -419,11 +433,11 @@ def raytrain(folder: Path, workers: int, rounds: int) -> list[float]:
             os.kill(victim, signal.SIGKILL)
             # The next group's rank 0 is another process.
             first = wait(lambda at=killed, pid=leader: [x for x in lines() if x["began"] > at and x["pid"] != pid], "the next group")[0]
-            found.append(first["began"] - killed)
-            print(f"Ray Train: {found[-1]:.1f} s", file=sys.stderr, flush=True)
+            times.append(first["began"] - killed)
+            found.write_text(json.dumps(times))
+            print(f"Ray Train: {times[-1]:.1f} s", file=sys.stderr, flush=True)
     finally:
         ray.shutdown()
-    return found
 
 
 def wire_mb_s(world: int, rounds: int) -> list[float]:
@@ -476,6 +490,7 @@ def main() -> int:
     parser.add_argument("--skip", default="", help="of kill, rescale, hang, controller, node, raytrain")
     parser.add_argument("--keep", type=Path, default=None, help="keep the run's folder here")
     parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--raytrain-to", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     rounds = options.rounds or (2 if options.quick else 10)
     skip = set(filter(None, options.skip.split(",")))
@@ -483,6 +498,9 @@ def main() -> int:
     os.environ.setdefault("RAY_worker_niceness", "0")  # of all clusters alike, Ray Train's too
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]))
+    if options.raytrain_to is not None:
+        raytrain_here(options.raytrain_to, options.workers, options.raytrain_rounds)
+        return 0
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="vescale-recovery-") as scratch:
         folder = options.keep or Path(scratch)
@@ -501,7 +519,7 @@ def main() -> int:
             if "wire" in found and f"{name}.moved_mb" in found:
                 allowed = 0.5 + figures[f"{name}.moved_mb"]["value"] / figures["wire"]["value"]
                 figures[f"{name}.pause"]["goal"] = f"< {allowed:.2f} s: 0.5 s + bytes / bandwidth"
-        write(options.json, figures, workers=options.workers, rounds=rounds, model=MODEL)  # what ends Ray Train may end this process
+        write(options.json, figures, workers=options.workers, rounds=rounds, model=MODEL)  # also if the peer fails
         if "raytrain" in skip:
             print("raytrain: left out")
         else:
