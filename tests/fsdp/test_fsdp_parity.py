@@ -6,8 +6,8 @@ The ranks of one world size run all their scenarios in one go; each test then lo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ class Case:
     model: tuple[tuple[str, object], ...] = ()
     options: dict = field(default_factory=dict, hash=False)
     root_only: bool = False
-    meta: bool = False
+    meta: bool | Literal["at once"] = False
     against_torch: bool = False
 
 
@@ -76,6 +76,7 @@ CASES = {
     "whole_matrices": Case(options={"block_policy": whole_matrices}),
     "three_rows": Case(options={"block_policy": three_rows}),
     "meta": Case(meta=True),
+    "meta, storage at once": Case(meta="at once"),
 }
 
 
@@ -92,8 +93,12 @@ def run_case(rank, world, case):
         initial = {name: p.detach().clone() for name, p in model.named_parameters()}
         with torch.device("meta"):
             model = build(**dict(case.model))
-        shard(model, fully_shard, case)
-        model.to_empty(device="cpu")
+        if case.meta == "at once":
+            shard(model, partial(fully_shard, to_empty=True), case)
+            assert not any(tensor.is_meta for tensor in model.parameters())
+        else:
+            shard(model, fully_shard, case)
+            model.to_empty(device="cpu")
         with torch.no_grad():
             for name, param in model.named_parameters():
                 param.copy_(initial[name])

@@ -47,6 +47,7 @@ def fully_shard(
     block_policy: BlockPolicy | None = None,
     allow_gaps: bool | Callable[[str, nn.Parameter], bool] = False,
     sharding: Sharding | None = None,
+    to_empty: bool = False,
 ) -> Any:
     """Shard a module's parameters, gradients and optimizer states over the data-parallel ranks, in place.
 
@@ -80,6 +81,8 @@ def fully_shard(
             block need not divide ``n``. Sharded, it is as any other. :func:`explain` shows the gaps.
         sharding: which dimensions of ``mesh`` (of any number, named) parameters, gradients and optimizer states are sharded over:
             DDP, ZeRO-1, 2, 3, HSDP with or without a sharded optimizer; None: all over the last one.
+        to_empty: parameters on the meta device have storage when this returns, without values: as after ``module.to_empty(..)``, which
+            makes each of them a second time. Buffers, and parameters with gather hooks of their own, stay where they are.
 
     Returns:
         The same object(s); their class is now a subclass of :class:`FSDPModule` and of what it was.
@@ -122,7 +125,9 @@ def fully_shard(
                 if all(ref() is not one or attr != attribute for ref, attr in entry):
                     entry.append((weakref.ref(one), attribute))
     placed = {param: _placed(fqn, param, shard_placement_fn, default) for param, (fqn, _) in owners.items()}
-    meshes = {_ranks(data.mesh): data.mesh for data in (default, *(data for _, data in placed.values()))}
+    datas = {id(data): data for data in (default, *(data for _, data in placed.values()))}
+    ranks_of = {key: _ranks(data.mesh) for key, data in datas.items()}
+    meshes = {ranks_of[key]: data.mesh for key, data in datas.items()}
     if axes is not None and len(meshes) > 1:
         raise ValueError("shard_placement_fn gave a mesh, and sharding names dimensions of another: use one of them")
     reshards = {key: _reshard_after_forward(reshard_after_forward, _shard_position(one)[1]) for key, one in meshes.items()}
@@ -151,11 +156,20 @@ def fully_shard(
         hooked = _has_hooks(fqn, param, block, shard_dim)
         tied = bool(param.__dict__.get("_vescale_replaced"))
         source = Source(fqn, param, tuple(where), block, parallel[param], gaps, 0 if hooked else shard_dim, hooked, tied)
-        by_kind.setdefault((param.dtype, param.requires_grad, hooked, _ranks(data.mesh)), []).append(source)
+        by_kind.setdefault((param.dtype, param.requires_grad, hooked, ranks_of[id(data)]), []).append(source)
     name = type(modules[0]).__name__
     groups = [
         (HookedGroup if members[0].hooked else Group)(
-            name, members, division, meshes[key], mp_policy, offload_policy, device, retain=retain, neighbours=reshards[key][1]
+            name,
+            members,
+            division,
+            meshes[key],
+            mp_policy,
+            offload_policy,
+            device,
+            retain=retain,
+            neighbours=reshards[key][1],
+            to_empty=to_empty,
         )
         for (_, _, _, key), sources in by_kind.items()
         for members, division in plan_groups(sources, *_shard_position(meshes[key]), mp_policy)

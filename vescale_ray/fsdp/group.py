@@ -83,7 +83,7 @@ class Group:
         device: where unsharded parameters live.
         retain: what of the gathered parameters stays until the next optimizer step.
         neighbours: size of the subgroup that holds all parameters between forward and backward, if not one rank.
-
+        to_empty: give parameters that are on the meta device storage, without values.
     """
 
     hooked = False
@@ -100,6 +100,7 @@ class Group:
         device: torch.device,
         retain: Retain = Retain.NOTHING,
         neighbours: int | None = None,
+        to_empty: bool = False,
     ) -> None:
         self.name, self.policy, self.place = name, policy, Place(mesh, device)
         self.fqn = ""
@@ -128,7 +129,7 @@ class Group:
         """Of the unsharded parameters when they were given to the modules."""
         self.params: list[GroupParam] = []
         self._owners = [module for source in sources for module, _ in source.owners]
-        self._shard_parameters(sources)
+        self._shard_parameters(sources, to_empty)
         self.grads = Gradients(self.place, division, self.params, in_place=False, offload=self.offload)
         self._tell_gradients()
 
@@ -165,11 +166,11 @@ class Group:
         self.grads.in_place = self.in_place and self.reduce_dtype == self.orig_dtype
         self.grads.leaves_out = self.stays != NOWHERE
 
-    def _shard_parameters(self, sources: Sequence[Source]) -> None:
+    def _shard_parameters(self, sources: Sequence[Source], to_empty: bool) -> None:
         """The plan is made: move this rank's ranges into the master shard and put sharded parameters in place of the originals."""
         meta = any(s.param.device.type == "meta" for s in sources)
         home = torch.device("cpu") if self.offload else self.place.device
-        self.master = self._new_master(torch.device("meta") if meta else home)
+        self.master = self._new_master(torch.device("meta") if meta and not to_empty else home)
         for source in sources:
             local = self._local_view(source.name)
             if not meta:

@@ -78,7 +78,7 @@ class HookedGroup(Group):
 
     hooked = True
 
-    def _shard_parameters(self, sources: Any) -> None:
+    def _shard_parameters(self, sources: Any, to_empty: bool) -> None:  # what a hook wants is made by its tensor's own to_empty()
         self._gathered: list[_Gathered] = []
         self._padded: list[torch.Tensor] = []
         self._locals: list[torch.Tensor] = []
