@@ -223,6 +223,37 @@ def test_with_its_states_made_beforehand_adamw_steps_as_torch_s_does(options: di
         assert mine.keys() == its.keys() and all(torch.equal(mine[k], its[k]) for k in mine)
 
 
+def states_of_a_sharded_model(rank: int, world: int, options: dict[str, Any], zeroed: bool) -> None:
+    model: Any = llama()
+    mesh = one_dim_mesh(world)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    config = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95), "options": options}
+    built = build_optimizer(model, config, log=None, zeroed=zeroed)
+    peer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+    for p in model.parameters():
+        p.grad = p.detach()
+        peer._init_group({**peer.param_groups[0], "params": [p]}, [], [], [], [], [], [])
+        p.grad = None
+        mine, its = built.state[p], peer.state[p]
+        assert list(mine) == list(its)
+        for key, value in its.items():
+            assert type(mine[key]) is type(value) and mine[key].shape == value.shape and mine[key].dtype == value.dtype
+            if zeroed or value.dim() == 0:
+                assert not bool(getattr(mine[key], "_local_tensor", mine[key]).any())
+            if value.shape == p.shape and value.dim():
+                assert mine[key]._spec == value._spec and mine[key]._local_tensor.shape == value._local_tensor.shape
+    steps = [id(built.state[p]["step"]) for p in model.parameters()]
+    assert len(set(steps)) == len(steps), "each counts its own steps"
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"foreach": True}], ids=str)
+def test_states_that_are_made_like_the_first_parameter_s_are_those_that_torch_makes(options: dict[str, Any], zeroed: bool) -> None:
+    run_threads(3, states_of_a_sharded_model, options, zeroed)
+
+
 def test_a_run_s_configuration_says_which_optimizer() -> None:
     keys = ["train.optimizer=muon", "train.lr=0.02", "train.matrix_lr=0.05", "train.optimizer_options={nesterov: false}"]
     config = load_config(None, keys)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.optim.agree import Agreement, Decision, goes_on
 from vescale_ray.optim.base import BlockOptimizer
 from vescale_ray.optim.loading import completed
@@ -34,6 +35,7 @@ def build_optimizer(
     routing: Routing | None = None,
     log: Callable[[str], object] | None = print,
     agree: bool = False,
+    zeroed: bool = True,
 ) -> torch.optim.Optimizer:
     """The optimizer of ``model``'s trainable parameters, after sharding; all its states exist, and are zero.
 
@@ -43,6 +45,8 @@ def build_optimizer(
         log: gets the routing table, on rank 0; None: nobody.
         agree: agree with the other ranks before each step even where no optimizer communicates (with Muon they always do): the same
             parameters everywhere, and no step where a gradient of any rank is NaN or Inf. Costs one small all-reduce.
+        zeroed: the states are zero. False: where their values are to come from elsewhere, some have none yet, and their memory is not
+            touched twice.
 
     Returns:
         The one optimizer that steps everything, or a :class:`CombinedOptimizer`.
@@ -67,7 +71,7 @@ def build_optimizer(
     order = sorted(by_optimizer, key=lambda name: name != "muon")
     made = [_made(name, by_optimizer[name], named, chosen) for name in order]
     for optimizer in made:
-        create_states(optimizer)
+        create_states(optimizer, zeroed=zeroed)
     return made[0] if len(made) == 1 and not agree else CombinedOptimizer(made, agree=agree)
 
 
@@ -93,28 +97,28 @@ def _made(name: Name, routes: Sequence[Route], named: Mapping[str, nn.Parameter]
 
 
 @torch.no_grad()
-def create_states(optimizer: torch.optim.Optimizer) -> None:
+def create_states(optimizer: torch.optim.Optimizer, *, zeroed: bool = True) -> None:
     """Let ``optimizer`` make the states that it would make in its first step; parameters and gradients stay.
 
+    ``zeroed``: they are zero, and not just there; False holds for Adam's family alone.
+
     States that exist from the start can be checkpointed, moved to other ranks, and filled before the first step. Optimizers that make
-    theirs at construction are left alone. Adam's family is asked for the states alone. Others take a step with zero gradients and a rate of
-    zero, after which their states are set to zero, as torch's ``get_optimizer_state_dict`` does; that takes three times as long, in the
-    pause of each rescale.
+    theirs at construction are left alone. Adam's family is asked for the states of a parameter of each kind, which the rest are made like.
+    Others take a step with zero gradients and a rate of zero, after which their states are set to zero, as torch's
+    ``get_optimizer_state_dict`` does; that takes several times as long, in the pause of each rescale.
     """
     without = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
     if not without:
         return
+    if isinstance(optimizer, torch.optim.Adam):  # AdamW is one, too
+        for group in optimizer.param_groups:
+            _ask_for_states(optimizer, group, zeroed)
+        return
     grads = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
     rates = [group["lr"] for group in optimizer.param_groups]
-    make: Any = getattr(optimizer, "_init_group", None) if isinstance(optimizer, torch.optim.Adam) else None  # AdamW is one, too
     try:
         for p, _ in grads:
-            # Whoever is asked for states only looks whether there is a gradient: any tensor of the shape will do.
-            p.grad = (p.detach() if make else torch.zeros_like(p)) if p.requires_grad else None
-        if make:
-            for group in optimizer.param_groups:
-                make(group, [], [], [], [], [], [])
-            return
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
         for group in optimizer.param_groups:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
         optimizer.step()
@@ -127,6 +131,42 @@ def create_states(optimizer: torch.optim.Optimizer) -> None:
         for value in optimizer.state[p].values():
             if isinstance(value, Tensor):
                 value.zero_()
+
+
+def _ask_for_states(optimizer: torch.optim.Optimizer, group: dict[str, Any], zeroed: bool) -> None:
+    """Torch takes 60 us for each sharded state, which counts where there are hundreds, in the pause of a rescale: so it makes those of one
+    parameter of a kind."""
+    first: dict[tuple[torch.dtype, torch.device], RaggedDTensor] = {}
+    for p in group["params"]:
+        if not p.requires_grad or optimizer.state.get(p):
+            continue
+        if isinstance(p, RaggedDTensor):
+            model = first.setdefault((p.dtype, p.device), p)
+            made = _like(optimizer.state[model], model, p, zeroed) if model is not p else None
+            if made is not None:
+                optimizer.state[p] = made
+                continue
+        grad = p.grad
+        try:
+            p.grad = p.detach()  # it only looks whether there is one: any tensor of the shape will do
+            optimizer._init_group({**group, "params": [p]}, [], [], [], [], [], [])  # type: ignore[attr-defined]
+        finally:
+            p.grad = grad
+
+
+def _like(states: Mapping[str, Any], of: RaggedDTensor, p: RaggedDTensor, zeroed: bool) -> dict[str, Tensor] | None:
+    """States of ``p`` like fresh ones of ``of``; None: what these are is not known here."""
+    made: dict[str, Tensor] = {}
+    for key, value in states.items():
+        if isinstance(value, RaggedDTensor) and value.shape == of.shape:
+            local = p._local_tensor
+            empty = (torch.zeros if zeroed else torch.empty)(local.shape, dtype=value.dtype, device=local.device)
+            made[key] = RaggedDTensor.from_spec(empty, p._spec)
+        elif type(value) is Tensor and value.dim() == 0:
+            made[key] = value.clone()
+        else:
+            return None
+    return made
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
