@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vescale_ray.geometry import Extent, FlatSpace, Route, routes
 from vescale_ray.workers.groups import GroupFailed, all_gather_bytes, collectives, messages
-from vescale_ray.workers.shards import Piece, Shards, Span, aligned, dtype_of, export_shards, import_scalars, stored_pieces
+from vescale_ray.workers.shards import Piece, Shards, Strip, aligned, dtype_of, export_shards, import_scalars, stored_pieces, strips_of
 
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Checkpoint, Vote
@@ -46,8 +46,7 @@ class TransferCorrupt(GroupFailed):
     """Bytes arrived that are not those that were sent: the attempt is over, as after a lost peer."""
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """``numel`` elements of tensor ``(name, kind)`` from ``src``'s piece to ``dst``'s; pieces by index, offsets in elements."""
 
     src: int
@@ -93,28 +92,31 @@ class ReshardReport:
     seconds: float
 
 
-def plan(sources: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]], *, round_bytes: int = ROUND_BYTES) -> Plan:
+def plan(sources: Sequence[Sequence[Strip]], wanted: Sequence[Sequence[Strip]], *, round_bytes: int = ROUND_BYTES) -> Plan:
     """Plan the move from ``sources[i]``, what participant i holds, to ``wanted[j]``, what participant j needs. Pure.
 
     A rank's own memory is preferred, then the lowest holder.
 
     Raises:
-        ReshardError: naming the tensor, when the wanted spans don't tile each tensor exactly, when nobody holds an element, or
+        ReshardError: naming the tensor, when the wanted strips don't tile each tensor exactly, when nobody holds an element, or
             when the same tensor has another shape or dtype here and there.
     """
-    kinds = _check_tiling(wanted)
-    keys = sorted(kinds)
-    space = FlatSpace([(_key(name, kind), prod(kinds[name, kind][0])) for name, kind in keys])
-    for spans in sources:
-        for span in spans:
-            expected = kinds.get((span.name, span.kind))
+    if not _alike((*sources, *wanted)):
+        sources, wanted = _apart(sources), _apart(wanted)
+    tensors = _check_tiling(wanted)
+    space = FlatSpace([(_told(key), prod(shape)) for key, (shape, _) in sorted(tensors.items())])
+    for strips in sources:
+        for strip in strips:
+            key = _key(strip)
+            expected = tensors.get(key)
             if expected is None:
-                raise ReshardError(f"the held state has {span.kind} of {span.name}, the new one has not: another model or optimizer")
-            if expected != (span.shape, span.dtype):
-                here, there = f"{span.shape} {span.dtype}", f"{expected[0]} {expected[1]}"
-                raise ReshardError(f"{span.kind} of {span.name} is held as {here}, wanted as {there}: another model or optimizer")
-    held_extents, held_starts = _extents(sources, space)
-    want_extents, want_starts = _extents(wanted, space)
+                raise ReshardError(f"the held state has {_told(key)}, the new one has not: another model or optimizer")
+            if expected != (strip.shape, strip.kinds):
+                here, there = _form(strip.shape, strip.kinds), _form(*expected)
+                raise ReshardError(f"{_told(key)} is held as {here}, wanted as {there}: another model or optimizer")
+    held = [_Owned(strips, space) for strips in sources]
+    wants = [_Owned(strips, space) for strips in wanted]
+    held_extents, want_extents = [one.extents for one in held], [one.extents for one in wants]
     try:
         found = routes(held_extents, want_extents)
     except ValueError:
@@ -122,8 +124,7 @@ def plan(sources: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]], *,
     local: list[Move] = []
     cross: list[Move] = []
     for route in found:
-        move = _move(route, sources, held_starts, wanted, want_starts)
-        (local if route.src == route.dst else cross).append(move)
+        (local if route.src == route.dst else cross).extend(_moves(route, held[route.src], wants[route.dst]))
     moved = sum(move.nbytes for move in cross)
     return Plan(_rounds(cross, round_bytes), tuple(local), moved, _lower_bound(held_extents, want_extents, wanted))
 
@@ -148,8 +149,8 @@ def execute(held: Sequence[Shards], trainer: Trainer | None, group: Any = None, 
     with collectives("move shards"):
         everyone = [json.loads(text) for text in all_gather_bytes(_describe(held, pieces, wants), group)]
         state = _agree(everyone)
-        sources = [[Span.from_json(row) for row in one["have"]] for one in everyone]
-        wanted = [[Span.from_json(row) for row in one["want"]] for one in everyone]
+        sources = [[Strip.from_json(row) for row in one["have"]] for one in everyone]
+        wanted = [[Strip.from_json(row) for row in one["want"]] for one in everyone]
         planned = plan(sources, wanted, round_bytes=round_bytes)
         me = _my_index(group)
 
@@ -165,7 +166,7 @@ def execute(held: Sequence[Shards], trainer: Trainer | None, group: Any = None, 
             _exchange(moves, me, len(everyone), pieces, wants, group, copy_own if turn == 0 else lambda: None)
     if trainer is not None:
         import_scalars(trainer, next(one["scalars"] for one in everyone if one["scalars"] is not None))
-    total = sum(span.nbytes for spans in wanted for span in spans)
+    total = sum((strip.end - strip.start) * strip.itemsize for strips in wanted for strip in strips)
     return ReshardReport(state[0], state[2], planned.moved_bytes, planned.lower_bound, total, time.perf_counter() - begin)
 
 
@@ -219,64 +220,88 @@ def stored_aux(rank: int, scalars: Mapping[str, Any]) -> dict[str, Any] | None:
 # ------------------------------------------------------------------------------------------------------------------- planning
 
 
-def _key(name: str, kind: str) -> str:
-    return f"{kind}\0{name}"
+_Key = tuple[str, tuple[str, ...]]
+_Kinds = tuple[tuple[str, str], ...]
 
 
-def _check_tiling(wanted: Sequence[Sequence[Span]]) -> dict[tuple[str, str], tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each tensor, after checking that its wanted spans cover it without gap or overlap."""
-    kinds: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
-    spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for participant in wanted:
-        for span in participant:
-            key = (span.name, span.kind)
-            if kinds.setdefault(key, (span.shape, span.dtype)) != (span.shape, span.dtype):
-                raise ReshardError(f"{span.kind} of {span.name} is wanted as {kinds[key]} and as {(span.shape, span.dtype)}")
-            spans.setdefault(key, []).append((span.start, span.end))
-    for (name, kind), intervals in spans.items():
-        position = 0
+def _key(strip: Strip) -> _Key:
+    return strip.name, tuple(kind for kind, _ in strip.kinds)
+
+
+def _told(key: _Key) -> str:
+    return f"{', '.join(key[1])} of {key[0]}"
+
+
+def _form(shape: tuple[int, ...], kinds: _Kinds) -> str:
+    return f"{shape} {', '.join(dtype for _, dtype in kinds)}"
+
+
+def _alike(participants: Sequence[Sequence[Strip]]) -> bool:
+    """Whether every strip of a tensor has the same kinds, so that they are planned together."""
+    known: dict[str, _Kinds] = {}
+    return all(known.setdefault(strip.name, strip.kinds) == strip.kinds for strips in participants for strip in strips)
+
+
+def _apart(participants: Sequence[Sequence[Strip]]) -> list[list[Strip]]:
+    """Each span a strip of its own."""
+    return [[strip._replace(kinds=(kind,)) for strip in strips for kind in strip.kinds] for strips in participants]
+
+
+def _check_tiling(wanted: Sequence[Sequence[Strip]]) -> dict[_Key, tuple[tuple[int, ...], _Kinds]]:
+    """Shape and dtypes of each tensor, after checking that its wanted strips cover it without gap or overlap."""
+    tensors: dict[_Key, tuple[tuple[int, ...], _Kinds]] = {}
+    found: dict[_Key, list[tuple[int, int]]] = {}
+    for strips in wanted:
+        for strip in strips:
+            key, form = _key(strip), (strip.shape, strip.kinds)
+            if tensors.setdefault(key, form) != form:
+                raise ReshardError(f"{_told(key)} is wanted as {_form(*tensors[key])} and as {_form(*form)}")
+            found.setdefault(key, []).append((strip.start, strip.end))
+    for key, intervals in found.items():
+        position, numel = 0, prod(tensors[key][0])
         for start, end in sorted(i for i in intervals if i[1] > i[0]):
             if start != position:
-                raise ReshardError(f"{kind} of {name}: the new layout leaves out or repeats elements around {min(start, position)}")
+                raise ReshardError(f"{_told(key)}: the new layout leaves out or repeats elements around {min(start, position)}")
             position = end
-        if position != prod(kinds[name, kind][0]):
-            raise ReshardError(f"{kind} of {name}: the new layout ends at element {position} of {prod(kinds[name, kind][0])}")
-    return kinds
+        if position != numel:
+            raise ReshardError(f"{_told(key)}: the new layout ends at element {position} of {numel}")
+    return tensors
 
 
-def _extents(participants: Sequence[Sequence[Span]], space: FlatSpace) -> tuple[list[list[Extent]], list[list[int]]]:
-    """Each participant's spans as extents of the space; a holder's own offsets count through its spans, one after another."""
-    extents: list[list[Extent]] = []
-    starts: list[list[int]] = []
-    for spans in participants:
-        position = 0
-        mine: list[Extent] = []
-        mine_starts: list[int] = []
-        for span in spans:
-            base = space.base(_key(span.name, span.kind))
-            mine.append(Extent(base + span.start, base + span.end, position))
-            mine_starts.append(position)
-            position += span.numel
-        extents.append(mine)
-        starts.append(mine_starts)
-    return extents, starts
+class _Owned:
+    """A participant's strips as extents of the space; its own offsets count through its strips, one after another.
+
+    Attributes:
+        starts: own offset of each strip.
+        first: which piece each strip's first span is.
+    """
+
+    def __init__(self, strips: Sequence[Strip], space: FlatSpace) -> None:
+        self.strips = strips
+        self.extents: list[Extent] = []
+        self.starts: list[int] = []
+        self.first: list[int] = []
+        position = piece = 0
+        for strip in strips:
+            base = space.base(_told(_key(strip)))
+            self.extents.append(Extent(base + strip.start, base + strip.end, position))
+            self.starts.append(position)
+            self.first.append(piece)
+            position += strip.end - strip.start
+            piece += len(strip.kinds)
+
+    def strip_at(self, offset: int) -> int:
+        # A route stays within one extent on each side, so it belongs to one strip; empty ones share a start with the next one, which
+        # bisect_right passes over.
+        return bisect_right(self.starts, offset) - 1
 
 
-def _move(route: Route, sources: Any, held_starts: list[list[int]], wanted: Any, want_starts: list[list[int]]) -> Move:
-    # A route stays within one extent on each side, so it belongs to one piece; empty pieces share a start with the next one,
-    # which bisect_right passes over.
-    src_piece = bisect_right(held_starts[route.src], route.src_offset) - 1
-    dst_piece = bisect_right(want_starts[route.dst], route.dst_offset) - 1
-    return Move(
-        route.src,
-        route.dst,
-        src_piece,
-        route.src_offset - held_starts[route.src][src_piece],
-        dst_piece,
-        route.dst_offset - want_starts[route.dst][dst_piece],
-        route.length,
-        wanted[route.dst][dst_piece].dtype,
-    )
+def _moves(route: Route, held: _Owned, wants: _Owned) -> Iterator[Move]:
+    """One for each kind."""
+    src, dst = held.strip_at(route.src_offset), wants.strip_at(route.dst_offset)
+    src_offset, dst_offset = route.src_offset - held.starts[src], route.dst_offset - wants.starts[dst]
+    for k, (_, dtype) in enumerate(wants.strips[dst].kinds):
+        yield Move(route.src, route.dst, held.first[src] + k, src_offset, wants.first[dst] + k, dst_offset, route.length, dtype)
 
 
 def _rounds(moves: list[Move], limit: int) -> tuple[tuple[Move, ...], ...]:
@@ -315,13 +340,13 @@ def _cut(move: Move, limit: int) -> list[Move]:
     ]
 
 
-def _lower_bound(held: list[list[Extent]], want: list[list[Extent]], wanted: Sequence[Sequence[Span]]) -> int:
+def _lower_bound(held: list[list[Extent]], want: list[list[Extent]], wanted: Sequence[Sequence[Strip]]) -> int:
     """Bytes that their new owner does not hold: by subtracting intervals, not by counting routes."""
     total = 0
     for rank, extents in enumerate(want):
         own = sorted((e.start, e.end) for e in held[rank] if e.end > e.start) if rank < len(held) else []
         starts = [start for start, _ in own]
-        for extent, span in zip(extents, wanted[rank], strict=True):
+        for extent, strip in zip(extents, wanted[rank], strict=True):
             missing, position = 0, extent.start
             k = max(0, bisect_right(starts, position) - 1)
             while position < extent.end and k < len(own):
@@ -332,21 +357,21 @@ def _lower_bound(held: list[list[Extent]], want: list[list[Extent]], wanted: Seq
                 position = max(position, end)
                 k += 1
             missing += max(0, extent.end - position)
-            total += missing * dtype_of(span.dtype).itemsize
+            total += missing * strip.itemsize
     return total
 
 
-def _missing(sources: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]]) -> str:
+def _missing(sources: Sequence[Sequence[Strip]], wanted: Sequence[Sequence[Strip]]) -> str:
     """A sentence on the first wanted tensor that the sources don't cover."""
     for participant in wanted:
         for want in participant:
             position = want.start
-            for start, end in sorted((s.start, s.end) for ss in sources for s in ss if (s.name, s.kind) == (want.name, want.kind)):
+            for start, end in sorted((s.start, s.end) for ss in sources for s in ss if _key(s) == _key(want)):
                 if start <= position:
                     position = max(position, end)
             if position < want.end:
                 return (
-                    f"{want.kind} of {want.name}: element {position} of {prod(want.shape)} is held by no worker; "
+                    f"{_told(_key(want))}: element {position} of {prod(want.shape)} is held by no worker; "
                     "resume from a state that choose_resume returns, or from a checkpoint"
                 )
     return "the held shards don't cover the wanted ones"
@@ -365,8 +390,8 @@ def _describe(held: Sequence[Shards], pieces: Sequence[Piece], wants: Sequence[P
     return json.dumps(
         {
             "states": states,
-            "have": [piece.span for piece in pieces],
-            "want": [piece.span for piece in wants],
+            "have": strips_of(pieces),
+            "want": strips_of(wants),
             "scalars": dict(held[0].scalars) if held else None,
         }
     ).encode()

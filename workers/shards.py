@@ -14,9 +14,11 @@ engine. Checkpoints name the tensors of :mod:`vescale_ray.checkpoint` in the sam
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,7 +34,7 @@ _ALIGN = 16
 
 
 class Span(NamedTuple):
-    """Elements ``[start, end)`` of the tensor ``(name, kind)``: what a holder has, or wants, without the data. JSON-able."""
+    """Elements ``[start, end)`` of the tensor ``(name, kind)``: what a holder has, or wants, without the data."""
 
     name: str
     kind: str
@@ -49,10 +51,44 @@ class Span(NamedTuple):
     def nbytes(self) -> int:
         return self.numel * dtype_of(self.dtype).itemsize
 
+
+class Strip(NamedTuple):
+    """Spans that differ in kind and dtype alone, one after another: elements of a parameter, and the same of its states. JSON-able.
+
+    With AdamW a third as many, and what is told of one, or planned for it, holds for all of its spans.
+
+    Attributes:
+        kinds: kind and dtype of each.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    kinds: tuple[tuple[str, str], ...]
+
+    @property
+    def spans(self) -> list[Span]:
+        return [Span(self.name, kind, self.shape, dtype, self.start, self.end) for kind, dtype in self.kinds]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of each kind, together."""
+        return sum(dtype_of(dtype).itemsize for _, dtype in self.kinds)
+
     @classmethod
-    def from_json(cls, row: Sequence[Any]) -> Span:
-        name, kind, shape, dtype, start, end = row
-        return cls(name, kind, tuple(shape), dtype, start, end)
+    def from_json(cls, row: Sequence[Any]) -> Strip:
+        name, shape, start, end, kinds = row
+        return cls(name, tuple(shape), start, end, tuple((kind, dtype) for kind, dtype in kinds))
+
+
+def strips_of(spans: Iterable[Span | Piece]) -> list[Strip]:
+    """The spans, in their order, as few strips as can be."""
+    return [Strip(*at, tuple((span.kind, span.dtype) for span in alike)) for at, alike in groupby(spans, _place)]
+
+
+def _place(span: Span | Piece) -> tuple[str, tuple[int, ...], int, int]:
+    return span.name, span.shape, span.start, span.end
 
 
 @dataclass(frozen=True)
@@ -73,8 +109,12 @@ class Piece:
             )
 
     @property
+    def dtype(self) -> str:
+        return _name_of(self.data.dtype)
+
+    @property
     def span(self) -> Span:
-        return Span(self.name, self.kind, self.shape, str(self.data.dtype).removeprefix("torch."), self.start, self.end)
+        return Span(self.name, self.kind, self.shape, self.dtype, self.start, self.end)
 
 
 @dataclass(frozen=True)
@@ -200,10 +240,16 @@ def _is_sharded(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor if type(parameter) is torch.nn.Parameter else type(parameter))
 
 
+@functools.lru_cache(maxsize=64)
 def dtype_of(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+@functools.lru_cache(maxsize=64)
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def stored_pieces(shards: Shards) -> list[ShardPiece]:

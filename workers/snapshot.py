@@ -47,7 +47,7 @@ from vescale_ray.checkpoint.staging import LayoutMemo, Slab, SlabPool, copy_piec
 from vescale_ray.checkpoint.tiling import ROWS, Tiling
 from vescale_ray.workers.groups import all_gather_bytes, describe
 from vescale_ray.workers.holdings import Holding
-from vescale_ray.workers.shards import Piece, Shards, Span, dtype_of, export_shards, stored_pieces
+from vescale_ray.workers.shards import Piece, Shards, Span, Strip, dtype_of, export_shards, stored_pieces, strips_of
 
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import ShardPiece
@@ -277,9 +277,9 @@ class _Generation:
     def __init__(self, trainer: Trainer, pool: SlabPool, node: str) -> None:
         self.generation, self.world, self.rank = trainer.generation, trainer.world, trainer.rank
         self._pool = pool
-        self._own_spans = [piece.span for piece in export_shards(trainer).pieces]
-        # A line for the node, one for the spans: all nodes are needed now, and later the spans of one rank.
-        words = b"\n".join(json.dumps(word).encode() for word in (node, self._own_spans))
+        self._own = strips_of(export_shards(trainer).pieces)
+        # A line for the node, one for the strips: all nodes are needed now, and later the strips of one rank.
+        words = b"\n".join(json.dumps(word).encode() for word in (node, self._own))
         told = all_gather_bytes(words) if self.world > 1 else [words]
         to = buddies([json.loads(word.partition(b"\n")[0]) for word in told])
         self._buddy = to[self.rank]
@@ -316,8 +316,8 @@ class _Generation:
         for in the pause of a rescale. ``pieces`` are alive as long as they are read."""
         own = exchange.slot.own
         if self._planned is None:
-            theirs = [Span.from_json(row) for row in json.loads(self._their_words)] if self.world > 1 else []
-            self._planned = _Planned(self._own_spans), _Planned(theirs)
+            theirs = [Strip.from_json(row) for row in json.loads(self._their_words)] if self.world > 1 else []
+            self._planned = _Planned(self._own), _Planned(theirs)
         own.make_room(self._pool, self._planned[0])
         copy_pieces(own.layout, pieces, own.room.lay(own.layout), after=after).wait()
         own.step = exchange.step
@@ -434,9 +434,9 @@ class _Generation:
 class _Planned:
     """What a rank's shards are, and where each stands in a copy."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
-        self.spans = spans
-        self.layout = lay_out([_described(span) for span in spans])
+    def __init__(self, strips: Sequence[Strip]) -> None:
+        self.spans = [span for strip in strips for span in strip.spans]
+        self.layout = lay_out([_described(span) for span in self.spans])
 
 
 class _Copy:

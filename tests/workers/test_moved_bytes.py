@@ -26,7 +26,7 @@ from vescale_ray.workers import layouts
 from vescale_ray.workers.layouts import Layouts, Outline, outline_of, overlap, packed, parts_of
 from vescale_ray.workers.reshard import plan
 from vescale_ray.workers.seating import even, seated, staying
-from vescale_ray.workers.shards import PARAM, Span, export_shards
+from vescale_ray.workers.shards import PARAM, Span, export_shards, strips_of
 from vescale_ray.workers.trainer import Trainer
 
 Spans = tuple[Span, ...]
@@ -150,7 +150,7 @@ def ratios(layout: Layout, copies: bool) -> dict[tuple[int, int], float]:
             members = seated([*stay, *(f"j{i}" for i in range(after - len(stay)))], held, foreseen)
             leavers = [w for w in held if w not in members]
             sources = [[s for rank in dict.fromkeys(held.get(w, ())) for s in old[rank]] for w in (*members, *leavers)]
-            moves = plan(sources, [*new, *([] for _ in leavers)])
+            moves = plan([strips_of(s) for s in sources], [*map(strips_of, new), *([] for _ in leavers)])
 
             assert sum(map(owned_bytes, old)) == sum(map(owned_bytes, new)) == size  # so parts of one state have nothing in common
             both = [[common_bytes(one, other) for other in new] for one in old]

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vescale_ray.workers.reshard import Plan, ReshardError, plan
-from vescale_ray.workers.shards import Span
+from vescale_ray.workers import reshard
+from vescale_ray.workers.reshard import ROUND_BYTES, Plan, ReshardError
+from vescale_ray.workers.shards import Span, strips_of
 
 Tensors = list[tuple[str, str, tuple[int, ...], str]]
 
@@ -24,6 +25,18 @@ TENSORS: Tensors = [
     ("head.weight", "exp_avg_code", (4, 9), "uint8"),
     ("head.weight/exp_avg_scale", "state", (2, 3), "float32"),
 ]
+
+
+ALIKE: Tensors = [
+    *((name, kind, (7, 5), "float32") for name in ("embed.weight", "head.weight") for kind in ("param", "exp_avg", "exp_avg_sq")),
+    ("norm.weight", "param", (3,), "bfloat16"),
+    ("norm.weight", "exp_avg", (3,), "float32"),
+]
+"""Every state is as its parameter is."""
+
+
+def plan(sources: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]], *, round_bytes: int = ROUND_BYTES) -> Plan:
+    return reshard.plan([strips_of(spans) for spans in sources], [strips_of(spans) for spans in wanted], round_bytes=round_bytes)
 
 
 def _even(tensors: Tensors, world: int) -> list[list[Span]]:
@@ -46,6 +59,19 @@ def _cut(tensors: Tensors, cuts: Sequence[int]) -> list[list[Span]]:
             base += numel
         layout.append(spans)
     return layout
+
+
+def _cut_alike(tensors: Tensors, cuts: Sequence[int]) -> list[list[Span]]:
+    """As :func:`_cut`, at the same elements of all kinds of a tensor."""
+    kinds: dict[str, list[tuple[str, str]]] = {}
+    for name, kind, _, dtype in tensors:
+        kinds.setdefault(name, []).append((kind, dtype))
+    params = [tensor for tensor in tensors if tensor[1] == "param"]
+    whole = sum(math.prod(shape) for _, _, shape, _ in params)
+    return [
+        [span._replace(kind=kind, dtype=dtype) for span in spans for kind, dtype in kinds[span.name]]
+        for spans in _cut(params, [min(cut, whole) for cut in cuts])
+    ]
 
 
 def _carry_out(planned: Plan, sources: Sequence[Sequence[Span]], wanted: Sequence[Sequence[Span]]) -> list[list[np.ndarray]]:
@@ -75,9 +101,10 @@ def _bytes_not_at_home(sources: Sequence[Sequence[Span]], wanted: Sequence[Seque
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[list[list[Span]], list[list[Span]], int]:
     """Old layout of 1..5 ranks cut anywhere, each rank's shards at one to three workers; new layout of 1..5 ranks."""
-    total = sum(math.prod(shape) for _, _, shape, _ in TENSORS)
+    tensors, cut = draw(st.sampled_from([(TENSORS, _cut), (ALIKE, _cut), (ALIKE, _cut_alike)]))
+    total = sum(math.prod(shape) for _, _, shape, _ in tensors)
     cuts = st.lists(st.integers(0, total), max_size=4).map(sorted)
-    old, new = _cut(TENSORS, draw(cuts)), _cut(TENSORS, draw(cuts))
+    old, new = cut(tensors, draw(cuts)), cut(tensors, draw(cuts))
     workers = draw(st.integers(max(1, len(new)), 7))
     sources: list[list[Span]] = [[] for _ in range(workers)]
     for shard in old:
@@ -103,6 +130,14 @@ def test_every_wanted_element_arrives_once_and_only_those_move_that_their_new_ow
         for rank in range(len(sources)):
             assert sum(m.nbytes for m in moves if m.src == rank) <= limit
             assert sum(m.nbytes for m in moves if m.dst == rank) <= limit
+
+
+def test_what_is_cut_alike_is_planned_together() -> None:
+    old, new = _cut_alike(ALIKE, [40]), _cut_alike(ALIKE, [20, 50])
+    assert [len(strips_of(spans)) for spans in old] == [3, 3] and [len(spans) for spans in old] == [8, 8]
+    planned = plan([*old, []], new)
+    apart = plan([*old, []], [[s._replace(dtype=s.dtype) for s in reversed(spans)] for spans in new])  # other kinds one after another
+    assert planned.moved_bytes == apart.moved_bytes == planned.lower_bound == apart.lower_bound
 
 
 def test_the_same_layout_moves_nothing() -> None:
@@ -141,3 +176,10 @@ def test_the_state_of_another_model_or_optimizer_is_refused() -> None:
         plan([[Span("w", "exp_avg", (4, 4), "float32", 0, 16)]], here)
     with pytest.raises(ReshardError, match="held as .*2, 8.*wanted as"):
         plan([[Span("w", "param", (2, 8), "float32", 0, 16)]], here)
+    with pytest.raises(ReshardError, match="held as .*bfloat16, wanted as .*float32: another model or optimizer"):
+        plan([[Span("w", "param", (4, 4), "bfloat16", 0, 16)]], here)
+    both = [[*here[0], Span("w", "exp_avg", (4, 4), "float32", 0, 16)]]
+    with pytest.raises(ReshardError, match="exp_avg of w, the new one has not: another model or optimizer"):
+        plan(both, here)
+    with pytest.raises(ReshardError, match="exp_avg of w: element 0 of 16 is held by no worker"):
+        plan(here, both)
