@@ -76,6 +76,7 @@ class Trainer:
         device: where the shards live.
         corpus: the text, the same on every rank.
         blank: the model that becomes this trainer's, made ahead; None: it is made now.
+        filled: all of its values will come from elsewhere, so the optimizer's states need none either. Not with :meth:`initialize`.
 
     Attributes:
         completed: steps done so far, which is also the next step's index.
@@ -98,6 +99,8 @@ class Trainer:
         device: torch.device | str,
         corpus: Corpus,
         blank: Blank | None = None,
+        *,
+        filled: bool = False,
     ) -> None:
         if world > config.train.slots:
             raise ValueError(f"{world} workers for train.slots = {config.train.slots}: use at most as many workers as slots")
@@ -107,7 +110,7 @@ class Trainer:
         self.completed = 0
         self._stream = SampleStream(corpus.num_samples, config.run.seed)
         torch.set_num_threads(config.train.threads)
-        self.model, self.optimizer = _build(config, self.device, world, blank or Blank(config))
+        self.model, self.optimizer = _build(config, self.device, world, blank or Blank(config), filled=filled)
         self.pace = Pace(config.train.slots, world, relieve=config.elastic.straggler == "relieve")
         self.beat: Callable[[], None] = lambda: None
         self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -441,7 +444,7 @@ class Blank:
         self.routing = route_parameters(self.model, self.chosen)
 
 
-def _build(config: RunConfig, device: torch.device, world: int, blank: Blank) -> tuple[Any, torch.optim.Optimizer]:
+def _build(config: RunConfig, device: torch.device, world: int, blank: Blank, *, filled: bool) -> tuple[Any, torch.optim.Optimizer]:
     """The sharded model, without values, and its optimizer, whose states all exist: they can be filled or given away before a step."""
     from vescale_ray.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
     from vescale_ray.optim import build_optimizer
@@ -454,7 +457,7 @@ def _build(config: RunConfig, device: torch.device, world: int, blank: Blank) ->
         param_dtype=None if train.param_dtype == "float32" else dtypes[train.param_dtype],
         reduce_dtype=None if train.reduce_dtype == train.param_dtype else dtypes[train.reduce_dtype],
     )
-    shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "block_policy": routing.block_policy}
+    shared: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "block_policy": routing.block_policy, "to_empty": True}
     units = select_units(model, config.model.units)
     for unit in units:
         if train.activation_checkpointing:
@@ -468,8 +471,9 @@ def _build(config: RunConfig, device: torch.device, world: int, blank: Blank) ->
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_ordered_reduction(config.elastic.deterministic, recurse=False)
-    model.to_empty(device=device)
-    return model, build_optimizer(model, blank.chosen, routing=routing, log=None)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        model.to_empty(device=device)
+    return model, build_optimizer(model, blank.chosen, routing=routing, log=None, zeroed=not filled)
 
 
 def _filler() -> tuple[Tensor, Tensor]:

@@ -44,7 +44,6 @@ from vescale_ray.workers.messages import (
     Report,
     Save,
     Saved,
-    Seat,
     Skipped,
     Stepped,
     Ticket,
@@ -261,6 +260,7 @@ class Worker:
         from vescale_ray.config import parse_config
         from vescale_ray.data.corpus import load_corpus
         from vescale_ray.workers import groups
+        from vescale_ray.workers.rehearsal import rehearse
         from vescale_ray.workers.saving import Writer
         from vescale_ray.workers.snapshot import Snapshots
 
@@ -288,6 +288,7 @@ class Worker:
         self._writer: Writer = Writer(
             config.checkpoint_root, lambda item: self._publish(item, None, None), read_back=config.checkpoint.keep_verified
         )
+        rehearse(config, device)
         groups.prepare()
         return WorkerInfo(
             worker=self._worker,
@@ -357,7 +358,7 @@ class Worker:
         trainer: Trainer | None = None
         try:
             with groups.collectives(f"generation {order.ticket}"):
-                trainer = self._build(seat, order.ticket)
+                trainer = self._build(order)
                 built = clock()
                 moved, read_bytes = self._fill(trainer, order)
                 self._snapshots.begin(trainer, order.resume.generation if order.resume is not None else None)
@@ -416,12 +417,21 @@ class Worker:
     def _without_hurry(self) -> AbstractContextManager[None]:
         return self._pulse.without_hurry() if self._pulse else nullcontext()
 
-    def _build(self, seat: Seat, ticket: Ticket) -> Trainer:
+    def _build(self, order: Join) -> Trainer:
         from vescale_ray.workers.trainer import Trainer
 
         blank, self._blank = self._blank, None
         try:
-            trainer = Trainer(self._config, seat.rank, seat.world, ticket.generation, self._device, self._corpus, blank)
+            trainer = Trainer(
+                self._config,
+                order.seat.rank,
+                order.seat.world,
+                order.ticket.generation,
+                self._device,
+                self._corpus,
+                blank,
+                filled=order.origin is not Origin.FRESH,
+            )
         except ValueError as error:
             raise _BadInput(" ".join(str(error).split())) from None
         if self._pulse is not None:

@@ -146,9 +146,9 @@ class _Player:
 
         whole = trainer._build
 
-        def watched(*args: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
             self.built()
-            return whole(*args)
+            return whole(*args, **kwargs)
 
         setattr(trainer, "_build", watched)  # noqa: B010
 

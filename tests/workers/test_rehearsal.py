@@ -1,0 +1,56 @@
+"""What a worker does before its first order, so that nobody waits for it later."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.workers.tiny import tiny
+from vescale_ray.workers.rehearsal import rehearse
+
+CPU = torch.device("cpu")
+
+
+def _sockets() -> int:
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon", "shampoo", "soap", "sgd"])
+def test_every_optimizer_is_rehearsed_to_the_end(optimizer: str, deterministic: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vescale_ray")
+    rehearse(tiny("stdlib", train_optimizer=optimizer, elastic_deterministic=deterministic), CPU)
+    assert not caplog.records
+
+
+def test_nothing_is_left_of_it() -> None:
+    config = tiny("stdlib", train_optimizer="adamw")
+    rehearse(config, CPU)  # torch's own threads, and what it opens once
+    state, threads, sockets = torch.get_rng_state(), threading.active_count(), _sockets()
+    for _ in range(3):
+        rehearse(config, CPU)
+    assert not dist.is_initialized()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert threading.active_count() <= threads and _sockets() <= sockets
+
+
+def test_what_can_not_be_rehearsed_is_told_by_the_first_order(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vescale_ray")
+    rehearse(tiny("stdlib", train_optimizer="adamw", train_optimizer_options={"no_such_option": 1}), CPU)
+    assert "the rehearsal came to nothing" in caplog.text and not dist.is_initialized()
+
+
+def test_a_model_of_the_users_own_is_not_touched() -> None:
+    rehearse(tiny("stdlib", model_factory="no.such_module:model", model_units=["blocks.*"]), CPU)
+    assert not dist.is_initialized()
