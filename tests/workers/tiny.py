@@ -163,13 +163,17 @@ def use(state: State, device: str, backend: str | None = None) -> None:
         torch.cuda.set_device(0)
 
 
-def form(state: State, config: RunConfig, port: int, prefix: str, rank: int, world: int, generation: int) -> None:
-    """Join the generation's group; build the trainer, still without values."""
+def form(
+    state: State, config: RunConfig, port: int, prefix: str, rank: int, world: int, generation: int, *, filled: bool = True
+) -> None:
+    """Join the generation's group; build the trainer, still without values. ``filled``: all of them will come; what does not is NaN."""
     device, backend = state.get("device", "cpu"), state.get("backend", "gloo")
     state.setdefault("snapshots", Snapshots(config.elastic.snapshot_every, pin=device == "cuda"))
     state.setdefault("corpus", text_of(config))
     groups.form(HOST, port, prefix, rank, world, backend, config.elastic.collective_timeout_s)
-    state["trainer"] = Trainer(config, rank, world, generation, device, state["corpus"])
+    state["trainer"] = Trainer(config, rank, world, generation, device, state["corpus"], filled=filled)
+    for piece in export_shards(state["trainer"]).pieces if filled else ():
+        piece.data.fill_(float("nan") if piece.data.is_floating_point() else 99)
 
 
 def forget(state: State) -> None:
@@ -177,7 +181,7 @@ def forget(state: State) -> None:
 
 
 def start_fresh(state: State, *where: Any) -> None:
-    form(state, *where)
+    form(state, *where, filled=False)
     state["trainer"].initialize()
     state["snapshots"].begin(state["trainer"])
 
