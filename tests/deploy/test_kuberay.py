@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from tests.deploy.kubernetes import core_problems, document_problems, schema_of
 from tests.deploy.mistakes import MISTAKES, Mistake
+from tests.deploy.operators_mistakes import OPERATORS_MISTAKES
 from vescale_ray.config import RunConfig, load_config
 from vescale_ray.controller.exposition import families
 from vescale_ray.controller.figures import RunSnapshot
@@ -392,7 +393,10 @@ def test_the_manifest_that_mistakes_are_put_into_has_none(bundle: Documents) -> 
         assert complaints(catcher, bundle) == []
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=[f"{one.catcher}: {one.what}" for one in MISTAKES])
+ALL_MISTAKES = [*MISTAKES, *OPERATORS_MISTAKES]
+
+
+@pytest.mark.parametrize("mistake", ALL_MISTAKES, ids=[f"{one.catcher}: {one.what}" for one in ALL_MISTAKES])
 def test_a_mistake_is_caught(mistake: Mistake, bundle: Documents) -> None:
     mistake.spoil(bundle)
     found = complaints(mistake.catcher, bundle)
