@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import math
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,8 @@ from vescale_ray.k8s.defaults import FILES, example, rendered
 from vescale_ray.k8s.emit import Why, plain, to_yaml
 from vescale_ray.k8s.fields import CUSTOM, field_problems
 from vescale_ray.k8s.references import reference_problems
-from vescale_ray.k8s.rules import TOKEN_FOLDER, rule_problems
+from vescale_ray.k8s.rules import RAYS_SHARE, TOKEN_FOLDER, rule_problems
+from vescale_ray.k8s.starts import PARAMETERS
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBERAY = ROOT / "deploy" / "kuberay"
@@ -166,6 +168,15 @@ def test_the_metrics_ports_are_rays() -> None:
     autoscaler, dashboard = (folder / name for name in ("autoscaler/_private/constants.py", "dashboard/consts.py"))
     assert f'"AUTOSCALER_METRIC_PORT", {pods.AUTOSCALER_METRICS_PORT})' in autoscaler.read_text()
     assert f'"DASHBOARD_METRIC_PORT", {pods.DASHBOARD_METRICS_PORT})' in dashboard.read_text()
+
+
+def test_the_parameters_that_a_group_may_have_are_those_of_ray_start() -> None:
+    ray = importlib.util.find_spec("ray")
+    assert ray is not None and ray.origin is not None
+    source = (Path(ray.origin).parent / "scripts" / "scripts.py").read_text()
+    assert not [name for name in PARAMETERS if f'"--{name}"' not in source]
+    constants = (Path(ray.origin).parent / "_private" / "ray_constants.py").read_text()
+    assert re.search(rf'"RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION",\s*{RAYS_SHARE}\b', constants)
 
 
 def test_the_variables_that_are_set_for_ray_are_ones_that_it_reads(config: RunConfig) -> None:
