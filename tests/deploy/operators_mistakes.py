@@ -82,6 +82,17 @@ SHAPES = [
         ("a namespace without a level", drop("Namespace:metadata", "labels"), "enforce is missing"),
     )
 ]
+EMPTY = [
+    Mistake("fields", what, spoil, words)
+    for what, spoil, words in (
+        ("an entry without a value", add(f"{ON_RUN}.ingress", None), "spec.ingress[2] is empty"),
+        ("a key without a value", put(f"{WORKER}.volumes.1", emptyDir=None), "is empty: leave it out"),
+        ("a policy for nobody in particular", drop(ON_RUN, "podSelector"), "it has no spec.podSelector"),
+        ("an object without a name", drop("ConfigMap:metadata", "name"), "a ConfigMap has no metadata.name"),
+        ("a document without a kind", drop("ConfigMap:", "kind"), "a document has no kind"),
+        ("a pod without a container", drop(f"{WORKER}.containers", 0), "template has no container"),
+    )
+]
 PARTS = [
     Mistake("rules", what, spoil, words)
     for what, spoil, words in (
@@ -100,6 +111,10 @@ PARTS = [
         ("a variable without a name", add(HEAD_ENV, {"name": "", "value": "x"}), "is no variable's name"),
         ("a field that is none", _variable(valueFrom={"fieldRef": {"fieldPath": "metadata.nam"}}), "is none that a pod can be told"),
         ("an address in a range's place", put(f"{ON_RUN}.egress.1.to.1.ipBlock", cidr="169.254.20.10"), "no range of addresses"),
+        ("a user below zero", put(f"{WORKER}.securityContext", runAsUser=-1), "runAsUser is -1"),
+        ("a port in quotes", put(f"{ON_HEAD}.egress.0.ports.0", port="443"), "write the number, without quotes"),
+        ("a spread over nothing", put(f"{WORKER}.topologySpreadConstraints.0", topologyKey=""), "topologyKey '' is no key"),
+        ("a claim of a mebibyte", put("PersistentVolumeClaim:spec.resources.requests", storage="1Mi"), "too little for a run"),
         ("a token for a minute", put(f"{TOKEN}.0.serviceAccountToken", expirationSeconds=60), "a token lives 600 s at least"),
         ("a limit of next to nothing", put(f"{WORKER}.volumes.1.emptyDir", sizeLimit="1Mi"), "a pod that writes more is evicted"),
         ("a limit of none", put(f"{WORKER}.volumes.1.emptyDir", sizeLimit="0"), "which Kubernetes takes as none"),
@@ -170,6 +185,8 @@ STARTS = [
         ("a host's process", put(f"{WORKER}.securityContext", windowsOptions={"hostProcess": True}), "hostProcess gives it the node"),
         ("no AppArmor", put(f"{WORKER}.securityContext", appArmorProfile={"type": "Unconfined"}), "what holds it in"),
         ("no token by a variable", add(HEAD_ENV, {"name": "RAY_AUTH_MODE", "value": "disabled"}), "undoes authOptions"),
+        ("a mistyped variable", put(f"{WORKERS}.env.2", name="NCCL_SOCKET_IFNAM"), "did you mean NCCL_SOCKET_IFNAME?"),
+        ("nothing at /tmp", put(f"{WORKERS}.volumeMounts.1", mountPath="/temp"), "nothing is mounted at /tmp"),
         ("NCCL to itself", put(f"{WORKERS}.env.2", value="lo"), "no other pod can be reached by it"),
         ("NCCL that ends its process", put(f"{WORKERS}.env.4", value="1"), "it must be 2"),
         ("a head for all the world", put(HEAD_GROUP, serviceType="LoadBalancer"), "a Service of type LoadBalancer lets in"),
@@ -315,6 +332,7 @@ BETWEEN = [
         ("a port of Redis' that is none", put(CLUSTER, gcsFaultToleranceOptions={"redisAddress": "redis:70000"}), "give HOST:PORT"),
         ("a Redis without its port", put(CLUSTER, gcsFaultToleranceOptions={"redisAddress": "redis"}), "give HOST:PORT"),
         ("a token of nobody's", put(f"{CLUSTER}.authOptions", secretName="x"), "authOptions.secretName: there is no Secret x"),
+        ("a certificate's other name", put(f"{TOKEN}.1.configMap.items.0", key="ca.cert"), "has no key ca.cert"),
         ("a variable of nobody's", _variable(valueFrom={"secretKeyRef": {"name": "x", "key": "k"}}), "there is no Secret x"),
         (
             "a variable of a key that is not there",
@@ -330,4 +348,4 @@ BETWEEN = [
     )
 ]
 
-OPERATORS_MISTAKES = [*SHAPES, *PARTS, *STARTS, *JOBS, *WATCHING, *BETWEEN]
+OPERATORS_MISTAKES = [*SHAPES, *EMPTY, *PARTS, *STARTS, *JOBS, *WATCHING, *BETWEEN]

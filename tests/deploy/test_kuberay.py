@@ -30,6 +30,7 @@ from vescale_ray.k8s import ManifestError, Options, documents, pods, render
 from vescale_ray.k8s.defaults import FILES, example, rendered
 from vescale_ray.k8s.emit import Why, plain, to_yaml
 from vescale_ray.k8s.fields import CUSTOM, field_problems
+from vescale_ray.k8s.kinds import shape_problems
 from vescale_ray.k8s.references import reference_problems
 from vescale_ray.k8s.rules import RAYS_SHARE, TOKEN_FOLDER, rule_problems
 from vescale_ray.k8s.starts import PARAMETERS
@@ -282,6 +283,12 @@ def test_the_drain_sets_the_grace_and_the_time_to_stop(config: RunConfig) -> Non
         assert env == {"RAY_JOB_STOP_WAIT_TIME_S": stop}, "no provider's notice makes it shorter"
 
 
+def test_a_short_deadline_has_no_longer_one_beside_it(config: RunConfig) -> None:
+    for deadline, pending in ((600, None), (1801, 1800)):
+        spec = spec_of(documents(config, Options(deadline_s=deadline), "job"))
+        assert (spec["activeDeadlineSeconds"], spec.get("preRunningDeadlineSeconds")) == (deadline, pending)
+
+
 def test_existing_accounts_and_classes_take_the_place_of_those_that_are_made(config: RunConfig) -> None:
     made = documents(config, Options(service_account="storage", priority_class="urgent"), "job")
     assert not [one for one in made if one["kind"] == "ServiceAccount"]
@@ -390,7 +397,8 @@ def test_whatever_is_written_reads_back(tree: dict[str, Any]) -> None:
 def complaints(catcher: str, bundle: Documents) -> list[str]:
     match catcher:
         case "fields":
-            return [problem for one in bundle for problem in field_problems(one)]
+            shapes = [problem for one in bundle for problem in shape_problems(one)]
+            return shapes or [problem for one in bundle for problem in field_problems(one)]
         case "kubernetes":
             return [problem for one in bundle for problem in (*document_problems(one), *field_problems(one, core_problems))]
         case "rules":

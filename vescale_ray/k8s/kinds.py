@@ -28,16 +28,30 @@ OF_THE_CLUSTER = frozenset({"Namespace", "PriorityClass"})
 
 def shape_problems(document: Any) -> Iterator[str]:
     """One sentence for what everything else relies on: kind, name, and what a kind can't be without."""
-    if not isinstance(document, Mapping) or not document.get("kind"):
+    if not isinstance(document, Mapping) or not isinstance(document.get("kind"), str):
         yield "a document has no kind"
         return
     kind, metadata = str(document["kind"]), document.get("metadata")
-    if not isinstance(metadata, Mapping) or not metadata.get("name"):
+    if not isinstance(metadata, Mapping) or not metadata.get("name") or not isinstance(metadata["name"], str):
         yield f"a {kind} has no metadata.name"
         return
+    yield from (f"{kind} {metadata['name']}: {path} is empty: leave it out, or write what it is to be" for path in _empty(document, ""))
     for field in NEEDED.get(kind, ()):
-        if not isinstance((document.get("spec") or {}).get(field), Mapping):
+        spec = document.get("spec")
+        if not isinstance(spec, Mapping) or not isinstance(spec.get(field), Mapping):
             yield f"{kind} {metadata['name']}: it has no spec.{field}, and would be for all pods of the namespace or for none"
+
+
+def _empty(tree: Any, path: str) -> Iterator[str]:
+    """Where nothing stands: `key:` or `-` without a value."""
+    if tree is None:
+        yield path
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _empty(value, f"{path}.{key}".removeprefix("."))
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from _empty(value, f"{path}[{index}]")
 
 
 def kind_problems(document: Tree) -> Iterator[str]:

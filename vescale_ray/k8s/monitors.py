@@ -111,8 +111,9 @@ def _alert(rule: Tree) -> Iterator[str]:
     for key in ("summary", "description", "runbook_url"):
         if not notes.get(key):
             yield f"it has no {key}"
-    if not str(notes.get("runbook_url", "http")).startswith("http"):
-        yield f"its runbook_url {notes['runbook_url']} is no address"
+    url = str(notes.get("runbook_url", ""))
+    if url and not (url.startswith("http") and url.endswith(f"#{rule['alert'].lower()}")):
+        yield f"its runbook_url {url} is no address of its own in the runbooks"
     for key, text in notes.items():
         if not re.fullmatch(r"(?:[^{]|\{(?!\{)|\{\{(?:(?!\{\{|\}\}).)*\}\})*", text, re.DOTALL) or "}}" in re.sub(r"\{\{.*?\}\}", "", text):
             yield f"the braces of its {key} don't close"

@@ -7,11 +7,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from vescale_ray.k8s.names import LABEL
+from vescale_ray.k8s.names import LABEL, is_label_key
 from vescale_ray.k8s.values import size_of
 
 Tree = Mapping[str, Any]
 LEAST_MEMORY = 64 * 2**20
+LEAST_STORAGE = 2**30
 LEAST_TOKEN_S = 600
 MOST_PRIORITY = 1_000_000_000
 """Above are Kubernetes' own."""
@@ -35,8 +36,11 @@ def part_problems(document: Tree) -> Iterator[str]:
         if document.get("globalDefault"):
             yield f"{what}: globalDefault would give it to every pod of the cluster"
     if document["kind"] == "PersistentVolumeClaim":
-        if not (spec.get("resources") or {}).get("requests", {}).get("storage"):
+        storage = (spec.get("resources") or {}).get("requests", {}).get("storage")
+        if not storage:
             yield f"{what}: it asks for no storage"
+        elif (size_of(storage) or LEAST_STORAGE) < LEAST_STORAGE:
+            yield f"{what}: it asks for {storage}, too little for a run; give a unit, such as 1Ti"
         if spec.get("volumeMode", "Filesystem") != "Filesystem":
             yield f"{what}: volumeMode {spec['volumeMode']}: pods mount it as a file system"
 
@@ -52,6 +56,8 @@ def _toleration(one: Tree) -> Iterator[str]:
 
 def _expression(one: Tree) -> Iterator[str]:
     operator, values = one.get("operator"), one.get("values")
+    if not is_label_key(str(one.get("key", ""))):
+        yield f"{one.get('key')!r} is no key of a label"
     if operator in ("In", "NotIn", "Gt", "Lt") and not values:
         yield f"operator {operator} needs values"
     if operator in ("Exists", "DoesNotExist") and values:
@@ -71,6 +77,8 @@ def _nodes(one: Tree) -> Iterator[str]:
 
 
 def _spread(one: Tree) -> Iterator[str]:
+    if not is_label_key(str(one.get("topologyKey", ""))):
+        yield f"topologyKey {one.get('topologyKey')!r} is no key of a label"
     if one.get("maxSkew", 1) < 1:
         yield f"maxSkew is {one['maxSkew']}: it must be 1 or more"
 
@@ -131,6 +139,17 @@ def _limits(one: Tree) -> Iterator[str]:
         yield f"memory is {one['memory']}, {memory:g} bytes: nothing starts in that; give a unit, such as 16Gi"
 
 
+def _identity(one: Tree) -> Iterator[str]:
+    for field in ("runAsUser", "runAsGroup", "fsGroup"):
+        if isinstance(one.get(field), int) and one[field] < 0:
+            yield f"{field} is {one[field]}: it must be 0 or more"
+
+
+def _port(one: Tree) -> Iterator[str]:
+    if isinstance(one.get("port"), str) and one["port"].isdigit():
+        yield f"port {one['port']!r} is a text: write the number, without quotes"
+
+
 def _resources(one: Tree) -> Iterator[str]:
     requests, limits = (one.get(side) or {} for side in ("requests", "limits"))
     for name in sorted(requests.keys() & limits.keys()):
@@ -161,7 +180,9 @@ _CHECKS: Mapping[str, Callable[[Tree], Iterator[str]]] = {
     "serviceAccountToken": _token,
     "emptyDir": _empty,
     "limits": _limits,
+    "ports": _port,
     "resources": _resources,
+    "securityContext": _identity,
     "volumeMounts": _mount,
 }
 """By the key that a mapping, or a list of mappings, stands under."""

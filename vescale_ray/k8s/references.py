@@ -123,6 +123,8 @@ def _names(pod: _Pod, known: AbstractSet[Name], documents: Sequence[Tree]) -> It
         for source in (volume.get("projected") or {}).get("sources") or ():
             kinds = (("configMap", "ConfigMap"), ("secret", "Secret"))
             wanted += [(kind, source[key].get("name", "without a name")) for key, kind in kinds if key in source]
+            if "configMap" in source:
+                yield from _items(pod, source["configMap"], documents)
     if "serviceAccountName" not in pod.spec:
         yield f"{pod.where}: it has no serviceAccountName, and would share the namespace's default account"
     for kind, name in wanted:
@@ -131,8 +133,9 @@ def _names(pod: _Pod, known: AbstractSet[Name], documents: Sequence[Tree]) -> It
 
 
 def _items(pod: _Pod, source: Tree, documents: Sequence[Tree]) -> Iterator[str]:
-    maps = {one["metadata"]["name"]: one.get("data") or {} for one in documents if one["kind"] == "ConfigMap"}
-    data = maps.get(source.get("name"))
+    maps: dict[str, Tree] = {"kube-root-ca.crt": {"ca.crt": ""}}
+    maps |= {one["metadata"]["name"]: one.get("data") or {} for one in documents if one["kind"] == "ConfigMap"}
+    data = maps.get(source.get("name", ""))
     for item in source.get("items") or ():
         if data is not None and item["key"] not in data:
             yield f"{pod.where}: ConfigMap {source['name']} has no key {item['key']}"

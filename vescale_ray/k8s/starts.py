@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from vescale_ray.k8s.names import ALMOST
 from vescale_ray.k8s.values import plain_secrets, size_of
 
 Tree = Mapping[str, Any]
@@ -54,6 +55,22 @@ OVERWRITES = "ray.io/overwrite-container-cmd"
 ON_THE_HEAD = "node:__internal_head__"
 VOLUMES = ("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret")
 """Kinds of volumes that the namespace's level, restricted, lets in."""
+VARIABLES = frozenset(
+    {
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_DEBUG",
+        "NCCL_SOCKET_IFNAME",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S",
+        "RAY_GRAFANA_HOST",
+        "RAY_GRAFANA_IFRAME_HOST",
+        "RAY_PROMETHEUS_HOST",
+        "TORCH_FR_BUFFER_SIZE",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    }
+)
+"""Those that we set: one that is almost one of them is mistyped, and read by nobody."""
 LOOPBACK = ("lo", "=lo", "127.0.0.1")
 
 
@@ -128,6 +145,8 @@ def _pod(where: str, template: Tree) -> Iterator[str]:
     for field in ("command", "args"):
         if container.get(field):
             yield f"{where}: {field} would be run before the operator's `ray start`: leave it out"
+    if not any(str(mount.get("mountPath", "")).rstrip("/") == "/tmp" for mount in container.get("volumeMounts") or ()):
+        yield f"{where}: nothing is mounted at /tmp: Ray's logs and what it spills could fill the node"
     if "nodeName" in pod:
         yield f"{where}: nodeName passes the scheduler by, and puts all of them on {pod['nodeName']}"
     for field in ("livenessProbe", "readinessProbe", "startupProbe"):
@@ -156,6 +175,10 @@ def _variables(where: str, container: Tree) -> Iterator[str]:
     env = {str(one.get("name")): str(one.get("value", "")) for one in container.get("env") or ()}
     if env.get("RAY_AUTH_MODE", "token") != "token":
         yield f"{where}: RAY_AUTH_MODE {env['RAY_AUTH_MODE']} undoes authOptions: leave it out"
+    for name in sorted(env.keys() - VARIABLES):
+        near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=ALMOST)
+        if near:
+            yield f"{where}: the variable {name} is read by nobody: did you mean {near[0]}?"
     if "RAY_ADDRESS" in env:
         yield f"{where}: RAY_ADDRESS: the operator sets it, to the head of this cluster"
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
