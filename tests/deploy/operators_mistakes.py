@@ -330,6 +330,12 @@ BETWEEN = [
         ("no way to Kubernetes' API", drop(f"{ON_HEAD}.egress", 0), "lets the autoscaler ask Kubernetes' API"),
         ("no way to Redis", put(CLUSTER, gcsFaultToleranceOptions={"redisAddress": "redis:6379"}), "lets it ask Redis at redis:6379"),
         ("a port of Redis' that is none", put(CLUSTER, gcsFaultToleranceOptions={"redisAddress": "redis:70000"}), "give HOST:PORT"),
+        (
+            "a password that is nowhere",
+            put(CLUSTER, gcsFaultToleranceOptions={"redisAddress": "redis:6379", "redisPassword": {}}),
+            "redisPassword has no valueFrom.secretKeyRef",
+        ),
+        ("variables of a Secret without a name", put(HEADS, envFrom=[{"secretRef": {}}]), "there is no Secret without a name"),
         ("a Redis without its port", put(CLUSTER, gcsFaultToleranceOptions={"redisAddress": "redis"}), "give HOST:PORT"),
         ("a token of nobody's", put(f"{CLUSTER}.authOptions", secretName="x"), "authOptions.secretName: there is no Secret x"),
         ("a certificate's other name", put(f"{TOKEN}.1.configMap.items.0", key="ca.cert"), "has no key ca.cert"),

@@ -100,14 +100,18 @@ def _names(pod: _Pod, known: AbstractSet[Name], documents: Sequence[Tree]) -> It
     for container in (*(pod.spec.get("initContainers") or ()), *(pod.spec.get("containers") or ())):
         for source in container.get("envFrom") or ():
             kinds = (("configMapRef", "ConfigMap"), ("secretRef", "Secret"))
-            wanted += [(kind, source[key]["name"]) for key, kind in kinds if key in source and not source[key].get("optional")]
+            wanted += [
+                (kind, source[key].get("name", "without a name"))
+                for key, kind in kinds
+                if key in source and not source[key].get("optional")
+            ]
         for one in container.get("env") or ():
             given = one.get("valueFrom") or {}
             for key, kind in (("configMapKeyRef", "ConfigMap"), ("secretKeyRef", "Secret")):
                 if key in given and not given[key].get("optional"):
-                    wanted.append((kind, given[key]["name"]))
+                    wanted.append((kind, given[key].get("name", "without a name")))
                     if kind == "ConfigMap":
-                        yield from _items(pod, {"name": given[key]["name"], "items": [given[key]]}, documents)
+                        yield from _items(pod, {"name": wanted[-1][1], "items": [given[key]]}, documents)
     for volume in pod.spec.get("volumes") or ():
         if "configMap" in volume:
             wanted.append(("ConfigMap", volume["configMap"].get("name", "without a name")))
@@ -249,8 +253,10 @@ def _secrets(document: Tree, outside: AbstractSet[Name]) -> Iterator[str]:
     options = cluster.get("gcsFaultToleranceOptions") or {}
     for key in ("redisPassword", "redisUsername"):
         reference = ((options.get(key) or {}).get("valueFrom") or {}).get("secretKeyRef")
-        if reference and ("Secret", reference["name"]) not in outside:
-            yield f"gcsFaultToleranceOptions.{key}: there is no Secret {reference['name']}"
+        if key in options and not reference and "value" not in options[key]:
+            yield f"gcsFaultToleranceOptions.{key} has no valueFrom.secretKeyRef: Redis would be asked without one"
+        if reference and ("Secret", reference.get("name")) not in outside:
+            yield f"gcsFaultToleranceOptions.{key}: there is no Secret {reference.get('name', 'without a name')}"
 
     secret = (cluster.get("authOptions") or {}).get("secretName")
     if secret and ("Secret", secret) not in outside:
