@@ -227,7 +227,8 @@ def gc(path: str, keep: int, every: int, best: int, metric: str, mode: Literal["
         for kept in report.kept:
             click.echo(f"kept {kept} ({', '.join(report.why.get(kept, ()))})")
         waiting = f"; the data of {len(report.waiting)} stays until readers had time" if report.waiting else ""
-        click.echo(f"{root}: {len(report.swept)} interrupted saves swept, {_size(report.freed_bytes)} freed{waiting}")
+        count, size, would = len(report.swept), _size(report.freed_bytes), "would be " if dry_run else ""
+        click.echo(f"{root}: {count} interrupted saves {would}swept, {size} {would}freed{waiting}")
     if report.problems:
         raise Failed(f"{root}: " + "; ".join(report.problems))
     return OK

@@ -317,7 +317,15 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     Raises:
         ConfigError: with one line, for the first file, key or value that can't be used.
     """
-    tree = {} if path is None else _read(Path(path))
+    return _override({} if path is None else _read(Path(path)), overrides)
+
+
+def read_config(text: str, where: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The same of a file's ``text``, which ``where`` names in errors."""
+    return _override(_tree(text, where), overrides)
+
+
+def _override(tree: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     known = dict(_keys())
     _check_keys(tree, known)
     for text in overrides:
@@ -386,7 +394,11 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not text; give the path of a run's YAML file") from None
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from None
-    tree = _load_yaml(text, str(path))
+    return _tree(text, str(path))
+
+
+def _tree(text: str, path: str) -> dict[str, Any]:
+    tree = _load_yaml(text, path)
     if tree is None:
         return {}
     if not isinstance(tree, dict):

@@ -238,7 +238,7 @@ def test_old_checkpoints_are_collected_but_for_pinned_ones(run, capsys):
     assert "can't be a pin's name" in refused(capsys, "pin", "x", "--as", "a/b")
     assert said(capsys, "unpin", f"x@{BEFORE}")[0] == 0
     code, out, _ = said(capsys, "gc", "x", "--keep", "1", "--dry-run")
-    assert code == 0 and f"would delete {BEFORE}" in out
+    assert code == 0 and f"would delete {BEFORE}" in out and "would be swept" in out and "would be freed" in out
     assert [c.name for c in checkpoint.ls(run.checkpoints)] == [BEFORE, NEWEST], "a dry run changes nothing"
     code, out, _ = said(capsys, "gc", "x", "--keep", "1")
     assert code == 0 and f"deleted {BEFORE}" in out

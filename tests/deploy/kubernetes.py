@@ -28,8 +28,8 @@ def _validator(name: str) -> jsonschema.protocols.Validator:
 
 def schema_of(document: Mapping[str, Any]) -> str | None:
     """The schema's name; None where Kubernetes has none: a custom resource."""
-    group, _, version = str(document["apiVersion"]).rpartition("/")
-    name = f"{str(document['kind']).lower()}-{group.split('.')[0] + '-' if group else ''}{version}"
+    group, _, version = str(document.get("apiVersion")).rpartition("/")
+    name = f"{str(document.get('kind')).lower()}-{group.split('.')[0] + '-' if group else ''}{version}"
     return name if (FOLDER / f"{name}.json").is_file() else None
 
 

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import yaml
 
@@ -150,3 +151,14 @@ def test_the_runbooks_are_of_alerts_that_exist_and_name_keys_and_commands_that_e
         if command == "ckpt":
             assert found.get_command(None, sub) is not None, sub  # type: ignore[attr-defined]
     assert known() >= set(re.findall(r"`(vescale_\w+)`", RUNBOOKS))
+
+
+def test_every_command_of_the_runbooks_has_the_arguments_and_options_that_it_needs() -> None:
+    commands = set(re.findall(r"`(vescale-ray [a-z][^`\n]*)`", RUNBOOKS))
+    assert len(commands) > 8
+    for text in commands:
+        command: click.Command = cli.cli
+        words = re.sub(r"\b(N|STEP)\b", "2", text).split()[1:]
+        while isinstance(command, click.Group):
+            command = command.commands[words.pop(0)]
+        command.make_context(text, words)

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import math
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from tests.deploy.kubernetes import core_problems, document_problems, schema_of
 from tests.deploy.mistakes import MISTAKES, Mistake
+from tests.deploy.operators_mistakes import OPERATORS_MISTAKES
 from vescale_ray.config import RunConfig, load_config
 from vescale_ray.controller.exposition import families
 from vescale_ray.controller.figures import RunSnapshot
@@ -28,8 +30,10 @@ from vescale_ray.k8s import ManifestError, Options, documents, pods, render
 from vescale_ray.k8s.defaults import FILES, example, rendered
 from vescale_ray.k8s.emit import Why, plain, to_yaml
 from vescale_ray.k8s.fields import CUSTOM, field_problems
+from vescale_ray.k8s.kinds import shape_problems
 from vescale_ray.k8s.references import reference_problems
-from vescale_ray.k8s.rules import TOKEN_FOLDER, rule_problems
+from vescale_ray.k8s.rules import RAYS_SHARE, TOKEN_FOLDER, rule_problems
+from vescale_ray.k8s.starts import PARAMETERS
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBERAY = ROOT / "deploy" / "kuberay"
@@ -167,6 +171,15 @@ def test_the_metrics_ports_are_rays() -> None:
     assert f'"DASHBOARD_METRIC_PORT", {pods.DASHBOARD_METRICS_PORT})' in dashboard.read_text()
 
 
+def test_the_parameters_that_a_group_may_have_are_those_of_ray_start() -> None:
+    ray = importlib.util.find_spec("ray")
+    assert ray is not None and ray.origin is not None
+    source = (Path(ray.origin).parent / "scripts" / "scripts.py").read_text()
+    assert not [name for name in PARAMETERS if f'"--{name}"' not in source]
+    constants = (Path(ray.origin).parent / "_private" / "ray_constants.py").read_text()
+    assert re.search(rf'"RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION",\s*{RAYS_SHARE}\b', constants)
+
+
 def test_the_variables_that_are_set_for_ray_are_ones_that_it_reads(config: RunConfig) -> None:
     """A renamed one would be ignored in silence, and a drain be as short as Ray's own."""
     ray = importlib.util.find_spec("ray")
@@ -268,6 +281,12 @@ def test_the_drain_sets_the_grace_and_the_time_to_stop(config: RunConfig) -> Non
     for drain, stop in ((25, "100"), (300, "300")):
         env = yaml.safe_load(spec_of(documents(config, Options(drain_s=drain), "job"))["runtimeEnvYAML"])["env_vars"]
         assert env == {"RAY_JOB_STOP_WAIT_TIME_S": stop}, "no provider's notice makes it shorter"
+
+
+def test_a_short_deadline_has_no_longer_one_beside_it(config: RunConfig) -> None:
+    for deadline, pending in ((600, None), (1801, 1800)):
+        spec = spec_of(documents(config, Options(deadline_s=deadline), "job"))
+        assert (spec["activeDeadlineSeconds"], spec.get("preRunningDeadlineSeconds")) == (deadline, pending)
 
 
 def test_existing_accounts_and_classes_take_the_place_of_those_that_are_made(config: RunConfig) -> None:
@@ -378,7 +397,8 @@ def test_whatever_is_written_reads_back(tree: dict[str, Any]) -> None:
 def complaints(catcher: str, bundle: Documents) -> list[str]:
     match catcher:
         case "fields":
-            return [problem for one in bundle for problem in field_problems(one)]
+            shapes = [problem for one in bundle for problem in shape_problems(one)]
+            return shapes or [problem for one in bundle for problem in field_problems(one)]
         case "kubernetes":
             return [problem for one in bundle for problem in (*document_problems(one), *field_problems(one, core_problems))]
         case "rules":
@@ -392,7 +412,10 @@ def test_the_manifest_that_mistakes_are_put_into_has_none(bundle: Documents) -> 
         assert complaints(catcher, bundle) == []
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=[f"{one.catcher}: {one.what}" for one in MISTAKES])
+ALL_MISTAKES = [*MISTAKES, *OPERATORS_MISTAKES]
+
+
+@pytest.mark.parametrize("mistake", ALL_MISTAKES, ids=[f"{one.catcher}: {one.what}" for one in ALL_MISTAKES])
 def test_a_mistake_is_caught(mistake: Mistake, bundle: Documents) -> None:
     mistake.spoil(bundle)
     found = complaints(mistake.catcher, bundle)

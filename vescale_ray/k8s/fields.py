@@ -25,6 +25,13 @@ class Core:
 
 
 @dataclass(frozen=True)
+class Template(Core):
+    """A pod template, of which the other checks rely on the containers."""
+
+    schema: str = "podtemplatespec"
+
+
+@dataclass(frozen=True)
 class Whole:
     """A whole number, at least ``least``."""
 
@@ -57,7 +64,6 @@ TEXT, FLAG, NUMBER, TEXTS = "a text", "true or false", "a number", "texts by nam
 """Leaves. ``TEXTS``: a mapping whose values are texts, like labels and rayStartParams."""
 
 METADATA = Fields({"name": TEXT, "namespace": TEXT, "labels": TEXTS, "annotations": TEXTS}, frozenset({"name"}))
-POD = Core("podtemplatespec")
 
 AUTOSCALER = Fields(
     {
@@ -97,7 +103,7 @@ FAULT_TOLERANCE = Fields(
 )
 GROUP = {
     "rayStartParams": TEXTS,
-    "template": POD,
+    "template": Template(),
     "labels": TEXTS,
     "resources": TEXTS,
 }
@@ -158,7 +164,7 @@ JOB_SPEC = Fields(
         "jobId": TEXT,
         "metadata": TEXTS,
         "submissionMode": One(("K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode")),
-        "submitterPodTemplate": POD,
+        "submitterPodTemplate": Template(),
         "submitterConfig": Fields({"backoffLimit": Whole()}),
         "backoffLimit": Whole(),
         "activeDeadlineSeconds": Whole(1),
@@ -246,7 +252,9 @@ def field_problems(document: Mapping[str, Any], on_core: OnCore | None = None) -
 def _walk(value: Any, kind: Any, path: str, on_core: OnCore | None) -> Iterator[str]:
     match kind:
         case Core(schema):
-            if on_core is not None:
+            if isinstance(kind, Template) and not _has_containers(value):
+                yield f"{path} has no container"
+            elif on_core is not None:
                 yield from on_core(schema, value, path)
         case Fields(known, required):
             if not isinstance(value, Mapping):
@@ -285,6 +293,12 @@ def _walk(value: Any, kind: Any, path: str, on_core: OnCore | None) -> Iterator[
         case _:
             if not isinstance(value, str):
                 yield f"{path} is {_shown(value)}: it must be a text"
+
+
+def _has_containers(template: Any) -> bool:
+    spec = template.get("spec") if isinstance(template, Mapping) else None
+    containers = spec.get("containers") if isinstance(spec, Mapping) else None
+    return isinstance(containers, list) and bool(containers) and all(isinstance(one, Mapping) for one in containers)
 
 
 def _shown(value: Any) -> str:

@@ -17,6 +17,7 @@ from vescale_ray.k8s.rules import KUEUES_ELASTIC, KUEUES_LABEL, TOKEN_FOLDER
 
 Document = dict[str, Any]
 WEEK_S = 7 * 24 * 3600
+START_S = 1800
 KEPT_AFTER_SUCCESS_S, KEPT_AFTER_FAILURE_S = 300, 3600
 """How long a cluster is kept after its job, for a look at it."""
 
@@ -162,7 +163,8 @@ def _job(c: RunConfig, o: Options, s: Sizes) -> Document:
         spec["shutdownAfterJobFinishes"] = Why(True, "Needed with suspend, and excludes deletionRules.")
         spec["ttlSecondsAfterFinished"] = KEPT_AFTER_SUCCESS_S
     else:
-        spec["preRunningDeadlineSeconds"] = Why(1800, "A job whose pods find no place fails, instead of waiting unseen.")
+        if o.deadline_s > START_S:  # else that is the earlier one
+            spec["preRunningDeadlineSeconds"] = Why(START_S, "A job whose pods find no place fails, instead of waiting unseen.")
 
         def rule(policy: str, ttl: int, **when: str) -> dict[str, Any]:
             return {"policy": policy, "condition": {**when, "ttlSeconds": ttl}}

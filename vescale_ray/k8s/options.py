@@ -190,7 +190,7 @@ def sizes(config: RunConfig, options: Options, kind: str) -> Sizes:
         cpus=cpus,
         grace_s=options.drain_s + GRACE_MARGIN_S,
         object_store=quantity(options.shm) // 2,
-        outside=_outside(config),
+        outside=ways_out(config),
     )
 
 
@@ -214,7 +214,7 @@ def port_of(url: str, default: int) -> int:
         return default
 
 
-def _inside(path: str, folders: tuple[str, ...]) -> bool:
+def inside(path: str, folders: tuple[str, ...]) -> bool:
     return any(f"{path}/".startswith(f"{folder}/") for folder in folders)
 
 
@@ -226,7 +226,8 @@ def _has_port(url: str) -> bool:
         return False
 
 
-def _outside(config: RunConfig) -> tuple[int, ...]:
+def ways_out(config: RunConfig) -> tuple[int, ...]:
+    """Ports that a run's pods ask outside of the cluster's own traffic."""
     root = config.checkpoint.dir or ""
     if "://" not in root or root.startswith(ON_A_DISK):
         return ()
@@ -305,7 +306,7 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
     if o.redis is not None and not o.has("gcs-ft"):
         yield f"--redis {o.redis}: nothing would use it; add --overlay gcs-ft"
     mount = posixpath.normpath(o.mount)
-    if not re.fullmatch(r"/[^:\s]+", o.mount) or mount.startswith("//") or mount in TAKEN or _inside(mount, SYSTEMS):
+    if not re.fullmatch(r"/[^:\s]+", o.mount) or mount.startswith("//") or mount in TAKEN or inside(mount, SYSTEMS):
         yield f"--mount {o.mount}: give an absolute folder of its own, without ':' and blanks, for example /mnt/shared"
     for flag, address in (("--redis", o.redis), ("--prometheus", o.prometheus), ("--grafana", o.grafana)):
         if address is not None and not _has_port(address):

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 Tree = Mapping[str, Any]
 DASHBOARD_PORT, DNS_PORT = 8265, 53
+WAYS = (("ingress", "from"), ("egress", "to"))
 
 
 class Pod(Protocol):
@@ -18,7 +19,20 @@ class Pod(Protocol):
 
 
 def selects(selector: Tree, pod: Pod) -> bool:
-    return (selector.get("matchLabels") or {}).items() <= pod.labels.items()
+    by_label = (selector.get("matchLabels") or {}).items() <= pod.labels.items()
+    return by_label and all(_holds(one, pod.labels.get(one["key"])) for one in selector.get("matchExpressions") or ())
+
+
+def _holds(expression: Tree, value: str | None) -> bool:
+    match expression["operator"]:
+        case "In":
+            return value in (expression.get("values") or ())
+        case "NotIn":
+            return value not in (expression.get("values") or ())
+        case "Exists":
+            return value is not None
+        case _:
+            return value is None
 
 
 def policy_problems(documents: Sequence[Tree], pods: Sequence[Pod]) -> Iterator[str]:
@@ -31,6 +45,14 @@ def policy_problems(documents: Sequence[Tree], pods: Sequence[Pod]) -> Iterator[
         for rule in spec.get("ingress") or ():
             if not rule.get("from"):
                 yield f"{where}: a rule of ingress has no from, and lets in everybody"
+            yield from (f"{where}: a rule of ingress lets in {who}" for peer in rule.get("from") or () for who in _open(peer))
+        for way, key in WAYS:
+            for rule in spec.get(way) or ():
+                peers, ports = rule.get(key) or (), rule.get("ports") or ()
+                if not all(peers):
+                    yield f"{where}: a rule of {way} has an empty peer"
+                if (not peers or _is_wide(peers)) and not (ports and all("port" in one for one in ports)):
+                    yield f"{where}: a rule of {way} names no port, and opens them all to others than the run's pods"
     for pod in pods:
         chosen = [one["spec"] for one in policies if selects(one["spec"]["podSelector"], pod)]
         if not chosen:
@@ -38,7 +60,7 @@ def policy_problems(documents: Sequence[Tree], pods: Sequence[Pod]) -> Iterator[
         enters, leaves = ([rule for spec in chosen for rule in spec.get(way) or ()] for way in ("ingress", "egress"))
         if not all(any(_to_all(rule, pods) for rule in rules) for rules in (enters, leaves)):
             yield f"{pod.where}: no NetworkPolicy lets it and the run's other pods reach each other at all ports"
-        if not any(_has(rule, DNS_PORT) and (not rule.get("to") or _is_wide(rule["to"])) for rule in leaves):
+        if not any(_has(rule, DNS_PORT, "UDP") and (not rule.get("to") or _is_wide(rule["to"])) for rule in leaves):
             yield f"{pod.where}: no NetworkPolicy lets it ask DNS (port {DNS_PORT})"
         for name, port in _wanted(documents, pod):
             if not any(_has(rule, port) and _is_wide(rule.get("from") or ()) for rule in enters):
@@ -62,8 +84,30 @@ def _to_all(rule: Tree, pods: Sequence[Pod]) -> bool:
     return not rule.get("ports") and any(all(selects(peer["podSelector"], pod) for pod in pods) for peer in peers)
 
 
-def _has(rule: Tree, port: int) -> bool:
-    return not rule.get("ports") or any(one.get("port") == port for one in rule["ports"])
+def lets_out(documents: Sequence[Tree], pod: Pod, port: int) -> bool:
+    """Whether the policies let the pod ask ``port`` of who is no pod of the run; what no policy covers may ask anybody."""
+    chosen = [one["spec"] for one in documents if one["kind"] == "NetworkPolicy" and selects(one["spec"]["podSelector"], pod)]
+    leaves = [rule for spec in chosen for rule in spec.get("egress") or ()]
+    return not chosen or any(_has(rule, port) and (not rule.get("to") or _is_wide(rule["to"])) for rule in leaves)
+
+
+def _open(peer: Tree) -> Iterator[str]:
+    """Whom a peer is that is more than anybody in particular."""
+    pods, spaces = peer.get("podSelector"), peer.get("namespaceSelector")
+    if str((peer.get("ipBlock") or {}).get("cidr")) in ("0.0.0.0/0", "::/0"):
+        yield "every address"
+    elif spaces is not None and _is_all(spaces) and (pods is None or _is_all(pods)):
+        yield "all pods of all namespaces"
+    elif pods is not None and spaces is None and _is_all(pods):
+        yield "all pods of the namespace, not the run's alone"
+
+
+def _is_all(selector: Tree) -> bool:
+    return not selector.get("matchLabels") and not selector.get("matchExpressions")
+
+
+def _has(rule: Tree, port: int, protocol: str = "TCP") -> bool:
+    return not rule.get("ports") or any(one.get("port", port) == port and one.get("protocol", "TCP") == protocol for one in rule["ports"])
 
 
 def _is_wide(peers: Sequence[Tree]) -> bool:

@@ -11,6 +11,7 @@ from vescale_ray.config import RunConfig
 from vescale_ray.k8s import objects, pods
 from vescale_ray.k8s.emit import plain, to_yaml
 from vescale_ray.k8s.fields import OnCore, field_problems
+from vescale_ray.k8s.kinds import shape_problems
 from vescale_ray.k8s.options import KINDS, OPERATOR, OVERLAYS, ManifestError, Options, sizes
 from vescale_ray.k8s.references import Name, reference_problems
 from vescale_ray.k8s.rules import LONGEST, rule_problems
@@ -86,7 +87,8 @@ def problems(
         outside: objects that are there without being among the documents.
         on_core: sees the parts that are of Kubernetes' own types (:func:`~vescale_ray.k8s.fields.field_problems`).
     """
-    found = [problem for one in documents for problem in field_problems(one, on_core)]
+    found = [problem for one in documents for problem in shape_problems(one)]
+    found = found or [problem for one in documents for problem in field_problems(one, on_core)]
     yield from found
     if not found:  # the others rely on the shape
         # Ray's resources first: what is wrong with a run's name is said best of them.

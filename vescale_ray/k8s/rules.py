@@ -10,11 +10,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import yaml
-
+from vescale_ray.k8s.jobs import job_problems
+from vescale_ray.k8s.kinds import kind_problems
+from vescale_ray.k8s.monitors import monitor_problems
 from vescale_ray.k8s.names import is_name, name_problems
 from vescale_ray.k8s.options import GRACE_MARGIN_S
-from vescale_ray.k8s.values import is_secret, plain_secrets, size_of, value_problems
+from vescale_ray.k8s.parts import part_problems
+from vescale_ray.k8s.starts import start_problems
+from vescale_ray.k8s.values import plain_secrets, size_of, value_problems
 
 Tree = Mapping[str, Any]
 LONGEST = {"RayJob": 47, "RayCluster": 53}
@@ -24,37 +27,51 @@ LONGEST_ACCOUNT = 50
 TOKEN_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
 """Where a client of Kubernetes' API looks for its token: Ray's autoscaler, too."""
 KUEUES_LABEL, KUEUES_ELASTIC = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/elastic-job"
+MULTIKUEUE = "kueue.x-k8s.io/multikueue"
 LEVEL = "pod-security.kubernetes.io/enforce"
 SAFE_TO_EVICT = "cluster-autoscaler.kubernetes.io/safe-to-evict"
+DO_NOT_DISRUPT = "karpenter.sh/do-not-disrupt"
 HEADS_PORTS = {"gcs-server": ("port", "6379"), "dashboard": ("dashboard-port", "8265")}
 """By name, with the parameter that changes it: the operator makes the head's Service of the ports that are listed, if any is."""
 MAY_BE_ADDED = frozenset({"IPC_LOCK", "NET_BIND_SERVICE", "SYS_PTRACE"})
 """For RDMA, and for py-spy."""
 LEAST_IDLE_S = 60
 MOST_OF_A_MAP = 2**20
+RAYS_SHARE = 0.3
+"""Of a node's memory, for the object store, where nothing is said."""
 GPU = "nvidia.com/gpu"
+SPOT = {
+    "karpenter.sh/capacity-type": "spot",
+    "eks.amazonaws.com/capacityType": "SPOT",
+    "cloud.google.com/gke-spot": "true",
+    "cloud.google.com/gke-preemptible": "true",
+    "kubernetes.azure.com/scalesetpriority": "spot",
+}
+"""What providers label pre-emptible nodes with."""
 KUEUES_GROUPS = 6
 """A Kueue workload has 8 pod sets: the head's, the submitter's, the groups'."""
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 IMAGE = re.compile(rf"([A-Za-z0-9.-]+(:\d+)?/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@sha256:[0-9a-f]{{64}})?", re.ASCII)
 """A registry, a name, and a tag or a digest or both: what a kubelet takes."""
-_ORDER = ("DeleteWorkers", "DeleteCluster", "DeleteSelf")
 
 
 def rule_problems(document: Tree) -> Iterator[str]:
     """One sentence for each rule that a document breaks: of a RayJob or RayCluster all, of other kinds those for names and labels."""
     kind = document.get("kind")
+    yield from kind_problems(document)
+    yield from part_problems(document)
     if kind not in LONGEST:
         yield from name_problems(document)
         yield from value_problems(document)
+        yield from monitor_problems(document)
         if kind == "PodDisruptionBudget":
             yield from _budget(document)
         if kind == "ServiceAccount" and document.get("automountServiceAccountToken") is not False:
             yield f"ServiceAccount {document['metadata']['name']}: automountServiceAccountToken must be false"
         if kind == "ConfigMap" and sum(len(str(text).encode()) for text in (document.get("data") or {}).values()) > MOST_OF_A_MAP:
             yield f"ConfigMap {document['metadata']['name']}: it holds more than 1 MiB, the most that Kubernetes takes"
-        level = (document["metadata"].get("labels") or {}).get(LEVEL, "restricted")
+        level = (document["metadata"].get("labels") or {}).get(LEVEL, "missing")
         if kind == "Namespace" and level != "restricted":
             yield f"Namespace {document['metadata']['name']}: {LEVEL} is {level}: the pods of a run need no more than restricted"
         return
@@ -68,10 +85,11 @@ def rule_problems(document: Tree) -> Iterator[str]:
     yield from value_problems(document)
     annotations = document["metadata"].get("annotations") or {}
     if kind == "RayJob":
-        yield from _job(spec)
+        yield from job_problems(spec)
     cluster = spec.get("rayClusterSpec") if kind == "RayJob" else spec
-    if spec.get("suspend") and KUEUES_LABEL not in (document["metadata"].get("labels") or {}):
-        yield f"suspend: true without a queue ({KUEUES_LABEL}): nobody would start it"
+    for field, value in (("suspend", True), ("managedBy", MULTIKUEUE)):
+        if spec.get(field) == value and KUEUES_LABEL not in (document["metadata"].get("labels") or {}):
+            yield f"{field}: {str(value).lower()} without a queue ({KUEUES_LABEL}): nobody would start it"
     if KUEUES_LABEL in (document["metadata"].get("labels") or {}):
         queue = str(document["metadata"]["labels"][KUEUES_LABEL])
         if not is_name(queue):
@@ -80,6 +98,7 @@ def rule_problems(document: Tree) -> Iterator[str]:
     if cluster:
         yield from _cluster(cluster, annotations, in_job=kind == "RayJob")
         yield from _pods(cluster, spec)
+        yield from start_problems(cluster, spec)
 
 
 def _budget(document: Tree) -> Iterator[str]:
@@ -90,88 +109,6 @@ def _budget(document: Tree) -> Iterator[str]:
             f"PodDisruptionBudget {document['metadata']['name']}: of the pods of a RayCluster, which has no scale, Kubernetes counts only "
             "minAvailable, a whole number from 1"
         )
-
-
-# -------------------------------------------------------------------------------------------------- the operator's: RayJob
-
-
-def _job(spec: Tree) -> Iterator[str]:
-    mode, selector, cluster = spec.get("submissionMode", "K8sJobMode"), spec.get("clusterSelector"), spec.get("rayClusterSpec")
-    shutdown, rules = spec.get("shutdownAfterJobFinishes", False), (spec.get("deletionStrategy") or {}).get("deletionRules")
-    if spec.get("suspend") and not shutdown:
-        yield "suspend: true needs shutdownAfterJobFinishes: true"
-    if spec.get("ttlSecondsAfterFinished", 0) > 0 and not shutdown:
-        yield "ttlSecondsAfterFinished needs shutdownAfterJobFinishes: true"
-    if rules is not None and shutdown:
-        yield "deletionRules and shutdownAfterJobFinishes exclude each other"
-    if rules is not None:
-        yield from _deletion(rules, autoscaling=bool(cluster and cluster.get("enableInTreeAutoscaling")), selects=bool(selector))
-    if not cluster and not selector:
-        yield "a RayJob needs rayClusterSpec or clusterSelector"
-    if selector and spec.get("suspend"):
-        yield "clusterSelector excludes suspend"
-    if selector and spec.get("backoffLimit", 0) > 0:
-        yield "clusterSelector excludes backoffLimit"
-    if selector and mode == "SidecarMode":
-        yield "clusterSelector excludes SidecarMode"
-    if mode == "InteractiveMode" and spec.get("backoffLimit", 0) > 0:
-        yield "InteractiveMode excludes backoffLimit"
-    if mode == "SidecarMode":
-        for field in ("submitterPodTemplate", "submitterConfig"):
-            if field in spec:
-                yield f"SidecarMode excludes {field}"
-        if cluster and cluster["headGroupSpec"]["template"]["spec"].get("restartPolicy", "Never") != "Never":
-            yield "SidecarMode needs restartPolicy: Never on the head"
-    if mode != "InteractiveMode" and not str(spec.get("entrypoint", "")).strip():
-        yield "a RayJob that submits needs an entrypoint"
-    yield from _runtime_env(spec.get("runtimeEnvYAML", ""))
-
-
-def _deletion(rules: Sequence[Tree], autoscaling: bool, selects: bool) -> Iterator[str]:
-    ttl: dict[str, dict[str, int]] = {}
-    if not rules:
-        yield "deletionRules is empty: leave deletionStrategy out"
-    for index, rule in enumerate(rules):
-        policy, when = rule["policy"], rule["condition"]
-        states = [f"{key} {when[key]}" for key in ("jobStatus", "jobDeploymentStatus") if key in when]
-        if len(states) != 1:
-            yield f"deletionRules[{index}]: a condition names either jobStatus or jobDeploymentStatus"
-            continue
-        if policy == "DeleteWorkers" and (autoscaling or selects):
-            yield f"deletionRules[{index}]: DeleteWorkers excludes {'autoscaling' if autoscaling else 'clusterSelector'}"
-        if policy == "DeleteCluster" and selects:
-            yield f"deletionRules[{index}]: DeleteCluster excludes clusterSelector"
-        known = ttl.setdefault(states[0], {})
-        if policy in known:
-            yield f"deletionRules[{index}]: {policy} for {states[0]} is there twice"
-        known[policy] = when.get("ttlSeconds", 0)
-    for state, known in ttl.items():
-        times = [(known[policy], policy) for policy in _ORDER if policy in known]
-        for (earlier, first), (later, second) in zip(times, times[1:], strict=False):
-            if later < earlier:
-                yield f"deletionRules: {second} after {later} s for {state} comes before {first} after {earlier} s"
-
-
-def _runtime_env(text: str) -> Iterator[str]:
-    try:
-        env = yaml.safe_load(text) or {}
-    except yaml.YAMLError:
-        yield "runtimeEnvYAML is not valid YAML"
-        return
-    if not isinstance(env, dict):
-        yield "runtimeEnvYAML holds no mapping"
-        return
-    for key in ("pip", "uv", "conda", "py_modules", "working_dir"):
-        if key in env:
-            yield f"runtimeEnvYAML has {key}: nothing is fetched or installed at run time; put it into the image"
-    variables = env.get("env_vars") or {}
-    if not all(isinstance(value, str) for value in variables.values()):
-        yield "runtimeEnvYAML.env_vars: values must be texts, numbers in quotes"
-    for name in filter(is_secret, map(str, variables)):
-        yield f"runtimeEnvYAML.env_vars.{name} is a secret in plain text: take it from a Secret (--env-secret)"
-    wait = str(variables.get("RAY_JOB_STOP_WAIT_TIME_S", ""))
-    if not wait.isdigit() or int(wait) <= 3:
-        yield "runtimeEnvYAML.env_vars.RAY_JOB_STOP_WAIT_TIME_S: without more than Ray's 3 s a job that is stopped makes no checkpoint"
 
 
 # ---------------------------------------------------------------------------------------------- the operator's: RayCluster
@@ -205,16 +142,21 @@ def _cluster(spec: Tree, annotations: Tree, in_job: bool) -> Iterator[str]:
     for name in sorted({str(name) for name in names if names.count(name) > 1}):
         yield f"two worker groups have the name {name}"
     for name in names:
-        if not _DNS_1035.fullmatch(str(name)):
-            yield f"the worker group's name {name} becomes a part of pods' names: give lower-case letters, digits and '-'"
+        if not _DNS_1035.fullmatch(str(name)) or len(str(name)) > 63:
+            yield f"the worker group's name {name} becomes a part of pods' names: give lower-case letters, digits and '-', 63 at most"
     if in_job and (spec.get("authOptions") or {}).get("enableK8sTokenAuth"):
         yield "authOptions.enableK8sTokenAuth is not taken in a RayJob"
     if (spec.get("tlsOptions") or {}).get("enabled"):
         yield "tlsOptions is behind a feature gate of KubeRay's that is off (RayClusterMTLS)"
     if (spec.get("authOptions") or {}).get("mode") == "token":
-        version = re.match(r"(\d+)\.(\d+)", str(spec.get("rayVersion", "")))
-        if not version or (int(version[1]), int(version[2])) < (2, 52):
+        if _version(spec) < (2, 52):
             yield f"authOptions.mode: token needs rayVersion 2.52 or later; here it is {spec.get('rayVersion')}"
+
+
+def _version(spec: Tree) -> tuple[int, int]:
+    """Ray's; the oldest, where none can be read."""
+    match = re.match(r"(\d+)\.(\d+)", str(spec.get("rayVersion", "")))
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _autoscaling(spec: Tree, groups: Sequence[tuple[str, Tree]], env: Tree) -> Iterator[str]:
@@ -234,6 +176,10 @@ def _autoscaling(spec: Tree, groups: Sequence[tuple[str, Tree]], env: Tree) -> I
         for field in ("idleTimeoutSeconds", "priority"):
             if field in group and not v2:
                 yield f"{where}: {field} needs autoscaler v2"
+        if on and group.get("idleTimeoutSeconds", LEAST_IDLE_S) < LEAST_IDLE_S:
+            yield f"{where}: idleTimeoutSeconds is less than {LEAST_IDLE_S}: nodes that wait for others would be taken away again"
+        if "priority" in group and _version(spec) < (2, 56):
+            yield f"{where}: priority needs rayVersion 2.56 or later; here it is {spec.get('rayVersion')}"
         if group.get("numOfHosts", 1) != 1:
             yield f"{where}: numOfHosts must be 1: a run's workers come and go one by one"
         if on and group.get("suspend"):
@@ -241,6 +187,8 @@ def _autoscaling(spec: Tree, groups: Sequence[tuple[str, Tree]], env: Tree) -> I
         fewest, most = group.get("minReplicas"), group.get("maxReplicas")
         if fewest is None or most is None:
             yield f"{where}: minReplicas and maxReplicas must both be given"
+        elif not on and fewest != most:
+            yield f"{where}: minReplicas {fewest} and maxReplicas {most} need enableInTreeAutoscaling: true"
         elif not 0 <= fewest <= group.get("replicas", fewest) <= most:
             yield f"{where}: minReplicas {fewest}, replicas {group.get('replicas', fewest)} and maxReplicas {most} must rise in this order"
 
@@ -311,9 +259,8 @@ def _pods(cluster: Tree, spec: Tree) -> Iterator[str]:
         yield from _grace(where, pod)
     if "submitterPodTemplate" in spec:
         templates.append(("submitterPodTemplate", spec["submitterPodTemplate"]["spec"]))
-        if spec["submitterPodTemplate"]["spec"].get("restartPolicy") == "Always":
-            yield "submitterPodTemplate: a pod of a Job needs restartPolicy: Never or OnFailure"
     yield from _head(cluster["headGroupSpec"])
+    yield from _stays(cluster)
     if (cluster["headGroupSpec"].get("rayStartParams") or {}).get("num-cpus") != "0":
         yield 'headGroupSpec.rayStartParams.num-cpus must be "0": a worker on the head could take the run down with it'
     if (cluster.get("authOptions") or {}).get("mode") != "token":
@@ -342,10 +289,44 @@ def _head(group: Tree) -> Iterator[str]:
             yield f"headGroupSpec: its container has no port {wanted} named {name}: the operator's Service for the head would lack it"
     if params.get("dashboard-host", "0.0.0.0") not in ("0.0.0.0", "::"):
         yield f"headGroupSpec.rayStartParams.dashboard-host is {params['dashboard-host']}: operator and submitter come from other pods"
-    if ((group["template"].get("metadata") or {}).get("annotations") or {}).get(SAFE_TO_EVICT) != "false":
-        yield f'headGroupSpec: the annotation {SAFE_TO_EVICT} must be "false": a run does not survive the loss of its head'
+    annotations = (group["template"].get("metadata") or {}).get("annotations") or {}
+    for name, value in ((SAFE_TO_EVICT, "false"), (DO_NOT_DISRUPT, "true")):
+        if annotations.get(name) != value:
+            yield f'headGroupSpec: the annotation {name} must be "{value}": a run does not survive the loss of its head'
     if not pod.get("nodeSelector") and not (pod.get("affinity") or {}).get("nodeAffinity"):
         yield "headGroupSpec: a nodeSelector or nodeAffinity must keep it from pre-emptible nodes"
+    for key, value in _chosen(pod):
+        if SPOT.get(key) == value:
+            yield f"headGroupSpec: it asks for a pre-emptible node ({key}={value}), and a run does not survive the loss of its head"
+
+
+def _chosen(pod: Tree) -> Iterator[tuple[str, str]]:
+    """Labels that a node must have."""
+    yield from (pod.get("nodeSelector") or {}).items()
+    for one in _expressions(pod):
+        if one.get("operator") == "In":
+            yield from ((one["key"], value) for value in one.get("values") or ())
+
+
+def _stays(cluster: Tree) -> Iterator[str]:
+    """Where one group asks for pre-emptible nodes, the pods that have to stay must not find room there."""
+    templates = list(pod_templates(cluster))
+    for label in sorted({one for _, pod in templates[1:] for one in (pod.get("nodeSelector") or {}).items() if SPOT.get(one[0]) == one[1]}):
+        for (where, pod), group in zip(templates, (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]), strict=True):
+            stays = pod.get("nodeSelector") or label in _shunned(pod) or (where != "headGroupSpec" and not group.get("minReplicas"))
+            if not stays:
+                yield f"{where}: nothing keeps it from the pre-emptible nodes ({'='.join(label)}) that another group asks for"
+
+
+def _shunned(pod: Tree) -> set[tuple[str, str]]:
+    """Labels that a node must not have."""
+    return {(one["key"], value) for one in _expressions(pod) if one.get("operator") == "NotIn" for value in one.get("values") or ()}
+
+
+def _expressions(pod: Tree) -> Iterator[Tree]:
+    required = ((pod.get("affinity") or {}).get("nodeAffinity") or {}).get("requiredDuringSchedulingIgnoredDuringExecution") or {}
+    for term in required.get("nodeSelectorTerms") or ():
+        yield from term.get("matchExpressions") or ()
 
 
 def _room(where: str, group: Tree) -> Iterator[str]:
@@ -372,6 +353,8 @@ def _room(where: str, group: Tree) -> Iterator[str]:
     if disk is not None and on_disk > disk:
         yield f"{where}: volumes of {on_disk:,.0f} bytes are more than its ephemeral-storage of {disk:,.0f}: the pod would be evicted"
     store = size_of((group.get("rayStartParams") or {}).get("object-store-memory"))
+    if store is None and memory is not None and 0 < in_memory < RAYS_SHARE * memory:
+        yield f"{where}: without object-store-memory Ray takes {RAYS_SHARE:.0%} of its memory, more than /dev/shm holds"
     if store is not None and in_memory and store > in_memory:
         yield f"{where}: object-store-memory of {store:,.0f} bytes does not fit into /dev/shm of {in_memory:,.0f}"
 
@@ -381,8 +364,20 @@ def _autoscalers_container(cluster: Tree) -> Iterator[str]:
     options = cluster.get("autoscalerOptions") or {}
     yield from _privileges("autoscalerOptions", options)
     paths = [str(mount.get("mountPath", "")).rstrip("/") for mount in options.get("volumeMounts") or ()]
+    at = {mount["name"] for mount in options.get("volumeMounts") or () if str(mount.get("mountPath", "")).rstrip("/") == TOKEN_FOLDER}
+    for volume in cluster["headGroupSpec"]["template"]["spec"].get("volumes") or ():
+        if volume.get("name") in at and "projected" in volume:
+            for name in ("token", "ca.crt"):
+                if name not in _projected(volume["projected"]):
+                    yield f"autoscalerOptions.volumeMounts: the volume {volume['name']} has no file {name}, which the autoscaler reads"
     if TOKEN_FOLDER not in paths:
         yield f"autoscalerOptions.volumeMounts has nothing at {TOKEN_FOLDER}: the autoscaler could not reach Kubernetes' API"
+
+
+def _projected(source: Tree) -> set[str]:
+    """Paths of the files that a projected volume names."""
+    parts = [part for one in source.get("sources") or () for part in one.values() if isinstance(part, Mapping)]
+    return {str(one["path"]) for part in parts for one in (part, *(part.get("items") or ())) if "path" in one}
 
 
 def _grace(where: str, pod: Tree) -> Iterator[str]:

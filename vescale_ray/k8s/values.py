@@ -18,6 +18,8 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "medium": ("", "Memory"),
     "accessModes": ("ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"),
     "policyTypes": ("Ingress", "Egress"),
+    "fsGroupChangePolicy": ("OnRootMismatch", "Always"),
+    "unhealthyPodEvictionPolicy": ("IfHealthyBudget", "AlwaysAllow"),
 }
 _IN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "tolerations": {"operator": ("Exists", "Equal"), "effect": ("NoSchedule", "PreferNoSchedule", "NoExecute")},

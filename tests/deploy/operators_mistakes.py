@@ -1,0 +1,357 @@
+"""More mistakes, of those that an operator makes in a manifest that was good: each with who has to catch it and words of the complaint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.deploy.mistakes import (
+    CLUSTER,
+    HEAD,
+    HEAD_ENV,
+    HEAD_GROUP,
+    JOB,
+    RULES,
+    WORKER,
+    WORKER_GROUP,
+    Documents,
+    Mistake,
+    Spoil,
+    add,
+    at,
+    both,
+    drop,
+    put,
+)
+
+HEADS, WORKERS = f"{HEAD}.containers.0", f"{WORKER}.containers.0"
+ON_RUN, ON_HEAD = "NetworkPolicy/-run:spec", "NetworkPolicy/-head:spec"
+ENDS, ALERT = "PodMonitor/-head:spec.podMetricsEndpoints", "PrometheusRule:spec.groups.1.rules.0"
+TERMS = f"{HEAD}.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms"
+RUN = "vescale-ray train /etc/vescale-ray/run.yaml"
+TOKEN = f"{HEAD}.volumes.3.projected.sources"
+
+
+def changed(path: str, change: Callable[[Any], Any]) -> Spoil:
+    return lambda documents: change(at(documents, path))
+
+
+def in_the_run(old: str, new: str) -> Spoil:
+    def spoil(documents: Documents) -> None:
+        data = at(documents, "ConfigMap:data")
+        assert old in data["run.yaml"]
+        data["run.yaml"] = data["run.yaml"].replace(old, new)
+
+    return spoil
+
+
+def another(kind: str, version: str, **more: Any) -> Spoil:
+    made = {"apiVersion": version, "kind": kind, "metadata": {"name": "x", "namespace": "vescale-ray"}, **more}
+    return lambda documents: documents.append(made)
+
+
+def _spot(documents: Documents) -> None:
+    """A second group, on pre-emptible nodes, which nothing keeps the first one from."""
+    groups = at(documents, f"{CLUSTER}.workerGroupSpecs")
+    first = groups[0]["template"]
+    spec = {**first["spec"], "nodeSelector": {"karpenter.sh/capacity-type": "spot"}}
+    groups.append({**groups[0], "groupName": "spot", "minReplicas": 0, "template": {**first, "spec": spec}})
+    first["spec"] = {key: value for key, value in first["spec"].items() if key != "affinity"}
+
+
+def _sized(**quantities: str) -> Spoil:
+    return both(*(put(f"{HEADS}.resources.{side}", dict(quantities)) for side in ("limits", "requests")))
+
+
+def _variable(**source: Any) -> Spoil:
+    return add(HEAD_ENV, {"name": "A", **source})
+
+
+SHAPES = [
+    Mistake("rules", what, spoil, words)
+    for what, spoil, words in (
+        ("an old version of RayJob", put("RayJob:", apiVersion="ray.io/v1alpha1"), "it must be ray.io/v1"),
+        ("an old version of a budget", put("PodDisruptionBudget:", apiVersion="policy/v1beta1"), "it must be policy/v1"),
+        ("another's group", put("PrometheusRule:", apiVersion="monitoring.coreos.io/v1"), "it must be monitoring.coreos.com/v1"),
+        ("a mistyped kind", put("ConfigMap:", kind="Configmap"), "did you mean ConfigMap?"),
+        ("no namespace", drop("ConfigMap:metadata", "namespace"), "it has no namespace"),
+        ("all rights", another("ClusterRoleBinding", "rbac.authorization.k8s.io/v1"), "a run's manifests hold none"),
+        ("a role", another("Role", "rbac.authorization.k8s.io/v1", rules=[{"verbs": ["*"]}]), "a run's manifests hold none"),
+        ("a password among them", another("Secret", "v1", stringData={"a": "b"}), "a run's manifests hold none"),
+        ("a way in from outside", another("Service", "v1", spec={"type": "LoadBalancer"}), "a run's manifests hold none"),
+        ("a namespace without a level", drop("Namespace:metadata", "labels"), "enforce is missing"),
+    )
+]
+EMPTY = [
+    Mistake("fields", what, spoil, words)
+    for what, spoil, words in (
+        ("an entry without a value", add(f"{ON_RUN}.ingress", None), "spec.ingress[2] is empty"),
+        ("a key without a value", put(f"{WORKER}.volumes.1", emptyDir=None), "is empty: leave it out"),
+        ("a policy for nobody in particular", drop(ON_RUN, "podSelector"), "it has no spec.podSelector"),
+        ("an object without a name", drop("ConfigMap:metadata", "name"), "a ConfigMap has no metadata.name"),
+        ("a document without a kind", drop("ConfigMap:", "kind"), "a document has no kind"),
+        ("a pod without a container", drop(f"{WORKER}.containers", 0), "template has no container"),
+    )
+]
+PARTS = [
+    Mistake("rules", what, spoil, words)
+    for what, spoil, words in (
+        ("Exists, and a value", put(f"{WORKER}.tolerations.0", value="present"), "operator Exists takes no value"),
+        ("a time for another effect", put(f"{WORKER}.tolerations.0", tolerationSeconds=60), "needs the effect NoExecute"),
+        ("a toleration of all", drop(f"{WORKER}.tolerations.0", "key"), "without a key every taint is tolerated"),
+        ("In nothing", drop(f"{TERMS}.0.matchExpressions.0", "values"), "operator NotIn needs values"),
+        ("a term of nothing", put(f"{TERMS}.0", matchExpressions=[]), "is for no node at all"),
+        ("a skew of none", put(f"{WORKER}.topologySpreadConstraints.0", maxSkew=0), "maxSkew is 0"),
+        ("a volume of two kinds", put(f"{WORKER}.volumes.1", secret={"secretName": "x"}), "has emptyDir and secret as its source"),
+        ("a volume of none", drop(f"{WORKER}.volumes.1", "emptyDir"), "has nothing as its source"),
+        ("a volume's name", put(f"{WORKER}.volumes.1", name="Scratch_1"), "the name Scratch_1 takes"),
+        ("a container's name", put(WORKERS, name="ray_worker"), "the name ray_worker takes"),
+        ("two values", _variable(value="x", valueFrom={"fieldRef": {"fieldPath": "metadata.name"}}), "has value and valueFrom"),
+        ("no value", _variable(), "the variable A has no value"),
+        ("a variable without a name", add(HEAD_ENV, {"name": "", "value": "x"}), "is no variable's name"),
+        ("a field that is none", _variable(valueFrom={"fieldRef": {"fieldPath": "metadata.nam"}}), "is none that a pod can be told"),
+        ("an address in a range's place", put(f"{ON_RUN}.egress.1.to.1.ipBlock", cidr="169.254.20.10"), "no range of addresses"),
+        ("a user below zero", put(f"{WORKER}.securityContext", runAsUser=-1), "runAsUser is -1"),
+        ("a port in quotes", put(f"{ON_HEAD}.egress.0.ports.0", port="443"), "write the number, without quotes"),
+        ("a spread over nothing", put(f"{WORKER}.topologySpreadConstraints.0", topologyKey=""), "topologyKey '' is no key"),
+        ("a claim of a mebibyte", put("PersistentVolumeClaim:spec.resources.requests", storage="1Mi"), "too little for a run"),
+        ("a token for a minute", put(f"{TOKEN}.0.serviceAccountToken", expirationSeconds=60), "a token lives 600 s at least"),
+        ("a limit of next to nothing", put(f"{WORKER}.volumes.1.emptyDir", sizeLimit="1Mi"), "a pod that writes more is evicted"),
+        ("a limit of none", put(f"{WORKER}.volumes.1.emptyDir", sizeLimit="0"), "which Kubernetes takes as none"),
+        (
+            "requests above limits",
+            put(f"{CLUSTER}.autoscalerOptions", resources={"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}),
+            "more than its limit",
+        ),
+        ("thousandths of bytes", _sized(memory="16m"), "memory is 16m, 0.016 bytes"),
+        ("a priority of Kubernetes' own", put("PriorityClass:", value=2_000_000_000), "the most that is not Kubernetes' own"),
+        ("a priority for everybody", put("PriorityClass:", globalDefault=True), "to every pod of the cluster"),
+        ("a claim of no size", put("PersistentVolumeClaim:spec", resources={}), "it asks for no storage"),
+        ("a claim of blocks", put("PersistentVolumeClaim:spec", volumeMode="Block"), "pods mount it as a file system"),
+        ("a way out of a volume", put(f"{WORKERS}.volumeMounts.0", subPath="../x"), "subPath ../x leaves the volume"),
+        ("a mistyped policy of eviction", put("PodDisruptionBudget:spec", unhealthyPodEvictionPolicy="Always"), "one of IfHealthyBudget"),
+        ("a mistyped change of groups", put(f"{WORKER}.securityContext", fsGroupChangePolicy="OnRoot"), "one of OnRootMismatch"),
+        (
+            "a key that is almost one",
+            put(f"{ON_RUN}.ingress.1.from.0.namespaceSelector", matchLabels={"kubernetes.io/metadata.nam": "monitoring"}),
+            "did you mean kubernetes.io/metadata.name?",
+        ),
+    )
+]
+STARTS = [
+    Mistake("rules", what, spoil, words)
+    for what, spoil, words in (
+        (
+            "a mistyped parameter",
+            put(f"{HEAD_GROUP}.rayStartParams", {"num_gpus": "0"}),
+            "`ray start` has no --num_gpus: did you mean num-gpus?",
+        ),
+        (
+            "a store with its unit",
+            put(f"{WORKER_GROUP}.rayStartParams", {"object-store-memory": "8Gi"}),
+            "takes a whole number, sizes in bytes",
+        ),
+        (
+            "metrics elsewhere",
+            put(f"{WORKER_GROUP}.rayStartParams", {"metrics-export-port": "9090"}),
+            "its container's port metrics is 8080",
+        ),
+        ("no dashboard", put(f"{HEAD_GROUP}.rayStartParams", {"include-dashboard": "false"}), "reach the cluster by its dashboard"),
+        (
+            "a store larger than the head",
+            put(f"{HEAD_GROUP}.rayStartParams", {"object-store-memory": str(2**36)}),
+            "is not less than its memory",
+        ),
+        ("Ray's own share for the store", drop(f"{WORKER_GROUP}.rayStartParams", "object-store-memory"), "30% of its memory"),
+        ("another head", put(f"{WORKER_GROUP}.rayStartParams", address="10.0.0.1:6379"), "rayStartParams.address: the operator sets it"),
+        ("a folder that is not there", put(f"{HEAD_GROUP}.rayStartParams", {"temp-dir": "/data"}), "only /tmp is there for it"),
+        ("one node for all", put(WORKER, nodeName="n"), "nodeName passes the scheduler by"),
+        ("a long name of a group", put(WORKER_GROUP, groupName="a" * 64), "63 at most"),
+        ("another command", put(WORKERS, command=["sleep", "infinity"]), "before the operator's `ray start`"),
+        (
+            "no command of Ray's",
+            put(f"{HEAD_GROUP}.template.metadata.annotations", {"ray.io/overwrite-container-cmd": "true"}),
+            "not start Ray",
+        ),
+        ("a probe of its own", put(HEADS, livenessProbe={"httpGet": {"port": 9999}}), "takes the place of the operator's"),
+        ("the node's DNS", put(WORKER, dnsPolicy="Default"), "the cluster's own DNS knows"),
+        ("an end after an hour", put(WORKER, activeDeadlineSeconds=3600), "ends the pod 3600 s after its start"),
+        ("volumes that belong to root", drop(f"{WORKER}.securityContext", "fsGroup"), "has no fsGroup"),
+        (
+            "a volume that the namespace refuses",
+            add(f"{WORKER}.volumes", {"name": "x", "nfs": {"path": "/", "server": "x"}}),
+            "of the kind nfs",
+        ),
+        ("a host's process", put(f"{WORKER}.securityContext", windowsOptions={"hostProcess": True}), "hostProcess gives it the node"),
+        ("no AppArmor", put(f"{WORKER}.securityContext", appArmorProfile={"type": "Unconfined"}), "what holds it in"),
+        ("no token by a variable", add(HEAD_ENV, {"name": "RAY_AUTH_MODE", "value": "disabled"}), "undoes authOptions"),
+        ("a mistyped variable", put(f"{WORKERS}.env.2", name="NCCL_SOCKET_IFNAM"), "did you mean NCCL_SOCKET_IFNAME?"),
+        ("nothing at /tmp", put(f"{WORKERS}.volumeMounts.1", mountPath="/temp"), "nothing is mounted at /tmp"),
+        ("NCCL to itself", put(f"{WORKERS}.env.2", value="lo"), "no other pod can be reached by it"),
+        ("NCCL that ends its process", put(f"{WORKERS}.env.4", value="1"), "it must be 2"),
+        ("a head for all the world", put(HEAD_GROUP, serviceType="LoadBalancer"), "a Service of type LoadBalancer lets in"),
+        ("an ingress", put(HEAD_GROUP, enableIngress=True), "enableIngress lets in"),
+        ("a GPU for the head", _sized(**{"nvidia.com/gpu": "1"}), "which nothing there uses"),
+        ("an autoscaler of another Ray", put(f"{CLUSTER}.autoscalerOptions", image="ray:2.9.0"), "must be the head's"),
+        (
+            "a secret of the autoscaler's",
+            put(f"{CLUSTER}.autoscalerOptions", env=[{"name": "REDIS_PASSWORD", "value": "x"}]),
+            "autoscalerOptions: the variable REDIS_PASSWORD is a secret",
+        ),
+        (
+            "a submitter that sleeps",
+            put(f"{JOB}.submitterPodTemplate.spec.containers.0", command=["sleep"]),
+            "`ray job submit`: leave them out",
+        ),
+        ("a driver on a worker", put(JOB, entrypointNumCpus=1), "entrypointNumCpus: the driver would go to a worker's pod"),
+        ("a token that is elsewhere", put(f"{TOKEN}.0.serviceAccountToken", path="tokn"), "has no file token"),
+        ("a head on nodes that vanish", put(HEAD, nodeSelector={"cloud.google.com/gke-spot": "true"}), "asks for a pre-emptible node"),
+        ("workers that stay among those that go", _spot, "nothing keeps it from the pre-emptible nodes"),
+        (
+            "a head that may be disrupted",
+            drop(f"{HEAD_GROUP}.template.metadata.annotations", "karpenter.sh/do-not-disrupt"),
+            'must be "true"',
+        ),
+        ("bounds of nobody's", drop(CLUSTER, "enableInTreeAutoscaling"), "need enableInTreeAutoscaling: true"),
+        ("a group that is idle for a second", put(WORKER_GROUP, idleTimeoutSeconds=1), "would be taken away again"),
+        ("priority with an older Ray", both(put(CLUSTER, rayVersion="2.54.0"), put(WORKER_GROUP, priority=1)), "needs rayVersion 2.56"),
+    )
+]
+JOBS = [
+    Mistake("rules", what, spoil, words)
+    for what, spoil, words in (
+        ("a cluster for ever", drop(JOB, "deletionStrategy"), "nothing deletes the cluster of a job that has succeeded"),
+        (
+            "a cluster that failed, for ever",
+            changed(RULES, lambda rules: [rules.remove(one) for one in list(rules) if "jobDeploymentStatus" in one["condition"]]),
+            "nothing deletes the cluster of a job that has failed",
+        ),
+        ("no retry", drop(JOB, "backoffLimit"), "would not be taken up again"),
+        ("one try of the submitter", put(f"{JOB}.submitterConfig", backoffLimit=0), "would end a job that is well"),
+        ("the operator's own submitter", drop(JOB, "submitterPodTemplate"), "submitterPodTemplate is missing"),
+        ("five seconds to start", put(JOB, preRunningDeadlineSeconds=5), "too few for pods to start"),
+        ("an end before the beginning", put(JOB, activeDeadlineSeconds=600), "is over before"),
+        ("MultiKueue, and no queue", put(JOB, managedBy="kueue.x-k8s.io/multikueue"), "nobody would start it"),
+        ("a cluster by another label", put(JOB, clusterSelector={"cluster": "x"}), "clusterSelector has no ray.io/cluster"),
+        ("ten seconds to stop", put(JOB, runtimeEnvYAML="env_vars: {RAY_JOB_STOP_WAIT_TIME_S: '10'}"), "in less than 30 s"),
+        ("variables in a list", put(JOB, runtimeEnvYAML="env_vars: [A=1]"), "env_vars holds no mapping"),
+        ("another cluster by a variable", put(JOB, runtimeEnvYAML="env_vars: {RAY_ADDRESS: x}"), "RAY_ADDRESS: Ray sets it"),
+        (
+            "another image at run time",
+            put(JOB, runtimeEnvYAML="image_uri: x\nenv_vars: {RAY_JOB_STOP_WAIT_TIME_S: '100'}"),
+            "has image_uri",
+        ),
+        (
+            "no token for the job",
+            put(JOB, runtimeEnvYAML="env_vars: {RAY_JOB_STOP_WAIT_TIME_S: '100', RAY_AUTH_MODE: disabled}"),
+            "RAY_AUTH_MODE disabled undoes",
+        ),
+    )
+]
+WATCHING = [
+    Mistake("rules", what, spoil, words)
+    for what, spoil, words in (
+        ("another path", put(f"{ENDS}.3", path="/metric"), "the path /metric is none"),
+        ("a timeout above the interval", put(f"{ENDS}.0", scrapeTimeout="30s"), "is longer than the interval"),
+        ("an interval of ten minutes", put(f"{ENDS}.0", interval="10m"), "an interval of 10m is too long"),
+        ("another's pod", drop(f"{ENDS}.3", "honorLabels"), "without honorLabels"),
+        ("a port twice", put(f"{ENDS}.1", port="metrics"), "the port metrics is scraped twice"),
+        ("nothing to scrape", put("PodMonitor/-head:spec", podMetricsEndpoints=[]), "it has no endpoint"),
+        ("a label that is none", put(f"{ENDS}.0.relabelings.0", sourceLabels=["ray.io/cluster"]), "ray.io/cluster is no label's name"),
+        ("no regular expression", put(f"{ENDS}.0.relabelings.0", regex="("), "is no regular expression"),
+        ("brackets that don't close", put(ALERT, expr="sum(rate(vescale_steps_total[5m])"), "of its expr don't close"),
+        ("no question", put(ALERT, expr=" "), "its expr is empty"),
+        ("no rules", put("PrometheusRule:spec", groups=[]), "it has no rule"),
+        ("a runbook without an address", put(f"{ALERT}.annotations", runbook_url="runbooks.md#x"), "is no address"),
+        ("a severity of nobody's", put(f"{ALERT}.labels", severity="pager"), "its severity is pager"),
+        ("an alert that records", put(ALERT, record="x:y"), "either alert or record"),
+        ("a record that waits", put("PrometheusRule:spec.groups.0.rules.0", {"for": "5m"}), "a rule that records takes no for"),
+        ("a series with a blank", put("PrometheusRule:spec.groups.0.rules.0", record="good put"), "a series has letters"),
+        ("a group twice", put("PrometheusRule:spec.groups.1", name="vescale-recorded"), "the group vescale-recorded is there twice"),
+        ("an alert twice", put("PrometheusRule:spec.groups.1.rules.1", alert="VescaleTrainingStalled"), "is there twice"),
+        ("no runbook", drop(f"{ALERT}.annotations", "runbook_url"), "it has no runbook_url"),
+        ("braces that don't close", put(f"{ALERT}.annotations", summary="{{ $labels.run }: stalled"), "the braces of its summary"),
+        ("a dashboard that nobody finds", drop("ConfigMap/dashboard:metadata", "labels"), "by which Grafana's sidecar finds it"),
+        ("half a dashboard", put("ConfigMap/dashboard:data", {"vescale.json": "{"}), "vescale.json is not valid JSON"),
+    )
+]
+BETWEEN = [
+    Mistake("references", what, spoil, words)
+    for what, spoil, words in (
+        (
+            "a namespace that nothing makes",
+            put("Namespace:metadata", name="vescale"),
+            "the documents are in vescale-ray, which nothing makes",
+        ),
+        ("an override with a mistyped key", put(JOB, entrypoint=f"{RUN} train.stps=5"), "did you mean train.steps"),
+        ("an override that leaves the volume", put(JOB, entrypoint=f"{RUN} run.dir=/data"), "is not on a volume"),
+        ("an option that is none", put(JOB, entrypoint=f"{RUN} --resum auto"), "can't be read"),
+        (
+            "another name for the run's file",
+            put(f"{HEAD}.volumes.1.configMap", items=[{"key": "run.yaml", "path": "x"}]),
+            "no ConfigMap is mounted there",
+        ),
+        ("the run's file in a folder's place", put(f"{HEADS}.volumeMounts.1", subPath="run.yaml"), "no ConfigMap is mounted there"),
+        ("a key twice in the run", in_the_run("\nmetrics:", "\nray: {}\nmetrics:"), "is given twice"),
+        ("metrics for the head alone", in_the_run("host: 0.0.0.0", "host: 127.0.0.1"), "Prometheus asks from another pod"),
+        ("a cluster elsewhere", in_the_run("ray: {address: null", "ray: {address: 'other:6379'"), "the pods are the cluster"),
+        (
+            "a store that is shut off",
+            in_the_run("checkpoint: {dir: null", "checkpoint: {dir: 's3://bucket/x'"),
+            "ask the store of checkpoint.dir (port 443)",
+        ),
+        (
+            "GPUs for a run without",
+            both(in_the_run("gpus_per_worker: 1.0", "gpus_per_worker: 0"), in_the_run("device: cuda", "device: cpu")),
+            "which the run does not use",
+        ),
+        ("GPUs that the group denies", put(WORKER_GROUP, resources={"CPU": "6", "GPU": "0"}), "no worker of the run fits"),
+        ("a part of the claim", put(f"{WORKERS}.volumeMounts.0", subPath="w"), "they would not meet"),
+        ("a range of ports", put(f"{ON_HEAD}.ingress.1.ports.0", endPort=65535), "lets in ports up to 65535"),
+        ("a claim that only reads", put(f"{WORKER}.volumes.0.persistentVolumeClaim", readOnly=True), "mounted readOnly"),
+        ("a folder that only reads", put(f"{WORKERS}.volumeMounts.1", readOnly=True), "nothing else writes to it"),
+        ("a volume over the image", put(f"{WORKERS}.volumeMounts.1", mountPath="/usr"), "hides what the image"),
+        ("a port by UDP", put(f"{HEADS}.ports.5", protocol="UDP"), "has no port vescale-metrics"),
+        ("a way by UDP", put(f"{ON_HEAD}.ingress.0.ports.0", protocol="UDP"), "lets in who asks port 8265"),
+        ("names by TCP alone", drop(f"{ON_RUN}.egress.1.ports", 0), "ask DNS"),
+        ("every address", put(f"{ON_HEAD}.ingress.0", {"from": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]}), "lets in every address"),
+        ("all namespaces", put(f"{ON_HEAD}.ingress.1", {"from": [{"namespaceSelector": {}}]}), "all pods of all namespaces"),
+        ("all of the namespace", put(f"{ON_RUN}.ingress.0", {"from": [{"podSelector": {}}]}), "not the run's alone"),
+        ("all ports", drop(f"{ON_HEAD}.ingress.1", "ports"), "names no port"),
+        ("all ports of the world", drop(f"{ON_HEAD}.egress.0", "ports"), "names no port"),
+        ("nobody in particular", add(f"{ON_RUN}.egress.1.to", {}), "has an empty peer"),
+        (
+            "a selector that leaves workers out",
+            put(f"{ON_RUN}.podSelector", matchExpressions=[{"key": "vescale-ray/role", "operator": "NotIn", "values": ["worker"]}]),
+            "no NetworkPolicy covers it",
+        ),
+        ("a policy for other runs", drop(f"{ON_HEAD}.podSelector.matchLabels", "vescale-ray/run"), "takes the pods of other runs"),
+        ("a budget of all runs", drop("PodDisruptionBudget:spec.selector.matchLabels", "vescale-ray/run"), "counts the pods of other runs"),
+        ("no way to Kubernetes' API", drop(f"{ON_HEAD}.egress", 0), "lets the autoscaler ask Kubernetes' API"),
+        ("no way to Redis", put(CLUSTER, gcsFaultToleranceOptions={"redisAddress": "redis:6379"}), "lets it ask Redis at redis:6379"),
+        ("a port of Redis' that is none", put(CLUSTER, gcsFaultToleranceOptions={"redisAddress": "redis:70000"}), "give HOST:PORT"),
+        (
+            "a password that is nowhere",
+            put(CLUSTER, gcsFaultToleranceOptions={"redisAddress": "redis:6379", "redisPassword": {}}),
+            "redisPassword has no valueFrom.secretKeyRef",
+        ),
+        ("variables of a Secret without a name", put(HEADS, envFrom=[{"secretRef": {}}]), "there is no Secret without a name"),
+        ("a Redis without its port", put(CLUSTER, gcsFaultToleranceOptions={"redisAddress": "redis"}), "give HOST:PORT"),
+        ("a token of nobody's", put(f"{CLUSTER}.authOptions", secretName="x"), "authOptions.secretName: there is no Secret x"),
+        ("a certificate's other name", put(f"{TOKEN}.1.configMap.items.0", key="ca.cert"), "has no key ca.cert"),
+        ("a variable of nobody's", _variable(valueFrom={"secretKeyRef": {"name": "x", "key": "k"}}), "there is no Secret x"),
+        (
+            "a variable of a key that is not there",
+            _variable(valueFrom={"configMapKeyRef": {"name": "llama-110m-run", "key": "k"}}),
+            "has no key k",
+        ),
+        ("priorities the wrong way round", put(WORKER, priorityClassName="vescale-ray-head"), "is not below the head's"),
+        ("a head without a priority", drop(HEAD, "priorityClassName"), "heads would be evicted first"),
+        ("the head's account for training code", put(WORKER, serviceAccountName="llama-110m"), "the rights of the autoscaler"),
+        ("shards and copies on one node", drop(WORKER, "topologySpreadConstraints"), "a shard and its copy"),
+        ("no run to be seen", drop(ENDS, 3), "no PodMonitor scrapes the port vescale-metrics"),
+        ("rules of another Prometheus", put("PrometheusRule:metadata", labels={"release": "x"}), "have different labels"),
+    )
+]
+
+OPERATORS_MISTAKES = [*SHAPES, *EMPTY, *PARTS, *STARTS, *JOBS, *WATCHING, *BETWEEN]

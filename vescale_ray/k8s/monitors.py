@@ -1,0 +1,142 @@
+"""What the Prometheus operator refuses of monitors and rules, or leaves out without a word; and what Grafana's sidecar would not find."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+Tree = Mapping[str, Any]
+OURS = "vescale-metrics"
+GRAFANAS_LABEL = "grafana_dashboard"
+SEVERITIES = ("page", "ticket", "info")
+LONGEST_S = 60
+"""Between two looks at a run: what some rules ask of the last minute would be empty."""
+_LABEL = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_METRIC = re.compile(r"[A-Za-z_:][\w:]*", re.ASCII)
+_UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800, "y": 31536000}
+_QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|`[^`]*`")
+_PAIRS = {")": "(", "]": "[", "}": "{"}
+
+
+def monitor_problems(document: Tree) -> Iterator[str]:
+    """One sentence for each mistake in a PodMonitor, a PrometheusRule or a ConfigMap that holds a dashboard."""
+    what = f"{document['kind']} {document['metadata']['name']}"
+    checks = {"PodMonitor": _monitor, "PrometheusRule": _rules, "ConfigMap": _dashboards}
+    if document["kind"] in checks:
+        yield from (f"{what}: {problem}" for problem in checks[document["kind"]](document))
+
+
+def watched_problems(documents: Sequence[Tree]) -> Iterator[str]:
+    """One sentence for what the documents say of each other: a Prometheus chooses all that it reads by one label."""
+    watching = [one for one in documents if one["kind"] in ("PodMonitor", "PrometheusRule")]
+    labels = [dict(one["metadata"].get("labels") or {}) for one in watching]
+    if any(one != labels[0] for one in labels):
+        yield "PodMonitors and PrometheusRule have different labels: a Prometheus that chooses by one of them leaves the others out"
+    monitors = [one for one in watching if one["kind"] == "PodMonitor"]
+    if monitors and not any(end.get("port") == OURS for one in monitors for end in one["spec"]["podMetricsEndpoints"]):
+        yield f"no PodMonitor scrapes the port {OURS}: the run's own figures would be missing"
+
+
+def seconds(duration: str) -> float:
+    """What Prometheus takes ``1m30s`` for."""
+    return sum(float(number) * _UNITS[unit] for number, unit in re.findall(r"(\d+)(ms|[smhdwy])", duration))
+
+
+def _monitor(document: Tree) -> Iterator[str]:
+    ends = document["spec"]["podMetricsEndpoints"]
+    if not ends:
+        yield "it has no endpoint"
+    ports = [end["port"] for end in ends]
+    for port in sorted({port for port in ports if ports.count(port) > 1}):
+        yield f"the port {port} is scraped twice"
+    for end in ends:
+        if end.get("path", "/metrics") != "/metrics":
+            yield f"{end['port']}: the path {end['path']} is none of Ray's nor ours: leave it out"
+        if "interval" in end and seconds(end.get("scrapeTimeout", "0s")) > seconds(end["interval"]):
+            yield f"{end['port']}: scrapeTimeout {end['scrapeTimeout']} is longer than the interval {end['interval']}"
+        if seconds(end.get("interval", "30s")) > LONGEST_S:
+            yield f"{end['port']}: an interval of {end['interval']} is too long: the alerts look back {LONGEST_S} s"
+        if end["port"] == OURS and not end.get("honorLabels"):
+            yield f"{OURS}: without honorLabels the pod that is scraped takes the place of the pod that a rank is in"
+        for one in (*(end.get("relabelings") or ()), *(end.get("metricRelabelings") or ())):
+            names = [*(one.get("sourceLabels") or ()), *([one["targetLabel"]] if "targetLabel" in one else ())]
+            for name in names:
+                if not _LABEL.fullmatch(name):
+                    yield f"{end['port']}: {name} is no label's name: letters, digits and '_'"
+            try:
+                re.compile(one.get("regex", ""))
+            except re.error:
+                yield f"{end['port']}: {one['regex']} is no regular expression"
+
+
+def _rules(document: Tree) -> Iterator[str]:
+    groups = document["spec"]["groups"]
+    names = [group["name"] for group in groups]
+    if not any(group["rules"] for group in groups):
+        yield "it has no rule"
+    alerts = [rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule]
+    for kind, all_of in (("group", names), ("alert", alerts)):
+        for name in sorted({name for name in all_of if all_of.count(name) > 1}):
+            yield f"the {kind} {name} is there twice"
+    for group in groups:
+        if seconds(group.get("interval", "30s")) > LONGEST_S:
+            yield f"the group {group['name']}: an interval of {group['interval']} is too long: its alerts look back {LONGEST_S} s"
+    for rule in (rule for group in groups for rule in group["rules"]):
+        name = rule.get("alert", rule.get("record"))
+        if bool(rule.get("alert")) == bool(rule.get("record")):
+            yield f"{name}: a rule has either alert or record"
+        elif "record" in rule:
+            if not _METRIC.fullmatch(rule["record"]):
+                yield f"{name}: a series has letters, digits, '_' and ':' in its name"
+            for field in sorted({"for", "annotations"} & rule.keys()):
+                yield f"{name}: a rule that records takes no {field}"
+        else:
+            yield from (f"{name}: {problem}" for problem in _alert(rule))
+        if not rule["expr"].strip():
+            yield f"{name}: its expr is empty"
+        if not _balanced(rule["expr"]):
+            yield f"{name}: the brackets or quotes of its expr don't close"
+        for label in rule.get("labels") or {}:
+            if not _LABEL.fullmatch(label):
+                yield f"{name}: {label} is no label's name: letters, digits and '_'"
+
+
+def _alert(rule: Tree) -> Iterator[str]:
+    severity = (rule.get("labels") or {}).get("severity")
+    if severity not in SEVERITIES:
+        yield f"its severity is {severity}: it must be one of {', '.join(SEVERITIES)}, by which alerts are sent on"
+    notes = rule.get("annotations") or {}
+    for key in ("summary", "description", "runbook_url"):
+        if not notes.get(key):
+            yield f"it has no {key}"
+    url = str(notes.get("runbook_url", ""))
+    if url and not (url.startswith("http") and url.endswith(f"#{rule['alert'].lower()}")):
+        yield f"its runbook_url {url} is no address of its own in the runbooks"
+    for key, text in notes.items():
+        if not re.fullmatch(r"(?:[^{]|\{(?!\{)|\{\{(?:(?!\{\{|\}\}).)*\}\})*", text, re.DOTALL) or "}}" in re.sub(r"\{\{.*?\}\}", "", text):
+            yield f"the braces of its {key} don't close"
+
+
+def _balanced(text: str) -> bool:
+    bare, open_ones = _QUOTED.sub("", text), []
+    for letter in bare:
+        if letter in _PAIRS.values():
+            open_ones.append(letter)
+        elif letter in _PAIRS and (not open_ones or open_ones.pop() != _PAIRS[letter]):
+            return False
+    return not open_ones and not {'"', "'", "`"} & set(bare)
+
+
+def _dashboards(document: Tree) -> Iterator[str]:
+    boards = {key: text for key, text in (document.get("data") or {}).items() if key.endswith(".json")}
+    if not boards and GRAFANAS_LABEL in (document["metadata"].get("labels") or {}):
+        yield f"it has the label {GRAFANAS_LABEL}, and holds no dashboard"
+    if boards and (document["metadata"].get("labels") or {}).get(GRAFANAS_LABEL) != "1":
+        yield f'it holds a dashboard, and has no label {GRAFANAS_LABEL}: "1", by which Grafana\'s sidecar finds it'
+    for key, text in boards.items():
+        try:
+            json.loads(text)
+        except ValueError:
+            yield f"{key} is not valid JSON"
