@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,8 @@ def test_full_state_dicts_go_in_and_out_of_every_layout_and_rank_0_can_send_them
 
 
 MIB = 1 << 20
+_M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h."""
 
 
 def _peak(function: Any) -> int:
@@ -145,6 +148,9 @@ def _peak(function: Any) -> int:
 
 def _memory(rank: int, world: int, mesh_shape: tuple[int, ...], placements: list[Placement]) -> list[int]:
     """A model of 6 matrices of 16 MiB, and its moments, sent from rank 0."""
+    # A matrix goes back to the system when it is freed. Without it glibc learns to keep what is as large as one, more or less of it from
+    # run to run: memory that nobody holds would be counted, or what was kept from before would hide what is held.
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MIB) == 1
     mesh, names = init_device_mesh("cpu", mesh_shape), [f"w{i}" for i in range(6)]
 
     def matrix(i: int) -> torch.Tensor:
@@ -168,13 +174,15 @@ def _memory(rank: int, world: int, mesh_shape: tuple[int, ...], placements: list
     return peaks
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists() or not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs Linux's /proc and glibc"
+)
 def test_what_rank_0_sends_is_held_once() -> None:
-    """Of 96 MiB three or four tensors at most, what the allocator keeps included; a second state dict would be 96 MiB, its parts on
-    the second rank 72 MiB."""
+    """Of 96 MiB one tensor of 16, and one more that gloo's thread has not let go of yet; a second state dict would be 96 MiB, its parts
+    on the second rank 72 MiB."""
     for shape, placements in (((2,), [RaggedShard((0,), (1, 3))]), ((1, 2), [Replicate(), RaggedShard((0,), (1, 3))])):
         found = run_gloo(2, _memory, shape, placements)
-        assert all(peak < 68 * MIB for peaks in found for peak in peaks), found
+        assert all(peak < 36 * MIB for peaks in found for peak in peaks), found
 
 
 def _scattered(rank: int, world: int) -> list[int]:

@@ -289,6 +289,8 @@ def scalars(state: State) -> dict[str, Any]:
 
 
 def held(state: State) -> list[Holding]:
+    """What is held once this rank's own last copy is made, which no other rank is needed for."""
+    state["snapshots"].copied()
     answer: list[Holding] = state["snapshots"].held()
     return answer
 
