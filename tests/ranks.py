@@ -1,6 +1,6 @@
 """Run a function on several ranks: as threads of this process (fast) or as gloo processes (real).
 
-Processes come from a fork server that has torch imported already, so that a rank starts in about 0.1 s.
+Processes come from a fork server that has imported what they need (:mod:`tests.preload`), so that a rank starts in about 0.1 s.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def run_threads(world: int, function: Callable[..., Any], *args: Any, timeout: f
 
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "tests.ranks"])
+    context.set_forkserver_preload(["tests.preload"])
     return context
 
 

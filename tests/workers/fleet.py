@@ -21,7 +21,6 @@ from tests import ranks
 from tests.ranks import RankFailed
 
 State = dict[str, Any]
-_PRELOAD = ["torch._dynamo", "torch.distributed.nn.functional", "torch.utils.checkpoint", "tests.workers.tiny"]
 
 
 class Fleet:
@@ -50,8 +49,6 @@ class Fleet:
     def add(self, count: int = 1) -> list[int]:
         """Start more workers."""
         context = ranks._context()
-        # What every worker would import for itself (about 2 s each); has an effect if this is the first use of the fork server.
-        context.set_forkserver_preload([*_PRELOAD, "torch", "torch.distributed.tensor", "torch.distributed.fsdp", "tests.ranks"])
         added = []
         for _ in range(count):
             here, there = context.Pipe()
