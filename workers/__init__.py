@@ -35,12 +35,12 @@ The life of a worker, as ``worker.py`` and the tests drive it::
     # -- the controller: resume = choose_resume({worker: held, ..}, prefer=members of the new generation) -> Resume | None (checkpoint)
     #    resume.suppliers - members = leavers that must still give: then all of them open a transfer group (new ranks first, leavers after):
     #    transfer = groups.open_transfer(host, port, prefix, transfer_rank, transfer_world, timeout_s)
-    #    members: execute(shards, trainer, transfer); leavers: execute(shards, None, transfer); then groups.close_transfer(transfer)
+    #    members: execute(shards, trainer, transfer); leavers: execute(shards, None, transfer); then groups.Closing(transfer, lines)
     # -- a checkpoint: vote = write_checkpoint_shard(export_shards(trainer), root, attempt); the controller commits the votes.
 
 | module | what |
 |---|---|
-| ``groups`` | ``prepare form dissolve collectives describe is_collective_error GroupFailed open_transfer close_transfer`` |
+| ``groups`` | ``prepare form dissolve collectives describe is_collective_error GroupFailed open_transfer Closing`` |
 | ``trainer`` | ``Trainer`` |
 | ``messages`` | ``StepRecord``; names of flag bits ``STOP RESCALE CHECKPOINT BUSY`` (any int below 2**62 is ORed) |
 | ``shards`` | ``Shards Piece export_shards``: a rank's part of the whole state, as views |

@@ -250,7 +250,7 @@ def open_transfer(
     """A second (gloo) group beside the default one, for a move of shards that workers take part in who leave afterwards.
 
     The new generation's ranks keep their numbers here, the leavers follow. It is known to nobody but the caller: pass it
-    to :func:`vescale_ray.workers.reshard.execute`, then to :func:`close_transfer`.
+    to :func:`vescale_ray.workers.reshard.execute`, then to :class:`Closing`.
 
     Args:
         meet_timeout_s: bound of the wait for the others to come; the rest is as for :func:`form`.
@@ -273,10 +273,35 @@ def open_transfer(
     raise GroupFailed(failure)
 
 
-def close_transfer(group: Any) -> None:
-    """Wait until every rank is done with the transfer group. Sockets close when the caller drops its last reference."""
-    with collectives("close the transfer group"):
-        group.barrier().wait()
+class Closing:
+    """This rank is done with the transfer group. It has to stay until all are: what was sent may be lost with the connection.
+
+    A leaver waits for that (:meth:`wait`), and is free to go. Who trains on does not: it keeps this beside its first steps, until
+    :meth:`is_over`.
+    """
+
+    def __init__(self, group: Any, lines: Lines) -> None:
+        self._group, self._lines = group, lines
+        with collectives("close the transfer group"):
+            self._work = group.barrier()
+
+    def wait(self) -> None:
+        """Until every rank is done.
+
+        Raises:
+            GroupFailed: one was lost before.
+        """
+        with collectives("close the transfer group"):
+            self._work.wait()
+
+    def is_over(self) -> bool:
+        """Whether all are done, or one is lost: it may be dropped, and the sockets close."""
+        return bool(self._work.is_completed())
+
+    def give_up(self) -> None:
+        """Wait no longer for a rank that stands still: dropping this would."""
+        if not self.is_over():
+            self._lines.cut()
 
 
 def all_gather_bytes(payload: bytes, group: Any = None) -> list[bytes]:

@@ -82,7 +82,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """What a move did; the same on every rank but for ``seconds``."""
+    """What a move did; the same on every rank but for ``seconds``.
+
+    Attributes:
+        words: what each participant had to say, by its rank in the move's group.
+    """
 
     generation: int
     step: int
@@ -90,6 +94,7 @@ class ReshardReport:
     lower_bound: int
     total_bytes: int
     seconds: float
+    words: tuple[bytes, ...] = ()
 
 
 def plan(sources: Sequence[Sequence[Strip]], wanted: Sequence[Sequence[Strip]], *, round_bytes: int = ROUND_BYTES) -> Plan:
@@ -129,13 +134,18 @@ def plan(sources: Sequence[Sequence[Strip]], wanted: Sequence[Sequence[Strip]], 
     return Plan(_rounds(cross, round_bytes), tuple(local), moved, _lower_bound(held_extents, want_extents, wanted))
 
 
-def execute(held: Sequence[Shards], trainer: Trainer | None, group: Any = None, *, round_bytes: int = ROUND_BYTES) -> ReshardReport:
+def execute(
+    held: Sequence[Shards], trainer: Trainer | None, group: Any = None, *, word: bytes = b"", round_bytes: int = ROUND_BYTES
+) -> ReshardReport:
     """Collective: fill ``trainer`` from all that the participants hold of one state.
+
+    A rank returns when it has what it wants and has sent what others want of it: these may not be there yet.
 
     Args:
         held: this worker's shards of the state to resume (``snapshots.shards(..)``); empty on a joiner.
         trainer: the new generation's; None on a worker that only gives.
         group: None, the default group; or a transfer group, whose first ranks are the new generation's, in order.
+        word: for the others to know, beside what is moved: who needs them to agree on something more does not have to meet them again.
         round_bytes: see :data:`ROUND_BYTES`.
 
     Raises:
@@ -147,7 +157,9 @@ def execute(held: Sequence[Shards], trainer: Trainer | None, group: Any = None, 
     pieces = _filled(held)
     wants = _filled([export_shards(trainer)]) if trainer is not None else []
     with collectives("move shards"):
-        everyone = [json.loads(text) for text in all_gather_bytes(_describe(held, pieces, wants), group)]
+        # The word is a line of its own: it may be long, and is the receiver's to read, or not.
+        told = [text.partition(b"\n") for text in all_gather_bytes(_describe(held, pieces, wants) + b"\n" + word, group)]
+        everyone = [json.loads(text) for text, _, _ in told]
         state = _agree(everyone)
         sources = [[Strip.from_json(row) for row in one["have"]] for one in everyone]
         wanted = [[Strip.from_json(row) for row in one["want"]] for one in everyone]
@@ -167,7 +179,8 @@ def execute(held: Sequence[Shards], trainer: Trainer | None, group: Any = None, 
     if trainer is not None:
         import_scalars(trainer, next(one["scalars"] for one in everyone if one["scalars"] is not None))
     total = sum((strip.end - strip.start) * strip.itemsize for strips in wanted for strip in strips)
-    return ReshardReport(state[0], state[2], planned.moved_bytes, planned.lower_bound, total, time.perf_counter() - begin)
+    seconds, words = time.perf_counter() - begin, tuple(word for _, _, word in told)
+    return ReshardReport(state[0], state[2], planned.moved_bytes, planned.lower_bound, total, seconds, words)
 
 
 def restore_from_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> int:

@@ -146,8 +146,13 @@ class Snapshots:
         found.update({s.rank: s for s in self._all_parked() if (s.generation, s.step) == (generation, step)})
         return [found[rank] for rank in sorted(found)]
 
-    def begin(self, trainer: Trainer, source: int | None = None) -> None:
-        """Collective, once the new generation's trainer is filled: agree on layouts and take the first copy.
+    def word(self, trainer: Trainer) -> bytes:
+        """What all ranks have to know of this one before :meth:`begin`: where it runs, and what its shards are (not their values)."""
+        # A line for the node, one for the strips: all nodes are needed at once, and later the strips of one rank.
+        return b"\n".join(json.dumps(said).encode() for said in (self._node, strips_of(export_shards(trainer).pieces)))
+
+    def begin(self, trainer: Trainer, source: int | None = None, words: Sequence[bytes] | None = None) -> None:
+        """Once the new generation's trainer is filled: take the first copy. Collective, unless the ranks' words are known.
 
         Of older generations the state that this one started from stays, and copies of steps before it, until :meth:`after_step` has
         proved that every rank has got past its first copy: of live shards that were parked for a change there is no copy. So do those of
@@ -155,7 +160,10 @@ class Snapshots:
 
         Args:
             source: generation that the state was held by; None: it was not in memory.
+            words: of all ranks, if they came with something else, such as the move of shards; None: they are exchanged here.
         """
+        if words is not None and len(words) != trainer.world:
+            raise ValueError(f"{len(words)} words of {trainer.world} ranks: give each rank's, in rank order")
         step = trainer.completed
         parked = self._all_parked()
         before = self._generations()
@@ -172,7 +180,9 @@ class Snapshots:
             if part not in self._before:
                 part.release()
         if self._every:
-            self._current = _Generation(trainer, self._pool, self._node)
+            if words is None:
+                words = all_gather_bytes(self.word(trainer)) if trainer.world > 1 else [self.word(trainer)]
+            self._current = _Generation(trainer, self._pool, words)
             self._current.take(trainer)
 
     def copied(self) -> None:
@@ -274,17 +284,14 @@ _EXCHANGE, _SUMS = 7001, 7002
 class _Generation:
     """The two slots of one generation on one rank."""
 
-    def __init__(self, trainer: Trainer, pool: SlabPool, node: str) -> None:
+    def __init__(self, trainer: Trainer, pool: SlabPool, words: Sequence[bytes]) -> None:
         self.generation, self.world, self.rank = trainer.generation, trainer.world, trainer.rank
         self._pool = pool
-        self._own = strips_of(export_shards(trainer).pieces)
-        # A line for the node, one for the strips: all nodes are needed now, and later the strips of one rank.
-        words = b"\n".join(json.dumps(word).encode() for word in (node, self._own))
-        told = all_gather_bytes(words) if self.world > 1 else [words]
-        to = buddies([json.loads(word.partition(b"\n")[0]) for word in told])
+        nodes, strips = zip(*(word.split(b"\n") for word in words), strict=True)
+        to = buddies([json.loads(node) for node in nodes])
         self._buddy = to[self.rank]
         self._ward = to.index(self.rank)
-        self._their_words = told[self._ward].partition(b"\n")[2]
+        self._strips = strips[self.rank], strips[self._ward]
         self._planned: tuple[_Planned, _Planned] | None = None
         self._slots: list[_Slot] = []
         """Two at most. The second is made at the second copy: in the pause of a rescale its memory would have to be fresh, and touched;
@@ -316,8 +323,8 @@ class _Generation:
         for in the pause of a rescale. ``pieces`` are alive as long as they are read."""
         own = exchange.slot.own
         if self._planned is None:
-            theirs = [Strip.from_json(row) for row in json.loads(self._their_words)] if self.world > 1 else []
-            self._planned = _Planned(self._own), _Planned(theirs)
+            mine, theirs = ([Strip.from_json(row) for row in json.loads(strips)] for strips in self._strips)
+            self._planned = _Planned(mine), _Planned(theirs if self.world > 1 else [])
         own.make_room(self._pool, self._planned[0])
         copy_pieces(own.layout, pieces, own.room.lay(own.layout), after=after).wait()
         own.step = exchange.step

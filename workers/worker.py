@@ -54,6 +54,7 @@ from vescale_ray.workers.pulse import IN, RECORDER, Pulse, offer_stacks, stacks
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
     from vescale_ray.data.corpus import Corpus
+    from vescale_ray.workers.groups import Closing
     from vescale_ray.workers.messages import StepRecord
     from vescale_ray.workers.reshard import ReshardReport
     from vescale_ray.workers.saving import Writer
@@ -102,6 +103,8 @@ class Worker:
         self._pulse: Pulse | None = None
         self._blank: Blank | None = None
         """What the next generation's trainer begins with: made while nothing is to be done."""
+        self._closing: Closing | None = None
+        """Of the move that this generation began with, while others are not done with it."""
         # Daemon: a hung collective must not keep the process from ending.
         self._thread = threading.Thread(target=self._live, name="vescale-train", daemon=True)
         self._thread.start()
@@ -323,6 +326,9 @@ class Worker:
         with self._change:
             for lines in self._lines:
                 lines.let_go()
+        if self._closing is not None:
+            self._closing.give_up()
+            self._closing = None
         groups.dissolve()
         if fault is not None:
             assert found is not None
@@ -361,7 +367,9 @@ class Worker:
                 trainer = self._build(order)
                 built = clock()
                 moved, read_bytes = self._fill(trainer, order)
-                self._snapshots.begin(trainer, order.resume.generation if order.resume is not None else None)
+                # The new generation's ranks are the first of those that move shards.
+                words = moved.words[: seat.world] if moved is not None else None
+                self._snapshots.begin(trainer, order.resume.generation if order.resume is not None else None, words)
                 self._publish(
                     Filled(
                         order.ticket,
@@ -381,6 +389,8 @@ class Worker:
                 between: dict[str, float] = {}
                 while trainer.completed < config.train.steps:
                     record = trainer.step(self._flags(order.ticket), self._settle_copies)
+                    if self._closing is not None and self._closing.is_over():
+                        self._closing = None
                     usage = replace(trainer.usage, memory={**trainer.usage.memory, "copies": self._snapshots.nbytes})
                     self._publish(Stepped(order.ticket, record, time.time(), between, usage), None, record.step)
                     # After the last step, and when the run stops, the copies are kept: the last checkpoint is made of what is held then.
@@ -461,8 +471,9 @@ class Worker:
         assert order.resume is not None
         held = self._snapshots.shards(order.resume.generation, order.resume.step)
         seat = order.transfer
+        word = b"" if trainer is None else self._snapshots.word(trainer)
         if seat is None:
-            return execute(held, trainer)
+            return execute(held, trainer, word=word)
         lines = self._connected_by()
         group = groups.open_transfer(
             seat.store_host,
@@ -476,8 +487,12 @@ class Worker:
             lines=lines,
         )
         self._cut_if_fenced(lines, order.ticket)
-        report = execute(held, trainer, group)
-        groups.close_transfer(group)
+        report = execute(held, trainer, group, word=word)
+        closing = groups.Closing(group, lines)
+        if trainer is None:
+            closing.wait()
+        else:
+            self._closing = closing  # what is wanted here is here, and has been proved: the others are not waited for
         return report
 
     def _connected_by(self) -> Lines:

@@ -141,10 +141,12 @@ def listening() -> set[str]:
 
 def nothing_left(driver: Driver, sockets: set[str], folders: set[Path]) -> float:
     """Seconds until all of the run was gone."""
-    seconds = until(lambda: not driver.processes(), GONE_S, "the end of the run's processes")
-    assert not sockets & listening()
-    assert not [folder for folder in folders if folder.exists()]
-    return seconds
+
+    def gone() -> bool:
+        # A process that is ending has lost its environment, by which it is found, before its sockets are closed.
+        return not driver.processes() and not sockets & listening() and not any(folder.exists() for folder in folders)
+
+    return until(gone, GONE_S, "the end of the run's processes, sockets and folders")
 
 
 def ray_folders(driver: Driver) -> set[Path]:

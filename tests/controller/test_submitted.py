@@ -3,6 +3,7 @@ started by `ray start`. What else can happen to a job is in test_started_cluster
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -49,14 +50,16 @@ def test_a_folder_is_submitted_stopped_with_a_checkpoint_and_resumed_by_the_runs
     )
     (folder / "run.yaml").write_text(yaml.safe_dump(yaml.safe_load(config.to_yaml())))
     run = RunFolder(config.run_folder)
-    env = '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}'
-    submit = ("submit", "--no-wait", "--working-dir", str(folder), "--runtime-env-json", env)
-    command = ("--", "vescale-ray", "train", "run.yaml")
+
+    def submitted(job: str, slowly: str) -> tuple[str, ...]:
+        env = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60", SLOWLY: slowly}})
+        how = ("--no-wait", "--working-dir", str(folder), "--runtime-env-json", env, "--submission-id", job)
+        return ("submit", *how, "--", "vescale-ray", "train", "run.yaml")
 
     def steps() -> int:
         return max((int(line["step"]) for line in run.read_metrics()), default=0)
 
-    with started(3, {SLOWLY: "0.05"}) as cluster:
+    with started(3) as cluster:
         client: Any = JobSubmissionClient(cluster.dashboard)
 
         def status(job: str) -> str:
@@ -69,7 +72,7 @@ def test_a_folder_is_submitted_stopped_with_a_checkpoint_and_resumed_by_the_runs
             assert not ended("first"), client.get_job_logs("first")
             return steps() >= 5
 
-        ray_job(cluster, *submit, "--submission-id", "first", *command)
+        ray_job(cluster, *submitted("first", "0.4"))  # `ray job stop` itself takes seconds to start: steps are left by then
         until(under_way, 90, "some steps")
         ray_job(cluster, "stop", "--no-wait", "first")
         until(lambda: ended("first"), 60, "the end of the job")
@@ -80,7 +83,7 @@ def test_a_folder_is_submitted_stopped_with_a_checkpoint_and_resumed_by_the_runs
         controls = {character for character in text if ord(character) < 32} - {"\n", "\t"}  # tabs are Ray's own
         assert "resume" in text and not controls, "what moves a terminal's cursor does not belong into a log"
 
-        ray_job(cluster, *submit, "--submission-id", "second", *command)
+        ray_job(cluster, *submitted("second", "0"))
         until(lambda: ended("second"), 90, "the end of the run")
         assert status("second") == "SUCCEEDED", client.get_job_logs("second")
         until(lambda: not cluster.of_runs(), 15, "the end of its processes")

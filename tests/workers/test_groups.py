@@ -321,7 +321,8 @@ def test_a_transfer_group_serves_bytes_beside_the_default_group() -> None:
 
 
 def _transfer(state: State, port: int, prefix: str, rank: int, world: int) -> Any:
-    group = groups.open_transfer(HOST, port, prefix, rank, world, 10.0)
+    lines = Lines()
+    group = groups.open_transfer(HOST, port, prefix, rank, world, 10.0, lines=lines)
     texts = groups.all_gather_bytes(b"x" * rank, group)
     # Rank r sends the bytes r, 10 + r, 20 + r to ranks 0, 1, 2.
     data = torch.tensor([10 * j + rank for j in range(world)], dtype=torch.uint8)
@@ -331,8 +332,40 @@ def _transfer(state: State, port: int, prefix: str, rank: int, world: int) -> An
         messages.receive(out[other : other + 1], other)
         messages.send(data[other : other + 1], other)
     messages.wait()
-    groups.close_transfer(group)
+    groups.Closing(group, lines).wait()
     return texts, out.tolist()
+
+
+def test_who_trains_on_after_a_move_does_not_wait_for_a_leaver_that_stands_still() -> None:
+    with Fleet(2) as fleet:
+        prefix = fleet.prefix()
+        assert fleet.run_each({w: (fleet.port, prefix, w) for w in (0, 1)}, _open)
+        over, seconds = fleet.run([0], _close_alone)[0]
+        assert not over and seconds < 2.0, "the collective's bound is 30 s"
+        assert "close the transfer group" in fleet.run([1], _wait_until_closed)[1], "the leaver learns that its peer is gone"
+
+
+def _open(state: State, port: int, prefix: str, rank: int) -> bool:
+    state["lines"] = Lines()
+    state["group"] = groups.open_transfer(HOST, port, prefix, rank, 2, 30.0, lines=state["lines"])
+    return True
+
+
+def _close_alone(state: State) -> tuple[bool, float]:
+    closing = groups.Closing(state.pop("group"), state["lines"])
+    time.sleep(0.2)
+    over, began = closing.is_over(), time.monotonic()
+    closing.give_up()
+    del closing
+    return over, time.monotonic() - began
+
+
+def _wait_until_closed(state: State) -> str:
+    try:
+        groups.Closing(state.pop("group"), state["lines"]).wait()
+    except GroupFailed as failure:
+        return str(failure)
+    return "nothing failed"
 
 
 def test_an_exception_of_the_ranks_own_passes_and_a_described_one_keeps_no_frame_alive() -> None:

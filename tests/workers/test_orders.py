@@ -160,7 +160,7 @@ def test_a_leaver_waits_as_long_as_the_others_need_to_build_and_they_wait_for_ea
         raise GroupFailed("that was all")
 
     monkeypatch.setattr(groups, "open_transfer", come_after_two_minutes)
-    worker._snapshots = SimpleNamespace(shards=lambda generation, step: [])
+    worker._snapshots = SimpleNamespace(shards=lambda generation, step: [], word=lambda trainer: b"")
     worker._config = SimpleNamespace(elastic=SimpleNamespace(collective_timeout_s=30.0))
     seat, resume = Seat("host", 1, "prefix/move", 2, 3), Resume(4, 3, 40, {0: "w7"})
     order = Give(Ticket(5, 1), seat, resume) if leaver else replace(join(5), transfer=seat, resume=resume)

@@ -28,6 +28,7 @@ from vescale_ray.schedule import lr_at
 from vescale_ray.workers import groups, reshard, snapshot
 from vescale_ray.workers.groups import GroupFailed
 from vescale_ray.workers.holdings import Holding, choose_resume
+from vescale_ray.workers.lines import Lines
 from vescale_ray.workers.messages import StepRecord
 from vescale_ray.workers.reshard import ReshardReport, execute, restore_from_checkpoint
 from vescale_ray.workers.shards import export_shards
@@ -188,8 +189,9 @@ def start_fresh(state: State, *where: Any) -> None:
 
 def start_from_memory(state: State, generation: int, step: int, *where: Any) -> ReshardReport:
     form(state, *where)
-    report = execute(state["snapshots"].shards(generation, step), state["trainer"])
-    state["snapshots"].begin(state["trainer"], generation)
+    snapshots, trainer = state["snapshots"], state["trainer"]
+    report = execute(snapshots.shards(generation, step), trainer, word=snapshots.word(trainer))
+    snapshots.begin(trainer, generation, report.words)
     return report
 
 
@@ -198,17 +200,28 @@ def start_with_leavers(
 ) -> ReshardReport:
     """As :func:`start_from_memory`, with workers that only give (those whose transfer rank is no rank of the new world)."""
     port, world = where[1], where[4]
+    snapshots, lines = state["snapshots"], Lines()
+    word = b""
     if transfer_rank < world:
         form(state, *where)
-    group = groups.open_transfer(HOST, port, transfer_prefix, transfer_rank, transfer_world, 20.0)
-    report = execute(state["snapshots"].shards(generation, step), state.get("trainer"), group, round_bytes=4096)
-    groups.close_transfer(group)
+        word = snapshots.word(state["trainer"])
+    group = groups.open_transfer(HOST, port, transfer_prefix, transfer_rank, transfer_world, 20.0, lines=lines)
+    report = execute(snapshots.shards(generation, step), state.get("trainer"), group, word=word, round_bytes=4096)
+    closing = groups.Closing(group, lines)
     del group
     if transfer_rank < world:
-        state["snapshots"].begin(state["trainer"], generation)
-    elif not state.pop("keeps", False):
-        state["snapshots"].clear()
+        state["closing"] = closing
+        snapshots.begin(state["trainer"], generation, report.words[:world])
+    else:
+        closing.wait()
+        if not state.pop("keeps", False):
+            snapshots.clear()
     return report
+
+
+def _end_the_move(state: State) -> None:
+    if "closing" in state:
+        state.pop("closing").give_up()
 
 
 def keep_on_leaving(state: State) -> None:
@@ -229,6 +242,7 @@ def keep_its_copies_to_itself(state: State) -> None:
 
 def lose_the_group(state: State) -> None:
     """A rank is lost before the first step of the generation is over."""
+    _end_the_move(state)
     state.pop("trainer").close()
     state["snapshots"].let_go()
     groups.dissolve()
@@ -247,6 +261,7 @@ def train(state: State, until: int, rescale: bool) -> list[StepRecord]:
     records = []
     while (done := state["trainer"].completed) < until:
         records.append(state["trainer"].step(settle=state["snapshots"].settle))
+        state.pop("closing", None)
         state["snapshots"].after_step(state["trainer"], rescale=rescale and done + 1 == until)
     return records
 
@@ -298,6 +313,7 @@ def held(state: State) -> list[Holding]:
 def leave(state: State, park: bool = True) -> dict[str, bool]:
     """End the generation at a boundary; tells what of it is still alive afterwards."""
     trainer: Trainer = state.pop("trainer")
+    _end_the_move(state)
     if park:
         state["snapshots"].park(trainer)
     alive = {"model": weakref.ref(trainer.model), "group": weakref.ref(dist.distributed_c10d._get_default_group())}
@@ -319,12 +335,14 @@ def train_or_fail(state: State, until: int, kill_at: tuple[int, float] | None) -
                     threading.Timer(kill_at[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
                     kill_at = None
                 records.append(state["trainer"].step(settle=state["snapshots"].settle))
+                state.pop("closing", None)
                 state["snapshots"].after_step(state["trainer"])
     except GroupFailed as error:
         failure = str(error)
     if failure:
         state.pop("trainer").close()
         state["snapshots"].let_go()
+        _end_the_move(state)
         groups.dissolve()
         state["snapshots"].verify()
         return failure, records, state["snapshots"].held(), time.monotonic()
