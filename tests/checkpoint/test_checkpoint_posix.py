@@ -251,9 +251,8 @@ def test_a_second_interrupt_leaves_a_write_behind_that_touches_no_other_file(tmp
         finally:
             over.set()
 
-    def interrupted():
-        yield from chunks(4096)
-        begun.wait(20)
+    def result(future, timeout=None):
+        assert begun.wait(20)
         raise KeyboardInterrupt
 
     join = threading.Thread.join
@@ -265,9 +264,11 @@ def test_a_second_interrupt_leaves_a_write_behind_that_touches_no_other_file(tmp
 
     monkeypatch.setattr(os, "pwrite", hanging)
     monkeypatch.setattr(threading.Thread, "join", impatient)
+    monkeypatch.setattr(Future, "result", result)
     with pytest.raises(KeyboardInterrupt):
-        ckpt.PosixStore(tmp_path).put_stream("data/x/r", interrupted(), 4096)
+        ckpt.PosixStore(tmp_path).put_stream("data/x/r", chunks(4096), 4096)
     monkeypatch.undo()
+    assert not over.is_set(), "the write is left behind"
     others = [open(tmp_path / f"other{i}", "xb") for i in range(3)]
     held.set()
     assert over.wait(20)
