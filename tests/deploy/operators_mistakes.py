@@ -354,4 +354,131 @@ BETWEEN = [
     )
 ]
 
-OPERATORS_MISTAKES = [*SHAPES, *EMPTY, *PARTS, *STARTS, *JOBS, *WATCHING, *BETWEEN]
+
+def _ended_after(state: str, seconds: int) -> Spoil:
+    def spoil(documents: Documents) -> None:
+        for one in at(documents, RULES):
+            if state in one["condition"].values():
+                one["condition"]["ttlSeconds"] = seconds
+
+    return spoil
+
+
+def _spot_again(**more: Any) -> Spoil:
+    """A second group, on pre-emptible nodes, as the overlay makes it."""
+
+    def spoil(documents: Documents) -> None:
+        groups = at(documents, f"{CLUSTER}.workerGroupSpecs")
+        template = groups[0]["template"]
+        spec = {key: value for key, value in template["spec"].items() if key != "affinity"}
+        spec["nodeSelector"] = {"karpenter.sh/capacity-type": "spot"}
+        taint = {"key": "karpenter.sh/capacity-type", "operator": "Equal", "value": "spot", "effect": "NoSchedule"}
+        spec["tolerations"] = [*spec["tolerations"], taint]
+        groups.append({**groups[0], "groupName": "spot", "minReplicas": 0, "template": {**template, "spec": {**spec, **more}}})
+
+    return spoil
+
+
+_params = f"{WORKER_GROUP}.rayStartParams"
+_kueue = put("RayJob:metadata.labels", {"kueue.x-k8s.io/queue-name": "q"})
+_drops = {"sourceLabels": ["__name__"], "regex": "vescale_.*_sum", "action": "drop"}
+LEFT_OVER = [
+    Mistake("rules", what, spoil, words)
+    for what, spoil, words in (
+        ("one container sees another's", put(HEAD, shareProcessNamespace=True), "training code the autoscaler's token"),
+        ("an image that is never fetched", put(WORKERS, imagePullPolicy="Never"), "on a node that is new the image is not there"),
+        ("a registry's credentials for some", put(WORKER, imagePullSecrets=[{"name": "x"}]), "imagePullSecrets are not those of"),
+        ("a store's keys for some", put(HEADS, envFrom=[{"secretRef": {"name": "x"}}]), "envFrom are not those of"),
+        ("GPUs that the pod has not", put(_params, {"num-gpus": "4"}), "tells Ray of 4, the pod has 1"),
+        ("CPUs that the pod has not", put(WORKER_GROUP, resources={"CPU": "64"}), "resources.CPU tells Ray of 64, the pod has 6"),
+        ("memory that the pod has not", put(_params, memory=str(2**40)), "rayStartParams.memory tells Ray of"),
+        ("another taint's effect", put(f"{WORKER}.tolerations.0", effect="NoExecute"), "does not tolerate the taint of that name"),
+        ("nodes of a taint that keeps it off", _spot_again(tolerations=[]), "which such nodes may have"),
+        (
+            "nodes of another kind than the toleration's",
+            _spot_again(nodeSelector={"karpenter.sh/capacity-type": "on-demand"}),
+            "asks for karpenter.sh/capacity-type=on-demand, its toleration is for",
+        ),
+        ("spilling into memory", put(f"{WORKER}.volumes.1.emptyDir", medium="Memory"), "what Ray spills there is meant to leave it"),
+        ("a head of 512 MiB", put(f"{HEADS}.resources.limits", memory="512Mi"), "less than Ray's own processes take"),
+        ("an autoscaler of 128 MiB", put(f"{CLUSTER}.autoscalerOptions.resources.limits", memory="128Mi"), "less than the operator's own"),
+        ("one GPU for all", add(f"{WORKERS}.env", {"name": "CUDA_VISIBLE_DEVICES", "value": "0"}), "each worker to its own GPUs"),
+        ("all GPUs of the node", add(f"{WORKERS}.env", {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}), "device plug-in sets it"),
+        ("kernels one by one", add(f"{WORKERS}.env", {"name": "CUDA_LAUNCH_BLOCKING", "value": "1"}), "slows every step down"),
+        ("an allocator's option in other words", put(f"{WORKERS}.env.6", value="expandable_segments=True"), "PyTorch takes NAME:VALUE"),
+        (
+            "a job's variable that slows it down",
+            put(JOB, runtimeEnvYAML="env_vars: {RAY_JOB_STOP_WAIT_TIME_S: '100', NCCL_P2P_DISABLE: '1'}"),
+            "env_vars: NCCL_P2P_DISABLE 1 slows every step down",
+        ),
+        (
+            "a job's variable to itself",
+            put(JOB, runtimeEnvYAML="env_vars: {RAY_JOB_STOP_WAIT_TIME_S: '100', NCCL_SOCKET_IFNAME: lo}"),
+            "no other pod can be reached by it",
+        ),
+        ("a cluster for a week", _ended_after("Failed", 604800), "is deleted after 604800 s"),
+        ("nothing of the cluster deleted", put(f"{RULES}.0", policy="DeleteNone"), "for more than a day"),
+        (
+            "a queued cluster for a week",
+            both(drop(JOB, "deletionStrategy"), put(JOB, shutdownAfterJobFinishes=True, ttlSecondsAfterFinished=604800)),
+            "ttlSecondsAfterFinished 604800: its pods would stay",
+        ),
+        ("a queue, and not waiting", _kueue, "without suspend: true"),
+        ("a run that can't be changed", put("ConfigMap/-run:", immutable=True), "that changes it would be refused"),
+        (
+            "a relabelling that mixes runs",
+            put(f"{ENDS}.0.relabelings.0", targetLabel="namespace"),
+            "by which alerts tell runs apart",
+        ),
+        (
+            "a share of 80",
+            changed("PrometheusRule:spec.groups.1.rules", lambda rules: rules[-1].update(expr="vescale:goodput:ratio_rate6h < 80")),
+            "compares a ratio",
+        ),
+    )
+]
+APART = [
+    Mistake("references", what, spoil, words)
+    for what, spoil, words in (
+        ("half a way to Kubernetes' API", drop(f"{ON_HEAD}.egress.0.ports", 1), "ask Kubernetes' API (port 6443)"),
+        (
+            "a Prometheus of two namespaces",
+            put(f"{ON_HEAD}.ingress.1.from.0.namespaceSelector.matchLabels", {"kubernetes.io/metadata.name": "monitorin"}),
+            "different namespaces to the ports",
+        ),
+        (
+            "a namespace by a label that it may not have",
+            put(f"{ON_HEAD}.ingress.1.from.0.namespaceSelector", matchLabels={"name": "monitoring"}),
+            "a namespaceSelector by name",
+        ),
+        (
+            "workers that evict others",
+            lambda documents: at(documents, "PriorityClass/-worker:").pop("preemptionPolicy"),
+            "evicts others' pods",
+        ),
+        ("a run that begins again at each retry", in_the_run("resume: auto", "resume: never"), "would begin with its first step"),
+        ("GPUs for a run on CPUs", in_the_run("device: cuda", "device: cpu"), "which they would not use"),
+        ("GPUs without CPUs", put(f"{WORKERS}.resources.limits", {"nvidia.com/gpu": "8"}), "has GPUs for 8 workers and CPUs for 1"),
+        ("twice as many pods", put(WORKER_GROUP, maxReplicas=32), "pods would stand idle, and cost"),
+        ("as many at the least as at the most", put(WORKER_GROUP, minReplicas=16), "minReplicas make room for 16 workers"),
+        (
+            "the fewest on nodes that vanish",
+            both(_spot_again(), put(WORKER_GROUP, minReplicas=0)),
+            "minReplicas on nodes that stay make room for 0 workers",
+        ),
+        ("a run's file that may be missing", put(f"{HEAD}.volumes.1.configMap", optional=True), "start with nothing in it"),
+        (
+            "a series under another name",
+            put("PrometheusRule:spec.groups.0.rules.2", record="vescale:worker_tokens:rate_10m"),
+            "asks for vescale:worker_tokens:rate10m, which none records",
+        ),
+        ("series that are left out", put(f"{ENDS}.3", metricRelabelings=[_drops]), "take away vescale_step_duration_seconds_sum"),
+        (
+            "a label that is left out",
+            put(f"{ENDS}.3", metricRelabelings=[{"regex": "state", "action": "labeldrop"}]),
+            "take away state, which alerts ask for",
+        ),
+    )
+]
+
+OPERATORS_MISTAKES = [*SHAPES, *EMPTY, *PARTS, *STARTS, *JOBS, *WATCHING, *BETWEEN, *LEFT_OVER, *APART]

@@ -11,10 +11,15 @@ Tree = Mapping[str, Any]
 OURS = "vescale-metrics"
 GRAFANAS_LABEL = "grafana_dashboard"
 SEVERITIES = ("page", "ticket", "info")
+LABELS = ("cause", "op", "rank", "run", "state")
+"""Of the run's own series: alerts choose or join by them."""
+TOLD_APART_BY = ("namespace", "run")
 LONGEST_S = 60
 """Between two looks at a run: what some rules ask of the last minute would be empty."""
 _LABEL = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _METRIC = re.compile(r"[A-Za-z_:][\w:]*", re.ASCII)
+_ASKED = re.compile(r"\bvescale[\w:]*", re.ASCII)
+_RATIOS = re.compile(r"\bvescale[\w:]*ratio\w*\s*[<>]=?\s*(\d+(?:\.\d+)?)", re.ASCII)
 _UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800, "y": 31536000}
 _QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|`[^`]*`")
 _PAIRS = {")": "(", "]": "[", "}": "{"}
@@ -37,6 +42,28 @@ def watched_problems(documents: Sequence[Tree]) -> Iterator[str]:
     monitors = [one for one in watching if one["kind"] == "PodMonitor"]
     if monitors and not any(end.get("port") == OURS for one in monitors for end in one["spec"]["podMetricsEndpoints"]):
         yield f"no PodMonitor scrapes the port {OURS}: the run's own figures would be missing"
+    rules = [rule for one in watching if one["kind"] == "PrometheusRule" for group in one["spec"]["groups"] for rule in group["rules"]]
+    recorded = {rule["record"] for rule in rules if "record" in rule}
+    asked = {name for rule in rules for name in _ASKED.findall(_QUOTED.sub("", rule["expr"]))}
+    for name in sorted(one for one in asked - recorded if ":" in one):
+        yield f"a rule asks for {name}, which none records: it would be silent for ever"
+    for one in monitors:
+        for end in one["spec"]["podMetricsEndpoints"]:
+            for step in end.get("metricRelabelings") or () if end.get("port") == OURS else ():
+                lost = sorted(name for name in (*asked, *LABELS) if _loses(step, name))
+                if lost:
+                    yield f"PodMonitor {one['metadata']['name']}: {OURS}: metricRelabelings take away {lost[0]}, which alerts ask for"
+
+
+def _loses(step: Tree, name: str) -> bool:
+    """Whether a step of relabelling takes away the series, or the label, of this name."""
+    action, label = str(step.get("action", "replace")).lower(), name in LABELS
+    if action not in (("labeldrop", "labelkeep") if label else ("drop", "keep")) or not (label or step.get("sourceLabels") == ["__name__"]):
+        return False
+    try:
+        return bool(re.fullmatch(step.get("regex", "(.*)"), name)) == action.endswith("drop")
+    except re.error:
+        return False  # told of elsewhere
 
 
 def seconds(duration: str) -> float:
@@ -63,6 +90,8 @@ def _monitor(document: Tree) -> Iterator[str]:
         for one in (*(end.get("relabelings") or ()), *(end.get("metricRelabelings") or ())):
             names = [*(one.get("sourceLabels") or ()), *([one["targetLabel"]] if "targetLabel" in one else ())]
             for name in names:
+                if name in TOLD_APART_BY and name == one.get("targetLabel"):
+                    yield f"{end['port']}: a relabelling to {name}, by which alerts tell runs apart: choose another targetLabel"
                 if not _LABEL.fullmatch(name):
                     yield f"{end['port']}: {name} is no label's name: letters, digits and '_'"
             try:
@@ -96,6 +125,8 @@ def _rules(document: Tree) -> Iterator[str]:
             yield from (f"{name}: {problem}" for problem in _alert(rule))
         if not rule["expr"].strip():
             yield f"{name}: its expr is empty"
+        if any(float(bound) > 1 for bound in _RATIOS.findall(rule["expr"])):
+            yield f"{name}: its expr compares a ratio, from 0 to 1, with more than 1"
         if not _balanced(rule["expr"]):
             yield f"{name}: the brackets or quotes of its expr don't close"
         for label in rule.get("labels") or {}:

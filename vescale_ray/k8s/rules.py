@@ -14,6 +14,7 @@ from vescale_ray.k8s.jobs import job_problems
 from vescale_ray.k8s.kinds import kind_problems
 from vescale_ray.k8s.monitors import monitor_problems
 from vescale_ray.k8s.names import is_name, name_problems
+from vescale_ray.k8s.nodes import node_problems
 from vescale_ray.k8s.options import GRACE_MARGIN_S
 from vescale_ray.k8s.parts import part_problems
 from vescale_ray.k8s.starts import start_problems
@@ -37,17 +38,9 @@ MAY_BE_ADDED = frozenset({"IPC_LOCK", "NET_BIND_SERVICE", "SYS_PTRACE"})
 """For RDMA, and for py-spy."""
 LEAST_IDLE_S = 60
 MOST_OF_A_MAP = 2**20
+LEAST_RAYS_MEMORY, LEAST_AUTOSCALERS_MEMORY = 2**30, 512 * 2**20
 RAYS_SHARE = 0.3
 """Of a node's memory, for the object store, where nothing is said."""
-GPU = "nvidia.com/gpu"
-SPOT = {
-    "karpenter.sh/capacity-type": "spot",
-    "eks.amazonaws.com/capacityType": "SPOT",
-    "cloud.google.com/gke-spot": "true",
-    "cloud.google.com/gke-preemptible": "true",
-    "kubernetes.azure.com/scalesetpriority": "spot",
-}
-"""What providers label pre-emptible nodes with."""
 KUEUES_GROUPS = 6
 """A Kueue workload has 8 pod sets: the head's, the submitter's, the groups'."""
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -67,6 +60,8 @@ def rule_problems(document: Tree) -> Iterator[str]:
         yield from monitor_problems(document)
         if kind == "PodDisruptionBudget":
             yield from _budget(document)
+        if document.get("immutable"):
+            yield f"{kind} {document['metadata']['name']}: immutable: the next `kubectl apply` that changes it would be refused"
         if kind == "ServiceAccount" and document.get("automountServiceAccountToken") is not False:
             yield f"ServiceAccount {document['metadata']['name']}: automountServiceAccountToken must be false"
         if kind == "ConfigMap" and sum(len(str(text).encode()) for text in (document.get("data") or {}).values()) > MOST_OF_A_MAP:
@@ -94,6 +89,8 @@ def rule_problems(document: Tree) -> Iterator[str]:
         queue = str(document["metadata"]["labels"][KUEUES_LABEL])
         if not is_name(queue):
             yield f"the queue {queue}: Kueue takes lower-case letters, digits, '-' and '.' as the name of a queue"
+        if spec.get("suspend") is not True:
+            yield f"the queue {queue} without suspend: true: it could start before there is quota for it"
         yield from _kueue(spec, cluster, annotations, in_job=kind == "RayJob")
     if cluster:
         yield from _cluster(cluster, annotations, in_job=kind == "RayJob")
@@ -260,7 +257,7 @@ def _pods(cluster: Tree, spec: Tree) -> Iterator[str]:
     if "submitterPodTemplate" in spec:
         templates.append(("submitterPodTemplate", spec["submitterPodTemplate"]["spec"]))
     yield from _head(cluster["headGroupSpec"])
-    yield from _stays(cluster)
+    yield from node_problems(cluster, list(pod_templates(cluster)))
     if (cluster["headGroupSpec"].get("rayStartParams") or {}).get("num-cpus") != "0":
         yield 'headGroupSpec.rayStartParams.num-cpus must be "0": a worker on the head could take the run down with it'
     if (cluster.get("authOptions") or {}).get("mode") != "token":
@@ -273,9 +270,25 @@ def _pods(cluster: Tree, spec: Tree) -> Iterator[str]:
             yield from _container(f"{where}, container {container.get('name')}", container)
     for group in cluster.get("workerGroupSpecs") or ():
         yield from _room(f"worker group {group.get('groupName')}", group)
+    yield from _alike(templates)
     images = {str(container.get("image")) for _, pod in templates for container in pod.get("containers") or ()}
     if len(images) > 1:
         yield f"the pods have different images ({', '.join(sorted(images))}): Ray's and our versions must be the same everywhere"
+
+
+def _alike(templates: Sequence[tuple[str, Tree]]) -> Iterator[str]:
+    """Pods of one image take it from one registry, and what trains has the same keys for a store, whatever group it is of."""
+
+    def first(pod: Tree) -> Tree:
+        return next(iter(pod.get("containers") or ()), {})
+
+    for what, of, those in (
+        ("imagePullSecrets", lambda pod: pod.get("imagePullSecrets") or [], templates),
+        ("envFrom", lambda pod: first(pod).get("envFrom") or [], [one for one in templates if one[0] != "submitterPodTemplate"]),
+    ):
+        for where, pod in those:
+            if of(pod) != of(those[0][1]):
+                yield f"{where}: its {what} are not those of {those[0][0]}, which has the same image and asks the same store"
 
 
 def _head(group: Tree) -> Iterator[str]:
@@ -289,44 +302,19 @@ def _head(group: Tree) -> Iterator[str]:
             yield f"headGroupSpec: its container has no port {wanted} named {name}: the operator's Service for the head would lack it"
     if params.get("dashboard-host", "0.0.0.0") not in ("0.0.0.0", "::"):
         yield f"headGroupSpec.rayStartParams.dashboard-host is {params['dashboard-host']}: operator and submitter come from other pods"
+    yield from _enough("headGroupSpec", pod)
     annotations = (group["template"].get("metadata") or {}).get("annotations") or {}
     for name, value in ((SAFE_TO_EVICT, "false"), (DO_NOT_DISRUPT, "true")):
         if annotations.get(name) != value:
             yield f'headGroupSpec: the annotation {name} must be "{value}": a run does not survive the loss of its head'
     if not pod.get("nodeSelector") and not (pod.get("affinity") or {}).get("nodeAffinity"):
         yield "headGroupSpec: a nodeSelector or nodeAffinity must keep it from pre-emptible nodes"
-    for key, value in _chosen(pod):
-        if SPOT.get(key) == value:
-            yield f"headGroupSpec: it asks for a pre-emptible node ({key}={value}), and a run does not survive the loss of its head"
 
 
-def _chosen(pod: Tree) -> Iterator[tuple[str, str]]:
-    """Labels that a node must have."""
-    yield from (pod.get("nodeSelector") or {}).items()
-    for one in _expressions(pod):
-        if one.get("operator") == "In":
-            yield from ((one["key"], value) for value in one.get("values") or ())
-
-
-def _stays(cluster: Tree) -> Iterator[str]:
-    """Where one group asks for pre-emptible nodes, the pods that have to stay must not find room there."""
-    templates = list(pod_templates(cluster))
-    for label in sorted({one for _, pod in templates[1:] for one in (pod.get("nodeSelector") or {}).items() if SPOT.get(one[0]) == one[1]}):
-        for (where, pod), group in zip(templates, (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]), strict=True):
-            stays = pod.get("nodeSelector") or label in _shunned(pod) or (where != "headGroupSpec" and not group.get("minReplicas"))
-            if not stays:
-                yield f"{where}: nothing keeps it from the pre-emptible nodes ({'='.join(label)}) that another group asks for"
-
-
-def _shunned(pod: Tree) -> set[tuple[str, str]]:
-    """Labels that a node must not have."""
-    return {(one["key"], value) for one in _expressions(pod) if one.get("operator") == "NotIn" for value in one.get("values") or ()}
-
-
-def _expressions(pod: Tree) -> Iterator[Tree]:
-    required = ((pod.get("affinity") or {}).get("nodeAffinity") or {}).get("requiredDuringSchedulingIgnoredDuringExecution") or {}
-    for term in required.get("nodeSelectorTerms") or ():
-        yield from term.get("matchExpressions") or ()
+def _enough(where: str, pod: Tree) -> Iterator[str]:
+    memory = size_of(((pod["containers"][0].get("resources") or {}).get("limits") or {}).get("memory"))
+    if memory is not None and memory < LEAST_RAYS_MEMORY:
+        yield f"{where}: its memory of {memory:,.0f} bytes is less than Ray's own processes take: the kernel would end them"
 
 
 def _room(where: str, group: Tree) -> Iterator[str]:
@@ -335,14 +323,16 @@ def _room(where: str, group: Tree) -> Iterator[str]:
     if not pod.get("containers"):
         return
     limits = (pod["containers"][0].get("resources") or {}).get("limits") or {}
-    tolerated = [one.get("key") for one in pod.get("tolerations") or () if one.get("operator") == "Exists"]
-    if GPU in limits and not {GPU, None} & set(tolerated):
-        yield f"{where}: asks for {GPU} and does not tolerate the taint of that name, which nodes with GPUs have"
+    yield from _enough(where, pod)
     for mount in pod["containers"][0].get("volumeMounts") or ():
         if mount.get("mountPath") == "/dev/shm":
             for one in pod.get("volumes") or ():
                 if one.get("name") == mount.get("name") and (one.get("emptyDir") or {}).get("medium") != "Memory":
                     yield f"{where}: /dev/shm is no memory: the volume {one['name']} needs medium: Memory"
+        if str(mount.get("mountPath")).rstrip("/") == "/tmp":
+            for one in pod.get("volumes") or ():
+                if one.get("name") == mount.get("name") and (one.get("emptyDir") or {}).get("medium") == "Memory":
+                    yield f"{where}: /tmp is memory: what Ray spills there is meant to leave it"
     memory, disk = (size_of(limits.get(key)) for key in ("memory", "ephemeral-storage"))
     volumes = [one["emptyDir"] or {} for one in pod.get("volumes") or () if "emptyDir" in one]
     on_disk, in_memory = (
@@ -363,6 +353,9 @@ def _autoscalers_container(cluster: Tree) -> Iterator[str]:
     """The one that the operator adds to the head, as far as it is ours to say."""
     options = cluster.get("autoscalerOptions") or {}
     yield from _privileges("autoscalerOptions", options)
+    memory = size_of(((options.get("resources") or {}).get("limits") or {}).get("memory"))
+    if memory is not None and memory < LEAST_AUTOSCALERS_MEMORY:
+        yield f"autoscalerOptions: its memory of {memory:,.0f} bytes is less than the operator's own 512Mi: the kernel would end it"
     paths = [str(mount.get("mountPath", "")).rstrip("/") for mount in options.get("volumeMounts") or ()]
     at = {mount["name"] for mount in options.get("volumeMounts") or () if str(mount.get("mountPath", "")).rstrip("/") == TOKEN_FOLDER}
     for volume in cluster["headGroupSpec"]["template"]["spec"].get("volumes") or ():
@@ -405,6 +398,8 @@ def _security(where: str, pod: Tree) -> Iterator[str]:
     for field in ("hostNetwork", "hostPID", "hostIPC"):
         if pod.get(field):
             yield f"{where}: {field} gives a pod the node's own"
+    if pod.get("shareProcessNamespace"):
+        yield f"{where}: shareProcessNamespace lets one container read another's files: training code the autoscaler's token"
     for volume in pod.get("volumes") or ():
         if "hostPath" in volume:
             yield f"{where}: volume {volume.get('name')} is a folder of the node"
@@ -423,6 +418,8 @@ def _container(where: str, container: Tree) -> Iterator[str]:
         yield f"{where}: the image {container.get('image')} has no fixed tag: a later pod could get another version; give one with --image"
     elif not IMAGE.fullmatch(image):
         yield f"{where}: {image} is no image's name: give [REGISTRY/]NAME:TAG, NAME in lower-case letters, digits and '.', '_', '-', '/'"
+    if container.get("imagePullPolicy") == "Never":
+        yield f"{where}: imagePullPolicy Never: on a node that is new the image is not there"
     requests, limits = resources.get("requests"), resources.get("limits")
     if not requests or requests != limits:
         yield f"{where}: requests and limits must be there and equal"
