@@ -417,6 +417,11 @@ LEFT_OVER = [
             "no other pod can be reached by it",
         ),
         ("a cluster for a week", _ended_after("Failed", 604800), "is deleted after 604800 s"),
+        (
+            "an end after half a minute",
+            both(drop(JOB, "preRunningDeadlineSeconds"), put(JOB, activeDeadlineSeconds=30)),
+            "too few for pods",
+        ),
         ("nothing of the cluster deleted", put(f"{RULES}.0", policy="DeleteNone"), "for more than a day"),
         (
             "a queued cluster for a week",

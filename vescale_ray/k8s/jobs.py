@@ -87,6 +87,8 @@ def _ends(spec: Tree, mode: str) -> Iterator[str]:
     start, whole = spec.get("preRunningDeadlineSeconds"), spec.get("activeDeadlineSeconds")
     if start is not None and start < LEAST_START_S:
         yield f"preRunningDeadlineSeconds is {start}: less than {LEAST_START_S} s are too few for pods to start"
+    if whole is not None and whole < LEAST_START_S:
+        yield f"activeDeadlineSeconds is {whole}: less than {LEAST_START_S} s are too few for pods to start; give more (--deadline-s)"
     if start is not None and whole is not None and whole <= start:
         yield f"activeDeadlineSeconds {whole} is over before the preRunningDeadlineSeconds of {start} are"
 

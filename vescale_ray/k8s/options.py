@@ -282,6 +282,8 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
     for flag, text in (("--namespace", o.namespace), ("--monitoring", o.monitoring)):
         if not names.is_namespace(text):
             yield f"{flag} {text}: give lower-case letters, digits and '-', 63 at most"
+    if o.namespace.startswith("kube-"):
+        yield f"--namespace {o.namespace}: names that begin with kube- are Kubernetes' own; give another"
     others = {"--claim": o.claim, "--service-account": o.service_account, "--priority-class": o.priority_class}
     others |= {"--storage-class": o.storage_class, "--pull-secret": o.pull_secret, "--env-secret": o.env_secret}
     for flag, name in others.items():
