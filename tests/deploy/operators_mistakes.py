@@ -175,7 +175,7 @@ STARTS = [
         ),
         ("a probe of its own", put(HEADS, livenessProbe={"httpGet": {"port": 9999}}), "takes the place of the operator's"),
         ("the node's DNS", put(WORKER, dnsPolicy="Default"), "the cluster's own DNS knows"),
-        ("an end after an hour", put(WORKER, activeDeadlineSeconds=3600), "ends the pod 3600 s after its start"),
+        ("an end after an hour", put(WORKER, activeDeadlineSeconds=3600), "activeDeadlineSeconds 3600 ends the pod"),
         ("volumes that belong to root", drop(f"{WORKER}.securityContext", "fsGroup"), "has no fsGroup"),
         (
             "a volume that the namespace refuses",
@@ -486,4 +486,94 @@ APART = [
     )
 ]
 
-OPERATORS_MISTAKES = [*SHAPES, *EMPTY, *PARTS, *STARTS, *JOBS, *WATCHING, *BETWEEN, *LEFT_OVER, *APART]
+_near = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"vescale-ray/role": "worker"}}}
+_other_space = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "team"}}}
+
+
+def _as_a_wish(documents: Documents) -> None:
+    affinity = at(documents, f"{HEAD}.affinity.nodeAffinity")
+    (term,) = affinity.pop("requiredDuringSchedulingIgnoredDuringExecution")["nodeSelectorTerms"]
+    affinity["preferredDuringSchedulingIgnoredDuringExecution"] = [{"weight": 1, "preference": term}]
+
+
+ADDED = [
+    Mistake("rules", what, spoil, words)
+    for what, spoil, words in (
+        ("a mesh", put(f"{WORKER_GROUP}.template.metadata", annotations={"sidecar.istio.io/inject": "true"}), "a mesh's proxy"),
+        ("the operator's own label", put(f"{WORKER_GROUP}.template.metadata.labels", {"ray.io/cluster": "x"}), "is the operator's to set"),
+        (
+            "an end of the submitter",
+            put(f"{JOB}.submitterPodTemplate.spec", activeDeadlineSeconds=3600),
+            "activeDeadlineSeconds 3600 ends the pod",
+        ),
+        ("another scheduler", put(WORKER, schedulerName="gpu"), "a scheduler that may not be there"),
+        ("a gate before the scheduler", put(WORKER, schedulingGates=[{"name": "x"}]), "until somebody lifts it"),
+        ("a gate before it is ready", put(HEAD, readinessGates=[{"conditionType": "x"}]), "until somebody else says so"),
+        ("a priority of its own", put(WORKER, priority=5), "is the priority class's to say"),
+        ("the group root", put(f"{WORKER}.securityContext", runAsGroup=0), "runAsGroup is 0"),
+        ("the group root besides", put(f"{WORKER}.securityContext", supplementalGroups=[0]), "supplementalGroups has 0"),
+        (
+            "a setting of the node's",
+            put(f"{WORKER}.securityContext", sysctls=[{"name": "net.core.somaxconn", "value": "9"}]),
+            "sysctl net.core",
+        ),
+        ("SELinux that lets all through", put(f"{WORKER}.securityContext", seLinuxOptions={"type": "spc_t"}), "seLinuxOptions.type spc_t"),
+        (
+            "a capability that the namespace refuses",
+            put(f"{WORKERS}.securityContext.capabilities", add=["IPC_LOCK"]),
+            "IPC_LOCK are none that the namespace's level",
+        ),
+        (
+            "what is installed at the start",
+            put(WORKER, initContainers=[{"name": "x", "command": ["sh", "-c", "pip install wandb"]}]),
+            "calls pip: nothing is fetched or installed",
+        ),
+        (
+            "workers on one node",
+            put(f"{WORKER}.affinity", podAffinity={"requiredDuringSchedulingIgnoredDuringExecution": [_near]}),
+            "on one node",
+        ),
+        ("a head that would rather stay", _as_a_wish, "keep it from pre-emptible nodes"),
+        (
+            "no limit of what it writes",
+            both(*(drop(f"{HEADS}.resources.{side}", "ephemeral-storage") for side in ("limits", "requests"))),
+            "node",
+        ),
+        ("idle for a day", put(f"{CLUSTER}.autoscalerOptions", idleTimeoutSeconds=86400), "for more than six hours"),
+        ("a group that is idle for a day", put(WORKER_GROUP, idleTimeoutSeconds=86400), "for more than six hours"),
+        ("an autoscaler that is never fetched", put(f"{CLUSTER}.autoscalerOptions", imagePullPolicy="Never"), "imagePullPolicy Never"),
+        ("pods to be deleted", put(WORKER_GROUP, scaleStrategy={"workersToDelete": ["x"]}), "is the autoscaler's to write"),
+        ("a cluster made anew", put(CLUSTER, upgradeStrategy={"type": "Recreate"}), "would end what runs"),
+        ("another Ray than the image's", put(CLUSTER, rayVersion="2.59.0"), "is not that of the image"),
+        ("a proxy for all", add(f"{WORKERS}.env", {"name": "https_proxy", "value": "http://p:1"}), "a proxy and no no_proxy"),
+        ("a folder of Ray's that is not there", add(HEAD_ENV, {"name": "RAY_TMPDIR", "value": "/data"}), "RAY_TMPDIR /data: only /tmp"),
+        ("memory that is never kept", add(f"{WORKERS}.env", {"name": "PYTORCH_NO_CUDA_MEMORY_CACHING", "value": "1"}), "slows every step"),
+        ("pods that no node is bought for", put("PriorityClass/-worker:", value=-100), "no cluster autoscaler makes room"),
+        ("an alert after ten hours", put(ALERT, {"for": "10h"}), "more than an hour"),
+        ("an alert of no run's", put(f"{ALERT}.labels", run="all"), "takes the place of the series' own"),
+        ("an alert for one run", put(ALERT, expr='vescale_stragglers{run="a"} > 0'), "silent for all others"),
+    )
+]
+NEEDLESS = [
+    Mistake("references", what, spoil, words)
+    for what, spoil, words in (
+        (
+            "a dashboard for who scrapes",
+            add(f"{ON_HEAD}.ingress.1.ports", {"protocol": "TCP", "port": 8265}),
+            "the operator's alone to ask",
+        ),
+        (
+            "Ray's own port for another team",
+            add(f"{ON_HEAD}.ingress", {"from": [_other_space], "ports": [{"protocol": "TCP", "port": 6379}]}),
+            "lets others come to port 6379",
+        ),
+        ("a way to anybody's ssh", add(f"{ON_RUN}.egress", {"ports": [{"protocol": "TCP", "port": 22}]}), "ask port 22 of others"),
+        (
+            "a way to the node's credentials",
+            add(f"{ON_RUN}.egress", {"to": [{"ipBlock": {"cidr": "169.254.169.254/32"}}], "ports": [{"protocol": "TCP", "port": 80}]}),
+            "ask port 80 of others, which nothing in the run does",
+        ),
+    )
+]
+
+OPERATORS_MISTAKES = [*SHAPES, *EMPTY, *PARTS, *STARTS, *JOBS, *WATCHING, *BETWEEN, *LEFT_OVER, *APART, *ADDED, *NEEDLESS]

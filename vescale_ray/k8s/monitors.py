@@ -13,6 +13,7 @@ GRAFANAS_LABEL = "grafana_dashboard"
 SEVERITIES = ("page", "ticket", "info")
 LABELS = ("cause", "op", "rank", "run", "state")
 """Of the run's own series: alerts choose or join by them."""
+LONGEST_FOR_S = 3600
 TOLD_APART_BY = ("namespace", "run")
 LONGEST_S = 60
 """Between two looks at a run: what some rules ask of the last minute would be empty."""
@@ -20,6 +21,7 @@ _LABEL = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _METRIC = re.compile(r"[A-Za-z_:][\w:]*", re.ASCII)
 _ASKED = re.compile(r"\bvescale[\w:]*", re.ASCII)
 _RATIOS = re.compile(r"\bvescale[\w:]*ratio\w*\s*[<>]=?\s*(\d+(?:\.\d+)?)", re.ASCII)
+_ONE = re.compile(r'(?<!\w)(?:cluster|namespace|run)\s*=~?\s*"[^"]*"')
 _UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800, "y": 31536000}
 _QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|`[^`]*`")
 _PAIRS = {")": "(", "]": "[", "}": "{"}
@@ -123,6 +125,10 @@ def _rules(document: Tree) -> Iterator[str]:
                 yield f"{name}: a rule that records takes no {field}"
         else:
             yield from (f"{name}: {problem}" for problem in _alert(rule))
+        for label in sorted({"cluster", *TOLD_APART_BY} & (rule.get("labels") or {}).keys()):
+            yield f"{name}: its label {label} takes the place of the series' own, which tells whose alert it is"
+        if found := _ONE.search(rule["expr"]):
+            yield f"{name}: its expr is for {found[0]} alone, and silent for all others"
         if not rule["expr"].strip():
             yield f"{name}: its expr is empty"
         if any(float(bound) > 1 for bound in _RATIOS.findall(rule["expr"])):
@@ -138,6 +144,8 @@ def _alert(rule: Tree) -> Iterator[str]:
     severity = (rule.get("labels") or {}).get("severity")
     if severity not in SEVERITIES:
         yield f"its severity is {severity}: it must be one of {', '.join(SEVERITIES)}, by which alerts are sent on"
+    if seconds(rule.get("for", "0s")) > LONGEST_FOR_S:
+        yield f"it waits {rule['for']} before it tells anybody: more than an hour"
     notes = rule.get("annotations") or {}
     for key in ("summary", "description", "runbook_url"):
         if not notes.get(key):

@@ -44,7 +44,7 @@ def may_vanish(pod: Tree) -> bool:
 def _chosen(pod: Tree) -> Iterator[tuple[str, str]]:
     """Labels that a node must have."""
     yield from (pod.get("nodeSelector") or {}).items()
-    for one in _expressions(pod):
+    for one in expressions(pod):
         if one.get("operator") == "In":
             yield from ((one["key"], value) for value in one.get("values") or ())
 
@@ -60,10 +60,11 @@ def _stays(cluster: Tree, templates: Sequence[tuple[str, Tree]]) -> Iterator[str
 
 def _shunned(pod: Tree) -> set[tuple[str, str]]:
     """Labels that a node must not have."""
-    return {(one["key"], value) for one in _expressions(pod) if one.get("operator") == "NotIn" for value in one.get("values") or ()}
+    return {(one["key"], value) for one in expressions(pod) if one.get("operator") == "NotIn" for value in one.get("values") or ()}
 
 
-def _expressions(pod: Tree) -> Iterator[Tree]:
+def expressions(pod: Tree) -> Iterator[Tree]:
+    """What its nodes must be like; wishes (preferred ..) left out."""
     required = ((pod.get("affinity") or {}).get("nodeAffinity") or {}).get("requiredDuringSchedulingIgnoredDuringExecution") or {}
     for term in required.get("nodeSelectorTerms") or ():
         yield from term.get("matchExpressions") or ()

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 Tree = Mapping[str, Any]
 DASHBOARD_PORT, DNS_PORT = 8265, 53
+OPERATOR = {"app.kubernetes.io/component": "kuberay-operator"}
 NAMESPACE = "kubernetes.io/metadata.name"
 WAYS = (("ingress", "from"), ("egress", "to"))
 
@@ -75,6 +76,33 @@ def policy_problems(documents: Sequence[Tree], pods: Sequence[Pod]) -> Iterator[
         allowed = [{space for rule in enters if _has(rule, port) for space in _spaces(rule)} for who, port in wanted if who == "Prometheus"]
         if allowed and all(allowed) and not set.intersection(*allowed):
             yield f"{pod.where}: the NetworkPolicies let in different namespaces to the ports that one Prometheus asks"
+
+
+def needless_problems(documents: Sequence[Tree], pods: Sequence[Pod], asked: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """One sentence for each port that a policy lets others than the run's pods come to, or the run's pods ask, and nobody does.
+
+    Args:
+        asked: ports that pods ask outside of the run: those under ``""`` all, the others the pod of that name.
+    """
+    for one in documents:
+        if one["kind"] != "NetworkPolicy":
+            continue
+        where, chosen = f"NetworkPolicy {one['metadata']['name']}", [pod for pod in pods if selects(one["spec"]["podSelector"], pod)]
+        scraped = {port for pod in chosen for who, port in _wanted(documents, pod) if who == "Prometheus"}
+        if not any(one["kind"] == "PodMonitor" for one in documents):
+            scraped = {port for pod in chosen for name, port in pod.ports.items() if "metrics" in name}
+        for rule in one["spec"].get("ingress") or ():
+            for port in sorted({one["port"] for one in rule.get("ports") or () if isinstance(one.get("port"), int)}):
+                for peer in rule.get("from") or ():
+                    if "namespaceSelector" in peer or "ipBlock" in peer:
+                        operators = OPERATOR.items() <= ((peer.get("podSelector") or {}).get("matchLabels") or {}).items()
+                        if port not in scraped and not (port == DASHBOARD_PORT and operators):
+                            yield f"{where}: lets others come to port {port}: {DASHBOARD_PORT} is the operator's alone to ask, no other one"
+        wanted = {DNS_PORT, *asked.get("", ()), *(port for pod in chosen for port in asked.get(pod.where, ()))}
+        for rule in one["spec"].get("egress") or ():
+            if not rule.get("to") or _is_wide(rule["to"]):
+                for port in sorted({one["port"] for one in rule.get("ports") or () if isinstance(one.get("port"), int)} - wanted):
+                    yield f"{where}: lets its pods ask port {port} of others, which nothing in the run does"
 
 
 def _wanted(documents: Sequence[Tree], pod: Pod) -> Iterator[tuple[str, int]]:

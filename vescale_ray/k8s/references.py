@@ -15,7 +15,7 @@ from vescale_ray.k8s.monitors import watched_problems
 from vescale_ray.k8s.nodes import may_vanish
 from vescale_ray.k8s.options import SYSTEMS, TAKEN, inside, places, port_of, ways_out
 from vescale_ray.k8s.pods import RUN_LABEL
-from vescale_ray.k8s.policies import lets_out, policy_problems, selects
+from vescale_ray.k8s.policies import lets_out, needless_problems, policy_problems, selects
 from vescale_ray.k8s.rules import TOKEN_FOLDER, pod_templates
 from vescale_ray.k8s.values import size_of
 
@@ -23,6 +23,7 @@ Tree = Mapping[str, Any]
 Name = tuple[str, str]
 """Kind and name."""
 API_PORTS = (443, 6443)
+SHOWN = ("RAY_PROMETHEUS_HOST", "RAY_GRAFANA_HOST", "RAY_GRAFANA_IFRAME_HOST")
 OUR_FOLDERS = ("/dev/shm", "/etc/vescale-ray", TOKEN_FOLDER)
 MADE_BY_KUBERNETES: frozenset[Name] = frozenset({("ConfigMap", "kube-root-ca.crt")})
 
@@ -338,10 +339,18 @@ def _run(document: Tree, documents: Sequence[Tree], pods: Sequence[_Pod]) -> Ite
     if document["kind"] == "RayJob" and config.checkpoint.resume == "never":
         yield "checkpoint.resume of the run is never: a job that is submitted again would begin with its first step; set it to auto"
     yield from _fits(config, cluster, head, workers)
+    yield from needless_problems(documents, pods, {"": ways_out(config), "headGroupSpec": _asked_by_the_head(cluster, head)})
     for pod in pods:
         for port in ways_out(config) if pod.where != "submitterPodTemplate" else ():
             if not lets_out(documents, pod, port):
                 yield f"{pod.where}: no NetworkPolicy lets it ask the store of checkpoint.dir (port {port})"
+
+
+def _asked_by_the_head(cluster: Tree, head: Tree) -> tuple[int, ...]:
+    """Ports that it alone asks: Kubernetes' API, Redis, and what Ray's dashboard shows its figures from."""
+    redis = (cluster.get("gcsFaultToleranceOptions") or {}).get("redisAddress")
+    urls = [str(one.get("value", "")) for one in head["containers"][0].get("env") or () if str(one.get("name")) in SHOWN]
+    return (*API_PORTS, *([port_of(str(redis), 6379)] if redis else []), *(port_of(url, 443) for url in urls))
 
 
 def _files(pod: Tree, documents: Sequence[Tree]) -> Iterator[tuple[str, str]]:

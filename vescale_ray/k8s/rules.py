@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from vescale_ray.k8s.additions import addition_problems
 from vescale_ray.k8s.jobs import job_problems
 from vescale_ray.k8s.kinds import kind_problems
 from vescale_ray.k8s.monitors import monitor_problems
 from vescale_ray.k8s.names import is_name, name_problems
-from vescale_ray.k8s.nodes import node_problems
-from vescale_ray.k8s.options import GRACE_MARGIN_S
+from vescale_ray.k8s.nodes import expressions, node_problems
+from vescale_ray.k8s.options import GRACE_MARGIN_S, RAY_VERSION
 from vescale_ray.k8s.parts import part_problems
 from vescale_ray.k8s.starts import start_problems
 from vescale_ray.k8s.values import plain_secrets, size_of, value_problems
@@ -34,9 +35,9 @@ SAFE_TO_EVICT = "cluster-autoscaler.kubernetes.io/safe-to-evict"
 DO_NOT_DISRUPT = "karpenter.sh/do-not-disrupt"
 HEADS_PORTS = {"gcs-server": ("port", "6379"), "dashboard": ("dashboard-port", "8265")}
 """By name, with the parameter that changes it: the operator makes the head's Service of the ports that are listed, if any is."""
-MAY_BE_ADDED = frozenset({"IPC_LOCK", "NET_BIND_SERVICE", "SYS_PTRACE"})
-"""For RDMA, and for py-spy."""
-LEAST_IDLE_S = 60
+MAY_BE_ADDED = frozenset({"NET_BIND_SERVICE"})
+"""With the namespace's level restricted; IPC_LOCK for RDMA needs another level."""
+LEAST_IDLE_S, LONGEST_IDLE_S = 60, 6 * 3600
 MOST_OF_A_MAP = 2**20
 LEAST_RAYS_MEMORY, LEAST_AUTOSCALERS_MEMORY = 2**30, 512 * 2**20
 RAYS_SHARE = 0.3
@@ -143,6 +144,10 @@ def _cluster(spec: Tree, annotations: Tree, in_job: bool) -> Iterator[str]:
             yield f"the worker group's name {name} becomes a part of pods' names: give lower-case letters, digits and '-', 63 at most"
     if in_job and (spec.get("authOptions") or {}).get("enableK8sTokenAuth"):
         yield "authOptions.enableK8sTokenAuth is not taken in a RayJob"
+    if _version(spec) != tuple(map(int, RAY_VERSION.split(".")[:2])):
+        yield f"rayVersion {spec.get('rayVersion')} is not that of the image, which has Ray {RAY_VERSION}"
+    if (spec.get("upgradeStrategy") or {}).get("type") == "Recreate":
+        yield "upgradeStrategy Recreate: the next `kubectl apply` that changes anything would end what runs: leave it out"
     if (spec.get("tlsOptions") or {}).get("enabled"):
         yield "tlsOptions is behind a feature gate of KubeRay's that is off (RayClusterMTLS)"
     if (spec.get("authOptions") or {}).get("mode") == "token":
@@ -160,6 +165,9 @@ def _autoscaling(spec: Tree, groups: Sequence[tuple[str, Tree]], env: Tree) -> I
     on, options = bool(spec.get("enableInTreeAutoscaling")), spec.get("autoscalerOptions") or {}
     if on and options.get("idleTimeoutSeconds", LEAST_IDLE_S) < LEAST_IDLE_S:
         yield f"autoscalerOptions.idleTimeoutSeconds is less than {LEAST_IDLE_S}: nodes that wait for others would be taken away again"
+    if on and options.get("idleTimeoutSeconds", LEAST_IDLE_S) > LONGEST_IDLE_S:
+        idle = options["idleTimeoutSeconds"]
+        yield f"autoscalerOptions.idleTimeoutSeconds {idle}: idle nodes would stay, and cost, for more than six hours"
     by_env = str(env.get("RAY_enable_autoscaler_v2", {}).get("value", ""))
     if on and "version" in options and by_env:
         yield "autoscalerOptions.version and RAY_enable_autoscaler_v2 are both set: use the first"
@@ -173,6 +181,10 @@ def _autoscaling(spec: Tree, groups: Sequence[tuple[str, Tree]], env: Tree) -> I
         for field in ("idleTimeoutSeconds", "priority"):
             if field in group and not v2:
                 yield f"{where}: {field} needs autoscaler v2"
+        if (group.get("scaleStrategy") or {}).get("workersToDelete"):
+            yield f"{where}: scaleStrategy.workersToDelete is the autoscaler's to write: it would end these pods"
+        if on and group.get("idleTimeoutSeconds", LEAST_IDLE_S) > LONGEST_IDLE_S:
+            yield f"{where}: idleTimeoutSeconds {group['idleTimeoutSeconds']}: idle nodes would stay, and cost, for more than six hours"
         if on and group.get("idleTimeoutSeconds", LEAST_IDLE_S) < LEAST_IDLE_S:
             yield f"{where}: idleTimeoutSeconds is less than {LEAST_IDLE_S}: nodes that wait for others would be taken away again"
         if "priority" in group and _version(spec) < (2, 56):
@@ -268,9 +280,12 @@ def _pods(cluster: Tree, spec: Tree) -> Iterator[str]:
         yield from _security(where, pod)
         for container in (*(pod.get("initContainers") or ()), *(pod.get("containers") or ())):
             yield from _container(f"{where}, container {container.get('name')}", container)
-    for group in cluster.get("workerGroupSpecs") or ():
-        yield from _room(f"worker group {group.get('groupName')}", group)
+    workers = [(f"worker group {group.get('groupName')}", group) for group in cluster.get("workerGroupSpecs") or ()]
+    for where, group in workers:
+        yield from _room(where, group)
     yield from _alike(templates)
+    whole = [(where, group["template"]) for where, group in (("headGroupSpec", cluster["headGroupSpec"]), *workers)]
+    yield from addition_problems([*whole, *(("submitterPodTemplate", spec[key]) for key in ("submitterPodTemplate",) if key in spec)])
     images = {str(container.get("image")) for _, pod in templates for container in pod.get("containers") or ()}
     if len(images) > 1:
         yield f"the pods have different images ({', '.join(sorted(images))}): Ray's and our versions must be the same everywhere"
@@ -307,12 +322,15 @@ def _head(group: Tree) -> Iterator[str]:
     for name, value in ((SAFE_TO_EVICT, "false"), (DO_NOT_DISRUPT, "true")):
         if annotations.get(name) != value:
             yield f'headGroupSpec: the annotation {name} must be "{value}": a run does not survive the loss of its head'
-    if not pod.get("nodeSelector") and not (pod.get("affinity") or {}).get("nodeAffinity"):
+    if not pod.get("nodeSelector") and not any(expressions(pod)):
         yield "headGroupSpec: a nodeSelector or nodeAffinity must keep it from pre-emptible nodes"
 
 
 def _enough(where: str, pod: Tree) -> Iterator[str]:
-    memory = size_of(((pod["containers"][0].get("resources") or {}).get("limits") or {}).get("memory"))
+    limits = (pod["containers"][0].get("resources") or {}).get("limits") or {}
+    memory = size_of(limits.get("memory"))
+    if limits and "ephemeral-storage" not in limits:
+        yield f"{where}: no limit of ephemeral-storage: what it writes beside its volumes could fill the node"
     if memory is not None and memory < LEAST_RAYS_MEMORY:
         yield f"{where}: its memory of {memory:,.0f} bytes is less than Ray's own processes take: the kernel would end them"
 
@@ -353,6 +371,8 @@ def _autoscalers_container(cluster: Tree) -> Iterator[str]:
     """The one that the operator adds to the head, as far as it is ours to say."""
     options = cluster.get("autoscalerOptions") or {}
     yield from _privileges("autoscalerOptions", options)
+    if options.get("imagePullPolicy") == "Never":
+        yield "autoscalerOptions: imagePullPolicy Never: on a node that is new the image is not there"
     memory = size_of(((options.get("resources") or {}).get("limits") or {}).get("memory"))
     if memory is not None and memory < LEAST_AUTOSCALERS_MEMORY:
         yield f"autoscalerOptions: its memory of {memory:,.0f} bytes is less than the operator's own 512Mi: the kernel would end it"
@@ -447,7 +467,7 @@ def _privileges(where: str, container: Tree) -> Iterator[str]:
         yield f"{where}: privileged gives it the node"
     added = set((context.get("capabilities") or {}).get("add") or ()) - MAY_BE_ADDED
     if added:
-        yield f"{where}: the capabilities {', '.join(sorted(added))} are none that training needs"
+        yield f"{where}: the capabilities {', '.join(sorted(added))} are none that the namespace's level, restricted, lets in"
     if context.get("runAsUser") == 0 or context.get("runAsNonRoot") is False:
         yield f"{where}: its securityContext makes it root, whatever the pod's says"
     if (context.get("seccompProfile") or {}).get("type", "RuntimeDefault") != "RuntimeDefault":

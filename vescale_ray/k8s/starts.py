@@ -85,6 +85,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "NCCL_DEBUG": ("TRACE",),
     "NCCL_P2P_DISABLE": ("1",),
     "NCCL_SHM_DISABLE": ("1",),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1",),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
 }
 """Left over from a search for a mistake."""
@@ -177,8 +178,6 @@ def _pod(where: str, template: Tree) -> Iterator[str]:
             yield f"{where}: {field} takes the place of the operator's, which know how long Ray may take: leave it out"
     if pod.get("dnsPolicy", "ClusterFirst") != "ClusterFirst":
         yield f"{where}: dnsPolicy {pod['dnsPolicy']}: the head is found by a name that the cluster's own DNS knows"
-    if "activeDeadlineSeconds" in pod:
-        yield f"{where}: activeDeadlineSeconds ends the pod {pod['activeDeadlineSeconds']} s after its start"
     if (pod.get("securityContext") or {}).get("fsGroup") is None:
         yield f"{where}: securityContext has no fsGroup: a volume that belongs to root can't be written"
     for volume in pod.get("volumes") or ():
@@ -215,6 +214,10 @@ def setting_problems(where: str, env: Mapping[str, str]) -> Iterator[str]:
     for name, values in SLOW.items():
         if env.get(name, "").upper() in values:
             yield f"{where}: {name} {env[name]} slows every step down; it is for a search for a mistake: leave it out"
+    if any(name.lower() in ("http_proxy", "https_proxy") for name in env) and not any(name.lower() == "no_proxy" for name in env):
+        yield f"{where}: a proxy and no no_proxy: what the pods ask of each other would go there, too"
+    if not f"{env.get('RAY_TMPDIR', '/tmp')}/".startswith("/tmp/"):
+        yield f"{where}: RAY_TMPDIR {env['RAY_TMPDIR']}: only /tmp is there for it, and can be written"
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if name in env and not _ALLOCATOR.fullmatch(env[name]):
             yield f"{where}: {name} {env[name]}: PyTorch takes NAME:VALUE, several with ',', and ends the process for anything else"
