@@ -22,6 +22,9 @@ _METRIC = re.compile(r"[A-Za-z_:][\w:]*", re.ASCII)
 _ASKED = re.compile(r"\bvescale[\w:]*", re.ASCII)
 _RATIOS = re.compile(r"\bvescale[\w:]*ratio\w*\s*[<>]=?\s*(\d+(?:\.\d+)?)", re.ASCII)
 _ONE = re.compile(r'(?<!\w)(?:cluster|namespace|run)\s*=~?\s*"[^"]*"')
+_GROUPS = re.compile(r"\b(?:by|on|ignoring|without)\s*\(([^)]*)\)")
+_WINDOWS = re.compile(r"\[(\w+)\]", re.ASCII)
+_TOLD = re.compile(r"\$labels\.(\w+)", re.ASCII)
 _UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800, "y": 31536000}
 _QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|`[^`]*`")
 _PAIRS = {")": "(", "]": "[", "}": "{"}
@@ -75,6 +78,8 @@ def seconds(duration: str) -> float:
 
 def _monitor(document: Tree) -> Iterator[str]:
     ends = document["spec"]["podMetricsEndpoints"]
+    if (document["spec"].get("namespaceSelector") or {}).get("any"):
+        yield "namespaceSelector any: runs of other namespaces, which have monitors of their own, would be counted twice"
     if not ends:
         yield "it has no endpoint"
     ports = [end["port"] for end in ends]
@@ -127,6 +132,12 @@ def _rules(document: Tree) -> Iterator[str]:
             yield from (f"{name}: {problem}" for problem in _alert(rule))
         for label in sorted({"cluster", *TOLD_APART_BY} & (rule.get("labels") or {}).keys()):
             yield f"{name}: its label {label} takes the place of the series' own, which tells whose alert it is"
+        for labels in _GROUPS.findall(rule["expr"]):
+            if [one.strip() for one in labels.split(",")][:3] != ["cluster", "namespace", "run"]:
+                yield f"{name}: ({labels}) takes several runs for one: name cluster, namespace, run first"
+        for window in _WINDOWS.findall(rule["expr"]):
+            if seconds(window) < LONGEST_S:
+                yield f"{name}: in [{window}] there may be no two samples: give {LONGEST_S}s or more"
         if found := _ONE.search(rule["expr"]):
             yield f"{name}: its expr is for {found[0]} alone, and silent for all others"
         if not rule["expr"].strip():
@@ -150,6 +161,10 @@ def _alert(rule: Tree) -> Iterator[str]:
     for key in ("summary", "description", "runbook_url"):
         if not notes.get(key):
             yield f"it has no {key}"
+    for label in sorted(
+        {one for text in notes.values() for one in _TOLD.findall(str(text))} - {*LABELS, *TOLD_APART_BY, "cluster", "kind"}
+    ):
+        yield f"it tells of the label {label}, which no series of a run has"
     url = str(notes.get("runbook_url", ""))
     if url and not (url.startswith("http") and url.endswith(f"#{rule['alert'].lower()}")):
         yield f"its runbook_url {url} is no address of its own in the runbooks"

@@ -363,6 +363,8 @@ def _room(where: str, group: Tree) -> Iterator[str]:
     store = size_of((group.get("rayStartParams") or {}).get("object-store-memory"))
     if store is None and memory is not None and 0 < in_memory < RAYS_SHARE * memory:
         yield f"{where}: without object-store-memory Ray takes {RAYS_SHARE:.0%} of its memory, more than /dev/shm holds"
+    if store is not None and in_memory and store == in_memory:
+        yield f"{where}: object-store-memory takes all of /dev/shm, and leaves nothing to NCCL and data loaders"
     if store is not None and in_memory and store > in_memory:
         yield f"{where}: object-store-memory of {store:,.0f} bytes does not fit into /dev/shm of {in_memory:,.0f}"
 
@@ -405,6 +407,8 @@ def _grace(where: str, pod: Tree) -> Iterator[str]:
         yield f"{where}: terminationGracePeriodSeconds {grace} must be {GRACE_MARGIN_S} s more than the drain of {drain} s"
     if (container.get("lifecycle") or {}).get("preStop"):
         yield f"{where}: preStop cuts the drain short, which its time is taken from (`ray stop` ends it); leave it out"
+    if (container.get("lifecycle") or {}).get("postStart"):
+        yield f"{where}: postStart is run beside `ray start`, and ends the container if it fails; leave it out"
 
 
 def _security(where: str, pod: Tree) -> Iterator[str]:
