@@ -273,8 +273,6 @@ def _said(error: Exception) -> str:
 
 
 def port(host: str, number: int) -> Finding:
-    if number == 0:
-        return Finding("metrics port", "ok", "any free one (metrics.port = 0); give a fixed one for Prometheus to find")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -286,6 +284,8 @@ def port(host: str, number: int) -> Finding:
                 return Finding("metrics port", "warn", f"{host}:{number}: {error.strerror}", remedy)
             remedy = "set metrics.host to an address of this machine, and metrics.port to a port from 1024 on"
             return Finding("metrics port", "fail", f"{host}:{number}: {error.strerror or error}", remedy)
+    if number == 0:
+        return Finding("metrics port", "ok", "any free one (metrics.port = 0); give a fixed one for Prometheus to find")
     return Finding("metrics port", "ok", f"{host}:{number} is free")
 
 

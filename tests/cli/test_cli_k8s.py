@@ -129,6 +129,10 @@ def test_json_holds_the_same_documents(kind: str, capsys: pytest.CaptureFixture[
         ([CLUSTER, "--grafana", "http://me:hu/sh@g:3000"], "--grafana: a manifest is no place for a password"),
         ([CLUSTER, "--pull-secret", "My Secret"], "--pull-secret My Secret: give lower-case letters"),
         ([CLUSTER, "--env-secret", "Keys"], "--env-secret Keys: give lower-case letters"),
+        ([CLUSTER, "--namespace", "kube-system"], "--namespace kube-system: names that begin with kube- are Kubernetes' own"),
+        ([CLUSTER, "--deadline-s", "50"], "activeDeadlineSeconds is 50: less than 60 s are too few"),
+        ([CLUSTER, "checkpoint.resume=never"], "would begin with its first step; set it to auto"),
+        ([CLUSTER, "train.device=cpu"], "which they would not use: set ray.gpus_per_worker=0"),
     ],
 )
 def test_what_breaks_a_rule_is_not_printed_and_said_in_one_sentence(

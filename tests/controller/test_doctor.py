@@ -172,6 +172,7 @@ def test_a_port_in_use_and_a_cluster_that_does_not_answer_are_found(monkeypatch)
         assert found.verdict == "warn" and "any free port" in found.remedy, "it stops no run"
     assert doctor.port("127.0.0.1", 0).verdict == "ok"
     assert doctor.port("192.0.2.1", 9464).verdict == "fail", "an address that this machine has not does"
+    assert doctor.port("192.0.2.1", 0).verdict == "fail", "also where any port would do"
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()

@@ -175,7 +175,7 @@ STARTS = [
         ),
         ("a probe of its own", put(HEADS, livenessProbe={"httpGet": {"port": 9999}}), "takes the place of the operator's"),
         ("the node's DNS", put(WORKER, dnsPolicy="Default"), "the cluster's own DNS knows"),
-        ("an end after an hour", put(WORKER, activeDeadlineSeconds=3600), "ends the pod 3600 s after its start"),
+        ("an end after an hour", put(WORKER, activeDeadlineSeconds=3600), "activeDeadlineSeconds 3600 ends the pod"),
         ("volumes that belong to root", drop(f"{WORKER}.securityContext", "fsGroup"), "has no fsGroup"),
         (
             "a volume that the namespace refuses",
@@ -354,4 +354,232 @@ BETWEEN = [
     )
 ]
 
-OPERATORS_MISTAKES = [*SHAPES, *EMPTY, *PARTS, *STARTS, *JOBS, *WATCHING, *BETWEEN]
+
+def _ended_after(state: str, seconds: int) -> Spoil:
+    def spoil(documents: Documents) -> None:
+        for one in at(documents, RULES):
+            if state in one["condition"].values():
+                one["condition"]["ttlSeconds"] = seconds
+
+    return spoil
+
+
+def _spot_again(**more: Any) -> Spoil:
+    """A second group, on pre-emptible nodes, as the overlay makes it."""
+
+    def spoil(documents: Documents) -> None:
+        groups = at(documents, f"{CLUSTER}.workerGroupSpecs")
+        template = groups[0]["template"]
+        spec = {key: value for key, value in template["spec"].items() if key != "affinity"}
+        spec["nodeSelector"] = {"karpenter.sh/capacity-type": "spot"}
+        taint = {"key": "karpenter.sh/capacity-type", "operator": "Equal", "value": "spot", "effect": "NoSchedule"}
+        spec["tolerations"] = [*spec["tolerations"], taint]
+        groups.append({**groups[0], "groupName": "spot", "minReplicas": 0, "template": {**template, "spec": {**spec, **more}}})
+
+    return spoil
+
+
+_params = f"{WORKER_GROUP}.rayStartParams"
+_kueue = put("RayJob:metadata.labels", {"kueue.x-k8s.io/queue-name": "q"})
+_drops = {"sourceLabels": ["__name__"], "regex": "vescale_.*_sum", "action": "drop"}
+LEFT_OVER = [
+    Mistake("rules", what, spoil, words)
+    for what, spoil, words in (
+        ("one container sees another's", put(HEAD, shareProcessNamespace=True), "training code the autoscaler's token"),
+        ("an image that is never fetched", put(WORKERS, imagePullPolicy="Never"), "on a node that is new the image is not there"),
+        ("a registry's credentials for some", put(WORKER, imagePullSecrets=[{"name": "x"}]), "imagePullSecrets are not those of"),
+        ("a store's keys for some", put(HEADS, envFrom=[{"secretRef": {"name": "x"}}]), "envFrom are not those of"),
+        ("GPUs that the pod has not", put(_params, {"num-gpus": "4"}), "tells Ray of 4, the pod has 1"),
+        ("CPUs that the pod has not", put(WORKER_GROUP, resources={"CPU": "64"}), "resources.CPU tells Ray of 64, the pod has 6"),
+        ("memory that the pod has not", put(_params, memory=str(2**40)), "rayStartParams.memory tells Ray of"),
+        ("another taint's effect", put(f"{WORKER}.tolerations.0", effect="NoExecute"), "does not tolerate the taint of that name"),
+        ("nodes of a taint that keeps it off", _spot_again(tolerations=[]), "which such nodes may have"),
+        (
+            "nodes of another kind than the toleration's",
+            _spot_again(nodeSelector={"karpenter.sh/capacity-type": "on-demand"}),
+            "asks for karpenter.sh/capacity-type=on-demand, its toleration is for",
+        ),
+        ("spilling into memory", put(f"{WORKER}.volumes.1.emptyDir", medium="Memory"), "what Ray spills there is meant to leave it"),
+        ("a head of 512 MiB", put(f"{HEADS}.resources.limits", memory="512Mi"), "less than Ray's own processes take"),
+        ("an autoscaler of 128 MiB", put(f"{CLUSTER}.autoscalerOptions.resources.limits", memory="128Mi"), "less than the operator's own"),
+        ("one GPU for all", add(f"{WORKERS}.env", {"name": "CUDA_VISIBLE_DEVICES", "value": "0"}), "each worker to its own GPUs"),
+        ("all GPUs of the node", add(f"{WORKERS}.env", {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}), "device plug-in sets it"),
+        ("kernels one by one", add(f"{WORKERS}.env", {"name": "CUDA_LAUNCH_BLOCKING", "value": "1"}), "slows every step down"),
+        ("an allocator's option in other words", put(f"{WORKERS}.env.6", value="expandable_segments=True"), "PyTorch takes NAME:VALUE"),
+        (
+            "a job's variable that slows it down",
+            put(JOB, runtimeEnvYAML="env_vars: {RAY_JOB_STOP_WAIT_TIME_S: '100', NCCL_P2P_DISABLE: '1'}"),
+            "env_vars: NCCL_P2P_DISABLE 1 slows every step down",
+        ),
+        (
+            "a job's variable to itself",
+            put(JOB, runtimeEnvYAML="env_vars: {RAY_JOB_STOP_WAIT_TIME_S: '100', NCCL_SOCKET_IFNAME: lo}"),
+            "no other pod can be reached by it",
+        ),
+        ("a cluster for a week", _ended_after("Failed", 604800), "is deleted after 604800 s"),
+        (
+            "an end after half a minute",
+            both(drop(JOB, "preRunningDeadlineSeconds"), put(JOB, activeDeadlineSeconds=30)),
+            "too few for pods",
+        ),
+        ("nothing of the cluster deleted", put(f"{RULES}.0", policy="DeleteNone"), "for more than a day"),
+        (
+            "a queued cluster for a week",
+            both(drop(JOB, "deletionStrategy"), put(JOB, shutdownAfterJobFinishes=True, ttlSecondsAfterFinished=604800)),
+            "ttlSecondsAfterFinished 604800: its pods would stay",
+        ),
+        ("a queue, and not waiting", _kueue, "without suspend: true"),
+        ("a run that can't be changed", put("ConfigMap/-run:", immutable=True), "that changes it would be refused"),
+        (
+            "a relabelling that mixes runs",
+            put(f"{ENDS}.0.relabelings.0", targetLabel="namespace"),
+            "by which alerts tell runs apart",
+        ),
+        (
+            "a share of 80",
+            changed("PrometheusRule:spec.groups.1.rules", lambda rules: rules[-1].update(expr="vescale:goodput:ratio_rate6h < 80")),
+            "compares a ratio",
+        ),
+    )
+]
+APART = [
+    Mistake("references", what, spoil, words)
+    for what, spoil, words in (
+        ("half a way to Kubernetes' API", drop(f"{ON_HEAD}.egress.0.ports", 1), "ask Kubernetes' API (port 6443)"),
+        (
+            "a Prometheus of two namespaces",
+            put(f"{ON_HEAD}.ingress.1.from.0.namespaceSelector.matchLabels", {"kubernetes.io/metadata.name": "monitorin"}),
+            "different namespaces to the ports",
+        ),
+        (
+            "a namespace by a label that it may not have",
+            put(f"{ON_HEAD}.ingress.1.from.0.namespaceSelector", matchLabels={"name": "monitoring"}),
+            "a namespaceSelector by name",
+        ),
+        (
+            "workers that evict others",
+            lambda documents: at(documents, "PriorityClass/-worker:").pop("preemptionPolicy"),
+            "evicts others' pods",
+        ),
+        ("a run that begins again at each retry", in_the_run("resume: auto", "resume: never"), "would begin with its first step"),
+        ("GPUs for a run on CPUs", in_the_run("device: cuda", "device: cpu"), "which they would not use"),
+        ("GPUs without CPUs", put(f"{WORKERS}.resources.limits", {"nvidia.com/gpu": "8"}), "has GPUs for 8 workers and CPUs for 1"),
+        ("twice as many pods", put(WORKER_GROUP, maxReplicas=32), "pods would stand idle, and cost"),
+        ("as many at the least as at the most", put(WORKER_GROUP, minReplicas=16), "minReplicas make room for 16 workers"),
+        (
+            "the fewest on nodes that vanish",
+            both(_spot_again(), put(WORKER_GROUP, minReplicas=0)),
+            "minReplicas on nodes that stay make room for 0 workers",
+        ),
+        ("a run's file that may be missing", put(f"{HEAD}.volumes.1.configMap", optional=True), "start with nothing in it"),
+        (
+            "a series under another name",
+            put("PrometheusRule:spec.groups.0.rules.2", record="vescale:worker_tokens:rate_10m"),
+            "asks for vescale:worker_tokens:rate10m, which none records",
+        ),
+        ("series that are left out", put(f"{ENDS}.3", metricRelabelings=[_drops]), "take away vescale_step_duration_seconds_sum"),
+        (
+            "a label that is left out",
+            put(f"{ENDS}.3", metricRelabelings=[{"regex": "state", "action": "labeldrop"}]),
+            "take away state, which alerts ask for",
+        ),
+    )
+]
+
+_near = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"vescale-ray/role": "worker"}}}
+_other_space = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "team"}}}
+
+
+def _as_a_wish(documents: Documents) -> None:
+    affinity = at(documents, f"{HEAD}.affinity.nodeAffinity")
+    (term,) = affinity.pop("requiredDuringSchedulingIgnoredDuringExecution")["nodeSelectorTerms"]
+    affinity["preferredDuringSchedulingIgnoredDuringExecution"] = [{"weight": 1, "preference": term}]
+
+
+ADDED = [
+    Mistake("rules", what, spoil, words)
+    for what, spoil, words in (
+        ("a mesh", put(f"{WORKER_GROUP}.template.metadata", annotations={"sidecar.istio.io/inject": "true"}), "a mesh's proxy"),
+        ("the operator's own label", put(f"{WORKER_GROUP}.template.metadata.labels", {"ray.io/cluster": "x"}), "is the operator's to set"),
+        (
+            "an end of the submitter",
+            put(f"{JOB}.submitterPodTemplate.spec", activeDeadlineSeconds=3600),
+            "activeDeadlineSeconds 3600 ends the pod",
+        ),
+        ("another scheduler", put(WORKER, schedulerName="gpu"), "a scheduler that may not be there"),
+        ("a gate before the scheduler", put(WORKER, schedulingGates=[{"name": "x"}]), "until somebody lifts it"),
+        ("a gate before it is ready", put(HEAD, readinessGates=[{"conditionType": "x"}]), "until somebody else says so"),
+        ("a priority of its own", put(WORKER, priority=5), "is the priority class's to say"),
+        ("the group root", put(f"{WORKER}.securityContext", runAsGroup=0), "runAsGroup is 0"),
+        ("the group root besides", put(f"{WORKER}.securityContext", supplementalGroups=[0]), "supplementalGroups has 0"),
+        (
+            "a setting of the node's",
+            put(f"{WORKER}.securityContext", sysctls=[{"name": "net.core.somaxconn", "value": "9"}]),
+            "sysctl net.core",
+        ),
+        ("SELinux that lets all through", put(f"{WORKER}.securityContext", seLinuxOptions={"type": "spc_t"}), "seLinuxOptions.type spc_t"),
+        (
+            "a capability that the namespace refuses",
+            put(f"{WORKERS}.securityContext.capabilities", add=["IPC_LOCK"]),
+            "IPC_LOCK are none that the namespace's level",
+        ),
+        (
+            "what is installed at the start",
+            put(WORKER, initContainers=[{"name": "x", "command": ["sh", "-c", "pip install wandb"]}]),
+            "calls pip: nothing is fetched or installed",
+        ),
+        (
+            "workers on one node",
+            put(f"{WORKER}.affinity", podAffinity={"requiredDuringSchedulingIgnoredDuringExecution": [_near]}),
+            "on one node",
+        ),
+        ("a head that would rather stay", _as_a_wish, "keep it from pre-emptible nodes"),
+        (
+            "no limit of what it writes",
+            both(*(drop(f"{HEADS}.resources.{side}", "ephemeral-storage") for side in ("limits", "requests"))),
+            "node",
+        ),
+        ("idle for a day", put(f"{CLUSTER}.autoscalerOptions", idleTimeoutSeconds=86400), "for more than six hours"),
+        ("a group that is idle for a day", put(WORKER_GROUP, idleTimeoutSeconds=86400), "for more than six hours"),
+        ("an autoscaler that is never fetched", put(f"{CLUSTER}.autoscalerOptions", imagePullPolicy="Never"), "imagePullPolicy Never"),
+        ("pods to be deleted", put(WORKER_GROUP, scaleStrategy={"workersToDelete": ["x"]}), "is the autoscaler's to write"),
+        ("a cluster made anew", put(CLUSTER, upgradeStrategy={"type": "Recreate"}), "would end what runs"),
+        ("another Ray than the image's", put(CLUSTER, rayVersion="2.59.0"), "is not that of the image"),
+        ("a proxy for all", add(f"{WORKERS}.env", {"name": "https_proxy", "value": "http://p:1"}), "a proxy and no no_proxy"),
+        ("a folder of Ray's that is not there", add(HEAD_ENV, {"name": "RAY_TMPDIR", "value": "/data"}), "RAY_TMPDIR /data: only /tmp"),
+        ("memory that is never kept", add(f"{WORKERS}.env", {"name": "PYTORCH_NO_CUDA_MEMORY_CACHING", "value": "1"}), "slows every step"),
+        ("pods that no node is bought for", put("PriorityClass/-worker:", value=-100), "no cluster autoscaler makes room"),
+        ("a hook at the start", put(WORKERS, lifecycle={"postStart": {"exec": {"command": ["sleep", "600"]}}}), "beside `ray start`"),
+        ("a store of all shared memory", put(_params, {"object-store-memory": str(2**34)}), "leaves nothing to NCCL"),
+        ("monitors of all namespaces", put("PodMonitor/-head:spec", namespaceSelector={"any": True}), "would be counted twice"),
+        ("runs taken together", put(ALERT, expr="sum by (namespace) (vescale_stragglers) > 0"), "takes several runs for one"),
+        ("a window of one sample", put(ALERT, expr="rate(vescale_tokens_total[10s]) == 0"), "there may be no two samples"),
+        ("a label that is none", put(f"{ALERT}.annotations", summary="{{ $labels.rnu }}"), "the label rnu, which no series"),
+        ("an alert after ten hours", put(ALERT, {"for": "10h"}), "more than an hour"),
+        ("an alert of no run's", put(f"{ALERT}.labels", run="all"), "takes the place of the series' own"),
+        ("an alert for one run", put(ALERT, expr='vescale_stragglers{run="a"} > 0'), "silent for all others"),
+    )
+]
+NEEDLESS = [
+    Mistake("references", what, spoil, words)
+    for what, spoil, words in (
+        (
+            "a dashboard for who scrapes",
+            add(f"{ON_HEAD}.ingress.1.ports", {"protocol": "TCP", "port": 8265}),
+            "the operator's alone to ask",
+        ),
+        (
+            "Ray's own port for another team",
+            add(f"{ON_HEAD}.ingress", {"from": [_other_space], "ports": [{"protocol": "TCP", "port": 6379}]}),
+            "lets others come to port 6379",
+        ),
+        ("a way to anybody's ssh", add(f"{ON_RUN}.egress", {"ports": [{"protocol": "TCP", "port": 22}]}), "ask port 22 of others"),
+        (
+            "a way to the node's credentials",
+            add(f"{ON_RUN}.egress", {"to": [{"ipBlock": {"cidr": "169.254.169.254/32"}}], "ports": [{"protocol": "TCP", "port": 80}]}),
+            "ask port 80 of others, which nothing in the run does",
+        ),
+    )
+]
+
+OPERATORS_MISTAKES = [*SHAPES, *EMPTY, *PARTS, *STARTS, *JOBS, *WATCHING, *BETWEEN, *LEFT_OVER, *APART, *ADDED, *NEEDLESS]

@@ -271,6 +271,9 @@ def test_a_run_without_gpus_gets_none_and_no_room_to_spare() -> None:
     assert pod["containers"][0]["resources"]["limits"].keys() == {"cpu", "memory", "ephemeral-storage"}
     assert pod["containers"][0]["resources"]["limits"]["cpu"] == "1" and "tolerations" not in pod
     assert not [one["name"] for one in pod["containers"][0]["env"] if one["name"].startswith(("NCCL", "TORCH_NCCL"))]
+    halves = load_config(ROOT / "vescale_ray" / "configs" / "cluster.yaml", [*changes[:2], "ray.cpus_per_worker=0.5"])
+    group = cluster_of(documents(halves, Options(), "job"))["workerGroupSpecs"][0]
+    assert [group[key] for key in ("minReplicas", "replicas", "maxReplicas")] == [2, 4, 8], "a CPU holds two of them"
 
 
 def test_the_drain_sets_the_grace_and_the_time_to_stop(config: RunConfig) -> None:
@@ -393,6 +396,7 @@ def test_whatever_is_written_reads_back(tree: dict[str, Any]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- mistakes
+
 
 def complaints(catcher: str, bundle: Documents) -> list[str]:
     match catcher:

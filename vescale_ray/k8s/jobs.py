@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from vescale_ray.k8s.starts import setting_problems
 from vescale_ray.k8s.values import is_secret
 
 Tree = Mapping[str, Any]
@@ -14,6 +15,8 @@ LEAST_STOP_S = 30
 """For a checkpoint of a run that is small; Ray's own are 3."""
 LEAST_START_S = 60
 """For pods to find nodes, and nodes to fetch the image."""
+LONGEST_KEPT_S = 86_400
+"""For a cluster without a job: a day to look at it."""
 _ORDER = ("DeleteWorkers", "DeleteCluster", "DeleteSelf")
 
 
@@ -70,14 +73,22 @@ def _ends(spec: Tree, mode: str) -> Iterator[str]:
     if not spec.get("shutdownAfterJobFinishes"):
         rules = (spec.get("deletionStrategy") or {}).get("deletionRules") or ()
         ended = [rule["condition"] for rule in rules if rule["policy"] in ("DeleteCluster", "DeleteSelf")]
+        kept = "its pods would stay, and cost"
         for key, state, when in (("jobStatus", "SUCCEEDED", "succeeded"), ("jobDeploymentStatus", "Failed", "failed")):
-            if not any(one.get(key) == state for one in ended):
-                yield f"nothing deletes the cluster of a job that has {when} ({key} {state}): its pods would stay, and cost"
+            times = [one.get("ttlSeconds", 0) for one in ended if one.get(key) == state]
+            if not times:
+                yield f"nothing deletes the cluster of a job that has {when} ({key} {state}): {kept}"
+            elif min(times) > LONGEST_KEPT_S:
+                yield f"the cluster of a job that has {when} ({key} {state}) is deleted after {min(times)} s: {kept}, for more than a day"
+    elif spec.get("ttlSecondsAfterFinished", 0) > LONGEST_KEPT_S:
+        yield f"ttlSecondsAfterFinished {spec['ttlSecondsAfterFinished']}: its pods would stay, and cost, for more than a day"
     if mode != "InteractiveMode" and not spec.get("backoffLimit"):
         yield "backoffLimit is 0: a run whose head is lost would not be taken up again"
     start, whole = spec.get("preRunningDeadlineSeconds"), spec.get("activeDeadlineSeconds")
     if start is not None and start < LEAST_START_S:
         yield f"preRunningDeadlineSeconds is {start}: less than {LEAST_START_S} s are too few for pods to start"
+    if whole is not None and whole < LEAST_START_S:
+        yield f"activeDeadlineSeconds is {whole}: less than {LEAST_START_S} s are too few for pods to start; give more (--deadline-s)"
     if start is not None and whole is not None and whole <= start:
         yield f"activeDeadlineSeconds {whole} is over before the preRunningDeadlineSeconds of {start} are"
 
@@ -128,6 +139,7 @@ def _runtime_env(text: str) -> Iterator[str]:
         yield f"runtimeEnvYAML.env_vars.RAY_AUTH_MODE {variables['RAY_AUTH_MODE']} undoes authOptions: leave it out"
     if not all(isinstance(value, str) for value in variables.values()):
         yield "runtimeEnvYAML.env_vars: values must be texts, numbers in quotes"
+    yield from setting_problems("runtimeEnvYAML.env_vars", {str(name): str(value) for name, value in variables.items()})
     for name in filter(is_secret, map(str, variables)):
         yield f"runtimeEnvYAML.env_vars.{name} is a secret in plain text: take it from a Secret (--env-secret)"
     wait = str(variables.get("RAY_JOB_STOP_WAIT_TIME_S", ""))

@@ -11,10 +11,20 @@ Tree = Mapping[str, Any]
 OURS = "vescale-metrics"
 GRAFANAS_LABEL = "grafana_dashboard"
 SEVERITIES = ("page", "ticket", "info")
+LABELS = ("cause", "op", "rank", "run", "state")
+"""Of the run's own series: alerts choose or join by them."""
+LONGEST_FOR_S = 3600
+TOLD_APART_BY = ("namespace", "run")
 LONGEST_S = 60
 """Between two looks at a run: what some rules ask of the last minute would be empty."""
 _LABEL = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _METRIC = re.compile(r"[A-Za-z_:][\w:]*", re.ASCII)
+_ASKED = re.compile(r"\bvescale[\w:]*", re.ASCII)
+_RATIOS = re.compile(r"\bvescale[\w:]*ratio\w*\s*[<>]=?\s*(\d+(?:\.\d+)?)", re.ASCII)
+_ONE = re.compile(r'(?<!\w)(?:cluster|namespace|run)\s*=~?\s*"[^"]*"')
+_GROUPS = re.compile(r"\b(?:by|on|ignoring|without)\s*\(([^)]*)\)")
+_WINDOWS = re.compile(r"\[(\w+)\]", re.ASCII)
+_TOLD = re.compile(r"\$labels\.(\w+)", re.ASCII)
 _UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800, "y": 31536000}
 _QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|`[^`]*`")
 _PAIRS = {")": "(", "]": "[", "}": "{"}
@@ -37,6 +47,28 @@ def watched_problems(documents: Sequence[Tree]) -> Iterator[str]:
     monitors = [one for one in watching if one["kind"] == "PodMonitor"]
     if monitors and not any(end.get("port") == OURS for one in monitors for end in one["spec"]["podMetricsEndpoints"]):
         yield f"no PodMonitor scrapes the port {OURS}: the run's own figures would be missing"
+    rules = [rule for one in watching if one["kind"] == "PrometheusRule" for group in one["spec"]["groups"] for rule in group["rules"]]
+    recorded = {rule["record"] for rule in rules if "record" in rule}
+    asked = {name for rule in rules for name in _ASKED.findall(_QUOTED.sub("", rule["expr"]))}
+    for name in sorted(one for one in asked - recorded if ":" in one):
+        yield f"a rule asks for {name}, which none records: it would be silent for ever"
+    for one in monitors:
+        for end in one["spec"]["podMetricsEndpoints"]:
+            for step in end.get("metricRelabelings") or () if end.get("port") == OURS else ():
+                lost = sorted(name for name in (*asked, *LABELS) if _loses(step, name))
+                if lost:
+                    yield f"PodMonitor {one['metadata']['name']}: {OURS}: metricRelabelings take away {lost[0]}, which alerts ask for"
+
+
+def _loses(step: Tree, name: str) -> bool:
+    """Whether a step of relabelling takes away the series, or the label, of this name."""
+    action, label = str(step.get("action", "replace")).lower(), name in LABELS
+    if action not in (("labeldrop", "labelkeep") if label else ("drop", "keep")) or not (label or step.get("sourceLabels") == ["__name__"]):
+        return False
+    try:
+        return bool(re.fullmatch(step.get("regex", "(.*)"), name)) == action.endswith("drop")
+    except re.error:
+        return False  # told of elsewhere
 
 
 def seconds(duration: str) -> float:
@@ -46,6 +78,8 @@ def seconds(duration: str) -> float:
 
 def _monitor(document: Tree) -> Iterator[str]:
     ends = document["spec"]["podMetricsEndpoints"]
+    if (document["spec"].get("namespaceSelector") or {}).get("any"):
+        yield "namespaceSelector any: runs of other namespaces, which have monitors of their own, would be counted twice"
     if not ends:
         yield "it has no endpoint"
     ports = [end["port"] for end in ends]
@@ -63,6 +97,8 @@ def _monitor(document: Tree) -> Iterator[str]:
         for one in (*(end.get("relabelings") or ()), *(end.get("metricRelabelings") or ())):
             names = [*(one.get("sourceLabels") or ()), *([one["targetLabel"]] if "targetLabel" in one else ())]
             for name in names:
+                if name in TOLD_APART_BY and name == one.get("targetLabel"):
+                    yield f"{end['port']}: a relabelling to {name}, by which alerts tell runs apart: choose another targetLabel"
                 if not _LABEL.fullmatch(name):
                     yield f"{end['port']}: {name} is no label's name: letters, digits and '_'"
             try:
@@ -94,8 +130,20 @@ def _rules(document: Tree) -> Iterator[str]:
                 yield f"{name}: a rule that records takes no {field}"
         else:
             yield from (f"{name}: {problem}" for problem in _alert(rule))
+        for label in sorted({"cluster", *TOLD_APART_BY} & (rule.get("labels") or {}).keys()):
+            yield f"{name}: its label {label} takes the place of the series' own, which tells whose alert it is"
+        for labels in _GROUPS.findall(rule["expr"]):
+            if [one.strip() for one in labels.split(",")][:3] != ["cluster", "namespace", "run"]:
+                yield f"{name}: ({labels}) takes several runs for one: name cluster, namespace, run first"
+        for window in _WINDOWS.findall(rule["expr"]):
+            if seconds(window) < LONGEST_S:
+                yield f"{name}: in [{window}] there may be no two samples: give {LONGEST_S}s or more"
+        if found := _ONE.search(rule["expr"]):
+            yield f"{name}: its expr is for {found[0]} alone, and silent for all others"
         if not rule["expr"].strip():
             yield f"{name}: its expr is empty"
+        if any(float(bound) > 1 for bound in _RATIOS.findall(rule["expr"])):
+            yield f"{name}: its expr compares a ratio, from 0 to 1, with more than 1"
         if not _balanced(rule["expr"]):
             yield f"{name}: the brackets or quotes of its expr don't close"
         for label in rule.get("labels") or {}:
@@ -107,10 +155,16 @@ def _alert(rule: Tree) -> Iterator[str]:
     severity = (rule.get("labels") or {}).get("severity")
     if severity not in SEVERITIES:
         yield f"its severity is {severity}: it must be one of {', '.join(SEVERITIES)}, by which alerts are sent on"
+    if seconds(rule.get("for", "0s")) > LONGEST_FOR_S:
+        yield f"it waits {rule['for']} before it tells anybody: more than an hour"
     notes = rule.get("annotations") or {}
     for key in ("summary", "description", "runbook_url"):
         if not notes.get(key):
             yield f"it has no {key}"
+    for label in sorted(
+        {one for text in notes.values() for one in _TOLD.findall(str(text))} - {*LABELS, *TOLD_APART_BY, "cluster", "kind"}
+    ):
+        yield f"it tells of the label {label}, which no series of a run has"
     url = str(notes.get("runbook_url", ""))
     if url and not (url.startswith("http") and url.endswith(f"#{rule['alert'].lower()}")):
         yield f"its runbook_url {url} is no address of its own in the runbooks"

@@ -152,9 +152,11 @@ def sizes(config: RunConfig, options: Options, kind: str) -> Sizes:
         raise ManifestError(problem)
     need_gpus, need_cpus = config.ray.gpus_per_worker, config.ray.cpus_per_worker
     gpus = options.gpus if options.gpus is not None else math.ceil(need_gpus)
-    per_pod = places(gpus, need_gpus) if need_gpus else max(1, places(options.cpus, need_cpus) if options.cpus and need_cpus else 1)
     # Without GPUs it is the CPUs that say how many workers fit, so that there must be none to spare.
-    cpus = options.cpus if options.cpus is not None else max(1, math.ceil(per_pod * need_cpus) + (2 if gpus else 0))
+    cpus = options.cpus if options.cpus is not None else max(1, math.ceil(need_cpus))
+    per_pod = places(gpus, need_gpus) if need_gpus else max(1, places(cpus, need_cpus) if need_cpus else 1)
+    if options.cpus is None and gpus:
+        cpus = max(1, math.ceil(per_pod * need_cpus) + 2)
     if per_pod < 1:
         raise ManifestError(f"--gpus {gpus} is less than ray.gpus_per_worker = {need_gpus:g}: no worker fits into a pod; raise --gpus")
     if per_pod * need_cpus > cpus:
@@ -280,6 +282,8 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
     for flag, text in (("--namespace", o.namespace), ("--monitoring", o.monitoring)):
         if not names.is_namespace(text):
             yield f"{flag} {text}: give lower-case letters, digits and '-', 63 at most"
+    if o.namespace.startswith("kube-"):
+        yield f"--namespace {o.namespace}: names that begin with kube- are Kubernetes' own; give another"
     others = {"--claim": o.claim, "--service-account": o.service_account, "--priority-class": o.priority_class}
     others |= {"--storage-class": o.storage_class, "--pull-secret": o.pull_secret, "--env-secret": o.env_secret}
     for flag, name in others.items():

@@ -14,7 +14,7 @@ Tree = Mapping[str, Any]
 LEAST_MEMORY = 64 * 2**20
 LEAST_STORAGE = 2**30
 LEAST_TOKEN_S = 600
-MOST_PRIORITY = 1_000_000_000
+LEAST_PRIORITY, MOST_PRIORITY = -10, 1_000_000_000
 """Above are Kubernetes' own."""
 _NOT_SOURCES = {"name"}
 _FIELDS = re.compile(
@@ -33,6 +33,8 @@ def part_problems(document: Tree) -> Iterator[str]:
     if document["kind"] == "PriorityClass":
         if int(document.get("value") or 0) > MOST_PRIORITY:
             yield f"{what}: the value {document['value']} is more than {MOST_PRIORITY:,}, the most that is not Kubernetes' own"
+        if int(document.get("value") or 0) < LEAST_PRIORITY:
+            yield f"{what}: the value {document['value']} is below {LEAST_PRIORITY}: no cluster autoscaler makes room for such pods"
         if document.get("globalDefault"):
             yield f"{what}: globalDefault would give it to every pod of the cluster"
     if document["kind"] == "PersistentVolumeClaim":

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 Tree = Mapping[str, Any]
 DASHBOARD_PORT, DNS_PORT = 8265, 53
+OPERATOR = {"app.kubernetes.io/component": "kuberay-operator"}
+NAMESPACE = "kubernetes.io/metadata.name"
 WAYS = (("ingress", "from"), ("egress", "to"))
 
 
@@ -53,6 +55,11 @@ def policy_problems(documents: Sequence[Tree], pods: Sequence[Pod]) -> Iterator[
                     yield f"{where}: a rule of {way} has an empty peer"
                 if (not peers or _is_wide(peers)) and not (ports and all("port" in one for one in ports)):
                     yield f"{where}: a rule of {way} names no port, and opens them all to others than the run's pods"
+    for one in policies:
+        rules = [*(one["spec"].get("ingress") or ()), *(one["spec"].get("egress") or ())]
+        peers = [peer for rule in rules for peer in (*(rule.get("from") or ()), *(rule.get("to") or ()))]
+        for key in sorted({key for peer in peers for key in (peer.get("namespaceSelector") or {}).get("matchLabels") or {}} - {NAMESPACE}):
+            yield f"NetworkPolicy {one['metadata']['name']}: a namespaceSelector by {key}: of itself a namespace has {NAMESPACE} alone"
     for pod in pods:
         chosen = [one["spec"] for one in policies if selects(one["spec"]["podSelector"], pod)]
         if not chosen:
@@ -62,9 +69,40 @@ def policy_problems(documents: Sequence[Tree], pods: Sequence[Pod]) -> Iterator[
             yield f"{pod.where}: no NetworkPolicy lets it and the run's other pods reach each other at all ports"
         if not any(_has(rule, DNS_PORT, "UDP") and (not rule.get("to") or _is_wide(rule["to"])) for rule in leaves):
             yield f"{pod.where}: no NetworkPolicy lets it ask DNS (port {DNS_PORT})"
-        for name, port in _wanted(documents, pod):
+        wanted = list(_wanted(documents, pod))
+        for name, port in wanted:
             if not any(_has(rule, port) and _is_wide(rule.get("from") or ()) for rule in enters):
                 yield f"{pod.where}: no NetworkPolicy lets in who asks port {port}: {name}"
+        allowed = [{space for rule in enters if _has(rule, port) for space in _spaces(rule)} for who, port in wanted if who == "Prometheus"]
+        if allowed and all(allowed) and not set.intersection(*allowed):
+            yield f"{pod.where}: the NetworkPolicies let in different namespaces to the ports that one Prometheus asks"
+
+
+def needless_problems(documents: Sequence[Tree], pods: Sequence[Pod], asked: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """One sentence for each port that a policy lets others than the run's pods come to, or the run's pods ask, and nobody does.
+
+    Args:
+        asked: ports that pods ask outside of the run: those under ``""`` all, the others the pod of that name.
+    """
+    for one in documents:
+        if one["kind"] != "NetworkPolicy":
+            continue
+        where, chosen = f"NetworkPolicy {one['metadata']['name']}", [pod for pod in pods if selects(one["spec"]["podSelector"], pod)]
+        scraped = {port for pod in chosen for who, port in _wanted(documents, pod) if who == "Prometheus"}
+        if not any(one["kind"] == "PodMonitor" for one in documents):
+            scraped = {port for pod in chosen for name, port in pod.ports.items() if "metrics" in name}
+        for rule in one["spec"].get("ingress") or ():
+            for port in sorted({one["port"] for one in rule.get("ports") or () if isinstance(one.get("port"), int)}):
+                for peer in rule.get("from") or ():
+                    if "namespaceSelector" in peer or "ipBlock" in peer:
+                        operators = OPERATOR.items() <= ((peer.get("podSelector") or {}).get("matchLabels") or {}).items()
+                        if port not in scraped and not (port == DASHBOARD_PORT and operators):
+                            yield f"{where}: lets others come to port {port}: {DASHBOARD_PORT} is the operator's alone to ask, no other one"
+        wanted = {DNS_PORT, *asked.get("", ()), *(port for pod in chosen for port in asked.get(pod.where, ()))}
+        for rule in one["spec"].get("egress") or ():
+            if not rule.get("to") or _is_wide(rule["to"]):
+                for port in sorted({one["port"] for one in rule.get("ports") or () if isinstance(one.get("port"), int)} - wanted):
+                    yield f"{where}: lets its pods ask port {port} of others, which nothing in the run does"
 
 
 def _wanted(documents: Sequence[Tree], pod: Pod) -> Iterator[tuple[str, int]]:
@@ -75,6 +113,12 @@ def _wanted(documents: Sequence[Tree], pod: Pod) -> Iterator[tuple[str, int]]:
         if one["kind"] == "PodMonitor" and selects(one["spec"]["selector"], pod):
             ports = [pod.ports.get(endpoint["port"]) for endpoint in one["spec"]["podMetricsEndpoints"]]
             yield from (("Prometheus", port) for port in ports if port is not None)
+
+
+def _spaces(rule: Tree) -> set[str]:
+    """Namespaces that a rule lets in by their names."""
+    labels = [(peer.get("namespaceSelector") or {}).get("matchLabels") or {} for peer in rule.get("from") or ()]
+    return {str(one[NAMESPACE]) for one in labels if NAMESPACE in one}
 
 
 def _to_all(rule: Tree, pods: Sequence[Pod]) -> bool:

@@ -12,9 +12,10 @@ from typing import Any
 from vescale_ray.config import ConfigError, RunConfig, read_config
 from vescale_ray.k8s.kinds import namespace_problems
 from vescale_ray.k8s.monitors import watched_problems
+from vescale_ray.k8s.nodes import may_vanish
 from vescale_ray.k8s.options import SYSTEMS, TAKEN, inside, places, port_of, ways_out
 from vescale_ray.k8s.pods import RUN_LABEL
-from vescale_ray.k8s.policies import lets_out, policy_problems, selects
+from vescale_ray.k8s.policies import lets_out, needless_problems, policy_problems, selects
 from vescale_ray.k8s.rules import TOKEN_FOLDER, pod_templates
 from vescale_ray.k8s.values import size_of
 
@@ -22,6 +23,7 @@ Tree = Mapping[str, Any]
 Name = tuple[str, str]
 """Kind and name."""
 API_PORTS = (443, 6443)
+SHOWN = ("RAY_PROMETHEUS_HOST", "RAY_GRAFANA_HOST", "RAY_GRAFANA_IFRAME_HOST")
 OUR_FOLDERS = ("/dev/shm", "/etc/vescale-ray", TOKEN_FOLDER)
 MADE_BY_KUBERNETES: frozenset[Name] = frozenset({("ConfigMap", "kube-root-ca.crt")})
 
@@ -115,6 +117,8 @@ def _names(pod: _Pod, known: AbstractSet[Name], documents: Sequence[Tree]) -> It
     for volume in pod.spec.get("volumes") or ():
         if "configMap" in volume:
             wanted.append(("ConfigMap", volume["configMap"].get("name", "without a name")))
+            if volume["configMap"].get("optional"):
+                yield f"{pod.where}: the volume {volume['name']} is optional: without its ConfigMap the pod would start with nothing in it"
             yield from _items(pod, volume["configMap"], documents)
         if "secret" in volume:
             wanted.append(("Secret", volume["secret"]["secretName"]))
@@ -266,6 +270,9 @@ def _secrets(document: Tree, outside: AbstractSet[Name]) -> Iterator[str]:
 def _ranks(documents: Sequence[Tree], pods: Sequence[_Pod]) -> Iterator[str]:
     """Heads before workers: whom the scheduler evicts, and to whom the operator gives the autoscaler's rights."""
     values = {one["metadata"]["name"]: one.get("value", 0) for one in documents if one["kind"] == "PriorityClass"}
+    policies = {
+        one["metadata"]["name"]: one.get("preemptionPolicy", "PreemptLowerPriority") for one in documents if one["kind"] == "PriorityClass"
+    }
     accounts = {one["metadata"]["name"] for one in documents if one["kind"] == "ServiceAccount"}
     heads = [pod for pod in pods if pod.where == "headGroupSpec"]
     for head in heads:
@@ -275,6 +282,9 @@ def _ranks(documents: Sequence[Tree], pods: Sequence[_Pod]) -> Iterator[str]:
             high, low = (values.get(one.spec.get("priorityClassName")) for one in (head, pod))
             if high is not None and low is not None and low >= high:
                 yield f"{pod.where}: its priority {low} is not below the head's {high}, without which no worker is of use"
+            name = pod.spec.get("priorityClassName")
+            if policies.get(name, "Never") != "Never" and pod.where.startswith("worker group"):
+                yield f"{pod.where}: its class {name} evicts others' pods, and a run goes on with fewer workers: preemptionPolicy: Never"
             account = pod.spec.get("serviceAccountName")
             if account in accounts and account == head.spec.get("serviceAccountName"):
                 yield f"{pod.where}: the account {account} is the head's: it would have the rights of the autoscaler"
@@ -289,8 +299,10 @@ def _ways(document: Tree, documents: Sequence[Tree], pods: Sequence[_Pod]) -> It
         yield f"gcsFaultToleranceOptions.redisAddress is {redis}: give HOST:PORT"
         redis = ""
     for head in (pod for pod in pods if pod.where == "headGroupSpec"):
-        if cluster.get("enableInTreeAutoscaling") and not any(lets_out(documents, head, port) for port in API_PORTS):
-            yield "headGroupSpec: no NetworkPolicy lets the autoscaler ask Kubernetes' API (port 443 or 6443)"
+        for port in API_PORTS if cluster.get("enableInTreeAutoscaling") else ():
+            if not lets_out(documents, head, port):
+                # That of the Service, and that of what is behind it: network plug-ins differ in which of them they look at.
+                yield f"headGroupSpec: no NetworkPolicy lets the autoscaler ask Kubernetes' API (port {port})"
         if redis and not lets_out(documents, head, port_of(redis, 6379)):
             yield f"headGroupSpec: no NetworkPolicy lets it ask Redis at {redis}"
 
@@ -324,11 +336,21 @@ def _run(document: Tree, documents: Sequence[Tree], pods: Sequence[_Pod]) -> Ite
     except ConfigError as error:
         yield f"the run in {path} can't be read: {' '.join(str(error).split())}"
         return
+    if document["kind"] == "RayJob" and config.checkpoint.resume == "never":
+        yield "checkpoint.resume of the run is never: a job that is submitted again would begin with its first step; set it to auto"
     yield from _fits(config, cluster, head, workers)
+    yield from needless_problems(documents, pods, {"": ways_out(config), "headGroupSpec": _asked_by_the_head(cluster, head)})
     for pod in pods:
         for port in ways_out(config) if pod.where != "submitterPodTemplate" else ():
             if not lets_out(documents, pod, port):
                 yield f"{pod.where}: no NetworkPolicy lets it ask the store of checkpoint.dir (port {port})"
+
+
+def _asked_by_the_head(cluster: Tree, head: Tree) -> tuple[int, ...]:
+    """Ports that it alone asks: Kubernetes' API, Redis, and what Ray's dashboard shows its figures from."""
+    redis = (cluster.get("gcsFaultToleranceOptions") or {}).get("redisAddress")
+    urls = [str(one.get("value", "")) for one in head["containers"][0].get("env") or () if str(one.get("name")) in SHOWN]
+    return (*API_PORTS, *([port_of(str(redis), 6379)] if redis else []), *(port_of(url, 443) for url in urls))
 
 
 def _files(pod: Tree, documents: Sequence[Tree]) -> Iterator[tuple[str, str]]:
@@ -362,15 +384,28 @@ def _fits(config: RunConfig, cluster: Tree, head: Tree, workers: Sequence[tuple[
         for name, pod in workers:
             if "nvidia.com/gpu" in ((pod["containers"][0].get("resources") or {}).get("limits") or {}):
                 yield f"{name}: asks for GPUs, which the run does not use (ray.gpus_per_worker = 0)"
+    for (name, pod), group, room in zip(workers, groups, rooms, strict=True):
+        if "GPU" in need and (idle := _places(pod, {"GPU": need["GPU"]}, group) - room) > 0 and room > 0:
+            yield f"{name}: a pod has GPUs for {idle + room} workers and CPUs for {room}: the others would stand idle, and cost"
+    if "GPU" in need and config.train.device == "cpu":
+        yield "train.device of the run is cpu, and its workers ask for GPUs, which they would not use: set ray.gpus_per_worker=0"
     bounds = list(zip(rooms, groups, strict=True))
-    for key, wanted, field in (
-        ("elastic.max_workers", config.max_workers, "maxReplicas"),
-        ("elastic.workers", config.elastic.workers, "replicas"),
-        ("elastic.min_workers", config.elastic.min_workers, "minReplicas"),
+    spares = config.elastic.spares
+    for key, wanted, most, field in (
+        ("elastic.max_workers", config.max_workers, config.max_workers + spares, "maxReplicas"),
+        ("elastic.workers", config.elastic.workers, config.elastic.workers + spares, "replicas"),
+        ("elastic.min_workers", config.elastic.min_workers, config.elastic.workers + spares, "minReplicas"),
     ):
         room = sum(each * group.get(field, 0) for each, group in bounds)
         if room < wanted:
             yield f"{field} make room for {room} workers, {key} of the run is {wanted}"
+        elif room - most >= max(1, *rooms):
+            yield f"{field} make room for {room} workers, and the run wants {most} then: pods would stand idle, and cost"
+    stay = [(each, group) for each, group in bounds if not may_vanish(group["template"]["spec"])]
+    room = sum(each * group.get("minReplicas", 0) for each, group in stay)
+    if len(stay) < len(bounds) and room < config.elastic.min_workers:
+        least = f"elastic.min_workers of the run is {config.elastic.min_workers}"
+        yield f"minReplicas on nodes that stay make room for {room} workers, {least}: without so many it waits"
     paths = {"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir, "data.corpus": config.data.corpus}
     for where, pod in workers:
         if _claims(pod) != _claims(head):

@@ -10,11 +10,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from vescale_ray.k8s.additions import addition_problems
 from vescale_ray.k8s.jobs import job_problems
 from vescale_ray.k8s.kinds import kind_problems
 from vescale_ray.k8s.monitors import monitor_problems
 from vescale_ray.k8s.names import is_name, name_problems
-from vescale_ray.k8s.options import GRACE_MARGIN_S
+from vescale_ray.k8s.nodes import expressions, node_problems
+from vescale_ray.k8s.options import GRACE_MARGIN_S, RAY_VERSION
 from vescale_ray.k8s.parts import part_problems
 from vescale_ray.k8s.starts import start_problems
 from vescale_ray.k8s.values import plain_secrets, size_of, value_problems
@@ -33,21 +35,13 @@ SAFE_TO_EVICT = "cluster-autoscaler.kubernetes.io/safe-to-evict"
 DO_NOT_DISRUPT = "karpenter.sh/do-not-disrupt"
 HEADS_PORTS = {"gcs-server": ("port", "6379"), "dashboard": ("dashboard-port", "8265")}
 """By name, with the parameter that changes it: the operator makes the head's Service of the ports that are listed, if any is."""
-MAY_BE_ADDED = frozenset({"IPC_LOCK", "NET_BIND_SERVICE", "SYS_PTRACE"})
-"""For RDMA, and for py-spy."""
-LEAST_IDLE_S = 60
+MAY_BE_ADDED = frozenset({"NET_BIND_SERVICE"})
+"""With the namespace's level restricted; IPC_LOCK for RDMA needs another level."""
+LEAST_IDLE_S, LONGEST_IDLE_S = 60, 6 * 3600
 MOST_OF_A_MAP = 2**20
+LEAST_RAYS_MEMORY, LEAST_AUTOSCALERS_MEMORY = 2**30, 512 * 2**20
 RAYS_SHARE = 0.3
 """Of a node's memory, for the object store, where nothing is said."""
-GPU = "nvidia.com/gpu"
-SPOT = {
-    "karpenter.sh/capacity-type": "spot",
-    "eks.amazonaws.com/capacityType": "SPOT",
-    "cloud.google.com/gke-spot": "true",
-    "cloud.google.com/gke-preemptible": "true",
-    "kubernetes.azure.com/scalesetpriority": "spot",
-}
-"""What providers label pre-emptible nodes with."""
 KUEUES_GROUPS = 6
 """A Kueue workload has 8 pod sets: the head's, the submitter's, the groups'."""
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -67,6 +61,8 @@ def rule_problems(document: Tree) -> Iterator[str]:
         yield from monitor_problems(document)
         if kind == "PodDisruptionBudget":
             yield from _budget(document)
+        if document.get("immutable"):
+            yield f"{kind} {document['metadata']['name']}: immutable: the next `kubectl apply` that changes it would be refused"
         if kind == "ServiceAccount" and document.get("automountServiceAccountToken") is not False:
             yield f"ServiceAccount {document['metadata']['name']}: automountServiceAccountToken must be false"
         if kind == "ConfigMap" and sum(len(str(text).encode()) for text in (document.get("data") or {}).values()) > MOST_OF_A_MAP:
@@ -94,6 +90,8 @@ def rule_problems(document: Tree) -> Iterator[str]:
         queue = str(document["metadata"]["labels"][KUEUES_LABEL])
         if not is_name(queue):
             yield f"the queue {queue}: Kueue takes lower-case letters, digits, '-' and '.' as the name of a queue"
+        if spec.get("suspend") is not True:
+            yield f"the queue {queue} without suspend: true: it could start before there is quota for it"
         yield from _kueue(spec, cluster, annotations, in_job=kind == "RayJob")
     if cluster:
         yield from _cluster(cluster, annotations, in_job=kind == "RayJob")
@@ -146,6 +144,10 @@ def _cluster(spec: Tree, annotations: Tree, in_job: bool) -> Iterator[str]:
             yield f"the worker group's name {name} becomes a part of pods' names: give lower-case letters, digits and '-', 63 at most"
     if in_job and (spec.get("authOptions") or {}).get("enableK8sTokenAuth"):
         yield "authOptions.enableK8sTokenAuth is not taken in a RayJob"
+    if _version(spec) != tuple(map(int, RAY_VERSION.split(".")[:2])):
+        yield f"rayVersion {spec.get('rayVersion')} is not that of the image, which has Ray {RAY_VERSION}"
+    if (spec.get("upgradeStrategy") or {}).get("type") == "Recreate":
+        yield "upgradeStrategy Recreate: the next `kubectl apply` that changes anything would end what runs: leave it out"
     if (spec.get("tlsOptions") or {}).get("enabled"):
         yield "tlsOptions is behind a feature gate of KubeRay's that is off (RayClusterMTLS)"
     if (spec.get("authOptions") or {}).get("mode") == "token":
@@ -163,6 +165,9 @@ def _autoscaling(spec: Tree, groups: Sequence[tuple[str, Tree]], env: Tree) -> I
     on, options = bool(spec.get("enableInTreeAutoscaling")), spec.get("autoscalerOptions") or {}
     if on and options.get("idleTimeoutSeconds", LEAST_IDLE_S) < LEAST_IDLE_S:
         yield f"autoscalerOptions.idleTimeoutSeconds is less than {LEAST_IDLE_S}: nodes that wait for others would be taken away again"
+    if on and options.get("idleTimeoutSeconds", LEAST_IDLE_S) > LONGEST_IDLE_S:
+        idle = options["idleTimeoutSeconds"]
+        yield f"autoscalerOptions.idleTimeoutSeconds {idle}: idle nodes would stay, and cost, for more than six hours"
     by_env = str(env.get("RAY_enable_autoscaler_v2", {}).get("value", ""))
     if on and "version" in options and by_env:
         yield "autoscalerOptions.version and RAY_enable_autoscaler_v2 are both set: use the first"
@@ -176,6 +181,10 @@ def _autoscaling(spec: Tree, groups: Sequence[tuple[str, Tree]], env: Tree) -> I
         for field in ("idleTimeoutSeconds", "priority"):
             if field in group and not v2:
                 yield f"{where}: {field} needs autoscaler v2"
+        if (group.get("scaleStrategy") or {}).get("workersToDelete"):
+            yield f"{where}: scaleStrategy.workersToDelete is the autoscaler's to write: it would end these pods"
+        if on and group.get("idleTimeoutSeconds", LEAST_IDLE_S) > LONGEST_IDLE_S:
+            yield f"{where}: idleTimeoutSeconds {group['idleTimeoutSeconds']}: idle nodes would stay, and cost, for more than six hours"
         if on and group.get("idleTimeoutSeconds", LEAST_IDLE_S) < LEAST_IDLE_S:
             yield f"{where}: idleTimeoutSeconds is less than {LEAST_IDLE_S}: nodes that wait for others would be taken away again"
         if "priority" in group and _version(spec) < (2, 56):
@@ -260,7 +269,7 @@ def _pods(cluster: Tree, spec: Tree) -> Iterator[str]:
     if "submitterPodTemplate" in spec:
         templates.append(("submitterPodTemplate", spec["submitterPodTemplate"]["spec"]))
     yield from _head(cluster["headGroupSpec"])
-    yield from _stays(cluster)
+    yield from node_problems(cluster, list(pod_templates(cluster)))
     if (cluster["headGroupSpec"].get("rayStartParams") or {}).get("num-cpus") != "0":
         yield 'headGroupSpec.rayStartParams.num-cpus must be "0": a worker on the head could take the run down with it'
     if (cluster.get("authOptions") or {}).get("mode") != "token":
@@ -271,11 +280,30 @@ def _pods(cluster: Tree, spec: Tree) -> Iterator[str]:
         yield from _security(where, pod)
         for container in (*(pod.get("initContainers") or ()), *(pod.get("containers") or ())):
             yield from _container(f"{where}, container {container.get('name')}", container)
-    for group in cluster.get("workerGroupSpecs") or ():
-        yield from _room(f"worker group {group.get('groupName')}", group)
+    workers = [(f"worker group {group.get('groupName')}", group) for group in cluster.get("workerGroupSpecs") or ()]
+    for where, group in workers:
+        yield from _room(where, group)
+    yield from _alike(templates)
+    whole = [(where, group["template"]) for where, group in (("headGroupSpec", cluster["headGroupSpec"]), *workers)]
+    yield from addition_problems([*whole, *(("submitterPodTemplate", spec[key]) for key in ("submitterPodTemplate",) if key in spec)])
     images = {str(container.get("image")) for _, pod in templates for container in pod.get("containers") or ()}
     if len(images) > 1:
         yield f"the pods have different images ({', '.join(sorted(images))}): Ray's and our versions must be the same everywhere"
+
+
+def _alike(templates: Sequence[tuple[str, Tree]]) -> Iterator[str]:
+    """Pods of one image take it from one registry, and what trains has the same keys for a store, whatever group it is of."""
+
+    def first(pod: Tree) -> Tree:
+        return next(iter(pod.get("containers") or ()), {})
+
+    for what, of, those in (
+        ("imagePullSecrets", lambda pod: pod.get("imagePullSecrets") or [], templates),
+        ("envFrom", lambda pod: first(pod).get("envFrom") or [], [one for one in templates if one[0] != "submitterPodTemplate"]),
+    ):
+        for where, pod in those:
+            if of(pod) != of(those[0][1]):
+                yield f"{where}: its {what} are not those of {those[0][0]}, which has the same image and asks the same store"
 
 
 def _head(group: Tree) -> Iterator[str]:
@@ -289,44 +317,22 @@ def _head(group: Tree) -> Iterator[str]:
             yield f"headGroupSpec: its container has no port {wanted} named {name}: the operator's Service for the head would lack it"
     if params.get("dashboard-host", "0.0.0.0") not in ("0.0.0.0", "::"):
         yield f"headGroupSpec.rayStartParams.dashboard-host is {params['dashboard-host']}: operator and submitter come from other pods"
+    yield from _enough("headGroupSpec", pod)
     annotations = (group["template"].get("metadata") or {}).get("annotations") or {}
     for name, value in ((SAFE_TO_EVICT, "false"), (DO_NOT_DISRUPT, "true")):
         if annotations.get(name) != value:
             yield f'headGroupSpec: the annotation {name} must be "{value}": a run does not survive the loss of its head'
-    if not pod.get("nodeSelector") and not (pod.get("affinity") or {}).get("nodeAffinity"):
+    if not pod.get("nodeSelector") and not any(expressions(pod)):
         yield "headGroupSpec: a nodeSelector or nodeAffinity must keep it from pre-emptible nodes"
-    for key, value in _chosen(pod):
-        if SPOT.get(key) == value:
-            yield f"headGroupSpec: it asks for a pre-emptible node ({key}={value}), and a run does not survive the loss of its head"
 
 
-def _chosen(pod: Tree) -> Iterator[tuple[str, str]]:
-    """Labels that a node must have."""
-    yield from (pod.get("nodeSelector") or {}).items()
-    for one in _expressions(pod):
-        if one.get("operator") == "In":
-            yield from ((one["key"], value) for value in one.get("values") or ())
-
-
-def _stays(cluster: Tree) -> Iterator[str]:
-    """Where one group asks for pre-emptible nodes, the pods that have to stay must not find room there."""
-    templates = list(pod_templates(cluster))
-    for label in sorted({one for _, pod in templates[1:] for one in (pod.get("nodeSelector") or {}).items() if SPOT.get(one[0]) == one[1]}):
-        for (where, pod), group in zip(templates, (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]), strict=True):
-            stays = pod.get("nodeSelector") or label in _shunned(pod) or (where != "headGroupSpec" and not group.get("minReplicas"))
-            if not stays:
-                yield f"{where}: nothing keeps it from the pre-emptible nodes ({'='.join(label)}) that another group asks for"
-
-
-def _shunned(pod: Tree) -> set[tuple[str, str]]:
-    """Labels that a node must not have."""
-    return {(one["key"], value) for one in _expressions(pod) if one.get("operator") == "NotIn" for value in one.get("values") or ()}
-
-
-def _expressions(pod: Tree) -> Iterator[Tree]:
-    required = ((pod.get("affinity") or {}).get("nodeAffinity") or {}).get("requiredDuringSchedulingIgnoredDuringExecution") or {}
-    for term in required.get("nodeSelectorTerms") or ():
-        yield from term.get("matchExpressions") or ()
+def _enough(where: str, pod: Tree) -> Iterator[str]:
+    limits = (pod["containers"][0].get("resources") or {}).get("limits") or {}
+    memory = size_of(limits.get("memory"))
+    if limits and "ephemeral-storage" not in limits:
+        yield f"{where}: no limit of ephemeral-storage: what it writes beside its volumes could fill the node"
+    if memory is not None and memory < LEAST_RAYS_MEMORY:
+        yield f"{where}: its memory of {memory:,.0f} bytes is less than Ray's own processes take: the kernel would end them"
 
 
 def _room(where: str, group: Tree) -> Iterator[str]:
@@ -335,14 +341,16 @@ def _room(where: str, group: Tree) -> Iterator[str]:
     if not pod.get("containers"):
         return
     limits = (pod["containers"][0].get("resources") or {}).get("limits") or {}
-    tolerated = [one.get("key") for one in pod.get("tolerations") or () if one.get("operator") == "Exists"]
-    if GPU in limits and not {GPU, None} & set(tolerated):
-        yield f"{where}: asks for {GPU} and does not tolerate the taint of that name, which nodes with GPUs have"
+    yield from _enough(where, pod)
     for mount in pod["containers"][0].get("volumeMounts") or ():
         if mount.get("mountPath") == "/dev/shm":
             for one in pod.get("volumes") or ():
                 if one.get("name") == mount.get("name") and (one.get("emptyDir") or {}).get("medium") != "Memory":
                     yield f"{where}: /dev/shm is no memory: the volume {one['name']} needs medium: Memory"
+        if str(mount.get("mountPath")).rstrip("/") == "/tmp":
+            for one in pod.get("volumes") or ():
+                if one.get("name") == mount.get("name") and (one.get("emptyDir") or {}).get("medium") == "Memory":
+                    yield f"{where}: /tmp is memory: what Ray spills there is meant to leave it"
     memory, disk = (size_of(limits.get(key)) for key in ("memory", "ephemeral-storage"))
     volumes = [one["emptyDir"] or {} for one in pod.get("volumes") or () if "emptyDir" in one]
     on_disk, in_memory = (
@@ -355,6 +363,8 @@ def _room(where: str, group: Tree) -> Iterator[str]:
     store = size_of((group.get("rayStartParams") or {}).get("object-store-memory"))
     if store is None and memory is not None and 0 < in_memory < RAYS_SHARE * memory:
         yield f"{where}: without object-store-memory Ray takes {RAYS_SHARE:.0%} of its memory, more than /dev/shm holds"
+    if store is not None and in_memory and store == in_memory:
+        yield f"{where}: object-store-memory takes all of /dev/shm, and leaves nothing to NCCL and data loaders"
     if store is not None and in_memory and store > in_memory:
         yield f"{where}: object-store-memory of {store:,.0f} bytes does not fit into /dev/shm of {in_memory:,.0f}"
 
@@ -363,6 +373,11 @@ def _autoscalers_container(cluster: Tree) -> Iterator[str]:
     """The one that the operator adds to the head, as far as it is ours to say."""
     options = cluster.get("autoscalerOptions") or {}
     yield from _privileges("autoscalerOptions", options)
+    if options.get("imagePullPolicy") == "Never":
+        yield "autoscalerOptions: imagePullPolicy Never: on a node that is new the image is not there"
+    memory = size_of(((options.get("resources") or {}).get("limits") or {}).get("memory"))
+    if memory is not None and memory < LEAST_AUTOSCALERS_MEMORY:
+        yield f"autoscalerOptions: its memory of {memory:,.0f} bytes is less than the operator's own 512Mi: the kernel would end it"
     paths = [str(mount.get("mountPath", "")).rstrip("/") for mount in options.get("volumeMounts") or ()]
     at = {mount["name"] for mount in options.get("volumeMounts") or () if str(mount.get("mountPath", "")).rstrip("/") == TOKEN_FOLDER}
     for volume in cluster["headGroupSpec"]["template"]["spec"].get("volumes") or ():
@@ -392,6 +407,8 @@ def _grace(where: str, pod: Tree) -> Iterator[str]:
         yield f"{where}: terminationGracePeriodSeconds {grace} must be {GRACE_MARGIN_S} s more than the drain of {drain} s"
     if (container.get("lifecycle") or {}).get("preStop"):
         yield f"{where}: preStop cuts the drain short, which its time is taken from (`ray stop` ends it); leave it out"
+    if (container.get("lifecycle") or {}).get("postStart"):
+        yield f"{where}: postStart is run beside `ray start`, and ends the container if it fails; leave it out"
 
 
 def _security(where: str, pod: Tree) -> Iterator[str]:
@@ -405,6 +422,8 @@ def _security(where: str, pod: Tree) -> Iterator[str]:
     for field in ("hostNetwork", "hostPID", "hostIPC"):
         if pod.get(field):
             yield f"{where}: {field} gives a pod the node's own"
+    if pod.get("shareProcessNamespace"):
+        yield f"{where}: shareProcessNamespace lets one container read another's files: training code the autoscaler's token"
     for volume in pod.get("volumes") or ():
         if "hostPath" in volume:
             yield f"{where}: volume {volume.get('name')} is a folder of the node"
@@ -423,6 +442,8 @@ def _container(where: str, container: Tree) -> Iterator[str]:
         yield f"{where}: the image {container.get('image')} has no fixed tag: a later pod could get another version; give one with --image"
     elif not IMAGE.fullmatch(image):
         yield f"{where}: {image} is no image's name: give [REGISTRY/]NAME:TAG, NAME in lower-case letters, digits and '.', '_', '-', '/'"
+    if container.get("imagePullPolicy") == "Never":
+        yield f"{where}: imagePullPolicy Never: on a node that is new the image is not there"
     requests, limits = resources.get("requests"), resources.get("limits")
     if not requests or requests != limits:
         yield f"{where}: requests and limits must be there and equal"
@@ -450,7 +471,7 @@ def _privileges(where: str, container: Tree) -> Iterator[str]:
         yield f"{where}: privileged gives it the node"
     added = set((context.get("capabilities") or {}).get("add") or ()) - MAY_BE_ADDED
     if added:
-        yield f"{where}: the capabilities {', '.join(sorted(added))} are none that training needs"
+        yield f"{where}: the capabilities {', '.join(sorted(added))} are none that the namespace's level, restricted, lets in"
     if context.get("runAsUser") == 0 or context.get("runAsNonRoot") is False:
         yield f"{where}: its securityContext makes it root, whatever the pod's says"
     if (context.get("seccompProfile") or {}).get("type", "RuntimeDefault") != "RuntimeDefault":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -72,6 +73,23 @@ VARIABLES = frozenset(
 )
 """Those that we set: one that is almost one of them is mistyped, and read by nobody."""
 LOOPBACK = ("lo", "=lo", "127.0.0.1")
+OTHERS: Mapping[str, str] = {
+    "CUDA_VISIBLE_DEVICES": "Ray sets it, for each worker to its own GPUs",
+    "NVIDIA_VISIBLE_DEVICES": "the device plug-in sets it, to the pod's own GPUs",
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "every worker of a pod would use its first GPU",
+    "TORCH_NCCL_BLOCKING_WAIT": "a collective whose peer has gone would hold its process",
+}
+"""Variables that are others' to set, and why."""
+SLOW: Mapping[str, tuple[str, ...]] = {
+    "CUDA_LAUNCH_BLOCKING": ("1",),
+    "NCCL_DEBUG": ("TRACE",),
+    "NCCL_P2P_DISABLE": ("1",),
+    "NCCL_SHM_DISABLE": ("1",),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1",),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
+}
+"""Left over from a search for a mistake."""
+_ALLOCATOR = re.compile(r"[a-z_0-9]+:(\[[^\]]*\]|[^,:=\[\]]+)(,[a-z_0-9]+:(\[[^\]]*\]|[^,:=\[\]]+))*", re.ASCII)
 
 
 def start_problems(cluster: Tree, spec: Tree) -> Iterator[str]:
@@ -127,6 +145,12 @@ def _parameters(where: str, group: Tree) -> Iterator[str]:
     wanted = params.get("metrics-export-port", "8080")
     if "metrics" in listed and listed["metrics"] != wanted:
         yield f"{where}: Ray's metrics are at port {wanted}, its container's port metrics is {listed['metrics']}"
+    listed_too = group.get("resources") or {}
+    for param, name, limit in (("num-cpus", "CPU", "cpu"), ("num-gpus", "GPU", "nvidia.com/gpu"), ("memory", "memory", "memory")):
+        told, has = size_of(listed_too.get(name, params.get(param))), size_of(_limits(group).get(limit, "0"))
+        if told is not None and has is not None and told > has:
+            shown = f"resources.{name}" if name in listed_too else f"rayStartParams.{param}"
+            yield f"{where}: {shown} tells Ray of {told:,g}, the pod has {has:,g}: more would be placed there than it can hold"
     store, memory = size_of(params.get("object-store-memory")), size_of(_limits(group).get("memory"))
     if store is not None and memory is not None and store >= memory:
         yield f"{where}: object-store-memory of {store:,.0f} bytes is not less than its memory of {memory:,.0f}"
@@ -154,8 +178,6 @@ def _pod(where: str, template: Tree) -> Iterator[str]:
             yield f"{where}: {field} takes the place of the operator's, which know how long Ray may take: leave it out"
     if pod.get("dnsPolicy", "ClusterFirst") != "ClusterFirst":
         yield f"{where}: dnsPolicy {pod['dnsPolicy']}: the head is found by a name that the cluster's own DNS knows"
-    if "activeDeadlineSeconds" in pod:
-        yield f"{where}: activeDeadlineSeconds ends the pod {pod['activeDeadlineSeconds']} s after its start"
     if (pod.get("securityContext") or {}).get("fsGroup") is None:
         yield f"{where}: securityContext has no fsGroup: a volume that belongs to root can't be written"
     for volume in pod.get("volumes") or ():
@@ -181,6 +203,24 @@ def _variables(where: str, container: Tree) -> Iterator[str]:
             yield f"{where}: the variable {name} is read by nobody: did you mean {near[0]}?"
     if "RAY_ADDRESS" in env:
         yield f"{where}: RAY_ADDRESS: the operator sets it, to the head of this cluster"
+    yield from setting_problems(where, env)
+
+
+def setting_problems(where: str, env: Mapping[str, str]) -> Iterator[str]:
+    """One sentence for each variable that does harm with the value that it has, be it a container's or the job's."""
+    for name, why in OTHERS.items():
+        if env.get(name, "0") not in ("", "0") or (name.endswith("VISIBLE_DEVICES") and "NOSET" not in name and name in env):
+            yield f"{where}: {name}: {why}: leave it out"
+    for name, values in SLOW.items():
+        if env.get(name, "").upper() in values:
+            yield f"{where}: {name} {env[name]} slows every step down; it is for a search for a mistake: leave it out"
+    if any(name.lower() in ("http_proxy", "https_proxy") for name in env) and not any(name.lower() == "no_proxy" for name in env):
+        yield f"{where}: a proxy and no no_proxy: what the pods ask of each other would go there, too"
+    if not f"{env.get('RAY_TMPDIR', '/tmp')}/".startswith("/tmp/"):
+        yield f"{where}: RAY_TMPDIR {env['RAY_TMPDIR']}: only /tmp is there for it, and can be written"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if name in env and not _ALLOCATOR.fullmatch(env[name]):
+            yield f"{where}: {name} {env[name]}: PyTorch takes NAME:VALUE, several with ',', and ends the process for anything else"
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if env.get(name) in LOOPBACK:
             yield f"{where}: {name} {env[name]}: no other pod can be reached by it"
