@@ -154,7 +154,9 @@ class Saboteur:
         first = self.until(lambda: [x for x in self.lines() if x["generation"] >= event["generation"] and x["time"] > began], "a step")[0]
         if name == "hang":
             self.note("hang.ended", self.events("worker_lost", began)[0]["time"] - began)
-        self.note(f"{name}.first_step_begins", first["time"] - first["step_seconds"] - began)
+        # The ledger's pause ends when the last rank has begun the step, and counts from the end of the one before.
+        before = [line["time"] for line in self.lines() if line["step"] == first["step"] - 1 and line["generation"] < first["generation"]]
+        self.note(f"{name}.first_step_begins", before[-1] + event["pause_seconds"] - began)
         self.note(f"{name}.first_step_ends", first["time"] - began)
         self.note(f"{name}.pause", event["pause_seconds"])
         self.note(f"{name}.steps_lost", float(event["steps_replayed"]))

@@ -216,13 +216,16 @@ class Ledger:
         record, world = item.record, self.world
         if world is None or item.ticket != world.ticket or record.step <= self.step:
             return False
+        seconds = record.seconds
         if self.shift is not None and self.shift.generation < world.ticket.generation:
-            self.end_shift(item.ended - record.seconds)
+            # Not before the last of them goes on: the first wait for it, in a step that they have begun.
+            seconds -= record.alone_seconds
+            self.end_shift(item.ended - seconds)
         self.step, self._record = record.step, record
         if self._asked is not None:
             self.begin_shift(*self._asked)
             self._asked = None
-        self.goodput.step(item.ended, record.seconds, again=self._was_done(record.step), between=item.between)
+        self.goodput.step(item.ended, seconds, again=self._was_done(record.step), between=item.between)
         if self.shift is not None:
             self.goodput.open(Loss.FAILURE if self.shift.reason == "failure" else Loss.RESCALE)
         self._line = line = line_of(item, self._config.tokens_per_step, self._tally)

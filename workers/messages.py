@@ -196,7 +196,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step did, over all ranks: every rank has the same record but for ``seconds``, so that any survivor can account for it.
+    """What one step did, over all ranks. Every rank has the same record but for its own seconds, so that any survivor can account for it.
 
     Attributes:
         index: 0-based step; ``step`` is the number of completed steps after it.
@@ -208,10 +208,12 @@ class StepRecord:
         flags: OR of the ranks' flags.
         clipped: the gradient was larger than ``train.grad_clip``, and scaled.
         skipped: the optimizer did not take the step, since gradients were not finite.
-        rank_seconds: per rank, from the step's start until its gradients were complete.
+        rank_seconds: per rank, from the step's start until its gradients were complete, which they are on all at about the same time.
         memory: resident bytes of each rank's process.
         slot_seconds: per rank, its own time for a slot, without waiting for others; 0 where that is not measured (on an accelerator).
         pace: who is slow, and how the slots of the next step are spread.
+        alone_seconds: of this rank's ``seconds`` those before the last rank had begun the step. The first step of a generation is begun by
+            each rank as soon as it has its state. (By ``rank_seconds``: hosts' clocks may differ.)
     """
 
     index: int
@@ -230,6 +232,7 @@ class StepRecord:
     pace: View | None = None
     clipped: bool = False
     skipped: bool = False
+    alone_seconds: float = 0.0
 
     @property
     def step(self) -> int:

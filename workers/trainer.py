@@ -208,6 +208,7 @@ class Trainer:
             pace=self.pace.stepped(index, told.per_slot, max(told.loops), max(told.seconds)),
             clipped=clipped,
             skipped=meter.skipped,
+            alone_seconds=told.seconds[self.rank] - min(told.seconds),
         )
         self.usage = meter.end(record.seconds)
         return record

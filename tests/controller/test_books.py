@@ -94,10 +94,11 @@ def test_a_run_that_was_to_stop_is_not_begun_anew_by_itself(tmp_path: Path) -> N
 # ------------------------------------------------------------------------------------------------------------------- ledger
 
 
-def stepped(world: World, index: int, ended: float, seconds: float = 0.5) -> Stepped:
+def stepped(world: World, index: int, ended: float, seconds: float = 0.5, alone: float = 0.0) -> Stepped:
     ids = tuple(range(index * 12, index * 12 + 12))
     generation = world.ticket.generation
-    record = StepRecord(index, 2.0 - index / 100, 192, ids, 1.0, 1e-3, seconds, 0, world.size, generation, (seconds,), (1, 2))
+    about = (world.size, generation, (seconds,), (1, 2))
+    record = StepRecord(index, 2.0 - index / 100, 192, ids, 1.0, 1e-3, seconds, 0, *about, alone_seconds=alone)
     return Stepped(world.ticket, record, ended)
 
 
@@ -146,9 +147,10 @@ def test_the_pause_of_a_recovery_counts_from_the_end_of_the_step_that_it_went_ba
     ledger.opened(third)
     ledger.filled("a", Filled(third.ticket, 8, Origin.MEMORY, {"form": 0.1, "sync": 0.4}, 1000, 900))
     ledger.filled("b", Filled(third.ticket, 8, Origin.MEMORY, {"form": 0.2, "sync": 0.3}, 1000, 900))
-    ledger.stepped(stepped(third, 8, 115.0, seconds=0.5))
+    ledger.stepped(stepped(third, 8, 115.0, seconds=0.5, alone=0.2))
     (event,) = [e for e in ledger.folder.read_events() if e["event"] == "rescaled"]
-    assert event["pause_seconds"] == pytest.approx(115.0 - 0.5 - 107.0)  # step 8 had ended at 107
+    # Step 8 had ended at 107; for 0.2 s this rank waited in the step for the last one to begin it.
+    assert event["pause_seconds"] == pytest.approx(115.0 - 0.3 - 107.0)
     assert (event["from"], event["to"], event["direction"], event["reason"]) == (3, 2, "shrink", "failure")
     assert (event["source"], event["steps_replayed"], event["moved_bytes"]) == ("peer", 2, 1000)
     assert (event["phases"]["form"], event["phases"]["sync"]) == (0.2, 0.4)

@@ -83,7 +83,7 @@ def test_a_record_accounts_for_the_whole_step_on_every_rank(text: str) -> None:
     with Fleet(3) as fleet:
         run = Run(fleet, config)
         run.fresh([0, 1, 2])
-        per_rank = fleet.run_each({0: (1,), 1: (4,), 2: (0,)}, _step_with_flags)
+        per_rank = fleet.run_each({0: (1,), 1: (4, 0.5), 2: (0,)}, _step_with_flags)
         for index in range(2):
             records: list[StepRecord] = [per_rank[w][index] for w in range(3)]
             for record in records:
@@ -93,10 +93,15 @@ def test_a_record_accounts_for_the_whole_step_on_every_rank(text: str) -> None:
                 assert record.tokens == 10 * 16 and len(record.rank_seconds) == len(record.memory) == 3
                 assert all(bytes_ > 10_000_000 for bytes_ in record.memory) and 0 < max(record.rank_seconds) <= record.seconds + 1
             assert len({(r.loss, r.grad_norm, r.lr) for r in records}) == 1
+        first = [per_rank[w][0] for w in range(3)]
+        late = first[1].seconds
+        assert first[1].alone_seconds == 0.0, "the last to begin waits for nobody"
+        assert all(r.alone_seconds > 0.3 and r.seconds - r.alone_seconds == pytest.approx(late, abs=0.2) for r in (first[0], first[2]))
         run.end()
 
 
-def _step_with_flags(state: State, flags: int) -> list[StepRecord]:
+def _step_with_flags(state: State, flags: int, late: float = 0.0) -> list[StepRecord]:
+    time.sleep(late)
     return [state["trainer"].step(flags), state["trainer"].step()]
 
 
