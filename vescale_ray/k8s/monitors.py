@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
 from typing import Any
 
 Tree = Mapping[str, Any]
@@ -13,6 +16,7 @@ GRAFANAS_LABEL = "grafana_dashboard"
 SEVERITIES = ("page", "ticket", "info")
 LABELS = ("cause", "op", "rank", "run", "state")
 """Of the run's own series: alerts choose or join by them."""
+STATES = ("PENDING", "STARTING", "RUNNING", "RESCALING", "CHECKPOINTING", "STOPPING", "DONE", "FAILED")
 LONGEST_FOR_S = 3600
 TOLD_APART_BY = ("namespace", "run")
 LONGEST_S = 60
@@ -24,6 +28,8 @@ _RATIOS = re.compile(r"\bvescale[\w:]*ratio\w*\s*[<>]=?\s*(\d+(?:\.\d+)?)", re.A
 _ONE = re.compile(r'(?<!\w)(?:cluster|namespace|run)\s*=~?\s*"[^"]*"')
 _GROUPS = re.compile(r"\b(?:by|on|ignoring|without)\s*\(([^)]*)\)")
 _WINDOWS = re.compile(r"\[(\w+)\]", re.ASCII)
+_STATES = re.compile(r"\bvescale_run_state\s*\{[^}]*\bstate\s*(?:=~|!~|!=|=)\s*[\"']([^\"']*)[\"']")
+_SUFFIX = re.compile(r"_(?:bucket|count|sum|total)$")
 _TOLD = re.compile(r"\$labels\.(\w+)", re.ASCII)
 _UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800, "y": 31536000}
 _QUOTED = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|`[^`]*`")
@@ -142,6 +148,13 @@ def _rules(document: Tree) -> Iterator[str]:
             yield f"{name}: its expr is for {found[0]} alone, and silent for all others"
         if not rule["expr"].strip():
             yield f"{name}: its expr is empty"
+        for series in sorted({one for one in _ASKED.findall(_QUOTED.sub("", rule["expr"])) if ":" not in one}):
+            if _SUFFIX.sub("", series) not in _series():
+                near = difflib.get_close_matches(series, _series(), n=1)
+                yield f"{name}: it asks for {series}, which no run has: it would be silent" + (f"; did you mean {near[0]}?" if near else "")
+        for state in sorted({one for states in _STATES.findall(rule["expr"]) for one in states.split("|")}):
+            if state.isidentifier() and state not in STATES:
+                yield f"{name}: it asks for the state {state}, which no run is in: it must be one of {', '.join(STATES)}"
         if any(float(bound) > 1 for bound in _RATIOS.findall(rule["expr"])):
             yield f"{name}: its expr compares a ratio, from 0 to 1, with more than 1"
         if not _balanced(rule["expr"]):
@@ -149,6 +162,14 @@ def _rules(document: Tree) -> Iterator[str]:
         for label in rule.get("labels") or {}:
             if not _LABEL.fullmatch(label):
                 yield f"{name}: {label} is no label's name: letters, digits and '_'"
+
+
+@functools.cache
+def _series() -> frozenset[str]:
+    """Names of all that a run tells, without the parts that Prometheus adds: each is in a panel or a rule of ours, but for one."""
+    shipped = files("vescale_ray.deploy")
+    texts = [(shipped / path).read_text(encoding="utf-8") for path in ("alerts.yml", "grafana/vescale.json")]
+    return frozenset({"vescale_steps", *(_SUFFIX.sub("", name) for text in texts for name in _ASKED.findall(text) if ":" not in name)})
 
 
 def _alert(rule: Tree) -> Iterator[str]:

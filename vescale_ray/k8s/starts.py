@@ -132,7 +132,7 @@ def _parameters(where: str, group: Tree) -> Iterator[str]:
         if name not in PARAMETERS:
             near = difflib.get_close_matches(name, PARAMETERS, n=1, cutoff=0.7)
             yield f"{where}: rayStartParams.{name}: `ray start` has no --{name}" + (f": did you mean {near[0]}?" if near else "")
-        elif (name in _WHOLE or name.endswith("port")) and not value.isdigit():
+        elif (name in _WHOLE or name.endswith("port")) and not str(value).isdigit():
             yield f"{where}: rayStartParams.{name} is {value}: `ray start` takes a whole number, sizes in bytes"
     for name in sorted(SET_BY_IT & params.keys()):
         yield f"{where}: rayStartParams.{name}: the operator sets it, to the head of this cluster"
