@@ -38,9 +38,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/vescale-ray demo $(ARGS)
 
-# Two lanes, a file to one of them as a whole, in the order that tests/conftest.py gives.
+# Tests wait more than they compute: two lanes, a file to one of them as a whole.
 test: lint
-	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow --timeout 900
