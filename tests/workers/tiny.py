@@ -200,11 +200,10 @@ def start_with_leavers(
 ) -> ReshardReport:
     """As :func:`start_from_memory`, with workers that only give (those whose transfer rank is no rank of the new world)."""
     port, world = where[1], where[4]
-    snapshots, lines = state["snapshots"], Lines()
-    word = b""
     if transfer_rank < world:
         form(state, *where)
-        word = snapshots.word(state["trainer"])
+    snapshots, lines = state["snapshots"], Lines()
+    word = snapshots.word(state["trainer"]) if transfer_rank < world else b""
     group = groups.open_transfer(HOST, port, transfer_prefix, transfer_rank, transfer_world, 20.0, lines=lines)
     report = execute(snapshots.shards(generation, step), state.get("trainer"), group, word=word, round_bytes=4096)
     closing = groups.Closing(group, lines)
