@@ -155,13 +155,7 @@ class RaggedDTensor(DTensor):
         Raises:
             ValueError: a Shard of an inner dimension on another mesh dimension: the part is no interval of the whole.
         """
-        sharding = sharding_of(self._spec)
-        offsets, section, shape = sharding.offsets, sharding.section, sharding.shape
-        cut = next((d for d in reversed(range(len(shape))) if section[d] != shape[d]), 0)
-        if math.prod(section[:cut]) > 1:
-            raise ValueError(f"this rank's part of {sharding.describe()} is not one interval of its elements")
-        base = sum(o * s for o, s in zip(offsets, sharding.stride, strict=True)) if sharding.section_numel else 0
-        return base + sharding.start, base + sharding.end
+        return sharding_of(self._spec).interval()
 
     def local_intervals(self) -> list[tuple[int, int]]:
         """The flat elements of the full tensor that this rank holds, in the order of the local tensor's: for most layouts one interval,

@@ -40,6 +40,7 @@ class Sharding:
 
     __slots__ = (
         "__weakref__",
+        "_interval",
         "_reduced",
         "_specs",
         "_views",
@@ -88,6 +89,7 @@ class Sharding:
         self.pending = any(p.is_partial() for p in self.placements)
         self.simple = bool(self.shape) and not self.pending
         """Whether element-wise operations may run on local tensors without a second look."""
+        self._interval: tuple[int, int] | None = None
         self._views: dict[object, Sharding | None] = {}
         self._specs: dict[torch.dtype, DTensorSpec] = {}
         self._reduced: dict[object, DTensorSpec] = {}
@@ -114,6 +116,17 @@ class Sharding:
         spec._ragged = self  # type: ignore[attr-defined]
         assert spec.tensor_meta is not None
         self._specs.setdefault(spec.tensor_meta.dtype, spec)
+
+    def interval(self) -> tuple[int, int]:
+        """Flat elements ``[start, end)`` of the whole tensor that this rank holds; raises ValueError where they are no interval."""
+        if self._interval is None:
+            offsets, part, shape = self.offsets, self.section, self.shape
+            cut = next((d for d in reversed(range(len(shape))) if part[d] != shape[d]), 0)
+            if math.prod(part[:cut]) > 1:
+                raise ValueError(f"this rank's part of {self.describe()} is not one interval of its elements")
+            base = sum(o * s for o, s in zip(offsets, self.stride, strict=True)) if self.section_numel else 0
+            self._interval = base + self.start, base + self.end
+        return self._interval
 
     def boxes(self) -> tuple[Box, ...]:
         """The boxes of the tensor that this rank holds, in the order of the local tensor's elements; none empty."""

@@ -304,19 +304,27 @@ class Closing:
             self._lines.cut()
 
 
+_FIRST_BYTES = 32 << 10
+"""Of each rank's payload that go with its length. A collective costs milliseconds where ranks share cores, as much as moving more."""
+
+
 def all_gather_bytes(payload: bytes, group: Any = None) -> list[bytes]:
-    """Every rank's ``payload``, in rank order. Two small collectives: lengths, then padded contents."""
+    """Every rank's ``payload``, in rank order: one collective, or a second for what is longer than 32 KiB, padded to the longest."""
     group = _group(group)
-    world = group.size()
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    group.allgather([lengths], [torch.tensor([len(payload)])]).wait()
-    longest = max(1, max(int(length) for length in lengths))
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    if payload:
-        mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(world)]
+    heads = _all_gather(len(payload).to_bytes(8, "little") + payload[:_FIRST_BYTES], 8 + _FIRST_BYTES, group)
+    lengths = [int.from_bytes(head[:8], "little") for head in heads]
+    longest = max(lengths) - _FIRST_BYTES
+    tails = _all_gather(payload[_FIRST_BYTES:], longest, group) if longest > 0 else [b""] * len(heads)
+    return [(head[8:] + tail)[:length] for head, tail, length in zip(heads, tails, lengths, strict=True)]
+
+
+def _all_gather(part: bytes, width: int, group: Any) -> list[bytes]:
+    mine = torch.zeros(width, dtype=torch.uint8)
+    if part:
+        mine[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+    everyone = [torch.empty(width, dtype=torch.uint8) for _ in range(group.size())]
     group.allgather([everyone], [mine]).wait()
-    return [bytes(part[: int(length)].numpy()) for part, length in zip(everyone, lengths, strict=True)]
+    return [row.numpy().tobytes() for row in everyone]
 
 
 def messages(group: Any = None) -> Messages:

@@ -153,14 +153,15 @@ class Views:
             start, end = tensor.local_interval()
             # Not tensor.detach(): below autograd that makes a view with a version counter of its own, and the engine would not see
             # that the parameters were written, and go on with an older low-precision copy.
-            known = local, spec, Piece(name, kind, tuple(tensor.shape), start, end, local.detach().view(-1))
+            flat = (local.detach() if local.requires_grad else local).view(-1)
+            known = local, spec, Piece(name, kind, tuple(tensor.shape), start, end, flat)
             self._known[name, kind] = known
         return known[2]
 
 
 def export_shards(trainer: Trainer) -> Shards:
     """The trainer's state as views: writing to them writes to the trainer. Nothing is copied."""
-    pieces, optimizer_scalars = collect(trainer.model.named_parameters(), trainer.optimizer, trainer.views)
+    pieces, optimizer_scalars = collect(trainer.parameters, trainer.optimizer, trainer.views)
     scalars = {"step": trainer.completed, "consumed": trainer.consumed, "optimizer": optimizer_scalars}
     return Shards(trainer.generation, trainer.world, trainer.rank, trainer.completed, pieces, scalars)
 
@@ -179,12 +180,12 @@ def import_scalars(trainer: Trainer, scalars: Mapping[str, Any]) -> None:
             "keep the global batch of the run that saved it"
         )
     named: Mapping[str, Mapping[str, float]] = scalars["optimizer"]
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in trainer.parameters:
         state, given = trainer.optimizer.state.get(parameter, {}), named.get(name, {})
         missing = [key for key, value in state.items() if not _is_sharded(value, parameter) and key not in given]
         if missing:
             raise ValueError(f"the state has no {missing[0]!r} of {name}: another optimizer than {trainer.config.train.optimizer} saved it")
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in trainer.parameters:
         state = trainer.optimizer.state.get(parameter, {})
         for key, value in list(state.items()):
             if isinstance(value, Tensor) and not _is_sharded(value, parameter):

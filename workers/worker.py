@@ -150,8 +150,8 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def outlined(self) -> Outlined | None:
-        """What the layouts at every world size follow from; None before this worker has first built a model. All keep it, so that a
-        controller that was restarted can have it again."""
+        """What the layouts at every world size follow from; None before this worker has first built a model, or, if it joined
+        others, taken a step. All keep it, so that a controller that was restarted can have it again."""
         return self._outlined
 
     @ray.method(concurrency_group="control")
@@ -340,7 +340,6 @@ class Worker:
     def _generation(self, order: Join) -> Phase:
         """One generation from meeting to parting; the phase to be in afterwards."""
         from vescale_ray.workers import groups
-        from vescale_ray.workers.layouts import outline_of, packed
         from vescale_ray.workers.messages import RESCALE, STOP
 
         clock = time.perf_counter
@@ -383,7 +382,8 @@ class Worker:
                     Phase.TRAINING,
                     trainer.completed,
                 )
-                self._outlined = self._outlined or Outlined(packed(outline_of(trainer)))  # the same at every world size
+                if order.origin is not Origin.MEMORY:
+                    self._outline(trainer)
                 if order.evaluate:
                     self._evaluate(trainer, order.ticket)
                 between: dict[str, float] = {}
@@ -393,6 +393,7 @@ class Worker:
                         self._closing = None
                     usage = replace(trainer.usage, memory={**trainer.usage.memory, "copies": self._snapshots.nbytes})
                     self._publish(Stepped(order.ticket, record, time.time(), between, usage), None, record.step)
+                    self._outline(trainer)  # who has joined others does it only now: it would have kept them waiting
                     # After the last step, and when the run stops, the copies are kept: the last checkpoint is made of what is held then.
                     rescale = bool(record.flags & RESCALE) and not record.flags & STOP and record.step < config.train.steps
                     with self._without_hurry():
@@ -408,6 +409,12 @@ class Worker:
             if trainer is not None:
                 trainer.close()
         raise AssertionError("unreachable")  # for the type checker: the context manager swallows nothing
+
+    def _outline(self, trainer: Trainer) -> None:
+        if self._outlined is None:
+            from vescale_ray.workers.layouts import outline_of, packed
+
+            self._outlined = Outlined(packed(outline_of(trainer)))  # the same at every world size
 
     def _make_blank(self) -> None:
         """While the controller asks all workers what they hold, and plans: not in the time that they then all wait for."""

@@ -324,6 +324,10 @@ def _transfer(state: State, port: int, prefix: str, rank: int, world: int) -> An
     lines = Lines()
     group = groups.open_transfer(HOST, port, prefix, rank, world, 10.0, lines=lines)
     texts = groups.all_gather_bytes(b"x" * rank, group)
+    long = [bytes([other]) * (30_000 * other + 5) for other in range(world)]  # within what goes at once, and beyond it
+    assert groups.all_gather_bytes(long[rank], group) == long
+    edge = [b"e" * (groups._FIRST_BYTES - 1 + other) for other in range(world)]
+    assert groups.all_gather_bytes(edge[rank], group) == edge
     # Rank r sends the bytes r, 10 + r, 20 + r to ranks 0, 1, 2.
     data = torch.tensor([10 * j + rank for j in range(world)], dtype=torch.uint8)
     out = torch.full((world,), 11 * rank, dtype=torch.uint8)

@@ -76,7 +76,7 @@ class Cuts:
     def placement(self, name: str) -> RaggedShard:
         known = self._placements.get(name)
         if known is None:
-            known = self._placements[name] = RaggedShard(self.layout.dims(name), self.layout.units(name))
+            known = self._placements[name] = RaggedShard.of_intervals(self._shapes[name], self.layout.counts(name))
         return known
 
     def local_shape(self, name: str) -> tuple[int, ...]:

@@ -264,15 +264,17 @@ class Layout:
 
     def units(self, name: str) -> tuple[int, ...]:
         """Relative units of every rank, gcd-reduced, for ``RaggedShard(dims(name), units)``."""
-        spec = self._by_name[name]
-        if spec.numel == 0:
-            return (1, *(0 for _ in range(self.num_shards - 1)))
+        counts = self.counts(name)
+        divisor = math.gcd(*counts)
+        return tuple(c // divisor for c in counts) if divisor else (1, *(0 for _ in counts[1:]))
+
+    def counts(self, name: str) -> list[int]:
+        """How many of the tensor's elements each rank holds."""
         counts = [0] * self.num_shards
         for rank in self.ranks_of(name):
             start, end = self.tensor_range(name, rank)
             counts[rank] = end - start
-        divisor = math.gcd(*counts)
-        return tuple(c // divisor for c in counts)
+        return counts
 
     def ranks_of(self, name: str) -> range:
         """The ranks that hold a part of the tensor."""
