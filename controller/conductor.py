@@ -441,6 +441,11 @@ class Conductor:
         else:
             self._crew.ask_outline(world.members)
 
+    def _is_planned(self, world: World) -> bool:
+        """Whether nobody owes an answer any more of what the layouts follow from; who has not been asked is asked now."""
+        self._plan_ahead(world)
+        return not self._crew.asking_outline
+
     def _is_out(self, worker: str, world: World) -> bool:
         report = self._crew.report(worker)
         if report is None or not report.out:
@@ -589,15 +594,13 @@ class Conductor:
             heard |= {n.report.worker for n in self._tick() if isinstance(n, Heard)}
             self._plan_ahead(world)
         # What comes next may be a recovery: it is numbered by the layouts, too.
-        self._wait(lambda: not self._crew.asking_outline, OUTLINE_S)
-        self._plan_ahead(world)
+        self._wait(lambda: self._is_planned(world), OUTLINE_S)
         party = (*world.members, *self._steering.leavers)
         reports = [self._crew.report(w) for w in party]
         if any(report is not None and report.ticket < world.ticket for report in reports):
             self._crew.fence(party, world.ticket)
-        trains = (Phase.TRAINING, Phase.SAVING)
-        if any(report is not None and report.ticket == world.ticket and report.phase in trains for report in reports):
-            # The move is over for all when it is for one: whoever was to give and is not there any more was let go, and is not missing.
+        if all(report is not None and report.ticket == world.ticket and _has_state(report) for report in reports[: world.size]):
+            # The move is over for all: whoever was to give and is not there any more was let go, and is not missing.
             self._steering.leavers = [w for w in self._steering.leavers if self._crew.alive(w)]
         return world
 
@@ -679,7 +682,7 @@ class Conductor:
         for _, item in report.items:
             match item:
                 case Stepped():
-                    self._hangs.stepped(item.ticket, item.record.step, item.record.seconds)
+                    self._hangs.stepped(item.ticket, item.record.step, item.record.seconds, item.record.alone_seconds)
                     ledger.used(report.worker, item)
                     if ledger.stepped(item):
                         self._budget = self._budget.progressed(ledger.step)
@@ -704,6 +707,11 @@ class Conductor:
         if state is not self._ledger.state:
             check_transition(self._ledger.state, state)
             self._ledger.moved(state)
+
+
+def _has_state(report: Report) -> bool:
+    """Whether a member of a generation has got its state, by what it does in it."""
+    return report.phase in (Phase.TRAINING, Phase.SAVING, Phase.FINISHED) or (report.phase is Phase.PARKED and report.fault is None)
 
 
 def budget_of(config: RunConfig, memo: Memo, step: int) -> Budget:

@@ -105,6 +105,8 @@ class Member:
     hello: Any = None
     lifeline: Any = None
     outline: Any = None
+    outline_next: float = 0.0
+    """It did not know the outline: not asked again before."""
     poll: Any = None
     poll_sent: float = 0.0
     owes: bool = False
@@ -388,10 +390,14 @@ class Crew:
         return False
 
     def ask_outline(self, workers: Iterable[str]) -> None:
-        """Have the first of ``workers`` that answers at all tell what the layouts follow from, unless one is just asked."""
+        """Have the first of ``workers`` that answers at all tell what the layouts follow from, unless one is just asked.
+
+        Who does not know it is left out for a while.
+        """
         if self.asking_outline:
             return
-        member = next((m for w in workers if (m := self.members.get(w)) is not None and m.report is not None and m.verdict is None), None)
+        there = (m for w in workers if (m := self.members.get(w)) is not None and m.report is not None and m.verdict is None)
+        member = next((m for m in there if m.outline_next <= time.monotonic()), None)
         if member is not None:
             member.outline = member.handle.outlined.remote()
 
@@ -501,6 +507,8 @@ class Crew:
             return [Heard(value)]
         if ref == member.outline:
             member.outline = None
+            if value is None:
+                member.outline_next = now + POLL_WAIT_S
             return [Told(value)]
         member.lifeline = None  # a newer controller has taken it
         return []

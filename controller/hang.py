@@ -102,6 +102,8 @@ class HangWatch:
     _patience: int = 1
     """Times the bound, until that step is done."""
     _stepped: int = 0
+    _first: int | None = None
+    """The generation's first step, as far as this was told of any."""
     _settled: bool = False
     _seen: dict[str, _Seen] = field(default_factory=dict)
     _asked: float | None = None
@@ -113,15 +115,22 @@ class HangWatch:
         self._earlier = max(self._steps.values(), default=self._earlier)
         self._steps.clear()
         self._ticket, self._stepped, self._settled, self._seen, self._asked = ticket, 0, False, {}, None
+        self._first = None
 
     def expect(self, seconds: float) -> None:
         """That is what a step took so far: an earlier life of the controller has seen it."""
         self._earlier = seconds
 
-    def stepped(self, ticket: Ticket, step: int, seconds: float) -> None:
-        """Some worker has completed this step, in so many seconds."""
+    def stepped(self, ticket: Ticket, step: int, seconds: float, alone: float = 0.0) -> None:
+        """Some worker has completed this step, in so many seconds, of which it waited ``alone`` for the last one to begin.
+
+        That is part of a step, except of a generation's first: who has its state sooner waits there for the others to get theirs.
+        """
         if ticket != self._ticket:
             return
+        self._first = step if self._first is None else self._first
+        if step == self._first:
+            seconds -= alone
         self._stepped += 1
         self._steps[step] = max(seconds, self._steps.get(step, 0.0))
         if len(self._steps) > RECENT:

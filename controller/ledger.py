@@ -178,7 +178,8 @@ class Ledger:
         if self.world is None or item.ticket != self.world.ticket:
             return
         news = worker not in self._filled
-        self._filled[worker] = item
+        if news or item.phases:  # what a restarted controller takes for granted says less than what it may have heard already
+            self._filled[worker] = item
         if news and item.origin is Origin.MEMORY:
             self._tally.moved(worker, item.phases.get("sync", 0.0))
         # What a restarted controller takes for granted of those that train (no phases) tells nothing of the load.
@@ -228,7 +229,7 @@ class Ledger:
         self.goodput.step(item.ended, seconds, again=self._was_done(record.step), between=item.between)
         if self.shift is not None:
             self.goodput.open(Loss.FAILURE if self.shift.reason == "failure" else Loss.RESCALE)
-        self._line = line = line_of(item, self._config.tokens_per_step, self._tally)
+        self._line = line = line_of(item, seconds, self._config.tokens_per_step, self._tally)
         self._steps.count(line)
         if self._sampled != (record.generation, record.index):
             self._journal.samples(record.index, record.generation, record.ids)

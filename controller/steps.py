@@ -17,10 +17,10 @@ HEALTH = ("nonfinite", "clipped", "skipped")
 """Steps that are counted: with a loss or a gradient that is no number, with a gradient that was clipped, that the optimizer left out."""
 
 
-def line_of(item: Stepped, tokens_per_step: int, tally: Tally) -> dict[str, Any]:
-    """What metrics.jsonl holds of a step: of the member that was the first to tell of it, and ``tally`` of all."""
+def line_of(item: Stepped, seconds: float, tokens_per_step: int, tally: Tally) -> dict[str, Any]:
+    """What metrics.jsonl holds of a step, which took ``seconds``: of the member that was the first to tell of it, and ``tally`` of all."""
     record = item.record
-    speed = record.tokens / record.seconds if record.seconds > 0 else None
+    speed = record.tokens / seconds if seconds > 0 else None
     phases = {**item.usage.phases, **{name: item.between[name] for name in ("checkpoint",) if name in item.between}}
     return {
         "step": record.step,
@@ -35,7 +35,7 @@ def line_of(item: Stepped, tokens_per_step: int, tally: Tally) -> dict[str, Any]
         "grad_norm": record.grad_norm,
         "clipped": record.clipped,
         "skipped": record.skipped,
-        "step_seconds": record.seconds,
+        "step_seconds": seconds,
         "between_seconds": dict(item.between),
         "time": item.ended,
         "phase_seconds": {name: round(seconds, 6) for name, seconds in phases.items()},

@@ -213,7 +213,8 @@ class StepRecord:
         slot_seconds: per rank, its own time for a slot, without waiting for others; 0 where that is not measured (on an accelerator).
         pace: who is slow, and how the slots of the next step are spread.
         alone_seconds: of this rank's ``seconds`` those before the last rank had begun the step. The first step of a generation is begun by
-            each rank as soon as it has its state. (By ``rank_seconds``: hosts' clocks may differ.)
+            each rank as soon as it has its state. (By each rank's own time from its begin to the norm, which all have at once: hosts'
+            clocks may differ.)
     """
 
     index: int

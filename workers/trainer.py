@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
     from vescale_ray.data.corpus import Corpus
 
-_HEADER = 6  # flags, memory, slots that follow; seconds: in all, in the slots, of its own for a slot
+_HEADER = 7  # flags, memory, slots that follow; seconds: in all, in the slots, of its own for a slot, until all had their gradients
 
 
 class Trainer:
@@ -175,13 +175,14 @@ class Trainer:
         norm, clipped = self._clip()
         if self._proves:
             self._prove()
+        together = time.perf_counter() - begin  # the norm is a sum over all ranks: here they are at the same point, and not after settle
         if settle is not None:
             with waiting.counted("peer_copy"):
                 settle()
         # The last round has the sums to do, whoever has a slot in it: not comparable with others, if there are any.
         timed = own[: rounds - 1] or own
         per_slot = sum(timed) / len(timed) if self.device.type == "cpu" else 0.0
-        told = self._exchange(flags, nlls, fed, (time.perf_counter() - begin, loop, per_slot), table)
+        told = self._exchange(flags, nlls, fed, (time.perf_counter() - begin, loop, per_slot, together), table)
         self.beat()
         lr = lr_at(index, train)
         for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
@@ -210,7 +211,7 @@ class Trainer:
             pace=self.pace.stepped(index, told.per_slot, max(told.loops), max(told.seconds)),
             clipped=clipped,
             skipped=meter.skipped,
-            alone_seconds=told.seconds[self.rank] - min(told.seconds),
+            alone_seconds=told.together[self.rank] - min(told.together),
         )
         self.usage = meter.end(record.seconds)
         return record
@@ -308,14 +309,14 @@ class Trainer:
         return (math.hypot(norm, float(total_norm(grads, exact=exact))) if grads else norm), clipped
 
     def _exchange(
-        self, flags: int, nlls: list[Tensor], fed: list[int], seconds: tuple[float, float, float], table: tuple[tuple[int, ...], ...]
+        self, flags: int, nlls: list[Tensor], fed: list[int], seconds: tuple[float, float, float, float], table: tuple[tuple[int, ...], ...]
     ) -> _Told:
         """One all-gather of a few int64 words per rank (floats as their bits): losses and ids by slot, flags, seconds, memory.
 
         It is also the step's commit point: nobody passes it before every rank has all of its gradients.
 
         Args:
-            seconds: in all, in the slots, of this rank's own for a slot.
+            seconds: in all, in the slots, of this rank's own for a slot, until all had their gradients.
             table: each rank's slots.
         """
         batch, rounds = self.config.train.slot_batch, max(map(len, table))
@@ -341,9 +342,9 @@ class Trainer:
             ids = row[_HEADER + rounds : _HEADER + rounds + count * batch].view(count, batch).tolist()
             for slot, loss, batch_ids in zip(slots, real[_HEADER : _HEADER + count].tolist(), ids, strict=True):
                 losses[slot], samples[slot] = loss, batch_ids
-        whole, loops, per_slot = zip(*clocks, strict=True)
+        whole, loops, per_slot, together = zip(*clocks, strict=True)
         memory = tuple(int(row[1]) for row in everyone)
-        return _Told(losses, tuple(sample for one in samples for sample in one), merged, whole, loops, per_slot, memory)
+        return _Told(losses, tuple(sample for one in samples for sample in one), merged, whole, loops, per_slot, together, memory)
 
 
 @dataclass(frozen=True)
@@ -356,6 +357,7 @@ class _Told:
     seconds: tuple[float, ...]
     loops: tuple[float, ...]
     per_slot: tuple[float, ...]
+    together: tuple[float, ...]
     memory: tuple[int, ...]
 
 

@@ -326,10 +326,11 @@ class Worker:
         with self._change:
             for lines in self._lines:
                 lines.let_go()
-        if self._closing is not None:
-            self._closing.give_up()
-            self._closing = None
+        closing, self._closing = self._closing, None
+        if closing is not None:
+            closing.give_up()
         groups.dissolve()
+        del closing  # its end may wait for a thread of gloo's: after the group that the others wait to see closed
         if fault is not None:
             assert found is not None
             fault = replace(fault, trace=groups.tell(found))
@@ -382,6 +383,9 @@ class Worker:
                     Phase.TRAINING,
                     trainer.completed,
                 )
+                moved = words = None  # of a thousand ranks they are megabytes
+                if order.origin is Origin.MEMORY and trainer.completed >= config.train.steps:
+                    groups.all_gather_bytes(b"")  # no step follows, in which those would be waited for that still receive
                 if order.origin is not Origin.MEMORY:
                     self._outline(trainer)
                 if order.evaluate:

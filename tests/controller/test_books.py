@@ -147,6 +147,7 @@ def test_the_pause_of_a_recovery_counts_from_the_end_of_the_step_that_it_went_ba
     ledger.opened(third)
     ledger.filled("a", Filled(third.ticket, 8, Origin.MEMORY, {"form": 0.1, "sync": 0.4}, 1000, 900))
     ledger.filled("b", Filled(third.ticket, 8, Origin.MEMORY, {"form": 0.2, "sync": 0.3}, 1000, 900))
+    ledger.filled("b", Filled(third.ticket, 8, Origin.MEMORY, {}))  # as a restarted controller takes it for granted of who trains
     ledger.stepped(stepped(third, 8, 115.0, seconds=0.5, alone=0.2))
     (event,) = [e for e in ledger.folder.read_events() if e["event"] == "rescaled"]
     # Step 8 had ended at 107; for 0.2 s this rank waited in the step for the last one to begin it.
@@ -154,6 +155,8 @@ def test_the_pause_of_a_recovery_counts_from_the_end_of_the_step_that_it_went_ba
     assert (event["from"], event["to"], event["direction"], event["reason"]) == (3, 2, "shrink", "failure")
     assert (event["source"], event["steps_replayed"], event["moved_bytes"]) == ("peer", 2, 1000)
     assert (event["phases"]["form"], event["phases"]["sync"]) == (0.2, 0.4)
+    last = ledger.folder.read_metrics()[-1]
+    assert last["step_seconds"] == pytest.approx(0.3), "that wait is the pause's, for who reads the line later as well"
     ledger.publish({})
     assert ledger.snapshot.rescales == {("shrink", "failure"): 1} and ledger.snapshot.replayed_steps == 2
 

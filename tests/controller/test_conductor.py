@@ -349,10 +349,20 @@ def test_an_order_that_a_killed_controller_gave_to_all_but_a_leaver_is_taken_bac
     assert not crew.fenced
 
 
-@pytest.mark.parametrize("moved", [True, False])
-def test_a_controller_that_is_restarted_misses_no_leaver_of_a_move_that_is_over(moved: bool) -> None:
+@pytest.mark.parametrize(
+    ("a", "b", "moved"),
+    [
+        (Phase.TRAINING, Phase.TRAINING, True),
+        (Phase.TRAINING, Phase.FINISHED, True),
+        (Phase.SAVING, Phase.PARKED, True),
+        (Phase.FORMING, Phase.FORMING, False),
+        # Who has its part trains, and waits in its first step for who has not: it may be that one which waits for the leaver.
+        (Phase.TRAINING, Phase.FORMING, False),
+    ],
+)
+def test_a_controller_that_is_restarted_misses_no_leaver_of_a_move_that_is_over(a: Phase, b: Phase, moved: bool) -> None:
     """Its memo names them until something else is written down."""
-    crew = Crew(report("a", Phase.TRAINING if moved else Phase.FORMING), report("b", Phase.FORMING))
+    crew = Crew(report("a", a), report("b", b))
     stage = Stage(crew, ("gone",))
     stage.conductor._wait = lambda until, seconds: True
     stage.conductor._tick = lambda: [subject.Heard(one) for one in crew.reports.values()]

@@ -11,7 +11,7 @@ import pytest
 
 from vescale_ray.controller import hang_report
 from vescale_ray.controller.awake import GAP_S, AwakeClock
-from vescale_ray.controller.crew import LATE_HALF_S, LOOKS, POLL_WAIT_S, SLOWER, SLOWEST_S, Crew, Member
+from vescale_ray.controller.crew import LATE_HALF_S, LOOKS, POLL_WAIT_S, SLOWER, SLOWEST_S, Crew, Member, Told
 from vescale_ray.controller.hang import AGAIN, FACTOR, FIRST, FIRST_S, LEAST_S, LONGEST, OWN_GAP_S, PERIOD, RECENT, STEPS, HangWatch
 from vescale_ray.workers.messages import Phase, Report, Ticket, WorkerInfo
 
@@ -389,6 +389,23 @@ def test_a_smaller_worlds_slower_steps_don_t_lengthen_a_larger_ones_bound():
     assert play.watch.bound_s == LEAST_S
 
 
+@pytest.mark.parametrize("first", [0, 7])
+def test_who_waited_in_the_first_step_for_the_others_to_get_their_state_took_no_longer_for_a_step(first: int) -> None:
+    """A joiner that was filled for a minute made the bound that of a step of a minute, for as many steps as are remembered."""
+    watch = HangWatch()
+    watch.begin(TICKET)
+    for _ in MEMBERS:
+        watch.stepped(TICKET, first, 60.8, alone=60.0)
+    assert watch.bound_s == pytest.approx(max(FIRST_S, FIRST * FACTOR * 0.8))
+    for number in range(STEPS * len(MEMBERS)):
+        watch.stepped(TICKET, first + 1 + number // len(MEMBERS), 3.0, alone=2.5)
+    watch.verdict(MEMBERS, 100.0)
+    assert watch.bound_s == pytest.approx(FACTOR * 3.0), "where one is slower than the others, all take as long as that one"
+    watch.begin(Ticket(TICKET.generation + 1, 1))
+    watch.stepped(Ticket(TICKET.generation + 1, 1), first + 9, 61.0, alone=60.0)
+    assert watch.bound_s == pytest.approx(max(FIRST_S, FIRST * FACTOR * 1.0)), "each generation has a first step"
+
+
 def test_while_a_group_forms_only_silence_counts_and_is_given_the_time_of_the_first_steps():
     assert HangWatch().forming_s == FIRST_S, "also before anybody has seen a step"
     slow = Play(step=4.0)
@@ -466,3 +483,44 @@ def test_who_is_asked_for_what_it_could_not_do_and_what_is_given_for_it(monkeypa
         crew.members[f"n{number}"] = Member(f"n{number}", handle=None, hired=0.0, info=info, report=report, owes=True)
     asked = nodes.asked
     assert crew.starved([f"n{number}" for number in range(LOOKS + 1)]) == {} and nodes.asked == asked, "a rack, and no slow machine"
+
+
+class Shelf:
+    """A worker that tells the outline as soon as it is asked, if it knows it."""
+
+    def __init__(self, outline: object | None) -> None:
+        self.asked, self.outline = 0, outline
+        self.outlined = SimpleNamespace(remote=self._told)
+
+    def _told(self) -> tuple[object | None]:
+        self.asked += 1
+        return (self.outline,)  # a reference is told from others by what it is, as Ray's
+
+
+def test_who_does_not_know_the_outline_is_not_asked_for_it_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller asked the first of them as fast as it answered, and never the one that knew."""
+    now = [100.0]
+    monkeypatch.setattr("vescale_ray.controller.crew.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("vescale_ray.controller.crew.ray.get", lambda ref: ref[0])
+    crew = Crew(nursery=None, call_s=1.0, epoch=1)
+    joined, trains = Shelf(None), Shelf("outline")
+    for worker, handle in (("a", joined), ("b", trains)):
+        crew.members[worker] = Member(worker, handle=handle, hired=0.0, report=replace(IDLE, worker=worker))
+
+    def ask() -> list[object]:
+        crew.ask_outline("ab")
+        assert crew.asking_outline
+        crew.ask_outline("ab")  # one at a time
+        (member,) = (m for m in crew.members.values() if m.outline is not None)
+        (news,) = crew._receive(member, member.outline)
+        assert isinstance(news, Told)
+        return [member.worker, news.outlined]
+
+    assert ask() == ["a", None] and ask() == ["b", "outline"] and (joined.asked, trains.asked) == (1, 1)
+    trains.outline = None
+    assert ask() == ["b", None]
+    crew.ask_outline("ab")
+    assert not crew.asking_outline, "nobody knows it: nobody is waited for"
+    now[0] += POLL_WAIT_S
+    joined.outline = "outline"
+    assert ask() == ["a", "outline"]

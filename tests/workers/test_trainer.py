@@ -83,7 +83,7 @@ def test_a_record_accounts_for_the_whole_step_on_every_rank(text: str) -> None:
     with Fleet(3) as fleet:
         run = Run(fleet, config)
         run.fresh([0, 1, 2])
-        per_rank = fleet.run_each({0: (1,), 1: (4, 0.5), 2: (0,)}, _step_with_flags)
+        per_rank = fleet.run_each({0: (1, 0.0, 0.4), 1: (4, 0.5), 2: (0,)}, _step_with_flags)
         for index in range(2):
             records: list[StepRecord] = [per_rank[w][index] for w in range(3)]
             for record in records:
@@ -97,12 +97,13 @@ def test_a_record_accounts_for_the_whole_step_on_every_rank(text: str) -> None:
         late = first[1].seconds
         assert first[1].alone_seconds == 0.0, "the last to begin waits for nobody"
         assert all(r.alone_seconds > 0.3 and r.seconds - r.alone_seconds == pytest.approx(late, abs=0.2) for r in (first[0], first[2]))
+        assert first[0].alone_seconds == pytest.approx(first[2].alone_seconds, abs=0.1), "what one of them had to settle counts for none"
         run.end()
 
 
-def _step_with_flags(state: State, flags: int, late: float = 0.0) -> list[StepRecord]:
+def _step_with_flags(state: State, flags: int, late: float = 0.0, settles: float = 0.0) -> list[StepRecord]:
     time.sleep(late)
-    return [state["trainer"].step(flags), state["trainer"].step()]
+    return [state["trainer"].step(flags, lambda: time.sleep(settles)), state["trainer"].step()]
 
 
 def test_random_numbers_follow_the_slot_not_the_rank(text: str) -> None:
