@@ -2,9 +2,9 @@
 
     python benchmarks/deterministic.py [--quick] [--rounds 15] [--world 4] [--json OUT]
 
-The demo's model and batch (`vescale_ray/configs/demo.yaml`) with AdamW and with Muon, at as many slots as workers, and at twice as many,
-where a step reduces twice. Two trainers live in the same processes and process group and take turns step by step, the order alternating; a
-third, plain like the first, gives the noise. Per case:
+The demo's model and batch (`vescale_ray/configs/demo.yaml`) with AdamW, 8-bit Adam and Muon, all with gradient clipping, at as many slots
+as workers, and at twice and four times as many, where a step reduces as many times. Two trainers live in the same processes and process
+group and take turns step by step, the order alternating; a third, plain like the first, gives the noise. Per case:
 
     time.ratio     wall time of a step, deterministic over plain: median over rounds, spread half the quartiles' distance
     time.noise     plain again over plain
@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.ranks import run_ranks
 from benchmarks.reporting import figure, write
 
-OPTIMIZERS = ("adamw", "muon")
-SLOTS_PER_RANK = (1, 2)
+OPTIMIZERS = ("adamw", "adamw8bit", "muon")
+SLOTS_PER_RANK = (1, 2, 4)
 SYSTEMS = {"plain": False, "deterministic": True, "again": False}
 GOAL = "<= 1.25"
 WARM = 2
@@ -103,7 +103,7 @@ def main() -> int:
     rounds = options.rounds or (5 if options.quick else 15)
     figures: dict[str, Any] = {}
     failed = False
-    print(f"{'case':<16}{'plain ms':>10}{'ordered ms':>12}{'ratio':>8}{'+-':>7}{'noise':>8}  bits")
+    print(f"{'case':<18}{'plain ms':>10}{'ordered ms':>12}{'ratio':>8}{'+-':>7}{'noise':>8}  bits")
     for optimizer in OPTIMIZERS:
         for times in SLOTS_PER_RANK:
             slots, name = times * options.world, f"{optimizer}.slots{times}"
@@ -116,7 +116,7 @@ def main() -> int:
             figures[f"{name}.gate"] = {"value": same, "spread": 0, "unit": "bits equal to one rank's", "goal": True, "peer": None}
             medians = {key: statistics.median(row[key] for row in rows) * 1e3 for key in SYSTEMS}
             print(
-                f"{name:<16}{medians['plain']:>10.1f}{medians['deterministic']:>12.1f}{ratio['value']:>8.3f}{ratio['spread']:>7.3f}"
+                f"{name:<18}{medians['plain']:>10.1f}{medians['deterministic']:>12.1f}{ratio['value']:>8.3f}{ratio['spread']:>7.3f}"
                 f"{noise['value']:>8.3f}  {'equal to one rank' if same else 'NOT those of one rank: FAILED'}",
                 flush=True,
             )
