@@ -12,8 +12,9 @@ this machine's:
     hang      SIGSTOP of a random worker -> it is ended
     controller  SIGKILL of the controller -> it answers again; the workers go on meanwhile
     wire      what the same number of processes exchange by gloo's all-to-all, for the bandwidth in grow's and shrink's goals
-    node      a run of its own on two raylets with half of the workers each, Ray's health checks tuned (HEALTH): SIGKILL of one raylet and
-              all that is on it -> the first step of the smaller world begins; then a new node comes
+    node      a run of its own on two raylets with half of the workers each (of an odd number one each, since a shard has one copy, which
+              must be elsewhere), Ray's health checks tuned (HEALTH): SIGKILL of one raylet and all that is on it -> the first step of the
+              smaller world begins; then a new node comes
     raytrain  the same model, same ranks, torch's FSDP2 in `ray.train.torch.TorchTrainer`, elastic, sharded checkpoints every 20 steps:
               SIGKILL of a worker -> the first step of the next worker group begins (needs `pip install "ray[train]"`)
 
@@ -24,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import signal
@@ -47,7 +47,6 @@ SEQ_LEN = 16
 STEADY = 5
 """Steps of a world before the next thing happens to it."""
 WAIT_S = 180.0
-CPUS_EACH = 0.5
 OBJECTS = 200 << 20
 HEALTH = {
     "health_check_initial_delay_ms": 1000,
@@ -58,7 +57,7 @@ HEALTH = {
 """Ray's own settings take 13 s to declare a node dead. Training does not wait for that; a replacement's place does."""
 
 
-def config_of(folder: Path, workers: int, name: str = "recovery", address: str = "local") -> Any:
+def config_of(folder: Path, workers: int, name: str = "recovery", address: str = "local", cpus_each: float = 0.5) -> Any:
     from vescale_ray.config import parse_config
 
     return parse_config(
@@ -69,7 +68,7 @@ def config_of(folder: Path, workers: int, name: str = "recovery", address: str =
             "train": {"steps": 1_000_000, "slots": workers, "slot_batch": 1, "threads": 1, "device": "cpu"},
             "elastic": {"workers": workers, "min_workers": 1, "snapshot_every": 1, "replace_lost": True},
             "checkpoint": {"every": 0, "keep_last": 1},
-            "ray": {"address": address, "cpus_per_worker": CPUS_EACH},
+            "ray": {"address": address, "cpus_per_worker": cpus_each},
         }
     )
 
@@ -156,6 +155,8 @@ class Saboteur:
             self.note("hang.ended", self.events("worker_lost", began)[0]["time"] - began)
         # The ledger's pause ends when the last rank has begun the step, and counts from the end of the one before.
         before = [line["time"] for line in self.lines() if line["step"] == first["step"] - 1 and line["generation"] < first["generation"]]
+        if not before:
+            raise RuntimeError(f"after a {name} the run began anew from step {first['step'] - 1}: nobody held what was lost")
         self.note(f"{name}.first_step_begins", before[-1] + event["pause_seconds"] - began)
         self.note(f"{name}.first_step_ends", first["time"] - began)
         self.note(f"{name}.pause", event["pause_seconds"])
@@ -287,16 +288,17 @@ def ours(folder: Path, workers: int, rounds: int, kills: int, skip: set[str]) ->
 
 
 def nodes_lost(folder: Path, workers: int, rounds: int) -> dict[str, list[float]]:
-    """A run on two nodes, one of which is lost again and again."""
+    """A run on two nodes or more, one of which is lost again and again."""
     from ray.cluster_utils import Cluster
 
-    each = math.ceil(workers / 2 * CPUS_EACH)
+    nodes = workers if workers % 2 else 2
+    each = workers // nodes
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": OBJECTS, "_system_config": HEALTH}
     # Nodes are added from the saboteur's thread, where no handlers of signals can be set.
     cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
     try:
-        started = [cluster.add_node(num_cpus=each, object_store_memory=OBJECTS) for _ in range(2)]
-        config = config_of(folder, workers, "nodes", cluster.address)
+        started = [cluster.add_node(num_cpus=each, object_store_memory=OBJECTS) for _ in range(nodes)]
+        config = config_of(folder, workers, "nodes", cluster.address, cpus_each=1.0)
         saboteur = Saboteur(config, workers, rounds, 0, seed=2)
         found = carried_out(config, saboteur, lambda: saboteur.nodes(cluster, started, each))
     finally:

@@ -599,7 +599,8 @@ class Conductor:
         reports = [self._crew.report(w) for w in party]
         if any(report is not None and report.ticket < world.ticket for report in reports):
             self._crew.fence(party, world.ticket)
-        if all(report is not None and report.ticket == world.ticket and _has_state(report) for report in reports[: world.size]):
+        filled = all(report is not None and report.ticket == world.ticket and _has_state(report) for report in reports[: world.size])
+        if ledger.has_stepped or filled:
             # The move is over for all: whoever was to give and is not there any more was let go, and is not missing.
             self._steering.leavers = [w for w in self._steering.leavers if self._crew.alive(w)]
         return world

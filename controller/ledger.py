@@ -217,10 +217,9 @@ class Ledger:
         record, world = item.record, self.world
         if world is None or item.ticket != world.ticket or record.step <= self.step:
             return False
-        seconds = record.seconds
+        # Training does not go on before the last of them does: in a generation's first step the others wait for it.
+        seconds = record.seconds if self.has_stepped else record.seconds - record.alone_seconds
         if self.shift is not None and self.shift.generation < world.ticket.generation:
-            # Not before the last of them goes on: the first wait for it, in a step that they have begun.
-            seconds -= record.alone_seconds
             self.end_shift(item.ended - seconds)
         self.step, self._record = record.step, record
         if self._asked is not None:

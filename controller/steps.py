@@ -18,10 +18,18 @@ HEALTH = ("nonfinite", "clipped", "skipped")
 
 
 def line_of(item: Stepped, seconds: float, tokens_per_step: int, tally: Tally) -> dict[str, Any]:
-    """What metrics.jsonl holds of a step, which took ``seconds``: of the member that was the first to tell of it, and ``tally`` of all."""
+    """What metrics.jsonl holds of a step: of the member that was the first to tell of it, and ``tally`` of all.
+
+    Args:
+        seconds: how long it took; what the member had waited before is no part of its phases, either.
+    """
     record = item.record
     speed = record.tokens / seconds if seconds > 0 else None
     phases = {**item.usage.phases, **{name: item.between[name] for name in ("checkpoint",) if name in item.between}}
+    waited = record.seconds - seconds
+    for name in ("comm", "forward_backward"):  # the second, where it is a device that waits
+        if name in phases:
+            phases[name], waited = max(0.0, phases[name] - waited), max(0.0, waited - phases[name])
     return {
         "step": record.step,
         "loss": record.loss,

@@ -384,8 +384,7 @@ class Worker:
                     trainer.completed,
                 )
                 moved = words = None  # of a thousand ranks they are megabytes
-                if order.origin is Origin.MEMORY and trainer.completed >= config.train.steps:
-                    groups.all_gather_bytes(b"")  # no step follows, in which those would be waited for that still receive
+                moved_only = order.origin is Origin.MEMORY and trainer.completed >= config.train.steps
                 if order.origin is not Origin.MEMORY:
                     self._outline(trainer)
                 if order.evaluate:
@@ -407,6 +406,8 @@ class Worker:
                     if record.flags & (STOP | RESCALE):
                         break
                 self._settle_copies()
+                if moved_only:
+                    groups.barrier()  # there was no step in which those are waited for that still receive
                 self._snapshots.park(trainer)
                 return Phase.FINISHED if trainer.completed >= config.train.steps else Phase.PARKED
         finally:

@@ -148,7 +148,8 @@ def test_the_pause_of_a_recovery_counts_from_the_end_of_the_step_that_it_went_ba
     ledger.filled("a", Filled(third.ticket, 8, Origin.MEMORY, {"form": 0.1, "sync": 0.4}, 1000, 900))
     ledger.filled("b", Filled(third.ticket, 8, Origin.MEMORY, {"form": 0.2, "sync": 0.3}, 1000, 900))
     ledger.filled("b", Filled(third.ticket, 8, Origin.MEMORY, {}))  # as a restarted controller takes it for granted of who trains
-    ledger.stepped(stepped(third, 8, 115.0, seconds=0.5, alone=0.2))
+    item = stepped(third, 8, 115.0, seconds=0.5, alone=0.2)
+    ledger.stepped(replace(item, usage=replace(item.usage, phases={"comm": 0.3, "other": 0.2})))
     (event,) = [e for e in ledger.folder.read_events() if e["event"] == "rescaled"]
     # Step 8 had ended at 107; for 0.2 s this rank waited in the step for the last one to begin it.
     assert event["pause_seconds"] == pytest.approx(115.0 - 0.3 - 107.0)
@@ -157,6 +158,7 @@ def test_the_pause_of_a_recovery_counts_from_the_end_of_the_step_that_it_went_ba
     assert (event["phases"]["form"], event["phases"]["sync"]) == (0.2, 0.4)
     last = ledger.folder.read_metrics()[-1]
     assert last["step_seconds"] == pytest.approx(0.3), "that wait is the pause's, for who reads the line later as well"
+    assert last["phase_seconds"] == pytest.approx({"comm": 0.1, "other": 0.2})
     ledger.publish({})
     assert ledger.snapshot.rescales == {("shrink", "failure"): 1} and ledger.snapshot.replayed_steps == 2
 

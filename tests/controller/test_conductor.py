@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,7 +106,7 @@ class Stage:
         steering.stragglers = SimpleNamespace(leaving=lambda *about: frozenset())
         made._crew, made._steering, made._gone, made._inherited = crew, steering, {}, None
         made._saves = Saves("nowhere", None, lambda step: {}, None)  # type: ignore[arg-type]
-        made._ledger = SimpleNamespace(all_filled=filled, world=WORLD, known={}, shift=None, step=40, step_seconds=None)
+        made._ledger = SimpleNamespace(all_filled=filled, has_stepped=False, world=WORLD, known={}, shift=None, step=40, step_seconds=None)
         made._ledger.event = lambda *a, **k: None
         made._ledger.waits, made._ledger.state = lambda waiting: None, RunState.RESCALING
         made._hangs, made._laggards = HangWatch(), SimpleNamespace(late=lambda *about: {})
@@ -368,6 +369,47 @@ def test_a_controller_that_is_restarted_misses_no_leaver_of_a_move_that_is_over(
     stage.conductor._tick = lambda: [subject.Heard(one) for one in crew.reports.values()]
     stage.conductor._adopted()
     assert stage.conductor._steering.leavers == ([] if moved else ["gone"])
+
+
+@pytest.mark.parametrize("b", [report("b", Phase.PARKED, fault=PEER), None], ids=["failed", "says nothing"])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_a_step_of_the_generation_says_that_the_move_is_over_whatever_a_member_says_now(b: Report | None, stepped: bool) -> None:
+    """Of a member that had no processor for a while nothing was heard; that the leaver, gone for hours, was missed broke the generation."""
+    crew = Crew(*(one for one in (report("a", Phase.TRAINING), b) if one is not None))
+    stage = Stage(crew, ("gone",))
+    stage.conductor._ledger.has_stepped = stepped
+    stage.conductor._wait = lambda until, seconds: True
+    stage.conductor._tick = lambda: [subject.Heard(one) for one in crew.reports.values()]
+    stage.conductor._adopted()
+    assert stage.conductor._steering.leavers == ([] if stepped else ["gone"])
+
+
+def test_a_restarted_controller_asks_the_next_where_one_does_not_know_what_layouts_follow_from() -> None:
+    crew = Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING))
+    stage = Stage(crew)
+    conductor = stage.conductor
+    conductor._keeper.layouts.told = False
+    del conductor._plan_ahead
+    unasked, planned = ["a", "b"], []
+
+    def ask(workers: Any) -> None:
+        if unasked and not crew.asking_outline:
+            unasked.pop(0)
+            crew.asking_outline = True
+
+    def wait(until: Callable[[], bool], seconds: float) -> bool:
+        for _ in range(10):
+            if until():
+                planned.append(list(unasked))
+                return True
+            crew.asking_outline = False  # "I don't know"
+        return False
+
+    crew.ask_outline = ask  # type: ignore[method-assign]
+    conductor._wait, conductor._tick = wait, list
+    conductor._crew.alive = lambda worker: False  # nothing is waited for but the answers to that
+    conductor._adopted()
+    assert planned == [[]]
 
 
 @pytest.mark.parametrize("generation", [6, 7])

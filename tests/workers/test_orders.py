@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.controller.runs import until
 from vescale_ray.workers import groups
@@ -203,3 +204,25 @@ def test_who_makes_a_model_when_its_order_comes_forms_the_generation_from_then_o
     made.set()
     until(lambda: bool(joined), 5, "the generation")
     assert joined == [Ticket(5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("origin", "completed", "waits"), [(Origin.MEMORY, 5, True), (Origin.CHECKPOINT, 5, False), (Origin.FRESH, 5, False)]
+)
+def test_who_has_no_step_left_after_a_move_parts_when_all_have_received(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, origin: Origin, completed: int, waits: bool
+) -> None:
+    """Whoever was first cut the connections of the move under those that still received: there is no step in which it would wait."""
+    happened: list[str] = []
+    monkeypatch.setattr(groups, "form", lambda *about, **rest: None)
+    monkeypatch.setattr(groups, "barrier", lambda: happened.append("all are here"))
+    worker._config = SimpleNamespace(elastic=SimpleNamespace(collective_timeout_s=1.0), train=SimpleNamespace(steps=5))
+    worker._device = torch.device("cpu")
+    worker._build = lambda order: SimpleNamespace(completed=completed, close=lambda: happened.append("closed"))
+    worker._fill = lambda trainer, order: (None, 0)
+    worker._outline = lambda trainer: None
+    worker._snapshots = SimpleNamespace(begin=lambda *about: None, park=lambda trainer: happened.append("parked"))
+    worker._settle_copies = lambda: None
+    worker._enter(Ticket(5, 1), Phase.FORMING)
+    assert worker._generation(replace(join(5), origin=origin)) is Phase.FINISHED
+    assert happened == [*(["all are here"] if waits else []), "parked", "closed"]

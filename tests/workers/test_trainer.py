@@ -97,7 +97,7 @@ def test_a_record_accounts_for_the_whole_step_on_every_rank(text: str) -> None:
         late = first[1].seconds
         assert first[1].alone_seconds == 0.0, "the last to begin waits for nobody"
         assert all(r.alone_seconds > 0.3 and r.seconds - r.alone_seconds == pytest.approx(late, abs=0.2) for r in (first[0], first[2]))
-        assert first[0].alone_seconds == pytest.approx(first[2].alone_seconds, abs=0.1), "what one of them had to settle counts for none"
+        assert first[0].alone_seconds == pytest.approx(first[2].alone_seconds, abs=0.2), "what one of them had to settle counts for none"
         run.end()
 
 
