@@ -16,7 +16,7 @@ this machine's:
               must be elsewhere), Ray's health checks tuned (HEALTH): SIGKILL of one raylet and all that is on it -> the first step of the
               smaller world begins; then a new node comes
     raytrain  the same model, same ranks, torch's FSDP2 in `ray.train.torch.TorchTrainer`, elastic, sharded checkpoints every 20 steps:
-              SIGKILL of a worker -> the first step of the next worker group begins (needs `pip install "ray[train]"`)
+              SIGKILL of a worker -> the first step of the next worker group begins (`ray[train]` is among what `make` installs)
 
 Values are medians over rounds, the spread is half the quartiles' distance. Exit code 1 if the run failed or lost a sample.
 """
@@ -403,7 +403,9 @@ def raytrain_here(found: Path, workers: int, rounds: int) -> None:
     settings = {name: str(folder / f"raytrain-{name}") for name in ("lines", "pids", "checkpoints")}
     for name in ("pids", "checkpoints"):
         Path(settings[name]).mkdir()
-    ray.init(num_cpus=workers + 1, object_store_memory=200 << 20, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    # "local": a cluster that was killed leaves its address in /tmp/ray, and a plain `ray.init` would try to join it
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    ray.init("local", num_cpus=workers + 1, object_store_memory=200 << 20, **quiet)
     each = {"CPU": 1}
     trainer = TorchTrainer(
         train_loop,
@@ -530,7 +532,7 @@ def main() -> int:
             try:
                 import ray.train.torch  # noqa: F401
             except ImportError as error:
-                print(f'raytrain: left out, {str(error).split(".")[0]}: pip install "ray[train]"')
+                print(f"raytrain: left out: {error}")
             else:
                 times = raytrain(Path(scratch), options.workers, options.raytrain_rounds)
                 figures["raytrain.first_step_begins"] = figure(times, "s", None, "raytrain")
