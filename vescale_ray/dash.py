@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +147,7 @@ def from_prometheus(url: str, run: str, hours: float, where: Mapping[str, str] |
         raise BadInput(f"--hours {hours:g}: give hours above 0, and at most {MOST_HOURS:,} (ten years)")
     chosen = _selector({"run": run, **(where or {})})
     """A run that was started again answers at another address: what both have told is joined by ``max by``, not drawn twice."""
+    now = time.time()
     begin, end, places = _when(url, chosen, hours)
     if begin == end:
         elsewhere = _when(url, _selector({"run": run}), hours)[2] if where else []
@@ -189,21 +189,49 @@ def from_prometheus(url: str, run: str, hours: float, where: Mapping[str, str] |
         Chart(KINDS, ask("max by (kind) (vescale_worker_memory_bytes{})", "{kind}"), "bytes"),
         Chart(UTILISATION, ask("100 * max(vescale_model_flops_utilization_ratio{})", "utilisation")),
     )
-    marks = []
-    for series in world:
-        for (_, before), (at, after) in pairwise(series.points):
-            if before and after is not None and before != after:  # the first workers are no change
-                marks.append(Mark(at, f"{before:g} → {after:g} workers", after > before))
+    ran = ask("max(vescale_goodput_seconds_total{}) + sum(max by (cause) (vescale_badput_seconds_total{}))", "seconds")
+    older = any(at - (seconds or 0.0) < now - 3600 * hours for one in ran for at, seconds in one.points[:1])
+    counted = ask("max by (direction, reason) (vescale_rescales_total{})", "{direction} ({reason})")
+    marks, rescales = _rescales(counted, world, older)
     lost = ask(f"max by (cause) (last_over_time(vescale_badput_seconds_total{{}}[{window}])) > 0", "{cause}")
     goodput = {"productive": latest("vescale_goodput_seconds_total"), "lost": {one.name: _last((one,)) for one in lost}}
     facts = (
         ("step", f"{latest('vescale_step'):,.0f} of {latest('vescale_step_target'):,.0f}"),
         ("tokens", f"{latest('vescale_tokens_total'):,.0f}"),
         ("workers", f"{_last(world):g}"),
-        ("rescales", str(len(marks))),
+        ("rescales", f"{rescales:g}"),
     )
     began = min((at for chart in charts for series in chart.series for at, _ in series.points), default=begin)
-    return Page(run, f"{url}, the last {hours:g} hours", began, facts, _known(charts), tuple(marks), goodput)
+    return Page(run, f"{url}, the last {hours:g} hours", began, facts, _known(charts), marks, goodput)
+
+
+def _rescales(counted: Sequence[Series], world: Sequence[Series], older: bool) -> tuple[tuple[Mark, ...], float]:
+    """When there were rescales, and how many: by their counters, since one that was undone before the next point is not seen in ``world``.
+
+    Args:
+        counted: rescales since the run's start, a series for each kind, which its name tells.
+        older: the run began before the time that is shown: what its first point has counted was before, too.
+    """
+    risen: dict[float, dict[str, float]] = {}
+    first = min((at for one in counted for at, _ in one.points[:1]), default=0.0)
+    for one in counted:
+        before = 0.0
+        for at, value in one.points:
+            if value is None:
+                continue
+            if older and at == first:
+                before = value
+            more = value if value < before else value - before  # fewer than before: the run was started again
+            if more:
+                risen.setdefault(at, {})[one.name] = more
+            before = value
+    size = {at: value for one in world for at, value in one.points if value}
+    marks = []
+    for at, kinds in sorted(risen.items()):
+        told = ", ".join(kind if count == 1 else f"{count:g} x {kind}" for kind, count in kinds.items())
+        workers = f", {size[at]:g} workers" if at in size else ""
+        marks.append(Mark(at, told + workers, not any(kind.startswith("shrink") for kind in kinds)))
+    return tuple(marks), sum(sum(kinds.values()) for kinds in risen.values())
 
 
 def _when(url: str, chosen: str, hours: float) -> tuple[float, float, list[str]]:

@@ -230,7 +230,7 @@ class _Prometheus(BaseHTTPRequestHandler):
         elif '"two"' in asked and "namespace=" not in asked:
             result = [{"metric": {"namespace": namespace}, "values": [[BEGAN, "2"]]} for namespace in "yx"]
         elif '"there"' in asked or '"two", namespace="x"' in asked:
-            labels = {"run": "there", "rank": "0", "cause": "startup"}
+            labels = {"run": "there", "rank": "0", "cause": "startup", "direction": "grow", "reason": "manual"}
             result = [{"metric": labels, "values": [[BEGAN, "2"], [BEGAN + 60, "NaN" if "loss" in asked else "3"]]}]
         body = json.dumps({"status": "success", "data": {"result": result}}).encode()
         self.send_response(200 if "refuse" not in self.path else 400)
@@ -255,7 +255,8 @@ def test_from_a_prometheus_the_page_has_the_same_pictures(prometheus: str, folde
     page = dash.from_prometheus(prometheus, "there", 2.0)
     titles = [re.sub(", mean of .*", "", chart.title) for chart in page.charts]
     assert titles == [chart.title for chart in dash.from_folder(folder).charts]
-    assert page.marks == (Mark(BEGAN + 60, "2 → 3 workers", True),) and dict(page.facts)["rescales"] == "1", "the first workers are none"
+    known = Mark(BEGAN + 60, "grow (manual), 3 workers", True)
+    assert page.marks == (known,) and dict(page.facts)["rescales"] == "1", "the first workers are none, nor what was before the shown time"
     lines = [x for svg in drawing(render(page)) for x in re.findall(r"[MLH]([\d.-]+)", str(ET.tostring(svg)))]
     assert min(map(float, lines)) >= 64.0, "nothing is drawn left of the axis"
     assert page.goodput == {"productive": 3.0, "lost": {"startup": 3.0}}
@@ -289,6 +290,30 @@ def test_of_a_run_that_was_short_and_long_ago_all_is_shown(began: float, monkeyp
     page = dash.from_prometheus("http://x", "r", 24.0)
     points = page.charts[0].series[0].points
     assert {value for _, value in points} == set(told.values()) and dict(page.facts)["step"] == "11 of 11"
+
+
+@pytest.mark.parametrize(("age", "before"), [(30.0, 1), (7200.0, 0)], ids=["young", "older than what is shown"])
+def test_a_rescale_that_is_undone_before_the_next_point_is_seen(age: float, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is lost before the first scrape; between two others one is lost and replaced; the run is started again, and grows twice."""
+    begin = time.time() - 600
+    shrink, grow = {"direction": "shrink", "reason": "failure"}, {"direction": "grow", "reason": "replacement"}
+
+    def ask(url: str, what: str, query: dict[str, Any]) -> dict[str, Any]:
+        def over(*values: float, **labels: str) -> dict[str, Any]:
+            return {"metric": labels, "values": [[begin + 10 * i, str(value)] for i, value in enumerate(values)]}
+
+        if "vescale_rescales_total" in query["query"]:
+            return {"result": [over(1, 1, 2, 2, 0, **shrink), over(0, 0, 1, 1, 2, **grow)]}
+        if "max(vescale_goodput_seconds_total" in query["query"] and "badput" in query["query"]:
+            return {"result": [over(age, age + 10)]}
+        return {"result": [over(2, 2, 2, 2, 4)]}
+
+    monkeypatch.setattr(dash.prometheus, "ask", ask)
+    page = dash.from_prometheus("http://x", "r", 1.0)
+    first = Mark(begin, "shrink (failure), 2 workers", False)
+    swift = Mark(begin + 20, "shrink (failure), grow (replacement), 2 workers", False)
+    again = Mark(begin + 40, "grow (replacement), 4 workers", True)
+    assert page.marks == (first, swift, again)[1 - before :] and dict(page.facts)["rescales"] == str(before + 3)
 
 
 def test_wrong_calls_are_one_sentence(prometheus: str, tmp_path: Path, folder: RunFolder) -> None:
