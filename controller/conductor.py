@@ -113,7 +113,7 @@ class Conductor:
             config.max_workers,
             spec.oldest,
         )
-        self._steering = Steering(spec, config, crew, ledger, saves, self.desk, self._cadence, list(memo.leavers), self._enter)
+        self._steering = Steering(spec, config, crew, ledger, saves, self.desk, self._cadence, memo, self._remember, self._enter)
         self._laggards = Laggards(config.elastic, spec.bounds, crew, ledger, self._keeper)
         patience = config.elastic.hang_timeout_s
         elastic = config.elastic
@@ -624,6 +624,8 @@ class Conductor:
             controllers=self._budget.controllers,
             total={str(cause): count for cause, count in self._budget.total.items()},
             leavers=tuple(self._steering.leavers),
+            growth=self._steering.growth.note,
+            stragglers=self._steering.stragglers.note,
             stop=self.desk.stop,
             shift=asdict(self._ledger.shift) if self._ledger.shift else None,
         )

@@ -18,8 +18,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
-from vescale_ray.controller.awake import AwakeClock
 from vescale_ray.controller.budget import Cause
+from vescale_ray.controller.clocks import AwakeClock
 from vescale_ray.controller.protocol import Dismissal, Places
 from vescale_ray.workers.messages import Order, Outlined, Report, Ticket, WorkerInfo
 
@@ -44,7 +44,7 @@ LATE_HALF_S = 3.0
 ORDER_S = 5.0
 """A worker that has not taken its order after so long is ended: it was free, and takes one within milliseconds."""
 ASK_S = 0.2
-"""The others go on while a worker is asked for something: whoever watches them for hangs must not be away for long (``awake.GAP_S``)."""
+"""The others go on while a worker is asked for something: whoever watches them for hangs must not be away for long (``clocks.GAP_S``)."""
 DEATH_S = 1.0
 """A worker that was killed counts as dead after this long, whether Ray has said so or not."""
 GONE_S = 3.0

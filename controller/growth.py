@@ -8,10 +8,12 @@ places that are steady by then are taken at once: one rescale, not one for each.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
+from vescale_ray.controller.clocks import ago, to_epoch
 from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.ledger import Ledger
@@ -26,15 +28,34 @@ SPARE_GAP_S, LONGEST_SPARE_GAP_S = 5.0, 600.0
 
 
 class Growth:
-    """Used from the conductor's thread alone."""
+    """Used from the conductor's thread alone.
 
-    def __init__(self, config: RunConfig, crew: Crew, ledger: Ledger, desk: Desk, nodes: Nodes) -> None:
+    Args:
+        past: ``note`` of an earlier life of the controller; empty: there is none.
+        changed: called when there is another ``note``, which must be written down.
+
+    Attributes:
+        note: when the last growth began (seconds since the epoch), what it goes for, how many came to nothing. JSON-able.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        crew: Crew,
+        ledger: Ledger,
+        desk: Desk,
+        nodes: Nodes,
+        past: Mapping[str, Any],
+        changed: Callable[[], None],
+    ) -> None:
         self._elastic, self._steps, self._watches = config.elastic, config.train.steps, config.watches_room
         self._crew, self._ledger, self._desk, self._nodes = crew, ledger, desk, nodes
         self._room = Room(config.elastic.grow_after_s)
-        self._begun: float | None = None
-        self._aim: int | None = None
-        self._failed = 0
+        begun = past.get("begun")
+        self._begun = None if begun is None else ago(begun, time.monotonic())
+        self._aim: int | None = past.get("aim")
+        self._failed: int = past.get("failed", 0)
+        self.note, self._changed = past, changed
         self._hired = 0.0
         self._told: tuple[float | None, int] | None = None
 
@@ -66,6 +87,7 @@ class Growth:
         if not policy.worth_growing(self._steps - self._ledger.step, self._ledger.step_seconds, self._warm_seconds()):
             return
         self._begun, self._aim = now, self._desk.target + workers
+        self._noted()
         self._ledger.event("growth", **{"from": world, "to": self._aim, "room": room})
         self._desk.want(self._aim, "growth")
 
@@ -74,6 +96,12 @@ class Growth:
         if self._aim is not None:
             self._aim = None
             self._failed = 0 if complete else self._failed + 1
+            self._noted()
+
+    def _noted(self) -> None:
+        begun = None if self._begun is None else to_epoch(self._begun, time.monotonic())
+        self.note = {"begun": begun, "aim": self._aim, "failed": self._failed}
+        self._changed()
 
     def hired(self) -> None:
         """A worker takes a place now."""

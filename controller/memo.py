@@ -50,6 +50,8 @@ class Memo:
         crashes, nodes, controllers, total: used up of the budget (``budget.Budget``).
         asked: workers that the last rescale asked for; 0: none has come.
         failed: generation whose failure is in these figures.
+        growth, stragglers: what the run's growth and the replacing of slow workers wait for (``growth.Growth.note``,
+            ``straggler.Stragglers.note``).
         number: how often this start of the run has written one: of two, the newer has the higher.
     """
 
@@ -76,6 +78,8 @@ class Memo:
     total: Mapping[str, int] = field(default_factory=dict)
     done: int = 0
     failed: int = 0
+    growth: Mapping[str, Any] = field(default_factory=dict)
+    stragglers: Mapping[str, Any] = field(default_factory=dict)
     number: int = 0
 
     def to_json(self) -> str:

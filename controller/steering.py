@@ -16,6 +16,7 @@ from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.growth import Growth
 from vescale_ray.controller.ledger import Ledger
+from vescale_ray.controller.memo import Memo
 from vescale_ray.controller.nodes import Nodes
 from vescale_ray.controller.protocol import RunSpec, RunState, World
 from vescale_ray.controller.saves import Saves
@@ -31,10 +32,12 @@ class Steering:
     """Staffs and steers the generation that trains.
 
     Args:
-        leavers: workers that are in no generation and must give their shards to the next.
+        memo: what an earlier life of the controller left.
+        remember: called when something here must be written down.
         enter: moves the run to another state.
 
     Attributes:
+        leavers: workers that are in no generation and must give their shards to the next.
         asked: the generation that was asked to stop at its next boundary.
         hire_failures: why workers that were hired of late did not become warm; ``failed_hires``: how many ever did not.
         stragglers: watches who is slow.
@@ -49,19 +52,20 @@ class Steering:
         saves: Saves,
         desk: Desk,
         cadence: Cadence,
-        leavers: list[str],
+        memo: Memo,
+        remember: Callable[[], None],
         enter: Callable[[RunState], None],
     ) -> None:
         self._spec, self._config = spec, config
         self._crew, self._ledger, self._saves, self._desk, self._cadence = crew, ledger, saves, desk, cadence
         self._enter = enter
-        self.growth = Growth(config, crew, ledger, desk, nodes := Nodes(config.resources_per_worker if config.watches_room else None))
-        self.nodes = nodes
-        self.leavers = leavers
+        self.nodes = Nodes(config.resources_per_worker if config.watches_room else None)
+        self.growth = Growth(config, crew, ledger, desk, self.nodes, memo.growth, remember)
+        self.leavers = list(memo.leavers)
         self.asked: Ticket | None = None
         self.hire_failures: list[str] = []
         self.failed_hires = 0
-        self.stragglers = Stragglers(config, ledger, spec.capacity, spec.bounds.start)
+        self.stragglers = Stragglers(config, ledger, spec.capacity, spec.bounds.start, memo.stragglers, remember)
         self._drained: frozenset[str] = frozenset()
         self._save_now = False
         self._aim = 0

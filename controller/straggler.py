@@ -9,10 +9,11 @@ once at a time, and waits longer after each: on a node that is slow the next wor
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from vescale_ray.controller.clocks import ago, to_epoch
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.workers.pace import even
 
@@ -39,19 +40,35 @@ class Stragglers:
     Args:
         capacity: most workers that the cluster can place; None: unknown.
         start_s: a hired worker is warm within that, or does not come.
+        past: ``note`` of an earlier life of the controller; empty: there is none.
+        changed: called when there is another ``note``, which must be written down.
         clock: seconds that never go back.
+
+    Attributes:
+        note: in whose place another worker is awaited and since when, when the pause after the last one is over (seconds since the epoch),
+            how many there were. JSON-able.
     """
 
     def __init__(
-        self, config: RunConfig, ledger: Ledger, capacity: int | None, start_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        config: RunConfig,
+        ledger: Ledger,
+        capacity: int | None,
+        start_s: float,
+        past: Mapping[str, Any],
+        changed: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._replaces = config.elastic.straggler == "replace"
         self._slots = config.train.slots
         self._ledger, self._capacity, self._start_s, self._clock = ledger, capacity, start_s, clock
-        self._swap: _Swap | None = None
-        self._tries = 0
-        self._not_before = 0.0
+        now, worker = clock(), past.get("worker")
+        # Of hired workers that failed, a controller that starts has seen none.
+        self._swap = None if worker is None else _Swap(worker, ago(past["began"], now), 0)
+        self._tries: int = past.get("tries", 0)
+        self._not_before = now + min(past["until"] - time.time(), PAUSE_S * 2**self._tries) if past else now
         self._kept: dict[str, str] = {}
+        self.note, self._changed = past, changed
 
     def stepped(self, record: StepRecord) -> None:
         """A step was completed: write down who has become slow in it and who no longer is, and who does other slots."""
@@ -76,6 +93,7 @@ class Stragglers:
                 self._kept.pop(worker, None)
                 if self._swap is not None and worker == self._swap.worker:
                     self._swap = None
+                    self._noted()
 
     def unwanted(self, members: Collection[str], target: int, there: int, failures: int) -> frozenset[str]:
         """Those of ``members`` in whose place another worker is to come: one, or none.
@@ -89,6 +107,8 @@ class Stragglers:
         if not self._replaces or not slow or target < len(members):
             return frozenset()
         now = self._clock()
+        if self._swap is not None and self._swap.worker not in self._ledger.stragglers:
+            self._rest()  # it was replaced, and the controller before this one had told so, and died
         if self._swap is None:
             if now < self._not_before:
                 return frozenset()
@@ -97,6 +117,7 @@ class Stragglers:
                 self._keep(worker, f"the cluster has room for {self._capacity} workers, and none more (ray.num_cpus, ray.cpus_per_worker)")
                 return frozenset()
             self._swap = _Swap(worker, now, failures)
+            self._noted()
         swap = self._swap
         if failures > swap.failures:
             self._keep(swap.worker, "the worker that was to come in its place did not start")
@@ -120,3 +141,10 @@ class Stragglers:
         self._swap = None
         self._not_before = self._clock() + PAUSE_S * 2**self._tries
         self._tries = min(self._tries + 1, 10)
+        self._noted()
+
+    def _noted(self) -> None:
+        now, swap = self._clock(), self._swap
+        awaited = {} if swap is None else {"worker": swap.worker, "began": to_epoch(swap.began, now)}
+        self.note = {**awaited, "until": to_epoch(self._not_before, now), "tries": self._tries}
+        self._changed()

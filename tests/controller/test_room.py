@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vescale_ray.config import ConfigError, parse_config
+from vescale_ray.controller import growth as subject
+from vescale_ray.controller.growth import Growth
+from vescale_ray.controller.nodes import Free
 from vescale_ray.controller.policy import LONGEST_GAP_S, growth_wait, worth_growing
 from vescale_ray.controller.room import STALE_S, Room, places
 
@@ -131,3 +137,58 @@ def test_room_is_watched_only_by_a_run_that_would_use_it() -> None:
     assert parse_config({"elastic": {"grow": True}}).watches_room and parse_config({"elastic": {"spares": 1}}).watches_room
     assert parse_config({"ray": {"gpus_per_worker": 1}}).resources_per_worker == {"CPU": 1.0, "GPU": 1.0}
     assert parse_config({"ray": {"gpus_per_worker": 1, "cpus_per_worker": 0}}).resources_per_worker == {"GPU": 1.0}
+
+
+class Grower:
+    """The growth of a run of two workers that may be four, with a place free on one node, and clocks of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, past: str = "{}", now: float = 50.0, target: int = 2) -> None:
+        self.now, self.notes, self.told = now, [past], []
+        self.room = 1
+        monkeypatch.setattr(subject.time, "monotonic", lambda: self.now)
+        elastic = parse_config({"elastic": {"workers": 2, "max_workers": 4, "grow": True, "grow_after_s": 1.0, "grow_gap_s": 60.0}}).elastic
+        config: Any = SimpleNamespace(elastic=elastic, train=SimpleNamespace(steps=10**6), watches_room=True)
+        crew: Any = SimpleNamespace(wish=lambda *about: None, places=SimpleNamespace(wishes=[]))
+        ledger: Any = SimpleNamespace(event=lambda kind, **about: self.told.append(kind), step=5, step_seconds=0.1, known={})
+        desk: Any = SimpleNamespace(ceiling=4, target=target)
+        desk.want = lambda workers, reason: setattr(desk, "target", workers)
+        nodes: Any = SimpleNamespace(free=None)
+        self.desk, self.nodes = desk, nodes
+        self.growth = Growth(config, crew, ledger, desk, nodes, json.loads(past), self._note)
+
+    def _note(self) -> None:
+        self.notes.append(json.dumps(self.growth.note))
+
+    def pass_(self, seconds: float, world: int) -> list[str]:
+        """The time goes on, with so many members; the events of it."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.5
+            self.nodes.free = Free(self.now, {"n": self.room}, frozenset("n"))
+            self.growth.tend(world, 0, 0, ())
+        told, self.told = self.told, []
+        return told
+
+
+def test_a_restarted_controller_keeps_its_distance_from_the_growth_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    epoch = 1e9
+    monkeypatch.setattr(subject, "to_epoch", lambda moment, now: epoch + moment - now)
+    monkeypatch.setattr(subject, "ago", lambda moment, now: now - (epoch - moment))
+    run = Grower(monkeypatch)
+    assert run.pass_(5.0, 2) == ["growth"] and run.desk.target == 3
+    run.pass_(10.0, 3)
+    epoch += 10.0
+
+    again = Grower(monkeypatch, run.notes[-1], now=7000.0, target=3)
+    assert again.pass_(45.0, 3) == ["growth_waits"]
+    assert again.pass_(10.0, 3) == ["growth"] and again.desk.target == 4
+
+    # One that was under way as the controller was killed, and comes to nothing after that, doubles the distance.
+    begun = next(note for note in run.notes if json.loads(note).get("aim"))
+    epoch -= 10.0
+    third = Grower(monkeypatch, begun, now=3.0, target=3)
+    assert third.pass_(5.0, 2) == [], "it still waits for who was hired"
+    third.growth.ended(complete=False)
+    third.desk.target = 2
+    assert third.pass_(100.0, 2) == ["growth_waits"] and json.loads(third.notes[-1])["failed"] == 1
+    assert third.pass_(20.0, 2) == ["growth"]

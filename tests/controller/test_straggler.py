@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,13 +26,27 @@ START_S = 30.0
 class Table:
     """A ledger, the stragglers of a run, and a clock of its own."""
 
-    def __init__(self, folder: Path, mode: str = "report", capacity: int | None = None, life: int = 1) -> None:
+    def __init__(
+        self, folder: Path, mode: str = "report", capacity: int | None = None, life: int = 1, past: str = "{}", now: float = 1000.0
+    ) -> None:
         config = tiny(folder, "slow", elastic_straggler=mode)
-        self.now = 1000.0
+        self.now = now
+        self.notes = [past]
+        """As they would be written down."""
         self.ledger = Ledger(RunFolder(config.run_folder).create(), config, "r1", 1, life)
         self.ledger.started()
-        self.slow = Stragglers(config, self.ledger, capacity, START_S, clock=lambda: self.now)
+        self.slow = Stragglers(config, self.ledger, capacity, START_S, json.loads(past), self._note, clock=lambda: self.now)
         self.world = World(Ticket(0, 1), (), Source(Origin.FRESH, 0))
+
+    def _note(self) -> None:
+        self.notes.append(json.dumps(self.slow.note))
+
+    def restarted(self, folder: Path, later_s: float = 0.0) -> Table:
+        """What a controller makes of it that begins so much later, on a machine whose clock shows something else."""
+        again = Table(folder, "replace", life=2, past=self.notes[-1], now=3.0 + later_s)
+        again.ledger.restore(self.world)
+        again.world = self.world
+        return again
 
     def open(self, *members: str) -> None:
         self.world = World(Ticket(self.world.ticket.generation + 1, 1), members, Source(Origin.FRESH, self.ledger.step))
@@ -211,3 +227,48 @@ def test_who_has_recovered_before_its_replacement_came_stays(tmp_path: Path) -> 
     table.step((1.0, 1.0, 1.0))
     assert table.slow.unwanted(table.world.members, 3, 4, 0) == frozenset()
     assert table.slow.leaving(table.world.members, ("d",), 3) == frozenset()
+
+
+@pytest.mark.parametrize("passed", [0.0, 2 * PAUSE_S - 2, 2 * PAUSE_S + 2])
+def test_a_restarted_controller_keeps_the_pause_after_a_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: float) -> None:
+    table = Table(tmp_path, "replace")
+    table.open("a", "b", "c")
+    table.step((1.5, 1.0, 3.0), (0, -1, 0))
+    assert table.slow.unwanted(("a", "b", "c"), 3, 3, 0) == {"c"}
+    table.now += START_S + 1
+    assert table.slow.unwanted(("a", "b", "c"), 3, 3, 0) == frozenset(), "none came"
+    table.now += PAUSE_S + 1
+    assert table.slow.unwanted(("a", "b", "c"), 3, 3, 0) == {"c"}, "and the pause after the next is twice as long"
+    table.now += START_S + 1
+    assert table.slow.unwanted(("a", "b", "c"), 3, 3, 0) == frozenset()
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now + passed)
+    again = table.restarted(tmp_path)
+    assert again.slow.unwanted(("a", "b", "c"), 3, 3, 0) == ({"c"} if passed > 2 * PAUSE_S else frozenset())
+    again.now += 2 * PAUSE_S + 2
+    assert again.slow.unwanted(("a", "b", "c"), 3, 3, 0) == ({"c"} if passed < 2 * PAUSE_S else frozenset())
+
+
+def test_a_restarted_controller_knows_in_whose_place_a_worker_was_awaited_and_since_when(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = Table(tmp_path, "replace")
+    table.open("a", "b", "c")
+    table.step((1.5, 1.0, 3.0), (0, -1, 0))
+    assert table.slow.unwanted(("a", "b", "c"), 3, 3, 0) == {"c"}
+    again = table.restarted(tmp_path)
+    assert again.slow.leaving(("a", "b", "c"), ("d",), 3) == {"c"}, "the one that is warm by now takes its place"
+    now = time.time()
+    monkeypatch.setattr("time.time", lambda: now + START_S - 2)
+    late = table.restarted(tmp_path)
+    assert late.slow.unwanted(("a", "b", "c"), 3, 3, 0) == {"c"}
+    late.now += 3
+    assert late.slow.unwanted(("a", "b", "c"), 3, 3, 0) == frozenset() and "warm in its place" in str(late.told()[-1][2])
+    monkeypatch.undo()
+
+    # It had told that the change is over, and died before it had noted it: the next in turn does not wait for a worker that has left.
+    table.ledger.straggler_over("c", "it was replaced")
+    third = table.restarted(tmp_path)
+    assert third.slow.unwanted(("a", "b", "d"), 3, 3, 0) == frozenset() and third.slow.leaving(("a", "b", "d"), ("e",), 3) == frozenset()
+    third.now += PAUSE_S + 1
+    assert third.slow.unwanted(("a", "b", "d"), 3, 3, 0) == {"a"}

@@ -1,4 +1,4 @@
-"""A clock that stands still while its owner does not look at it.
+"""Time as the controller counts it: a clock that stands still while its owner does not look at it, and moments that outlive a process.
 
 How long another process has said nothing can only be told by one who listened. A controller that was stopped itself (its machine was
 suspended, or it waited for a call) finds old questions when it goes on, and answers to them that it has not come to: by a wall clock
@@ -12,6 +12,16 @@ from collections.abc import Callable
 
 GAP_S = 0.6
 """Most that passes between two looks: the controller's loop looks several times as often."""
+
+
+def to_epoch(moment: float, now: float) -> float:
+    """A moment of a clock that shows ``now``, in seconds since the epoch: what such a clock shows is worth nothing on another machine."""
+    return time.time() + moment - now
+
+
+def ago(moment: float, now: float) -> float:
+    """The reverse of :func:`to_epoch` for what has been: no later than ``now``, though machines' clocks differ."""
+    return now - max(0.0, time.time() - moment)
 
 
 class AwakeClock:
