@@ -247,7 +247,7 @@ class Conductor:
             deadline = time.monotonic() + self._spec.bounds.replace
             while time.monotonic() < deadline and not self.desk.stop:
                 for _ in range(hire):
-                    self._crew.hire(self._steering.nodes.draining.keys())
+                    self._crew.hire(self._steering.nodes.avoided)
                 self._tick()
                 if len(self._crew.ready()) >= workers:
                     return True
@@ -378,6 +378,7 @@ class Conductor:
                 if hung:
                     self._evidence.hung(end_hung(self._crew, self._ledger, world, {w: f"it is hung: {why}" for w, why in hung.items()}))
                 else:
+                    self._end_cut_off(world)
                     self._steering.steer(world)
                     if self._ledger.all_filled:
                         self._plan_ahead(world)
@@ -414,6 +415,20 @@ class Conductor:
         if hung:
             self._hangs.ended(hung)
         return hung
+
+    def _end_cut_off(self, world: World) -> None:
+        """Where all stand still and nobody hangs, see whether their nodes reach each other, and do without those that have to go."""
+        reach = self._steering.reach
+        if any(self._crew.doomed(worker) for worker in world.members):
+            return  # what follows from that is seen in a moment
+        if not self._hangs.stalled(world.members, time.monotonic()):
+            return reach.moves()
+        cut = reach.cut_off(world.members)
+        if cut.workers:
+            for node in set(cut.workers.values()):
+                self._steering.nodes.shun(node)
+            why = {worker: cut.why(node) for worker, node in cut.workers.items()}
+            self._evidence.hung(end_hung(self._crew, self._ledger, world, why, cut))
 
     def _mute(self, world: World, inside: Collection[str]) -> Mapping[str, str]:
         """Who of those that the others wait for answers nothing, though nobody trains: while the group forms, or once it is broken. Not

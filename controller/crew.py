@@ -10,6 +10,7 @@ Used from the conductor's thread alone.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.clocks import AwakeClock
 from vescale_ray.controller.protocol import Dismissal, Places
 from vescale_ray.workers.messages import Order, Outlined, Report, Ticket, WorkerInfo
+from vescale_ray.workers.reach import AT_ONCE
 
 POLL_WAIT_S = 0.5
 """A worker with nothing to tell answers after this long."""
@@ -45,6 +47,8 @@ ORDER_S = 5.0
 """A worker that has not taken its order after so long is ended: it was free, and takes one within milliseconds."""
 ASK_S = 0.2
 """The others go on while a worker is asked for something: whoever watches them for hangs must not be away for long (``clocks.GAP_S``)."""
+REACH_S = 1.0
+"""More than they try for, until workers have answered whom they reach."""
 DEATH_S = 1.0
 """A worker that was killed counts as dead after this long, whether Ray has said so or not."""
 GONE_S = 3.0
@@ -133,6 +137,27 @@ class Member:
         return [ref for ref in (self.hello, self.lifeline, self.outline, self.poll) if ref is not None]
 
 
+class Reaching:
+    """Workers that were asked whom they reach (:meth:`Crew.ask_reach`); their answers are waited for ``until`` then."""
+
+    def __init__(self, refs: dict[Any, str], until: float) -> None:
+        self._refs, self._until = refs, until
+
+    def unreached(self) -> dict[str, frozenset[str]] | None:
+        """By each worker that has answered, whom it does not reach. None: not all have, and there is time. Who does not answer has told
+        nothing."""
+        done, left = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0) if self._refs else ([], [])
+        if left and time.monotonic() < self._until:
+            return None
+        found: dict[str, frozenset[str]] = {}
+        for ref in done:
+            try:
+                found[self._refs[ref]] = frozenset(ray.get(ref))
+            except RayError:
+                pass  # its death is told of elsewhere
+        return found
+
+
 class Crew:
     """The run's workers, by id, in the order in which they were hired.
 
@@ -208,14 +233,14 @@ class Crew:
         if member is not None:
             self._nursery.dismiss.remote(worker, member.info)
 
-    def kill(self, reasons: Mapping[str, str]) -> None:
-        """End workers that are not as they should be; the news of the loss of each will give its reason. All at once: the nursery waits a
-        moment for each node that does not answer."""
+    def kill(self, reasons: Mapping[str, str], cause: Cause = Cause.HANG) -> None:
+        """End workers that are not as they should be; the news of the loss of each will give its reason, and this cause. All at once: the
+        nursery waits a moment for each node that does not answer."""
         asked: dict[str, Any] = {}
         for worker, reason in reasons.items():
             member = self.members[worker]
             if member.verdict is None:
-                member.verdict, member.sentenced, member.cause = reason, time.monotonic(), Cause.HANG
+                member.verdict, member.sentenced, member.cause = reason, time.monotonic(), cause
                 asked[worker] = self._nursery.dismiss.remote(worker, member.info)
         for worker, ref in asked.items():
             member, done = self.members[worker], self._answer(ref, self._call_s)
@@ -405,6 +430,18 @@ class Crew:
     def asking_outline(self) -> bool:
         """Whether a worker owes an answer to :meth:`ask_outline`."""
         return any(member.outline is not None for member in self.members.values())
+
+    def ask_reach(self, asked: Mapping[str, Collection[str]], wait_s: float) -> Reaching:
+        """Have each of these workers try whether it reaches those others, for ``wait_s`` seconds."""
+        addresses = {w: m.info.address for w, m in self.members.items() if m.info is not None and m.info.address}
+        refs: dict[Any, str] = {}
+        longest = 1
+        for worker, others in asked.items():
+            known = {other: addresses[other] for other in others if other in addresses}
+            if worker in self.members and known:
+                refs[self.members[worker].handle.unreached.remote(known, wait_s)] = worker
+                longest = max(longest, math.ceil(len(known) / AT_ONCE))
+        return Reaching(refs, time.monotonic() + longest * wait_s + REACH_S)
 
     def fence(self, workers: Iterable[str], ticket: Ticket) -> None:
         """Close a generation. Not waited for: a worker that does not hear of it is killed later anyway."""

@@ -132,7 +132,10 @@ def network() -> Finding:
     except OSError:
         return Finding("network", "warn", f"the name {host} has no address", "add it to /etc/hosts: torch's process groups look it up")
     if address.startswith("127.") and len(there) > 1:
-        remedy = "fine on one machine; for several set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface between them"
+        remedy = (
+            "fine on one machine, and for a run's workers, which take the interface of their node's address in Ray; for torchrun on "
+            "several set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface between them"
+        )
         return Finding("network", "warn", f"{host} is {address}: other machines could not reach it", remedy)
     return Finding("network", "ok", f"{host} is {address}; interfaces: {', '.join(sorted(there))}")
 

@@ -59,15 +59,15 @@ class Growth:
         self._hired = 0.0
         self._told: tuple[float | None, int] | None = None
 
-    def tend(self, world: int, ready: int, warming: int, draining: Collection[str]) -> None:
+    def tend(self, world: int, ready: int, warming: int, avoid: Collection[str]) -> None:
         """Look at the room, and want more workers if there has been some for long enough. ``ready`` and ``warming``: beside the ``world``
         members."""
         if not self._watches:
             return
         now = time.monotonic()
         more = self._desk.ceiling - self._desk.target
-        self._crew.wish(min(self._elastic.demand, max(0, more)), draining)
-        self._look(draining)
+        self._crew.wish(min(self._elastic.demand, max(0, more)), avoid)
+        self._look(avoid)
         if not self._elastic.grow or self._desk.target > world:
             return
         if self._aim is not None:
@@ -118,13 +118,13 @@ class Growth:
         """Workers that were hired since room was seen for them, and have no place all the same."""
         return [w for w in self._crew.warming() if w in self._crew.places.unplaced and self._crew.age(w) > PLACE_S]
 
-    def _look(self, draining: Collection[str]) -> None:
+    def _look(self, avoid: Collection[str]) -> None:
         free = self._nodes.free
         if free is None:
             return
         places = dict(free.places)
         for node in self._crew.places.wishes:
-            if node is not None and node not in draining:
+            if node is not None and node not in avoid:
                 places[node] = places.get(node, 0) + 1
         self._room.look(free.at, places, free.nodes)
 

@@ -225,6 +225,17 @@ class HangWatch:
                 hung[worker] = f"it stands at {report.where or 'an unknown place'} for {everyone[worker].still(now):.1f} s{awaited}"
         return hung
 
+    def stalled(self, members: Collection[str], now: float) -> bool:
+        """Whether nobody gets on, in a group or as it forms, though all answer: it may be the network between them. Ask it after
+        :meth:`verdict` has named nobody. On an accelerator, too, where nobody is seen to wait."""
+        if now < self._listens or self.fixed == 0 or any(worker not in self._seen for worker in members):
+            return False
+        everyone = [self._seen[worker] for worker in members]
+        reports = [seen.report for seen in everyone]
+        if any(report is None or report.phase not in (Phase.TRAINING, Phase.FORMING) for report in reports):
+            return False
+        return min(seen.still(now) for seen in everyone) >= min(self.bound_s, self.forming_s)
+
     def ended(self, hung: Collection[str]) -> None:
         """They are ended: who repeats their step is given more time."""
         if self._blamed != self._ticket:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.protocol import World
+from vescale_ray.controller.reach import CutOff
 from vescale_ray.workers.pulse import IN
 
 STACKS_S = 0.2
@@ -15,9 +17,13 @@ HEARD_S = 0.5
 """Who owes an answer for longer than this stands elsewhere by now than it has told; its stacks say where."""
 
 
-def end_hung(crew: Crew, ledger: Ledger, world: World, hung: Mapping[str, str]) -> str | None:
+def end_hung(crew: Crew, ledger: Ledger, world: World, hung: Mapping[str, str], cut: CutOff | None = None) -> str | None:
     """Kill the workers ``hung`` (each with the reason), write the report to the run's folder, and an event that names both. Where the
-    report is."""
+    report is.
+
+    Args:
+        cut: it is not they that hang, but the network: what is known of that.
+    """
     ranks = {worker: rank for rank, worker in enumerate(world.members)}
     reports = {worker: crew.report(worker) for worker in {**ranks, **hung}}
     given = {worker: round(crew.given(worker), 3) for worker in hung}
@@ -25,7 +31,7 @@ def end_hung(crew: Crew, ledger: Ledger, world: World, hung: Mapping[str, str]) 
     places = {worker: report.where or "an unknown place" for worker, report in reports.items() if report is not None}
     at = {worker: f"{place} when it last answered" if worker in silent else place for worker, place in places.items()}
     stacks = crew.stacks(hung, STACKS_S)
-    crew.kill({worker: f"killed: {why}" for worker, why in hung.items()})
+    crew.kill({worker: f"killed: {why}" for worker, why in hung.items()}, Cause.HANG if cut is None else Cause.NODE)
     stacks |= crew.stacks([worker for worker in reports if worker not in hung], STACKS_S)
     lines = []
     for worker, report in reports.items():
@@ -37,5 +43,9 @@ def end_hung(crew: Crew, ledger: Ledger, world: World, hung: Mapping[str, str]) 
         lines.append(f"rank {ranks.get(worker, '-')} {worker}: {where}{mark}")
     text = "\n".join(lines) + "\n\n" + "\n\n".join(f"---- {worker}\n{stack}" for worker, stack in stacks.items()) + "\n"
     path = ledger.hang(f"generation-{world.ticket.generation}-step-{ledger.step}", text)
-    ledger.event("hang", workers=dict(hung), ranks={w: ranks.get(w) for w in hung}, where=at, given_s=given, report=path)
+    about = {"workers": dict(hung), "ranks": {w: ranks.get(w) for w in hung}, "where": at, "report": path}
+    if cut is None:
+        ledger.event("hang", **about, given_s=given)
+    else:
+        ledger.event("cut_off", **about, unreached={node: list(others) for node, others in cut.unreached.items()})
     return path

@@ -20,13 +20,16 @@ from vescale_ray.controller.room import places
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+SHUN_S, LONGEST_SHUN_S = 60.0, 3600.0
+"""A node that others don't reach is left alone for so long; twice as long each time."""
 ROOM_POLLS = 2
 """What is free is asked for every so many polls."""
 
 
 @dataclass(frozen=True)
 class Free:
-    """What was free at the time ``at`` (monotonic, before Ray was asked): places for workers by node, of all ``nodes`` that don't drain."""
+    """What was free at the time ``at`` (monotonic, before Ray was asked): places for workers by node, of all ``nodes``. Those to avoid are
+    left out."""
 
     at: float
     places: Mapping[str, int]
@@ -44,6 +47,8 @@ class Nodes:
         self._each = each
         self._draining: Mapping[str, float] = {}
         self._free: Free | None = None
+        self._shunned: dict[str, tuple[float, int]] = {}
+        """Until when, and how often it was."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -54,6 +59,17 @@ class Nodes:
     def draining(self) -> Mapping[str, float]:
         """By node id, the time (seconds since the epoch) at which it goes; infinite where that is not known."""
         return self._draining
+
+    def shun(self, node: str) -> None:
+        """Have no worker on ``node`` for a while: others don't reach it."""
+        _, times = self._shunned.get(node, (0.0, 0))
+        self._shunned[node] = (time.monotonic() + min(SHUN_S * 2.0**times, LONGEST_SHUN_S), times + 1)
+
+    @property
+    def avoided(self) -> frozenset[str]:
+        """Nodes on which no worker is to be started: those that are about to go, and those that others don't reach."""
+        now = time.monotonic()
+        return frozenset(self._draining) | {node for node, (until, _) in list(self._shunned.items()) if until > now}
 
     @property
     def free(self) -> Free | None:
@@ -80,9 +96,9 @@ class Nodes:
 
     def _look(self, ask: Any) -> Free:
         assert self._each is not None
-        at, draining = time.monotonic(), self._draining
+        at, avoided = time.monotonic(), self.avoided
         free = {str(node): has for node, has in ask().items()}
-        return Free(at, places(free, self._each, draining), frozenset(free) - draining.keys())
+        return Free(at, places(free, self._each, avoided), frozenset(free) - avoided)
 
 
 def _call(name: str) -> Any:

@@ -41,6 +41,8 @@ STORES = 2
 CALLS = 16
 """Calls that are answered at a time: where a rack is lost each waits :data:`AGENT_S` for one of its nodes, and the controller for all."""
 REMOVALS, REMOVAL_GAP_S = 5, 2.0
+NODE_LABEL = "ray.io/node-id"
+"""Ray's own label of each node."""
 LEAST_CPU = 0.001
 """A placement group can't be of nothing."""
 
@@ -103,7 +105,7 @@ class Nursery:
     @ray.method(concurrency_group="places")
     def hire(self, avoid: Collection[str] = (), epoch: int = 0) -> tuple[str, Any]:
         """Start a worker; its id and handle, at once. It comes up when Ray has a place for it: that of a wish, if one has got a place on
-        another node than those to ``avoid``. ``epoch``: of the controller that hires."""
+        another node than those to ``avoid``; on one of these it does not come up. ``epoch``: of the controller that hires."""
         wanted = self._config["ray"]
         cpus, gpus = max(float(wanted["cpus_per_worker"]), LEAST_CPU), float(wanted["gpus_per_worker"])
         with self._placing:
@@ -115,7 +117,7 @@ class Nursery:
             if group is not None:
                 self._wishes.remove(group)
             else:
-                group = self._group(worker)
+                group = self._group(worker, avoid)
             try:
                 handle = (
                     actor_class()
@@ -156,16 +158,18 @@ class Nursery:
                 remove_placement_group(wish)
             while len(self._wishes) < count and not self._closed:
                 self._wished += 1  # Ray wants each name once
-                self._wishes.append(self._group(f"wish{self._wished}"))
+                self._wishes.append(self._group(f"wish{self._wished}", avoid))
             with self._lock:
                 groups = {w: self._children[w].group for w in self._unplaced if w in self._children}
             self._unplaced = {worker for worker, group in groups.items() if _node_of(group) is None}
             return Places(tuple(nodes.get(wish) for wish in self._wishes), frozenset(self._unplaced))
 
-    def _group(self, of: str) -> PlacementGroup:
+    def _group(self, of: str, avoid: Collection[str]) -> PlacementGroup:
         wanted = self._config["ray"]
         cpus, gpus = max(float(wanted["cpus_per_worker"]), LEAST_CPU), float(wanted["gpus_per_worker"])
-        return placement_group([{"CPU": cpus, **({"GPU": gpus} if gpus else {})}], strategy="PACK", name=f"{self._tag}:{of}")
+        elsewhere: Any = [{NODE_LABEL: f"!in({', '.join(sorted(avoid))})"}] if avoid else None
+        bundles = [{"CPU": cpus, **({"GPU": gpus} if gpus else {})}]
+        return placement_group(bundles, strategy="PACK", name=f"{self._tag}:{of}", bundle_label_selector=elsewhere)
 
     def keep(self, memo: str) -> None:
         """Keep what the controller can't write to the run's folder, for the one after it."""

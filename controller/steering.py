@@ -19,6 +19,7 @@ from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo
 from vescale_ray.controller.nodes import Nodes
 from vescale_ray.controller.protocol import RunSpec, RunState, World
+from vescale_ray.controller.reach import Reach
 from vescale_ray.controller.saves import Saves
 from vescale_ray.controller.straggler import Stragglers
 from vescale_ray.workers.messages import CHECKPOINT, RESCALE, STOP, Ticket
@@ -61,6 +62,7 @@ class Steering:
         self._enter = enter
         self.nodes = Nodes(config.resources_per_worker if config.watches_room else None)
         self.growth = Growth(config, crew, ledger, desk, self.nodes, memo.growth, remember)
+        self.reach = Reach(crew)
         self.leavers = list(memo.leavers)
         self.asked: Ticket | None = None
         self.hire_failures: list[str] = []
@@ -104,8 +106,9 @@ class Steering:
         for worker in leaving & set(self.outside(world.members)):
             self.let_go(worker)
         outside = self.outside(world.members)
-        ready = [w for w in outside if w in self._crew.ready()]
-        self.growth.tend(world.size, len(ready), len(outside) - len(ready), self.nodes.draining.keys())
+        ready = self._admitted([w for w in outside if w in self._crew.ready()], world)
+        outside = [w for w in outside if self._crew.alive(w)]
+        self.growth.tend(world.size, len(ready), len(outside) - len(ready), self.nodes.avoided)
         if self._desk.target > self._aim:
             self.hire_failures.clear()  # of another time
         self._aim = self._desk.target
@@ -117,7 +120,7 @@ class Steering:
         there, warming = len(staying) - len(unwanted), len(outside) - len(ready) + self._crew.hiring
         todo = policy.staffing(there, len(ready), warming, self._aim, self._config.elastic.spares)
         for _ in range(todo.hire + min(todo.spares, self.growth.spare_places(len(self.hire_failures)))):
-            self._crew.hire(self.nodes.draining.keys())
+            self._crew.hire(self.nodes.avoided)
             self.growth.hired()
         self._ledger.beside(spares=len(ready) - max(0, self._aim - there), wishes=len(self._crew.places.wishes))
         for worker in outside[max(0, len(outside) - todo.dismiss) :]:
@@ -126,6 +129,18 @@ class Steering:
             self._put_off = None
         elif len(staying) < world.size or not self._lets_one_be_written(world):  # whose node goes may go before that
             self._ask_to_park(world, stop=False, reason="straggler" if unwanted else None)
+
+    def _admitted(self, ready: list[str], world: World) -> list[str]:
+        """Those of ``ready`` that reach the members, and are reached by them: one that isn't would stop them all. It is let go, and none
+        hired on its node for a while."""
+        fine, cut = self.reach.admitted(ready, world.members)
+        for node in set(cut.workers.values()):
+            self.nodes.shun(node)
+        for worker, node in cut.workers.items():
+            self._ledger.event("joiner_refused", worker=worker, node=node, reason=cut.why(node))
+            self.hire_failed(cut.why(node))
+            self.let_go(worker)
+        return fine
 
     def leaving(self, workers: Iterable[str]) -> frozenset[str]:
         """Those of ``workers`` whose node is about to go."""

@@ -109,6 +109,8 @@ class WorkerInfo:
     """File descriptor of the process through which its stacks can be had (``pulse.offer_stacks``)."""
     thread: int = 0
     """The system's number of its training thread."""
+    address: str = ""
+    """``host:port`` of its door, on the network of its process groups (:mod:`vescale_ray.workers.reach`); empty: it has none."""
 
 
 @dataclass(frozen=True)

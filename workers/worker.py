@@ -50,6 +50,7 @@ from vescale_ray.workers.messages import (
     WorkerInfo,
 )
 from vescale_ray.workers.pulse import IN, RECORDER, Pulse, offer_stacks, stacks
+from vescale_ray.workers.reach import Door, choose_interface, group_address, unreached
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
@@ -159,6 +160,11 @@ class Worker:
         """The Python stacks of all threads of this process; before them the collective that it waits in, if it does, as ``in: ..``."""
         collective = self._pulse.collective() if self._pulse is not None else ""
         return (f"{IN}{collective}\n\n" if collective else "") + stacks()
+
+    @ray.method(concurrency_group="control")
+    def unreached(self, addresses: Mapping[str, str], wait_s: float) -> tuple[str, ...]:
+        """Those whose door, at this address, this process does not reach within ``wait_s`` seconds."""
+        return unreached(addresses, wait_s)
 
     @ray.method(concurrency_group="control")
     def give_order(self, order: Order) -> None:
@@ -286,7 +292,8 @@ class Worker:
         self._config: RunConfig = config
         self._device = device
         self._corpus: Corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
-        node = ray.get_runtime_context().get_node_id()
+        node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        choose_interface(host)
         self._snapshots: Snapshots = Snapshots(config.elastic.snapshot_every, pin=wanted, node=node)
         self._writer: Writer = Writer(
             config.checkpoint_root, lambda item: self._publish(item, None, None), read_back=config.checkpoint.keep_verified
@@ -298,12 +305,13 @@ class Worker:
             pid=os.getpid(),
             born=born(os.getpid()),
             node=node,
-            host=ray.util.get_node_ip_address(),
+            host=host,
             device=str(device),
             warm_seconds=time.perf_counter() - begin,
             pod=socket.gethostname(),
             stacks=offer_stacks(),
             thread=threading.get_native_id(),
+            address=Door(group_address(host)).address,
         )
 
     def _join(self, order: Join) -> None:

@@ -7,23 +7,25 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.controller.hosts import Network
 from tests.controller.runs import end_all, environment
 
 _HOLD = """
-import json, sys, threading, time
+import ctypes, json, os, sys, threading, time
+from contextlib import contextmanager
 import ray
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 from ray.util.placement_group import placement_group, placement_group_table
 
-system = json.loads(sys.argv[1])
-head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100 << 20}
+system, ip = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100 << 20, **({"node_ip_address": ip} if ip else {})}
 cluster = Cluster(initialize_head=True, head_node_args={**head, **({"_system_config": system} if system else {})})
 nodes = {}
 
@@ -36,8 +38,25 @@ def reap():
                     one.process.poll()
         time.sleep(0.1)
 
-def add(cpus):
-    node = cluster.add_node(num_cpus=cpus, object_store_memory=100 << 20)
+@contextmanager
+def on_host(space):
+    # What this thread starts meanwhile is on that host.
+    setns = ctypes.CDLL(None, use_errno=True).setns
+    back, there = os.open("/proc/thread-self/ns/net", os.O_RDONLY), os.open("/run/netns/" + space, os.O_RDONLY)
+    try:
+        assert setns(there, 0) == 0, os.strerror(ctypes.get_errno())
+        yield
+    finally:
+        assert setns(back, 0) == 0
+        os.close(back), os.close(there)
+
+def add(cpus, space, ip):
+    if space is None:
+        node = cluster.add_node(num_cpus=cpus, object_store_memory=100 << 20)
+    else:
+        with on_host(space):
+            node = cluster.add_node(wait=False, num_cpus=cpus, object_store_memory=100 << 20, node_ip_address=ip)
+        cluster.wait_for_nodes()
     nodes[node.node_id] = node
     return [node.node_id, node.all_processes["raylet"][0].process.pid]
 
@@ -80,6 +99,7 @@ ray.shutdown()
 cluster.shutdown()
 """
 
+NOTHING: Mapping[str, str] = {}
 TUNED = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
@@ -92,14 +112,22 @@ TUNED = {
 class Nodes:
     """A head without room for workers, and nodes with as many CPUs as asked for. Methods may be called from several threads.
 
+    Args:
+        env: of their processes, besides this one's.
+        system: settings of Ray's own, by the names that it has for them.
+        net: whose hosts the nodes are on, in order, a node on each; None: all have this machine's address.
+
     Attributes:
         address: to join it.
         raylets: process id of each node's raylet, by node id, in the order of their start.
         session: of all its processes.
     """
 
-    def __init__(self, *cpus: int, system: dict[str, int] | None = None, **env: str) -> None:
-        command = [sys.executable, "-c", _HOLD, json.dumps(system or {})]
+    def __init__(
+        self, *cpus: int, system: dict[str, int] | None = None, net: Network | None = None, env: Mapping[str, str] = NOTHING
+    ) -> None:
+        command = [sys.executable, "-c", _HOLD, json.dumps(system or {}), json.dumps(net.head if net else None)]
+        self._free = list(net.hosts) if net else None
         self._holder = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -120,8 +148,9 @@ class Nodes:
             self.add(count)
 
     def add(self, cpus: int) -> str:
-        """Start a node; its id."""
-        node, raylet = self._call("add", cpus)
+        """Start a node, on the next host where there are hosts; its id."""
+        host = self._free.pop(0) if self._free is not None else None
+        node, raylet = self._call("add", cpus, host and host.space, host and host.ip)
         self.raylets[node] = int(raylet)
         return str(node)
 
@@ -187,9 +216,11 @@ class Nodes:
 
 
 @contextmanager
-def cluster(*cpus: int, system: dict[str, int] | None = None, **env: str) -> Iterator[Nodes]:
+def cluster(
+    *cpus: int, system: dict[str, int] | None = None, net: Network | None = None, env: Mapping[str, str] = NOTHING
+) -> Iterator[Nodes]:
     """:class:`Nodes`, gone afterwards."""
-    nodes = Nodes(*cpus, system=system, **env)
+    nodes = Nodes(*cpus, system=system, net=net, env=env)
     try:
         yield nodes
     finally:

@@ -84,7 +84,7 @@ class Soak:
         self.told: list[str] = []
         self.blows = 0
         self._rng, self._gap_s = random.Random(seed), gap_s
-        self.nodes = Nodes(2, 2, 2, system=TUNED, **{SLOWLY: "0.03"})
+        self.nodes = Nodes(2, 2, 2, system=TUNED, env={SLOWLY: "0.03"})
         self._safe = next(iter(self.nodes.raylets))
         """A node that nothing happens to, for processes that live long enough to show a leak."""
         self._spared: str | None = None

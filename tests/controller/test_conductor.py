@@ -24,6 +24,7 @@ from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo
 from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import Bounds, Ending, RunState, Source, World
+from vescale_ray.controller.reach import NOBODY
 from vescale_ray.controller.saves import SaveResult, Saves
 from vescale_ray.controller.steering import Steering
 from vescale_ray.runfolder import RunFolder
@@ -101,7 +102,8 @@ class Stage:
         self.leaving: frozenset[str] = frozenset()
         """Whose node is about to go."""
         steering = SimpleNamespace(leavers=list(leavers), steer=lambda world: None, outside=lambda living: [], hire_failures=[], nodes=None)
-        steering.nodes = SimpleNamespace(draining={})
+        steering.nodes = SimpleNamespace(draining={}, avoided=frozenset())
+        steering.reach = SimpleNamespace(moves=lambda: None, cut_off=lambda members: NOBODY)
         steering.leaving = lambda workers: self.leaving & set(workers)
         steering.stragglers = SimpleNamespace(leaving=lambda *about: frozenset())
         made._crew, made._steering, made._gone, made._inherited = crew, steering, {}, None
@@ -672,7 +674,8 @@ def test_a_change_that_can_wait_lets_a_checkpoint_be_written_and_a_drain_does_no
     steering: Any = Steering.__new__(Steering)
     steering._crew, steering.leavers, steering.asked, steering.hire_failures, steering.failed_hires = crew, [], None, [], 0
     steering._saves, steering._put_off, steering._aim, steering._save_now = SimpleNamespace(busy=writes == "a commit"), None, 0, False
-    steering._drained, steering.nodes, steering._spec = frozenset(), SimpleNamespace(draining={}), SimpleNamespace(bounds=Bounds())
+    steering._drained, steering.nodes = frozenset(), SimpleNamespace(draining={}, avoided=frozenset())
+    steering._spec, steering.reach = SimpleNamespace(bounds=Bounds()), SimpleNamespace(admitted=lambda ready, members: (ready, NOBODY))
     steering._desk = SimpleNamespace(stop=None, target=1, reason="manual", want=lambda *about: None)
     last = None if took_s is None else SaveResult("r", 30, 7, took_s)
     steering._ledger = SimpleNamespace(all_filled=True, has_stepped=True, state=RunState.RUNNING, last_save=last, failures=0)

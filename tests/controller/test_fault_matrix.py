@@ -135,7 +135,7 @@ def test_two_workers_that_are_killed_at_once_in_the_first_and_in_the_last_step_c
 def test_a_node_that_is_lost_in_the_first_step_and_another_in_the_last_cost_no_bit(tmp_path: Path, calm_of_many: Finished) -> None:
     parts = [Cue("node", 1, 1, rank=0), Cue("node", 2, 3 * STEPS, rank=0)]
     stage, output = tmp_path / "cues", tmp_path / "nodes.txt"
-    with cluster(2, 2, 2, system=TUNED, **{FOLDER: str(stage)}) as nodes, cues(*parts, folder=stage):
+    with cluster(2, 2, 2, system=TUNED, env={FOLDER: str(stage)}) as nodes, cues(*parts, folder=stage):
         more = {**MANY, "ray_address": nodes.address, "ray_cpus_per_worker": 1.0}
         config = config_of(tmp_path, "nodes", elastic_workers=6, **more)
         driver = start_driver(config, output)

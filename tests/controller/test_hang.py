@@ -295,7 +295,7 @@ def test_the_report_does_not_take_where_a_silent_worker_was_last_seen_for_where_
     told: dict[str, Any] = {}
     reports = {worker: replace(IDLE, worker=worker, where="all_reduce (distributed_c10d.py:3252)") for worker in "ab"}
     stacks = {"a": "in: all-gather of body .., 2,688 bytes, 2 ranks\n\nThread 1", "b": 'File "model.py", line 7 in forward'}
-    crew: Any = SimpleNamespace(report=reports.get, given=lambda worker: 0.001, silent=lambda seconds: ["b"], kill=lambda whom: None)
+    crew: Any = SimpleNamespace(report=reports.get, given=lambda worker: 0.001, silent=lambda seconds: ["b"], kill=lambda whom, cause: None)
     crew.stacks = lambda workers, seconds: {worker: stacks[worker] for worker in workers}
     ledger: Any = SimpleNamespace(step=0, hang=lambda name, text: told.update(text=text), event=lambda name, **about: told.update(about))
     world: Any = SimpleNamespace(members=("a", "b"), ticket=TICKET)

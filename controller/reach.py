@@ -1,0 +1,216 @@
+"""Nodes that don't reach each other over the network of the process groups, though the controller reaches them all.
+
+No collective between them ends, nobody is to blame, and a new group of the same workers can't be formed: the run goes on without the nodes
+that have to go. Whether it is so is asked of the workers (:mod:`vescale_ray.workers.reach`), one of each node: where training stands still
+and nobody is seen to hang, and before a worker on another node joins. Only what was found twice in a row counts: a network that stumbles
+for a moment costs nothing but the moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from vescale_ray.workers.messages import WorkerInfo
+
+TRY_S = 1.5
+"""A connection may take so long: one that lost its first packet is made after a second."""
+GAP_S = 1.0
+"""From one look at those that stand still to the next, if the last has found nothing; twice as long each time."""
+LONGEST_GAP_S = 60.0
+SHOWN = 4
+"""Nodes in a line."""
+STEPS = 20_000
+"""Of the search for the fewest; what was found by then is taken."""
+
+
+class Reaching(Protocol):
+    """Questions that are asked."""
+
+    def unreached(self) -> dict[str, frozenset[str]] | None: ...
+
+
+class Asks(Protocol):
+    """What is used of :class:`~vescale_ray.controller.crew.Crew`."""
+
+    def info(self, worker: str) -> WorkerInfo | None: ...
+
+    def silent(self, seconds: float) -> list[str]: ...
+
+    def ask_reach(self, asked: Mapping[str, Collection[str]], wait_s: float) -> Reaching: ...
+
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class CutOff:
+    """Workers that have to go, each with its node, and which nodes each of these does not reach; ``hosts``: the nodes' addresses."""
+
+    workers: Mapping[str, str]
+    unreached: Mapping[str, tuple[str, ...]]
+    hosts: Mapping[str, str]
+
+    def why(self, node: str) -> str:
+        """In words, for a worker of that node."""
+        others = [self.hosts[other] for other in self.unreached[node]]
+        some = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
+        return f"its node ({self.hosts[node]}) and {some} do not reach each other"
+
+
+NOBODY = CutOff({}, {}, {})
+
+
+@dataclass
+class _Looks:
+    """One look after the other at the same workers, until two in a row have found the same."""
+
+    crew: Asks
+    about: tuple[str, ...] = ()
+    asked: Reaching | None = None
+    tries: Mapping[str, str] = field(default_factory=dict)
+    """The nodes of those that try and are tried."""
+    broken: frozenset[Pair] | None = None
+    """Pairs of nodes that did not reach each other in the look before."""
+
+    def twice(self, about: tuple[str, ...], nodes: Mapping[str, str], only: str | None = None) -> frozenset[Pair] | None:
+        """Pairs of nodes that did not reach each other in two looks; none after one that has found none; None: not known yet.
+
+        Args:
+            about: workers; of others everything begins anew.
+            nodes: theirs. One worker tries for each.
+            only: the node whose ways count; None: all.
+        """
+        if about != self.about:
+            self.about, self.asked, self.broken = about, None, None
+        if self.asked is None:
+            silent = self.crew.silent(0.0)
+            speakers: dict[str, str] = {}
+            for worker in sorted(nodes, key=lambda w: w in silent):
+                speakers.setdefault(nodes[worker], worker)
+            self.tries = {worker: node for node, worker in speakers.items()}
+            ways = {w: [o for o in self.tries if o != w and only in (None, nodes[w], nodes[o])] for w in self.tries}
+            self.asked = self.crew.ask_reach({worker: others for worker, others in ways.items() if others}, TRY_S)
+            return None
+        answers = self.asked.unreached()
+        if answers is None:
+            return None
+        pairs = {_pair(self.tries[worker], self.tries[other]) for worker, others in answers.items() for other in others}
+        self.asked, before, self.broken = None, self.broken, frozenset(pairs)
+        if not pairs:
+            return frozenset()
+        return (self.broken & before or None) if before else None
+
+
+class Reach:
+    """Of one run. Used from the conductor's thread alone; nothing here waits.
+
+    Args:
+        crew: whom to ask.
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, crew: Asks, clock: Callable[[], float] = time.monotonic) -> None:
+        self._crew, self._clock = crew, clock
+        self._still, self._joins = _Looks(crew), _Looks(crew)
+        self._proven: set[Pair] = set()
+        """Nodes that reached each other when a worker joined."""
+        self._next, self._gap = 0.0, GAP_S
+
+    def moves(self) -> None:
+        """Those that train don't stand still (any more)."""
+        self._still.about, self._next, self._gap = (), 0.0, GAP_S
+
+    def cut_off(self, members: Sequence[str]) -> CutOff:
+        """All ``members`` stand still: those that have to go, since their nodes and others' don't reach each other. Call it again and
+        again."""
+        nodes, now = self._nodes(members), self._clock()
+        if now < self._next or len(set(nodes.values())) < 2:
+            return NOBODY
+        broken = self._still.twice(tuple(members), nodes)
+        if broken is None:
+            return NOBODY
+        self._next, self._gap = now + self._gap, min(2 * self._gap, LONGEST_GAP_S)
+        if not broken:
+            return NOBODY
+        weights = Counter(nodes.values())
+        gone = fewest(broken, weights, {node: place for place, node in enumerate(weights)})
+        self._proven = {pair for pair in self._proven if not gone.intersection(pair)}
+        return CutOff({w: node for w, node in nodes.items() if node in gone}, _unreached(broken, gone), self._hosts(nodes))
+
+    def admitted(self, joiners: Sequence[str], members: Sequence[str]) -> tuple[list[str], CutOff]:
+        """Those of ``joiners`` that reach all members' nodes and are reached by them, and those that don't. Of the others it is not known
+        yet: call it again and again."""
+        nodes = self._nodes((*members, *joiners))
+        old = {nodes[w] for w in members if w in nodes}
+        # Of whom nobody can tell it is taken to be so.
+        new = [w for w in joiners if w in nodes and nodes[w] not in old]
+        unknown = [w for w in new if any(_pair(nodes[w], other) not in self._proven for other in old)]
+        if unknown:
+            node = nodes[unknown[0]]  # one after another: mostly there is one, or all are on one node
+            party = (*members, unknown[0])
+            broken = self._joins.twice(party, {w: nodes[w] for w in party if w in nodes}, node)
+            if broken:
+                refused = {w: node for w in unknown if nodes[w] == node}
+                return [w for w in joiners if w not in unknown], CutOff(refused, _unreached(broken, [node]), self._hosts(nodes))
+            if broken is not None:
+                self._proven |= {_pair(node, other) for other in old}
+        return [w for w in joiners if w not in unknown], NOBODY
+
+    def _hosts(self, nodes: Mapping[str, str]) -> dict[str, str]:
+        return {node: info.host for worker, node in nodes.items() if (info := self._crew.info(worker)) is not None}
+
+    def _nodes(self, workers: Iterable[str]) -> dict[str, str]:
+        """Nodes of those that can be tried."""
+        infos = {worker: self._crew.info(worker) for worker in workers}
+        return {worker: info.node for worker, info in infos.items() if info is not None and info.address}
+
+
+def fewest(broken: Collection[Pair], weights: Mapping[str, int], order: Mapping[str, int]) -> frozenset[str]:
+    """The nodes to do without so that no ``broken`` pair is left: those with the fewest workers (``weights``) together, and of choices that
+    cost the same the one whose nodes are part of more pairs, then that with the later nodes (``order``).
+
+    A minimum vertex cover, found by branch and bound; for hundreds of nodes in a tangle the best that :data:`STEPS` steps find.
+    """
+    ways: dict[str, set[str]] = {}
+    for one, other in broken:
+        ways.setdefault(one, set()).add(other)
+        ways.setdefault(other, set()).add(one)
+    degree = {node: len(others) for node, others in ways.items()}
+
+    def cost(chosen: frozenset[str]) -> tuple[int, int, int]:
+        return sum(weights[n] for n in chosen), -sum(degree[n] for n in chosen), -sum(order[n] for n in chosen)
+
+    best = frozenset(ways)
+    left = STEPS
+    pending: list[tuple[frozenset[str], frozenset[str]]] = [(frozenset(), frozenset())]
+    while pending and left:
+        left -= 1
+        gone, kept = pending.pop()
+        if sum(weights[n] for n in gone) > cost(best)[0]:
+            continue
+        open_ = {n: len(ways[n] - gone) for n in ways if n not in gone and ways[n] - gone}
+        if not open_:
+            best = min(best, gone, key=cost)
+            continue
+        node = max(open_, key=lambda n: (open_[n] / weights[n], order[n]))
+        if node not in kept and not ways[node] & kept - gone:
+            pending.append((gone | (ways[node] - gone), kept | {node}))
+        pending.append((gone | {node}, kept))
+    return best
+
+
+def _pair(one: str, other: str) -> Pair:
+    return (one, other) if one < other else (other, one)
+
+
+def _unreached(broken: Iterable[Pair], gone: Collection[str]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {node: [] for node in gone}
+    for one, other in sorted(broken):
+        for node, far in ((one, other), (other, one)):
+            if node in gone and far not in gone:
+                found[node].append(far)
+    return {node: tuple(others) for node, others in found.items()}
