@@ -418,15 +418,21 @@ class Conductor:
 
     def _end_cut_off(self, world: World) -> None:
         """Where all stand still and nobody hangs, see whether their nodes reach each other, and do without those that have to go."""
-        reach = self._steering.reach
-        if any(self._crew.doomed(worker) for worker in world.members):
+        steering = self._steering
+        leavers = [w for w in steering.leavers if self._crew.alive(w)]
+        if any(self._crew.doomed(worker) for worker in (*world.members, *leavers)):
             return  # what follows from that is seen in a moment
         if not self._hangs.stalled(world.members, time.monotonic()):
-            return reach.moves()
-        cut = reach.cut_off(world.members)
+            return steering.reach.moves()
+        cut = steering.reach.cut_off(world.members, leavers)
         if cut.workers:
-            for node in set(cut.workers.values()):
-                self._steering.nodes.shun(node)
+            gone = set(cut.workers.values())
+            for node in gone:
+                steering.nodes.shun(node)
+            for worker in steering.outside(world.members):
+                info = self._crew.info(worker)
+                if info is not None and info.node in gone:
+                    steering.let_go(worker)  # else it would take the place of one of them
             why = {worker: cut.why(node) for worker, node in cut.workers.items()}
             self._evidence.hung(end_hung(self._crew, self._ledger, world, why, cut))
 

@@ -124,19 +124,22 @@ class Reach:
         """Those that train don't stand still (any more)."""
         self._still.about, self._next, self._gap = (), 0.0, GAP_S
 
-    def cut_off(self, members: Sequence[str]) -> CutOff:
+    def cut_off(self, members: Sequence[str], leavers: Sequence[str] = ()) -> CutOff:
         """All ``members`` stand still: those that have to go, since their nodes and others' don't reach each other. Call it again and
-        again."""
-        nodes, now = self._nodes(members), self._clock()
+        again. ``leavers``, who still have to give them something, are the first to go."""
+        party = (*members, *leavers)
+        nodes, now = self._nodes(party), self._clock()
         if now < self._next or len(set(nodes.values())) < 2:
             return NOBODY
-        broken = self._still.twice(tuple(members), nodes)
+        broken = self._still.twice(party, nodes)
         if broken is None:
             return NOBODY
         self._next, self._gap = now + self._gap, min(2 * self._gap, LONGEST_GAP_S)
         if not broken:
             return NOBODY
-        weights = Counter(nodes.values())
+        weights: Counter[str] = Counter()
+        for worker, node in nodes.items():
+            weights[node] += 1 if worker in leavers else len(party)
         gone = fewest(broken, weights, {node: place for place, node in enumerate(weights)})
         self._proven = {pair for pair in self._proven if not gone.intersection(pair)}
         return CutOff({w: node for w, node in nodes.items() if node in gone}, _unreached(broken, gone), self._hosts(nodes))

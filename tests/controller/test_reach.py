@@ -157,6 +157,15 @@ def test_a_joiner_that_one_member_does_not_reach_is_refused_after_two_looks_with
     assert cut.why("c") == "its node (host-c) and host-a do not reach each other"
 
 
+def test_a_leaver_goes_before_those_that_train() -> None:
+    hosts = Hosts("ab")
+    for _ in range(2):
+        assert hosts.reach.cut_off(["a1"], ["b1", "b2"]) == NOBODY
+        hosts.answer()
+        found = hosts.reach.cut_off(["a1"], ["b1", "b2"])
+    assert set(found.workers) == {"b1", "b2"}
+
+
 def test_a_node_that_had_to_go_is_tried_again_before_it_is_let_in() -> None:
     hosts = Hosts()
     admitted(hosts, "c1", "a1 b1", 1)
@@ -246,9 +255,12 @@ def test_who_is_cut_off_is_ended_as_one_whose_node_is_lost_and_its_node_is_shunn
     cut = CutOff({"b": "n2"}, {"n2": ("n1",)}, {"n1": "10.0.0.1", "n2": "10.0.0.2"})
     shunned: list[str] = []
     ended: list[tuple[Any, ...]] = []
+    gone: list[str] = []
     made._steering.nodes.shun = shunned.append
+    stage.crew.info = {"spare": SimpleNamespace(node="n2"), "other": SimpleNamespace(node="n1")}.get  # type: ignore[attr-defined]
+    made._steering.outside, made._steering.let_go = lambda living: ["spare", "other"], gone.append
     moved: list[bool] = []
-    made._steering.reach = SimpleNamespace(moves=lambda: moved.append(True), cut_off=lambda members: cut)
+    made._steering.reach = SimpleNamespace(moves=lambda: moved.append(True), cut_off=lambda members, leavers: cut)
     made._evidence.hung = lambda path: None
     monkeypatch.setattr(subject, "end_hung", lambda crew, ledger, world, why, about: ended.append((why, about)))
     made._hangs = SimpleNamespace(stalled=lambda members, now: False)
@@ -256,7 +268,7 @@ def test_who_is_cut_off_is_ended_as_one_whose_node_is_lost_and_its_node_is_shunn
     assert moved and not ended
     made._hangs = SimpleNamespace(stalled=lambda members, now: True)
     made._end_cut_off(WORLD)
-    assert shunned == ["n2"] and ended == [({"b": "its node (10.0.0.2) and 10.0.0.1 do not reach each other"}, cut)]
+    assert shunned == ["n2"] and gone == ["spare"] and ended == [({"b": "its node (10.0.0.2) and 10.0.0.1 do not reach each other"}, cut)]
     stage.crew.ended["b"] = 1.0
     made._end_cut_off(WORLD)
     assert len(ended) == 1, "what follows from that is seen in a moment"
