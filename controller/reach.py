@@ -116,8 +116,8 @@ class Reach:
     def __init__(self, crew: Asks, clock: Callable[[], float] = time.monotonic) -> None:
         self._crew, self._clock = crew, clock
         self._still, self._joins = _Looks(crew), _Looks(crew)
-        self._proven: set[Pair] = set()
-        """Nodes that reached each other when a worker joined."""
+        self._proven: dict[str, frozenset[str]] = {}
+        """Of the nodes of those that may join: which others they reach, and are reached by."""
         self._next, self._gap = 0.0, GAP_S
 
     def moves(self) -> None:
@@ -141,7 +141,7 @@ class Reach:
         for worker, node in nodes.items():
             weights[node] += 1 if worker in leavers else len(party)
         gone = fewest(broken, weights, {node: place for place, node in enumerate(weights)})
-        self._proven = {pair for pair in self._proven if not gone.intersection(pair)}
+        self._proven = {}  # of another time
         return CutOff({w: node for w, node in nodes.items() if node in gone}, _unreached(broken, gone), self._hosts(nodes))
 
     def admitted(self, joiners: Sequence[str], members: Sequence[str]) -> tuple[list[str], CutOff]:
@@ -151,7 +151,8 @@ class Reach:
         old = {nodes[w] for w in members if w in nodes}
         # Of whom nobody can tell it is taken to be so.
         new = [w for w in joiners if w in nodes and nodes[w] not in old]
-        unknown = [w for w in new if any(_pair(nodes[w], other) not in self._proven for other in old)]
+        self._proven = {node: self._proven.get(node, frozenset()) for node in {nodes[w] for w in new}}
+        unknown = [w for w in new if not old <= self._proven[nodes[w]]]
         if unknown:
             node = nodes[unknown[0]]  # one after another: mostly there is one, or all are on one node
             party = (*members, unknown[0])
@@ -160,7 +161,7 @@ class Reach:
                 refused = {w: node for w in unknown if nodes[w] == node}
                 return [w for w in joiners if w not in unknown], CutOff(refused, _unreached(broken, [node]), self._hosts(nodes))
             if broken is not None:
-                self._proven |= {_pair(node, other) for other in old}
+                self._proven[node] = frozenset(old)
         return [w for w in joiners if w not in unknown], NOBODY
 
     def _hosts(self, nodes: Mapping[str, str]) -> dict[str, str]:
