@@ -29,6 +29,8 @@ class Store:
         self.open.set()
         self.places: list[str] = []
         self.killed: list[Any] = []
+        self.selectors: list[Any] = []
+        """Where those that were made may be."""
         self.refuses = 0
 
     def asked(self) -> None:
@@ -56,9 +58,10 @@ class Actor:
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     made = Store()
 
-    def place(bundles: Any, strategy: str, name: str) -> str:
+    def place(bundles: Any, strategy: str, name: str, bundle_label_selector: Any) -> str:
         made.asked()
         made.places.append(name)
+        made.selectors.append(bundle_label_selector)
         return name
 
     def gone(group: str) -> None:
@@ -105,6 +108,14 @@ def test_a_worker_is_ended_at_once_while_the_agent_of_another_node_waits_for_the
     assert within(subject.AGENT_S + 1.0, lambda: nursery.dismiss(workers[0], there)) is Dismissal.UNKNOWN
     store.open.set()
     until(lambda: not store.places and len(store.killed) == 3, 5, "that both are ended, and the agent too")
+
+
+def test_a_worker_and_a_wish_come_up_on_none_of_the_nodes_to_avoid(nursery: Any, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "_node_of", lambda group: None)
+    nursery.hire()
+    nursery.hire(("n2", "n1"))
+    nursery.wish(1, ("n3",))
+    assert store.selectors == [None, [{"ray.io/node-id": "!in(n1, n2)"}], [{"ray.io/node-id": "!in(n3)"}]]
 
 
 def test_what_a_controller_has_hired_that_was_killed_meanwhile_is_ended_again(nursery: Any, store: Store) -> None:
