@@ -40,6 +40,7 @@ from vescale_ray.controller.protocol import (
     World,
     check_transition,
 )
+from vescale_ray.controller.reach import TRY_S, CutOff
 from vescale_ray.controller.saves import Saves
 from vescale_ray.controller.scribe import begun
 from vescale_ray.controller.shifts import Shift
@@ -120,6 +121,8 @@ class Conductor:
         replaced = elastic.replace_lost or elastic.grow or elastic.spares > 0
         self._hangs = HangWatch(None if patience == "auto" else patience, elastic.collective_timeout_s, replaced)
         self._inherited: Ticket | None = None
+        self._told_broken: Ticket | None = None
+        """The generation of which was told that most of it is cut off."""
         self._gone: dict[str, Lost] = {}
         self._leaving: frozenset[str] = frozenset()
         """Of those that the last decision was about, whoever leaves whatever else is wanted."""
@@ -191,7 +194,8 @@ class Conductor:
         stragglers = self._steering.stragglers
         # Whoever was to leave after a move that has failed is as good as a joiner, where one is missing now.
         ready = [w for w in self._crew.ready() if w not in ended.living]
-        ready.sort(key=lambda w: (w in silent, w in self._steering.leavers))  # a joiner that is stopped would hold up everyone
+        # A joiner that is stopped would hold up everyone, and one that does not reach the others.
+        ready.sort(key=lambda w: (w in silent, w in self._steering.leavers, w in self._steering.untried))
         self._leaving = self._steering.leaving((*ended.living, *ready)) | stragglers.leaving(ended.living, ready, self.desk.target)
         situation = policy.Situation(
             stopping=self.desk.stop is not None,
@@ -249,6 +253,7 @@ class Conductor:
                 for _ in range(hire):
                     self._crew.hire(self._steering.nodes.avoided)
                 self._tick()
+                self._steering.free_hemmed()
                 if len(self._crew.ready()) >= workers:
                     return True
                 hire = max(0, workers - len(self._crew.ready()) - len(self._crew.warming()) - self._crew.hiring)
@@ -418,23 +423,63 @@ class Conductor:
 
     def _end_cut_off(self, world: World) -> None:
         """Where all stand still and nobody hangs, see whether their nodes reach each other, and do without those that have to go."""
-        steering = self._steering
-        leavers = [w for w in steering.leavers if self._crew.alive(w)]
+        leavers = [w for w in self._steering.leavers if self._crew.alive(w)]
         if any(self._crew.doomed(worker) for worker in (*world.members, *leavers)):
             return  # what follows from that is seen in a moment
         if not self._hangs.stalled(world.members, time.monotonic()):
-            return steering.reach.moves()
-        cut = steering.reach.cut_off(world.members, leavers)
-        if cut.workers:
-            gone = set(cut.workers.values())
-            for node in gone:
-                steering.nodes.shun(node)
-            for worker in steering.outside(world.members):
-                info = self._crew.info(worker)
-                if info is not None and info.node in gone:
-                    steering.let_go(worker)  # else it would take the place of one of them
-            why = {worker: cut.why(node) for worker, node in cut.workers.items()}
-            self._evidence.hung(end_hung(self._crew, self._ledger, world, why, cut))
+            return self._steering.reach.moves()
+        cut = self._steering.reach.cut_off(world.members, leavers)
+        if cut is not None and self._has_to_be(world, world.members, cut):
+            self._do_without(world, cut)
+
+    def _lost_to_network(self, world: World, living: Sequence[str]) -> dict[str, Lost]:
+        """A collective has failed, or no group was formed, though everybody is there: those whose nodes and others' don't reach each other.
+        They are ended. Where all reach each other that is known at once."""
+        self._steering.reach.moves()
+        deadline = time.monotonic() + self._patience_s + 3 * TRY_S
+        while time.monotonic() < deadline and not self.desk.stop and all(self._crew.alive(w) for w in living):
+            cut = self._steering.reach.cut_off(living)
+            if cut is not None and not cut.workers:
+                break
+            if cut is not None and self._has_to_be(world, living, cut):
+                infos = {worker: self._crew.info(worker) for worker in cut.workers}
+                self._do_without(world, cut)
+                return {w: Lost(w, infos[w], f"killed: {cut.why(node)}", Cause.NODE) for w, node in cut.workers.items()}
+            self._tick()
+        return {}
+
+    @property
+    def _patience_s(self) -> float:
+        """Networks stumble: where it would cost more than a moment to do without somebody, so long is waited for this one to come back."""
+        return self._config.elastic.collective_timeout_s / 2
+
+    def _has_to_be(self, world: World, members: Sequence[str], cut: CutOff) -> bool:
+        """Whether it is time to do without those that are cut off. Not where that is most of the run: then it is no node's fault."""
+        elastic = self._config.elastic
+        gone = [w for w in members if w in cut.workers]
+        if not cut.workers:
+            return False
+        if 2 * len(gone) > len(members):
+            if self._told_broken != world.ticket:
+                self._told_broken = world.ticket
+                self._ledger.event("network_broken", workers=gone, unreached={node: list(others) for node, others in cut.unreached.items()})
+            return False
+        come = elastic.replace_lost or elastic.grow or elastic.spares >= len(gone)
+        enough = len(members) - len(gone) >= elastic.min_workers
+        return (come and enough) or cut.lasts_s >= self._patience_s
+
+    def _do_without(self, world: World, cut: CutOff) -> None:
+        """End those that are cut off, and have nobody on their nodes for a while."""
+        steering = self._steering
+        gone = set(cut.workers.values())
+        for node in gone:
+            steering.nodes.shun(node)
+        for worker in steering.outside(world.members):
+            info = self._crew.info(worker)
+            if info is not None and info.node in gone:
+                steering.let_go(worker)  # else it would take the place of one of them
+        why = {worker: cut.why(node) for worker, node in cut.workers.items()}
+        self._evidence.hung(end_hung(self._crew, self._ledger, world, why, cut))
 
     def _mute(self, world: World, inside: Collection[str]) -> Mapping[str, str]:
         """Who of those that the others wait for answers nothing, though nobody trains: while the group forms, or once it is broken. Not
@@ -489,6 +534,10 @@ class Conductor:
 
     def _end(self, world: World, living: list[str], gone: dict[str, Lost], first_sign: float | None) -> Ending:
         faults = {w: fault for w in living if (fault := self._fault(w, world)) is not None}
+        if faults and not gone and all(fault.kind is FaultKind.PEER for fault in faults.values()):
+            gone = self._lost_to_network(world, living)
+            living = [w for w in living if w not in gone]
+            faults = {w: fault for w, fault in faults.items() if w in living}
         reports = [self._crew.report(w) for w in living]
         finished = not faults and bool(living) and all(r is not None and r.phase is Phase.FINISHED for r in reports)
         lost = {w: one.reason for w, one in gone.items()}

@@ -104,6 +104,8 @@ class Member:
     handle: Any
     hired: float
     info: WorkerInfo | None = None
+    avoid: frozenset[str] = frozenset()
+    """Nodes that it does not come up on."""
     report: Report | None = None
     seen: int = -1
     hello: Any = None
@@ -180,7 +182,8 @@ class Crew:
         """What the placement groups had got when :meth:`wish` last heard of it."""
         self._wishing: Any = None
         self._wished = 0.0
-        self._hirings: list[Any] = []
+        self._hirings: dict[Any, frozenset[str]] = {}
+        """Each with the nodes to avoid."""
         self._unhired: list[str] = []
         """Why those that could not even be hired were not."""
 
@@ -191,7 +194,7 @@ class Crew:
 
         Where Ray's control store does not answer soon the worker is one of :attr:`hiring` until it does.
         """
-        self._hirings.append(self._nursery.hire.remote(tuple(avoid), self._epoch))
+        self._hirings[self._nursery.hire.remote(tuple(avoid), self._epoch)] = frozenset(avoid)
         # Where one before it still waits, so does this one: not that again.
         self._enlist(HIRE_S if len(self._hirings) == 1 else 0.0)
 
@@ -203,14 +206,20 @@ class Crew:
     def _enlist(self, wait_s: float) -> None:
         """Take in those whose hiring is done."""
         if self._hirings:
-            done, self._hirings = ray.wait(self._hirings, num_returns=len(self._hirings), timeout=wait_s)
+            done, _ = ray.wait(list(self._hirings), num_returns=len(self._hirings), timeout=wait_s)
             for ref in done:
+                avoid = self._hirings.pop(ref)
                 try:
                     worker, handle = self._answer(ref, self._call_s)
                 except RayTaskError as error:  # a control store that has just come back, for example
                     self._unhired.append(_one_line(error.cause if getattr(error, "cause", None) is not None else error))
                 else:
                     self._enroll(worker, handle)
+                    self.members[worker].avoid = avoid
+
+    def hemmed(self, avoided: Collection[str]) -> list[str]:
+        """Workers that are not warm yet and can't come up on a node that is not among those to avoid any more."""
+        return [w for w in self.warming() if self.members[w].avoid.difference(avoided)]
 
     def adopt(self, known: Mapping[str, WorkerInfo]) -> None:
         """Take over the workers that an earlier controller had hired; ``known``: those that were warm then. One of them may be

@@ -227,14 +227,20 @@ class HangWatch:
 
     def stalled(self, members: Collection[str], now: float) -> bool:
         """Whether nobody gets on, in a group or as it forms, though all answer: it may be the network between them. Ask it after
-        :meth:`verdict` has named nobody. On an accelerator, too, where nobody is seen to wait."""
+        :meth:`verdict` has named nobody. On an accelerator, too, where nobody is seen to wait.
+
+        Nobody is accused by that, and to ask whether they reach each other costs nothing. So long steps wait no longer than for a third of
+        the collectives' bound: after that the collective fails.
+        """
         if now < self._listens or self.fixed == 0 or any(worker not in self._seen for worker in members):
             return False
         everyone = [self._seen[worker] for worker in members]
         reports = [seen.report for seen in everyone]
         if any(report is None or report.phase not in (Phase.TRAINING, Phase.FORMING) for report in reports):
             return False
-        return min(seen.still(now) for seen in everyone) >= min(self.bound_s, self.forming_s)
+        forms = any(report is not None and report.phase is Phase.FORMING for report in reports)
+        bound = FIRST_S if forms else min(self.bound_s, self.forming_s, max(LEAST_S, self.patience_s / 3))
+        return min(seen.still(now) for seen in everyone) >= bound
 
     def ended(self, hung: Collection[str]) -> None:
         """They are ended: who repeats their step is given more time."""

@@ -507,7 +507,8 @@ class Ledger:
                 case "rescaled":
                     self._shifts.count(event)
                 case "worker_started":
-                    self.known[str(event["worker"])] = WorkerInfo(**{one.name: event[one.name] for one in fields(WorkerInfo)})
+                    about = {one.name: event[one.name] for one in fields(WorkerInfo) if one.name in event}
+                    self.known[str(event["worker"])] = WorkerInfo(**about)
                 case "worker_lost":
                     kind = str(event.get("kind"))
                     self._failures[kind] = self._failures.get(kind, 0) + 1

@@ -72,6 +72,8 @@ class Nursery:
         self._returns = ThreadPoolExecutor(1, thread_name_prefix="vescale-places")
         self._children: dict[str, _Child] = {}
         self._wishes: list[PlacementGroup] = []
+        self._elsewhere: dict[PlacementGroup, frozenset[str]] = {}
+        """The nodes on which each wish gets no place."""
         self._wished = 0
         self._unplaced: set[str] = set()
         self._closed = False
@@ -116,6 +118,7 @@ class Nursery:
             group = next((wish for wish in self._wishes if _node_of(wish) not in (None, *avoid)), None)
             if group is not None:
                 self._wishes.remove(group)
+                self._elsewhere.pop(group, None)
             else:
                 group = self._group(worker, avoid)
             try:
@@ -150,15 +153,19 @@ class Nursery:
     def _wish(self, count: int, avoid: Collection[str]) -> Places:
         with self._placing:
             nodes = {wish: _node_of(wish) for wish in self._wishes}
-            surplus = [wish for wish, node in nodes.items() if node in avoid]
+            # Also one that waits, and not for a place on a node that may be had again.
+            hemmed = {wish for wish, node in nodes.items() if node is None and self._elsewhere[wish].difference(avoid)}
+            surplus = [wish for wish, node in nodes.items() if node in avoid or wish in hemmed]
             kept = sorted((wish for wish in self._wishes if wish not in surplus), key=lambda wish: nodes[wish] is None)
             surplus += kept[count:]
             self._wishes = kept[:count]
             for wish in surplus:
                 remove_placement_group(wish)
+                del self._elsewhere[wish]
             while len(self._wishes) < count and not self._closed:
                 self._wished += 1  # Ray wants each name once
                 self._wishes.append(self._group(f"wish{self._wished}", avoid))
+                self._elsewhere[self._wishes[-1]] = frozenset(avoid)
             with self._lock:
                 groups = {w: self._children[w].group for w in self._unplaced if w in self._children}
             self._unplaced = {worker for worker, group in groups.items() if _node_of(group) is None}

@@ -21,10 +21,12 @@ TRY_S = 1.5
 GAP_S = 1.0
 """From one look at those that stand still to the next, if the last has found nothing; twice as long each time."""
 LONGEST_GAP_S = 60.0
+PROVEN_S = 300.0
+"""A spare that waits for longer than this is tried again."""
 SHOWN = 4
 """Nodes in a line."""
-STEPS = 20_000
-"""Of the search for the fewest; what was found by then is taken."""
+EXACTLY, SEARCH_S = 40, 0.2
+"""Nodes among which the fewest are searched for, and for how long: the controller waits for that."""
 
 
 class Reaching(Protocol):
@@ -48,11 +50,17 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class CutOff:
-    """Workers that have to go, each with its node, and which nodes each of these does not reach; ``hosts``: the nodes' addresses."""
+    """Workers that would have to go, each with its node, and which nodes each of these does not reach.
+
+    Attributes:
+        hosts: the nodes' addresses.
+        lasts_s: for so long it has been found again and again.
+    """
 
     workers: Mapping[str, str]
     unreached: Mapping[str, tuple[str, ...]]
     hosts: Mapping[str, str]
+    lasts_s: float = 0.0
 
     def why(self, node: str) -> str:
         """In words, for a worker of that node."""
@@ -66,7 +74,7 @@ NOBODY = CutOff({}, {}, {})
 
 @dataclass
 class _Looks:
-    """One look after the other at the same workers, until two in a row have found the same."""
+    """One look after the other at the same workers. Only what two in a row have found counts."""
 
     crew: Asks
     about: tuple[str, ...] = ()
@@ -74,14 +82,18 @@ class _Looks:
     tries: Mapping[str, str] = field(default_factory=dict)
     """The nodes of those that try and are tried."""
     broken: frozenset[Pair] | None = None
-    """Pairs of nodes that did not reach each other in the look before."""
+    """Pairs of nodes that did not reach each other in any look since the one that began at ``since``."""
+    since: float = 0.0
+    began: float = 0.0
 
-    def twice(self, about: tuple[str, ...], nodes: Mapping[str, str], only: str | None = None) -> frozenset[Pair] | None:
-        """Pairs of nodes that did not reach each other in two looks; none after one that has found none; None: not known yet.
+    def twice(self, about: tuple[str, ...], nodes: Mapping[str, str], now: float, only: str | None = None) -> frozenset[Pair] | None:
+        """Pairs of nodes that have not reached each other in two looks or more; none after a look that has found none; None: not known
+        yet.
 
         Args:
             about: workers; of others everything begins anew.
             nodes: theirs. One worker tries for each.
+            now: the time.
             only: the node whose ways count; None: all.
         """
         if about != self.about:
@@ -93,16 +105,21 @@ class _Looks:
                 speakers.setdefault(nodes[worker], worker)
             self.tries = {worker: node for node, worker in speakers.items()}
             ways = {w: [o for o in self.tries if o != w and only in (None, nodes[w], nodes[o])] for w in self.tries}
-            self.asked = self.crew.ask_reach({worker: others for worker, others in ways.items() if others}, TRY_S)
+            self.asked, self.began = self.crew.ask_reach({worker: others for worker, others in ways.items() if others}, TRY_S), now
             return None
         answers = self.asked.unreached()
         if answers is None:
             return None
-        pairs = {_pair(self.tries[worker], self.tries[other]) for worker, others in answers.items() for other in others}
-        self.asked, before, self.broken = None, self.broken, frozenset(pairs)
+        pairs = frozenset(_pair(self.tries[worker], self.tries[other]) for worker, others in answers.items() for other in others)
+        self.asked, before = None, self.broken
         if not pairs:
-            return frozenset()
-        return (self.broken & before or None) if before else None
+            self.broken = None
+            return pairs
+        if before is not None and pairs & before:
+            self.broken = pairs & before
+            return self.broken
+        self.broken, self.since = pairs, self.began
+        return None
 
 
 class Reach:
@@ -116,53 +133,60 @@ class Reach:
     def __init__(self, crew: Asks, clock: Callable[[], float] = time.monotonic) -> None:
         self._crew, self._clock = crew, clock
         self._still, self._joins = _Looks(crew), _Looks(crew)
-        self._proven: dict[str, frozenset[str]] = {}
-        """Of the nodes of those that may join: which others they reach, and are reached by."""
+        self._proven: dict[str, tuple[float, frozenset[str]]] = {}
+        """Of the nodes of those that may join: when it was found which others they reach, and are reached by."""
         self._next, self._gap = 0.0, GAP_S
 
     def moves(self) -> None:
         """Those that train don't stand still (any more)."""
         self._still.about, self._next, self._gap = (), 0.0, GAP_S
 
-    def cut_off(self, members: Sequence[str], leavers: Sequence[str] = ()) -> CutOff:
-        """All ``members`` stand still: those that have to go, since their nodes and others' don't reach each other. Call it again and
-        again. ``leavers``, who still have to give them something, are the first to go."""
+    def cut_off(self, members: Sequence[str], leavers: Sequence[str] = ()) -> CutOff | None:
+        """All ``members`` stand still: those that would have to go, since their nodes and others' don't reach each other. None: not known
+        yet, call it again and again. ``leavers``, who still have to give them something, are the first to go."""
         party = (*members, *leavers)
         nodes, now = self._nodes(party), self._clock()
-        if now < self._next or len(set(nodes.values())) < 2:
+        if len(set(nodes.values())) < 2:
             return NOBODY
-        broken = self._still.twice(party, nodes)
+        broken = None if now < self._next else self._still.twice(party, nodes, now)
         if broken is None:
-            return NOBODY
-        self._next, self._gap = now + self._gap, min(2 * self._gap, LONGEST_GAP_S)
+            return None
         if not broken:
+            self._next, self._gap = now + self._gap, min(2 * self._gap, LONGEST_GAP_S)
             return NOBODY
         weights: Counter[str] = Counter()
         for worker, node in nodes.items():
             weights[node] += 1 if worker in leavers else len(party)
         gone = fewest(broken, weights, {node: place for place, node in enumerate(weights)})
         self._proven = {}  # of another time
-        return CutOff({w: node for w, node in nodes.items() if node in gone}, _unreached(broken, gone), self._hosts(nodes))
+        workers = {w: node for w, node in nodes.items() if node in gone}
+        return CutOff(workers, _unreached(broken, gone), self._hosts(nodes), now - self._still.since)
 
     def admitted(self, joiners: Sequence[str], members: Sequence[str]) -> tuple[list[str], CutOff]:
-        """Those of ``joiners`` that reach all members' nodes and are reached by them, and those that don't. Of the others it is not known
-        yet: call it again and again."""
-        nodes = self._nodes((*members, *joiners))
-        old = {nodes[w] for w in members if w in nodes}
-        # Of whom nobody can tell it is taken to be so.
-        new = [w for w in joiners if w in nodes and nodes[w] not in old]
-        self._proven = {node: self._proven.get(node, frozenset()) for node in {nodes[w] for w in new}}
-        unknown = [w for w in new if not old <= self._proven[nodes[w]]]
+        """Those of ``joiners`` that reach the nodes of all members and of those admitted before them, and are reached by them; and those
+        that don't. Of the others it is not known yet: call it again and again."""
+        nodes, now = self._nodes((*members, *joiners)), self._clock()
+        party = {nodes[w] for w in members if w in nodes}
+        waiting = {nodes[w] for w in joiners if w in nodes} - party
+        self._proven = {node: known for node, known in self._proven.items() if node in waiting and now - known[0] < PROVEN_S}
+        fine: list[str] = []
+        for worker in joiners:
+            node = nodes.get(worker)
+            # Of whom nobody can tell it is taken to be so.
+            if node is None or node in party or party <= self._proven.get(node, (0.0, frozenset()))[1]:
+                fine.append(worker)
+                party |= {node} if node is not None else set()
+        unknown = [w for w in joiners if w not in fine]
         if unknown:
             node = nodes[unknown[0]]  # one after another: mostly there is one, or all are on one node
-            party = (*members, unknown[0])
-            broken = self._joins.twice(party, {w: nodes[w] for w in party if w in nodes}, node)
+            about = (*members, *fine, unknown[0])
+            broken = self._joins.twice(about, {w: nodes[w] for w in about if w in nodes}, now, node)
             if broken:
                 refused = {w: node for w in unknown if nodes[w] == node}
-                return [w for w in joiners if w not in unknown], CutOff(refused, _unreached(broken, [node]), self._hosts(nodes))
+                return fine, CutOff(refused, _unreached(broken, [node]), self._hosts(nodes), now - self._joins.since)
             if broken is not None:
-                self._proven[node] = frozenset(old)
-        return [w for w in joiners if w not in unknown], NOBODY
+                self._proven[node] = (now, frozenset(party))
+        return fine, NOBODY
 
     def _hosts(self, nodes: Mapping[str, str]) -> dict[str, str]:
         return {node: info.host for worker, node in nodes.items() if (info := self._crew.info(worker)) is not None}
@@ -177,22 +201,24 @@ def fewest(broken: Collection[Pair], weights: Mapping[str, int], order: Mapping[
     """The nodes to do without so that no ``broken`` pair is left: those with the fewest workers (``weights``) together, and of choices that
     cost the same the one whose nodes are part of more pairs, then that with the later nodes (``order``).
 
-    A minimum vertex cover, found by branch and bound; for hundreds of nodes in a tangle the best that :data:`STEPS` steps find.
+    A minimum vertex cover, found by branch and bound; of more than :data:`EXACTLY` nodes in a tangle, or after :data:`SEARCH_S`, what is
+    had if the node with the most broken pairs for its workers goes first, then the next.
     """
     ways: dict[str, set[str]] = {}
     for one, other in broken:
         ways.setdefault(one, set()).add(other)
         ways.setdefault(other, set()).add(one)
-    degree = {node: len(others) for node, others in ways.items()}
 
     def cost(chosen: frozenset[str]) -> tuple[int, int, int]:
-        return sum(weights[n] for n in chosen), -sum(degree[n] for n in chosen), -sum(order[n] for n in chosen)
+        return sum(weights[n] for n in chosen), -sum(len(ways[n]) for n in chosen), -sum(order[n] for n in chosen)
 
-    best = frozenset(ways)
-    left = STEPS
-    pending: list[tuple[frozenset[str], frozenset[str]]] = [(frozenset(), frozenset())]
-    while pending and left:
-        left -= 1
+    def worst(open_: Mapping[str, int]) -> str:
+        return max(open_, key=lambda n: (open_[n] / weights[n], order[n]))
+
+    best = _greedy(ways, worst)
+    end = time.monotonic() + SEARCH_S
+    pending: list[tuple[frozenset[str], frozenset[str]]] = [(frozenset(), frozenset())] if len(ways) <= EXACTLY else []
+    while pending and time.monotonic() < end:
         gone, kept = pending.pop()
         if sum(weights[n] for n in gone) > cost(best)[0]:
             continue
@@ -200,11 +226,26 @@ def fewest(broken: Collection[Pair], weights: Mapping[str, int], order: Mapping[
         if not open_:
             best = min(best, gone, key=cost)
             continue
-        node = max(open_, key=lambda n: (open_[n] / weights[n], order[n]))
-        if node not in kept and not ways[node] & kept - gone:
-            pending.append((gone | (ways[node] - gone), kept | {node}))
+        node = worst(open_)
+        if not ways[node] & kept:
+            pending.append((gone | ways[node], kept | {node}))
         pending.append((gone | {node}, kept))
     return best
+
+
+def _greedy(ways: Mapping[str, Collection[str]], worst: Callable[[Mapping[str, int]], str]) -> frozenset[str]:
+    left = {node: len(others) for node, others in ways.items()}
+    gone: set[str] = set()
+    while left:
+        node = worst(left)
+        gone.add(node)
+        del left[node]
+        for other in ways[node]:
+            if other in left:
+                left[other] -= 1
+                if not left[other]:
+                    del left[other]
+    return frozenset(gone)
 
 
 def _pair(one: str, other: str) -> Pair:

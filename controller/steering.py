@@ -40,6 +40,8 @@ class Steering:
     Attributes:
         leavers: workers that are in no generation and must give their shards to the next.
         asked: the generation that was asked to stop at its next boundary.
+        refusals: why workers that had become warm were not let in, since one was, or more are wanted.
+        untried: warm workers of whom it is not known yet whether they and the others reach each other.
         hire_failures: why workers that were hired of late did not become warm; ``failed_hires``: how many ever did not.
         stragglers: watches who is slow.
     """
@@ -67,6 +69,8 @@ class Steering:
         self.asked: Ticket | None = None
         self.hire_failures: list[str] = []
         self.failed_hires = 0
+        self.refusals: list[str] = []
+        self.untried: frozenset[str] = frozenset()
         self.stragglers = Stragglers(config, ledger, spec.capacity, spec.bounds.start, memo.stragglers, remember)
         self._drained: frozenset[str] = frozenset()
         self._save_now = False
@@ -111,6 +115,7 @@ class Steering:
         self.growth.tend(world.size, len(ready), len(outside) - len(ready), self.nodes.avoided)
         if self._desk.target > self._aim:
             self.hire_failures.clear()  # of another time
+            self.refusals.clear()
         self._aim = self._desk.target
         if self._aim > world.size and self._cannot_grow(world, outside):
             return
@@ -119,12 +124,15 @@ class Steering:
         unwanted = self.stragglers.unwanted(staying, self._aim, world.size + len(outside), self.failed_hires)
         there, warming = len(staying) - len(unwanted), len(outside) - len(ready) + self._crew.hiring
         todo = policy.staffing(there, len(ready), warming, self._aim, self._config.elastic.spares)
-        for _ in range(todo.hire + min(todo.spares, self.growth.spare_places(len(self.hire_failures)))):
+        failures = max(len(self.hire_failures), len(self.refusals))
+        for _ in range(todo.hire + min(todo.spares, self.growth.spare_places(failures))):
             self._crew.hire(self.nodes.avoided)
             self.growth.hired()
         self._ledger.beside(spares=len(ready) - max(0, self._aim - there), wishes=len(self._crew.places.wishes))
         for worker in outside[max(0, len(outside) - todo.dismiss) :]:
             self.let_go(worker)
+        if len(outside) > len(ready):
+            self.free_hemmed()
         if not todo.regroup:
             self._put_off = None
         elif len(staying) < world.size or not self._lets_one_be_written(world):  # whose node goes may go before that
@@ -139,8 +147,22 @@ class Steering:
         for worker, node in cut.workers.items():
             self._ledger.event("joiner_refused", worker=worker, node=node, reason=cut.why(node))
             self.hire_failed(cut.why(node))
+            self.refusals.append(cut.why(node))
             self.let_go(worker)
+        self.untried = frozenset(ready).difference(fine)
         return fine
+
+    def free_hemmed(self) -> None:
+        """Hire others for workers that have no place yet and may not have one on a node that is not avoided any more: where they may come
+        up is Ray's, and can't be changed."""
+        hemmed = self._crew.hemmed(self.nodes.avoided)
+        if hemmed and not self._config.watches_room:  # else the growth asks
+            self._crew.wish(0)
+        for worker in hemmed:
+            if worker in self._crew.places.unplaced:
+                self.let_go(worker)
+                self._crew.hire(self.nodes.avoided)
+                self.growth.hired()
 
     def leaving(self, workers: Iterable[str]) -> frozenset[str]:
         """Those of ``workers`` whose node is about to go."""
@@ -184,11 +206,12 @@ class Steering:
     def _cannot_grow(self, world: World, outside: list[str]) -> bool:
         """Whether workers that were hired don't come: then train on with those that do."""
         late = self._late(growing=self._desk.reason == "growth")
-        if len(self.hire_failures) > self._config.elastic.max_recoveries_without_progress:
+        if max(len(self.hire_failures), len(self.refusals)) > self._config.elastic.max_recoveries_without_progress:
             late = list(self._crew.warming())
         elif not late:
             return False
-        why = self.hire_failures[-1] if self.hire_failures else f"no place or not warm after {self._crew.age(late[0]):.0f} s"
+        failures = self.hire_failures or self.refusals
+        why = failures[-1] if failures else f"no place or not warm after {self._crew.age(late[0]):.0f} s"
         for worker in late:
             self.let_go(worker)
         self._ledger.event("rescale_abandoned", **{"from": world.size, "to": self._desk.target, "error": why})

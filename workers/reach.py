@@ -22,22 +22,23 @@ import psutil
 
 _log = logging.getLogger(__name__)
 
-AT_ONCE = 200
+AT_ONCE = 500
 """Connections that are tried at a time: a process may have 1,024 files open."""
 GLOO = "GLOO_SOCKET_IFNAME"
 
 
 def choose_interface(node: str) -> str | None:
-    """Have gloo use the interface that has the address ``node``, by which the cluster's nodes know this one; its name, if it was chosen
-    here.
+    """Have gloo use the interface that has the address ``node``, by which the cluster's nodes know this one, where this machine's name has
+    no address but the loopback's, which no other machine reaches; the interface, if it was chosen here.
 
-    Without that gloo uses the address of this machine's name, which is the loopback's on many: no other machine reaches it. What is set in
-    ``GLOO_SOCKET_IFNAME`` is left, and so is a name that has that address.
+    What is set in ``GLOO_SOCKET_IFNAME`` is left.
     """
-    if os.environ.get(GLOO) or _named() == node:
+    named = _named()
+    if os.environ.get(GLOO) or (named is not None and not ipaddress.ip_address(named).is_loopback) or named == node:
         return None
     found = next((name for name, addresses in psutil.net_if_addrs().items() if any(one.address == node for one in addresses)), None)
     if found is not None:
+        _log.info("process groups use the interface %s, with the address %s: this machine's name is %s", found, node, named or "unknown")
         os.environ[GLOO] = found
     return found
 
@@ -101,7 +102,6 @@ def unreached(addresses: Mapping[str, str], wait_s: float) -> tuple[str, ...]:
 
 def _unreached(addresses: Mapping[str, str], wait_s: float) -> list[str]:
     found: list[str] = []
-    deadline = time.monotonic() + wait_s
     with selectors.DefaultSelector() as waiting:
         for name, address in addresses.items():
             host, _, port = address.rpartition(":")
@@ -114,8 +114,14 @@ def _unreached(addresses: Mapping[str, str], wait_s: float) -> list[str]:
             line.close()
             if not _is_reached(code):
                 found.append(name)
-        while waiting.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in waiting.select(left):
+        # From now on: where other threads are busy, to begin all that takes its time.
+        deadline = time.monotonic() + wait_s
+        while waiting.get_map():
+            left = deadline - time.monotonic()
+            there = waiting.select(max(0.0, left))
+            if not there and left <= 0:
+                break  # looked at after the time was over: what had come by then counts, though this thread was late to see it
+            for key, _ in there:
                 tried = key.fileobj
                 assert isinstance(tried, socket.socket)
                 code = tried.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -67,6 +67,11 @@ class Network:
         for here, there in ((one, other), (other, one)):
             _ip("-n", here.space, "neigh", "replace", there.ip, "lladdr", NOBODY, "dev", "eth0", "nud", "permanent")
 
+    def refuse(self, one: Host, other: Host) -> None:
+        """As :meth:`part`, but whoever begins a connection is told at once that there is no way."""
+        for here, there in ((one, other), (other, one)):
+            _ip("-n", here.space, "route", "add", "unreachable", f"{there.ip}/32")
+
     def join(self, one: Host, other: Host) -> None:
         """The reverse of :meth:`part`."""
         for here, there in ((one, other), (other, one)):

@@ -103,7 +103,7 @@ class Stage:
         """Whose node is about to go."""
         steering = SimpleNamespace(leavers=list(leavers), steer=lambda world: None, outside=lambda living: [], hire_failures=[], nodes=None)
         steering.nodes = SimpleNamespace(draining={}, avoided=frozenset())
-        steering.reach = SimpleNamespace(moves=lambda: None, cut_off=lambda members, leavers: NOBODY)
+        steering.reach = SimpleNamespace(moves=lambda: None, cut_off=lambda members, leavers=(): NOBODY)
         steering.leaving = lambda workers: self.leaving & set(workers)
         steering.stragglers = SimpleNamespace(leaving=lambda *about: frozenset())
         made._crew, made._steering, made._gone, made._inherited = crew, steering, {}, None
@@ -113,6 +113,8 @@ class Stage:
         made._ledger.waits, made._ledger.state = lambda waiting: None, RunState.RESCALING
         made._hangs, made._laggards = HangWatch(), SimpleNamespace(late=lambda *about: {})
         made._keeper = SimpleNamespace(abandon=lambda: None, layouts=SimpleNamespace(told=True, ahead=lambda worlds: None))
+        steering.untried, steering.free_hemmed = frozenset(), lambda: None
+        made._told_broken = None
         made._evidence = SimpleNamespace(failed=lambda *about: None)
         made._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic), train=SimpleNamespace(steps=60))
         made._spec = SimpleNamespace(bounds=Bounds())
@@ -674,6 +676,7 @@ def test_a_change_that_can_wait_lets_a_checkpoint_be_written_and_a_drain_does_no
     steering: Any = Steering.__new__(Steering)
     steering._crew, steering.leavers, steering.asked, steering.hire_failures, steering.failed_hires = crew, [], None, [], 0
     steering._saves, steering._put_off, steering._aim, steering._save_now = SimpleNamespace(busy=writes == "a commit"), None, 0, False
+    steering.refusals, steering.untried, crew.hemmed = [], frozenset(), lambda avoided: []
     steering._drained, steering.nodes = frozenset(), SimpleNamespace(draining={}, avoided=frozenset())
     steering._spec, steering.reach = SimpleNamespace(bounds=Bounds()), SimpleNamespace(admitted=lambda ready, members: (ready, NOBODY))
     steering._desk = SimpleNamespace(stop=None, target=1, reason="manual", want=lambda *about: None)

@@ -181,12 +181,15 @@ def test_a_worker_that_the_others_do_not_reach_is_not_let_in_and_nobody_stops_fo
 
 
 @pytest.mark.slow
-def test_a_run_that_begins_on_hosts_of_which_one_is_not_reached_trains_on_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", [False, True], ids=["nothing gets there", "connections are refused"])
+def test_a_run_that_begins_on_hosts_of_which_one_is_not_reached_trains_on_the_others(told: bool, tmp_path: Path) -> None:
     with network(3) as net, cluster(2, 2, 2, system=TUNED, net=net) as nodes:
-        part(net, 1, 0, 2)
+        for other in (0, 2):
+            (net.refuse if told else net.part)(net.hosts[1], net.hosts[other])
         with parted(net, nodes, tmp_path, "begins") as run:
             until(lambda: run.steps() >= 20, 150, "step 20")
             (cut,) = run.of("cut_off")
             assert run.hosts_of(cut["workers"]) == [net.hosts[1].ip]
             assert len(run.of("generation")[-1]["workers"]) == 4
+            assert {event["cause"] for event in run.of("worker_lost")} == {"node"}
             assert run.stop().accounting().exact

@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.controller.test_conductor import TICKET, WORLD, Crew, Stage, report
+from vescale_ray.config import ElasticSection
 from vescale_ray.controller import conductor as subject
 from vescale_ray.controller.hang import FIRST_S, LEAST_S, HangWatch
 from vescale_ray.controller.nodes import LONGEST_SHUN_S, SHUN_S, Nodes
-from vescale_ray.controller.reach import GAP_S, NOBODY, TRY_S, CutOff, Reach, fewest
-from vescale_ray.workers.messages import Phase, WorkerInfo
+from vescale_ray.controller.reach import GAP_S, NOBODY, PROVEN_S, TRY_S, CutOff, Reach, fewest
+from vescale_ray.controller.steering import Steering
+from vescale_ray.workers.messages import Fault, FaultKind, Phase, WorkerInfo
 
 
 class Reaching:
@@ -58,51 +60,64 @@ class Hosts:
         assert self.last is not None
         self.last.there = True
 
-    def cut_off(self, members: str, looks: int = 2) -> CutOff:
+    def cut_off(self, members: str, looks: int = 2, leavers: str = "") -> CutOff | None:
         """What is found in so many looks."""
-        found = NOBODY
+        found: CutOff | None = None
         for _ in range(looks):
-            assert self.reach.cut_off(members.split()) is NOBODY, "it has just been asked"
-            assert self.reach.cut_off(members.split()) is NOBODY, "nobody has answered"
+            for _ in range(2):
+                assert self.reach.cut_off(members.split(), leavers.split()) is None, "it has just been asked, and nobody has answered"
             self.answer()
-            found = self.reach.cut_off(members.split())
+            self.now += TRY_S
+            found = self.reach.cut_off(members.split(), leavers.split())
         return found
 
 
-def test_a_node_that_others_do_not_reach_has_to_go_with_all_its_workers_after_two_looks() -> None:
+def test_a_node_that_others_do_not_reach_would_have_to_go_with_all_its_workers_after_two_looks() -> None:
     hosts = Hosts("ac bc")
-    assert hosts.cut_off("a1 a2 b1 b2 c1 c2", looks=1) == NOBODY, "a network may stumble"
+    assert hosts.cut_off("a1 a2 b1 b2 c1 c2", looks=1) is None, "a network may stumble"
     found = hosts.cut_off("a1 a2 b1 b2 c1 c2", looks=1)
-    assert found == CutOff({"c1": "c", "c2": "c"}, {"c": ("a", "b")}, {"a": "host-a", "b": "host-b", "c": "host-c"})
+    names = {"a": "host-a", "b": "host-b", "c": "host-c"}
+    assert found == CutOff({"c1": "c", "c2": "c"}, {"c": ("a", "b")}, names, 2 * TRY_S)
     assert found.why("c") == "its node (host-c) and host-a, host-b do not reach each other"
     assert hosts.asked == 2 * [{"a1": ("b1", "c1"), "b1": ("a1", "c1"), "c1": ("a1", "b1")}], "one of each node tries"
+    # As long as it is not acted on it is looked at again, at once, and is known to last.
+    for looks in (3, 4, 5):
+        found = hosts.cut_off("a1 a2 b1 b2 c1 c2", looks=1)
+        assert found is not None and set(found.workers) == {"c1", "c2"} and found.lasts_s == looks * TRY_S
+    # Of what is found in each look, only what was found in all of them.
+    hosts.broken = {frozenset("bc")}
+    found = hosts.cut_off("a1 a2 b1 b2 c1 c2", looks=1)
+    assert found is not None and found.unreached == {"c": ("b",)} and found.lasts_s == 6 * TRY_S
+    hosts.broken = set()
+    assert hosts.cut_off("a1 a2 b1 b2 c1 c2", looks=1) == NOBODY
 
 
 def test_what_is_found_once_and_not_again_or_of_another_pair_each_time_counts_for_nothing() -> None:
     hosts = Hosts("ac")
     hosts.cut_off("a1 b1 c1", looks=1)
     hosts.broken = {frozenset("ab")}
-    assert hosts.cut_off("a1 b1 c1", looks=1) == NOBODY
+    assert hosts.cut_off("a1 b1 c1", looks=1) is None
     hosts.broken = set()
     assert hosts.cut_off("a1 b1 c1", looks=1) == NOBODY
     hosts.broken = {frozenset("ab")}
     hosts.now += 10 * GAP_S
-    assert hosts.cut_off("a1 b1 c1", looks=1) == NOBODY
-    assert set(hosts.cut_off("a1 b1 c1", looks=1).workers) == {"b1"}
+    assert hosts.cut_off("a1 b1 c1", looks=1) is None
+    found = hosts.cut_off("a1 b1 c1", looks=1)
+    assert found is not None and set(found.workers) == {"b1"} and found.lasts_s == 2 * TRY_S
     # Those that train have changed, or moved: what was found before is of another time.
     for moves in (True, False):
         other = Hosts("ab")
         other.cut_off("a1 b1", looks=1)
         if moves:
             other.reach.moves()
-        assert other.cut_off("a1 b1" if moves else "a1 b1 b2", looks=1) == NOBODY
+        assert other.cut_off("a1 b1" if moves else "a1 b1 b2", looks=1) is None
 
 
 def test_those_that_stand_still_for_another_reason_are_asked_less_and_less_often_until_they_move() -> None:
     hosts, times = Hosts(), []
     for _ in range(2000):
         before = len(hosts.asked)
-        assert hosts.reach.cut_off(["a1", "b1"]) == NOBODY
+        assert hosts.reach.cut_off(["a1", "b1"]) in (None, NOBODY)
         if len(hosts.asked) > before:
             times.append(hosts.now)
             hosts.answer()
@@ -121,11 +136,17 @@ def test_who_answers_speaks_for_its_node_and_who_has_no_door_or_no_other_node_be
     assert hosts.asked[-1]["c2"] == ("a1", "b1") and "c1" not in hosts.asked[-1]
     hosts.mute = {"c1", "c2"}  # though nobody there answers, others tell that they don't reach it
     hosts.reach.moves()
-    assert set(hosts.cut_off("a1 b1 c1 c2").workers) == {"c1", "c2"}
+    found = hosts.cut_off("a1 b1 c1 c2")
+    assert found is not None and set(found.workers) == {"c1", "c2"}
     alone = Hosts("ab")
     alone.doorless = {"b1"}
     for members in (["a1", "a2"], ["a1", "b1"]):
         assert alone.reach.cut_off(members) == NOBODY and not alone.asked
+
+
+def test_a_leaver_goes_before_those_that_train() -> None:
+    found = Hosts("ab").cut_off("a1", leavers="b1 b2")
+    assert found is not None and set(found.workers) == {"b1", "b2"}
 
 
 def admitted(hosts: Hosts, joiners: str, members: str, looks: int) -> tuple[list[str], CutOff]:
@@ -146,7 +167,10 @@ def test_a_joiner_is_let_in_once_its_node_and_all_others_reach_each_other() -> N
     assert hosts.asked == [{"a1": ("c1",), "b1": ("c1",), "c1": ("a1", "b1")}], "only the ways of the new one count"
     assert hosts.reach.admitted(["b2", "c1", "c2"], ["a1", "a2", "b1"]) == (["b2", "c1", "c2"], NOBODY)
     assert hosts.reach.admitted(["c3"], ["a1", "b1"]) == (["c3"], NOBODY) and len(hosts.asked) == 1, "it is known"
-    assert admitted(hosts, "d1", "a1 b1 c1", 1)[1] is NOBODY and hosts.reach.admitted(["d1"], ["a1"])[0] == ["d1"]
+    hosts.now += PROVEN_S - 1
+    assert hosts.reach.admitted(["c3"], ["a1", "b1"])[0] == ["c3"]
+    hosts.now += 2
+    assert hosts.reach.admitted(["c3"], ["a1", "b1"])[0] == [] and len(hosts.asked) == 2, "a spare that has waited for long"
 
 
 def test_a_joiner_that_one_member_does_not_reach_is_refused_after_two_looks_with_all_of_its_node() -> None:
@@ -157,20 +181,24 @@ def test_a_joiner_that_one_member_does_not_reach_is_refused_after_two_looks_with
     assert cut.why("c") == "its node (host-c) and host-a do not reach each other"
 
 
-def test_a_leaver_goes_before_those_that_train() -> None:
-    hosts = Hosts("ab")
-    for _ in range(2):
-        assert hosts.reach.cut_off(["a1"], ["b1", "b2"]) == NOBODY
-        hosts.answer()
-        found = hosts.reach.cut_off(["a1"], ["b1", "b2"])
-    assert set(found.workers) == {"b1", "b2"}
+def test_two_joiners_that_do_not_reach_each_other_are_not_let_in_together() -> None:
+    hosts = Hosts("cd")
+    admitted(hosts, "c1 d1", "a1 b1", 1)
+    assert hosts.reach.admitted(["c1", "d1"], ["a1", "b1"]) == (["c1"], NOBODY)
+    hosts.answer()
+    assert hosts.reach.admitted(["c1", "d1"], ["a1", "b1"]) == (["c1"], NOBODY)
+    hosts.reach.admitted(["c1", "d1"], ["a1", "b1"])
+    hosts.answer()
+    fine, cut = hosts.reach.admitted(["c1", "d1"], ["a1", "b1"])
+    assert fine == ["c1"] and cut.workers == {"d1": "d"} and cut.unreached == {"d": ("c",)}
 
 
 def test_a_node_that_had_to_go_is_tried_again_before_it_is_let_in() -> None:
     hosts = Hosts()
     admitted(hosts, "c1", "a1 b1", 1)
     hosts.broken = {frozenset("ac"), frozenset("bc")}
-    assert set(hosts.cut_off("a1 b1 c1").workers) == {"c1"}
+    found = hosts.cut_off("a1 b1 c1")
+    assert found is not None and set(found.workers) == {"c1"}
     before = len(hosts.asked)
     assert hosts.reach.admitted(["c2"], ["a1", "b1"]) == ([], NOBODY) and len(hosts.asked) == before + 1
 
@@ -242,6 +270,17 @@ def test_all_stand_still_where_nobody_makes_a_beat_for_the_bound_and_nobody_hang
         assert watch.stalled("ab", now) == (now - 10.0 >= LEAST_S + 0.001 and now >= 10.0 + LEAST_S), now
     watch.heard(report("a", Phase.PARKED), 13.0)
     assert not watch.stalled("ab", 13.0), "one of them is out: that is another matter"
+    # The steps take minutes, or a fixed bound does: it is asked long before the collective fails, at 30 s here.
+    for slow in (HangWatch(patience_s=30.0), HangWatch(fixed=300.0, patience_s=30.0)):
+        slow.begin(TICKET)
+        for step in range(4):
+            slow.stepped(TICKET, step, 200.0)
+        for phase, bound in ((Phase.TRAINING, 10.0), (Phase.FORMING, FIRST_S)):
+            for w in "ab":
+                slow.heard(replace(report(w, phase), beats=hash(phase) % 1000), 0.0)
+            slow._asked = None
+            assert not slow.verdict("ab", bound - 0.1) and not slow.stalled("ab", bound - 0.1)
+            assert slow.stalled("ab", bound + 0.1)
     never = HangWatch(fixed=0)
     never.begin(TICKET)
     for one in forming:
@@ -249,26 +288,170 @@ def test_all_stand_still_where_nobody_makes_a_beat_for_the_bound_and_nobody_hang
     assert not never.stalled("ab", 1000.0)
 
 
+class Cut:
+    """A stage of two workers on two nodes, of which b's is cut off for as long as the test says, and what is done about it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, members: str = "ab", cut: str = "b", **elastic: Any) -> None:
+        self.stage = Stage(Crew(*(report(w, Phase.TRAINING) for w in members)), filled=True, **elastic)
+        self.made: Any = self.stage.conductor
+        self.world = replace(WORLD, members=tuple(members))
+        self.found = CutOff(dict.fromkeys(cut, "n2"), {"n2": ("n1",)}, {"n1": "10.0.0.1", "n2": "10.0.0.2"}, 3.0)
+        self.shunned: list[str] = []
+        self.gone: list[str] = []
+        self.moved: list[bool] = []
+        self.ended: list[tuple[Any, ...]] = []
+        self.events: list[str] = []
+        steering = self.made._steering
+        steering.nodes.shun = self.shunned.append
+        self.stage.crew.info = {"spare": SimpleNamespace(node="n2"), "other": SimpleNamespace(node="n1")}.get  # type: ignore[attr-defined]
+        steering.outside, steering.let_go = lambda living: ["spare", "other"], self.gone.append
+        steering.reach = SimpleNamespace(moves=self._move, cut_off=lambda members, leavers=(): self.found)
+        self.made._evidence.hung = lambda path: None
+        self.made._told_broken = None
+        self.made._ledger.event = lambda kind, **about: self.events.append(kind)
+        self.made._hangs = SimpleNamespace(stalled=lambda members, now: True)
+        monkeypatch.setattr(subject, "end_hung", lambda crew, ledger, world, why, about: self.ended.append((why, about)))
+
+    def _move(self) -> None:
+        self.moved.append(True)
+
+    def acts(self) -> bool:
+        before = len(self.ended)
+        self.made._end_cut_off(self.world)
+        return len(self.ended) > before
+
+
 def test_who_is_cut_off_is_ended_as_one_whose_node_is_lost_and_its_node_is_shunned(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING)), filled=True)
-    made: Any = stage.conductor
-    cut = CutOff({"b": "n2"}, {"n2": ("n1",)}, {"n1": "10.0.0.1", "n2": "10.0.0.2"})
-    shunned: list[str] = []
-    ended: list[tuple[Any, ...]] = []
-    gone: list[str] = []
-    made._steering.nodes.shun = shunned.append
-    stage.crew.info = {"spare": SimpleNamespace(node="n2"), "other": SimpleNamespace(node="n1")}.get  # type: ignore[attr-defined]
-    made._steering.outside, made._steering.let_go = lambda living: ["spare", "other"], gone.append
-    moved: list[bool] = []
-    made._steering.reach = SimpleNamespace(moves=lambda: moved.append(True), cut_off=lambda members, leavers: cut)
-    made._evidence.hung = lambda path: None
-    monkeypatch.setattr(subject, "end_hung", lambda crew, ledger, world, why, about: ended.append((why, about)))
-    made._hangs = SimpleNamespace(stalled=lambda members, now: False)
-    made._end_cut_off(WORLD)
-    assert moved and not ended
-    made._hangs = SimpleNamespace(stalled=lambda members, now: True)
-    made._end_cut_off(WORLD)
-    assert shunned == ["n2"] and gone == ["spare"] and ended == [({"b": "its node (10.0.0.2) and 10.0.0.1 do not reach each other"}, cut)]
-    stage.crew.ended["b"] = 1.0
-    made._end_cut_off(WORLD)
-    assert len(ended) == 1, "what follows from that is seen in a moment"
+    cut = Cut(monkeypatch, replace_lost=True)
+    cut.made._hangs = SimpleNamespace(stalled=lambda members, now: False)
+    assert not cut.acts() and cut.moved
+    cut.made._hangs = SimpleNamespace(stalled=lambda members, now: True)
+    assert cut.acts() and len(cut.moved) == 1
+    assert cut.shunned == ["n2"] and cut.gone == ["spare"]
+    assert cut.ended == [({"b": "its node (10.0.0.2) and 10.0.0.1 do not reach each other"}, cut.found)]
+    cut.stage.crew.ended["b"] = 1.0
+    assert not cut.acts(), "what follows from that is seen in a moment"
+
+
+@pytest.mark.parametrize(
+    ("elastic", "waits"),
+    [
+        ({"replace_lost": True}, False),
+        ({"grow": True, "max_workers": 3}, False),
+        ({"spares": 1}, False),
+        ({}, True),
+        ({"replace_lost": True, "min_workers": 2}, True),
+    ],
+    ids=["replaced", "grows", "spare", "nobody comes", "too few would be left"],
+)
+def test_a_network_that_stumbles_is_waited_for_where_nobody_comes_for_who_is_cut_off_or_too_few_are_left(
+    monkeypatch: pytest.MonkeyPatch, elastic: dict[str, Any], waits: bool
+) -> None:
+    cut = Cut(monkeypatch, collective_timeout_s=20.0, **elastic)
+    assert cut.acts() == (not waits)
+    cut.found = replace(cut.found, lasts_s=9.9)
+    assert cut.acts() == (not waits)
+    cut.found = replace(cut.found, lasts_s=10.0)
+    assert cut.acts()
+
+
+def test_where_most_of_a_run_is_cut_off_it_is_no_node_s_fault_and_nobody_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = Cut(monkeypatch, "abc", "bc", replace_lost=True)
+    cut.found = replace(cut.found, lasts_s=1e6)
+    assert not cut.acts() and not cut.acts() and cut.events == ["network_broken"] and not cut.shunned, "told of once"
+
+
+@pytest.mark.parametrize("kind", [FaultKind.PEER, FaultKind.OWN])
+def test_where_a_collective_fails_at_once_since_a_node_is_cut_off_that_is_found_before_the_next_group_is_formed(
+    monkeypatch: pytest.MonkeyPatch, kind: FaultKind
+) -> None:
+    """A connection that is refused, or a host that the kernel calls unreachable, fails within a moment: three such generations, and the
+    run had failed."""
+    cut = Cut(monkeypatch, replace_lost=True)
+    fault = Fault(kind, "gloo: no route to host")
+    cut.stage.crew.reports = {w: report(w, Phase.PARKED, fault=fault) for w in "ab"}
+    ending = cut.made._watch(cut.world)
+    if kind is FaultKind.PEER:
+        assert ending.living == ("a",) and set(ending.lost) == {"b"} and ending.causes == {"b": "node"}
+        assert "do not reach each other" in ending.lost["b"]
+        assert (cut.made._budget.crashes, cut.made._budget.nodes) == (0, 1)
+    else:
+        assert ending.living == ("a", "b") and not cut.ended and cut.made._budget.crashes == 1
+
+
+def test_where_a_collective_fails_and_all_reach_each_other_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = Cut(monkeypatch)
+    answers: list[CutOff | None] = [None, None, NOBODY]
+    cut.made._steering.reach.cut_off = lambda members, leavers=(): answers.pop(0)
+    cut.stage.crew.reports = {w: report(w, Phase.PARKED, fault=Fault(FaultKind.PEER, "gloo: timed out")) for w in "ab"}
+    ending = cut.made._watch(cut.world)
+    assert ending.living == ("a", "b") and not answers and cut.stage.crew.now < 51.0 and cut.made._budget.crashes == 1
+    # One that never answers is no reason to wait for ever.
+    other = Cut(monkeypatch)
+    now = [0.0]
+    monkeypatch.setattr(subject.time, "monotonic", lambda: now[0])
+    other.stage.each_round = lambda passed: now.__setitem__(0, passed)
+    other.made._steering.reach.cut_off = lambda members, leavers=(): None
+    other.stage.crew.reports = cut.stage.crew.reports
+    assert other.made._watch(other.world).living == ("a", "b") and 15.0 < other.stage.crew.now - 50.0 < 25.0
+
+
+class Steered:
+    """The steering of a run of two workers that wants three, with ``ready`` beside them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ready: str = "", **elastic: Any) -> None:
+        crew: Any = Crew(*(report(w, Phase.TRAINING) for w in "ab"), *(report(w, Phase.IDLE) for w in ready))
+        self.crew = crew
+        self.let_go: list[str] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.wished: list[int] = []
+        steering: Any = Steering.__new__(Steering)
+        steering._crew, steering.leavers, steering.asked, steering.hire_failures, steering.failed_hires = crew, [], None, [], 0
+        steering.refusals, steering.untried, steering.nodes = [], frozenset(), Nodes()
+        steering._ledger = SimpleNamespace(event=lambda kind, **about: self.events.append((kind, about)))
+        steering._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic), watches_room=False)
+        steering.growth = SimpleNamespace(hired=lambda: None, ended=lambda complete: None, misplaced=list)
+        steering.let_go = self._let_go
+        crew.places = SimpleNamespace(wishes=(), unplaced=frozenset())
+        crew.wish = self._wish
+        self.steering = steering
+
+    def _let_go(self, worker: str) -> None:
+        self.let_go.append(worker)
+        self.crew.reports.pop(worker, None)
+
+    def _wish(self, count: int) -> None:
+        self.wished.append(count)
+        assert count == 0
+
+
+def test_who_is_refused_is_let_go_its_node_shunned_once_and_after_three_no_more_are_hired(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Steered(monkeypatch, "cde")
+    steering = table.steering
+    cut = CutOff({"c": "n2", "d": "n2"}, {"n2": ("n1",)}, {"n1": "10.0.0.1", "n2": "10.0.0.2"})
+    steering.reach = SimpleNamespace(admitted=lambda ready, members: ([], cut))
+    assert steering._admitted(["c", "d", "e"], WORLD) == [] and table.let_go == ["c", "d"]
+    assert steering.nodes._shunned["n2"][1] == 1 and steering.nodes.avoided == {"n2"}
+    assert [(kind, about["worker"], about["node"]) for kind, about in table.events] == [("joiner_refused", w, "n2") for w in "cd"]
+    assert steering.untried == {"c", "d", "e"}, "and e is the last to be taken, should one be needed now"
+    steering.hire_failures.clear()  # as each worker does that becomes warm
+    assert len(steering.refusals) == 2
+    steering.reach = SimpleNamespace(admitted=lambda ready, members: (ready, NOBODY))
+    assert steering._admitted(["e"], WORLD) == ["e"] and not steering.untried
+
+
+def test_who_may_not_come_up_on_a_node_that_may_be_had_again_is_hired_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Steered(monkeypatch)
+    crew, steering = table.crew, table.steering
+    avoided: list[Any] = []
+    crew.hemmed = lambda nodes: ["new1", "new2"] if not nodes else []
+    crew.hire = lambda nodes: avoided.append(nodes)
+    steering.nodes.shun("n2")
+    steering.free_hemmed()
+    assert not table.wished and not avoided, "nothing is asked while all are where they may be"
+    monkeypatch.setattr("vescale_ray.controller.nodes.time.monotonic", lambda: time.perf_counter() + 1e9)
+    steering.free_hemmed()
+    assert len(table.wished) == 1 and not avoided, "of none it is known that it has no place"
+    crew.places = SimpleNamespace(unplaced=frozenset({"new2", "new3"}))
+    steering.free_hemmed()
+    assert table.let_go == ["new2"] and avoided == [frozenset()]

@@ -37,6 +37,30 @@ def test_a_door_is_reached_again_and_again_and_by_many_at_once() -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
+def test_a_process_whose_threads_are_busy_takes_nobody_for_unreached_that_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To begin two hundred connections took it five seconds, and the time was over before it had looked at one."""
+    door, real = Door("127.0.0.1").address, socket.socket.connect_ex
+
+    class Slow(socket.socket):
+        def connect_ex(self, address: Any) -> int:
+            time.sleep(0.02)
+            return real(self, address)
+
+    monkeypatch.setattr(reach.socket, "socket", Slow)
+    assert unreached({f"w{i}": door for i in range(20)}, 0.1) == ()
+    monkeypatch.undo()
+
+    class Late(reach.selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+        def select(self, timeout: float | None = None) -> Any:
+            if timeout:
+                time.sleep(timeout + 0.2)  # its thread had its turn when the time was over
+                return []
+            return super().select(timeout)
+
+    monkeypatch.setattr(reach.selectors, "DefaultSelector", Late)
+    assert unreached({f"w{i}": door for i in range(20)}, 0.1) == ()
+
+
 def test_a_process_that_is_stopped_is_reached_and_one_whose_queue_is_full_is_not(tmp_path: Path) -> None:
     """The kernel answers for it. With a queue that holds nobody more it does not, as if its network were gone."""
     listens = socket.create_server(("127.0.0.1", 0), backlog=0)
@@ -99,9 +123,12 @@ def test_gloo_takes_the_interface_by_which_the_nodes_know_each_other_where_the_n
     assert group_address("10.9.0.7") == "192.0.2.7"
     monkeypatch.setenv(GLOO, "eth9")
     assert group_address("10.9.0.7") == "10.9.0.7"
-    # The name leads there: nothing is to be chosen. Nor where no interface has the address (one that is translated on its way).
-    addresses(monkeypatch, "10.9.0.7", eth0="10.9.0.7")
-    assert choose_interface("10.9.0.7") is None and GLOO not in os.environ and group_address("10.9.0.7") == "10.9.0.7"
+    # The name leads somewhere: nothing is to be chosen. Nor where no interface has the address (one that is translated on its way).
+    for named in ("10.9.0.7", "192.0.2.7"):
+        addresses(monkeypatch, named, eth0="10.9.0.7", ib0="192.0.2.7")
+        assert choose_interface("10.9.0.7") is None and GLOO not in os.environ and group_address("10.9.0.7") == named
+    addresses(monkeypatch, "127.0.0.1", lo="127.0.0.1")
+    assert choose_interface("127.0.0.1") is None and GLOO not in os.environ, "a cluster of this machine alone"
     addresses(monkeypatch, "127.0.1.1", eth0="10.9.0.7")
     assert choose_interface("203.0.113.1") is None and GLOO not in os.environ and group_address("203.0.113.1") == "127.0.1.1"
     addresses(monkeypatch, None, eth0="10.9.0.7")
