@@ -125,6 +125,7 @@ def form(
             store = _store(store_host, store_port, prefix, form_timeout_s)
             with lines.paused():
                 _meet(store, world, form_timeout_s, closed)
+            _count_groups_anew()
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
                 store=store,
@@ -144,6 +145,13 @@ def form(
         dissolve()
         raise GroupFailed(failure)
     return lines
+
+
+def _count_groups_anew() -> None:
+    """torch names groups by how many a process has made, and ranks meet under that name. It counts anew when the default group is
+    destroyed, and not where forming it has failed: so ranks that have got further than others, and joiners, would look for each other in
+    vain, in every generation from then on."""
+    dist.distributed_c10d._world.group_count = 0
 
 
 def dissolve() -> None:

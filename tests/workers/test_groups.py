@@ -91,6 +91,36 @@ def test_survivors_of_a_sigkill_are_out_within_two_seconds_and_meet_again_twenty
         assert max(fds[10:]) <= max(fds[:10]) and max(threads[10:]) <= max(threads[:10]), usage
 
 
+def _fail_to_form(state: State, port: int, prefix: str) -> str:
+    """In the middle of it, as when a rank is lost while the others connect to it."""
+    real = dist.distributed_c10d.ProcessGroupGloo
+
+    def lost(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("Gloo connectFullMesh failed with: Connection closed by peer")
+
+    dist.distributed_c10d.ProcessGroupGloo = lost  # type: ignore[assignment, misc]
+    try:
+        groups.form(HOST, port, prefix, 0, 1, "gloo", 30.0)
+    except GroupFailed as failure:
+        return str(failure)
+    finally:
+        dist.distributed_c10d.ProcessGroupGloo = real  # type: ignore[misc]
+    return ""
+
+
+def test_a_rank_that_failed_to_form_a_group_one_that_has_formed_it_and_one_that_is_new_meet_the_next_time() -> None:
+    """torch names a group by how many the process has begun: the three had waited for each other under three names, each time."""
+    with Fleet(3) as fleet:
+        assert "connectFullMesh" in fleet.run_each({0: (fleet.port, fleet.prefix())}, _fail_to_form)[0]
+        fleet.run_each({1: (fleet.port, fleet.prefix(), 0, 1)}, _form)
+        fleet.run([1], _dissolve)
+        for _ in range(2):
+            assert "connectFullMesh" in fleet.run_each({0: (fleet.port, fleet.prefix())}, _fail_to_form)[0]
+        prefix = fleet.prefix()
+        fleet.run_each({w: (fleet.port, prefix, w, 3) for w in range(3)}, _form)
+        assert set(fleet.run([0, 1, 2], _sum_of_ranks).values()) == {3.0}
+
+
 @pytest.mark.slow
 def test_survivors_of_a_rank_that_answers_nothing_are_out_when_their_lines_are_cut_and_it_is_when_it_wakes() -> None:
     """A machine that has stopped: no socket closes, and every collective would wait for its bound, 30 s."""
