@@ -435,7 +435,7 @@ class Conductor:
     def _lost_to_network(self, world: World, living: Sequence[str]) -> dict[str, Lost]:
         """A collective has failed, or no group was formed, though everybody is there: those whose nodes and others' don't reach each other.
         They are ended. Where all reach each other that is known at once."""
-        self._steering.reach.moves()
+        self._steering.reach.hurry()
         deadline = time.monotonic() + self._patience_s + 3 * TRY_S
         while time.monotonic() < deadline and not self.desk.stop and all(self._crew.alive(w) for w in living):
             cut = self._steering.reach.cut_off(living)

@@ -139,7 +139,12 @@ class Reach:
 
     def moves(self) -> None:
         """Those that train don't stand still (any more)."""
-        self._still.about, self._next, self._gap = (), 0.0, GAP_S
+        self._still.about = ()
+        self.hurry()
+
+    def hurry(self) -> None:
+        """There is more reason to look now than a moment ago."""
+        self._next, self._gap = 0.0, GAP_S
 
     def cut_off(self, members: Sequence[str], leavers: Sequence[str] = ()) -> CutOff | None:
         """All ``members`` stand still: those that would have to go, since their nodes and others' don't reach each other. None: not known

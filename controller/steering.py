@@ -156,8 +156,8 @@ class Steering:
         """Hire others for workers that have no place yet and may not have one on a node that is not avoided any more: where they may come
         up is Ray's, and can't be changed."""
         hemmed = self._crew.hemmed(self.nodes.avoided)
-        if hemmed and not self._config.watches_room:  # else the growth asks
-            self._crew.wish(0)
+        if hemmed:
+            self._crew.wish(len(self._crew.places.wishes), self.nodes.avoided)  # which of them have no place is heard with that
         for worker in hemmed:
             if worker in self._crew.places.unplaced:
                 self.let_go(worker)

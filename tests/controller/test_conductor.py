@@ -103,7 +103,7 @@ class Stage:
         """Whose node is about to go."""
         steering = SimpleNamespace(leavers=list(leavers), steer=lambda world: None, outside=lambda living: [], hire_failures=[], nodes=None)
         steering.nodes = SimpleNamespace(draining={}, avoided=frozenset())
-        steering.reach = SimpleNamespace(moves=lambda: None, cut_off=lambda members, leavers=(): NOBODY)
+        steering.reach = SimpleNamespace(moves=lambda: None, hurry=lambda: None, cut_off=lambda members, leavers=(): NOBODY)
         steering.leaving = lambda workers: self.leaving & set(workers)
         steering.stragglers = SimpleNamespace(leaving=lambda *about: frozenset())
         made._crew, made._steering, made._gone, made._inherited = crew, steering, {}, None

@@ -124,9 +124,13 @@ def test_those_that_stand_still_for_another_reason_are_asked_less_and_less_often
         hosts.now += 0.1
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert gaps[:5] == pytest.approx([GAP_S * 2**n for n in range(5)], abs=0.3) and max(gaps) < 61
-    hosts.reach.moves()
-    hosts.reach.cut_off(["a1", "b1"])
-    assert len(hosts.asked) == len(times) + 1
+    for again in (hosts.reach.moves, hosts.reach.hurry):
+        before = len(hosts.asked)
+        again()
+        for _ in range(2):
+            hosts.reach.cut_off(["a1", "b1"])
+            hosts.answer()
+        assert len(hosts.asked) == before + 1 and hosts.reach.cut_off(["a1", "b1"]) is None
 
 
 def test_who_answers_speaks_for_its_node_and_who_has_no_door_or_no_other_node_beside_it_is_not_tried() -> None:
@@ -305,7 +309,7 @@ class Cut:
         steering.nodes.shun = self.shunned.append
         self.stage.crew.info = {"spare": SimpleNamespace(node="n2"), "other": SimpleNamespace(node="n1")}.get  # type: ignore[attr-defined]
         steering.outside, steering.let_go = lambda living: ["spare", "other"], self.gone.append
-        steering.reach = SimpleNamespace(moves=self._move, cut_off=lambda members, leavers=(): self.found)
+        steering.reach = SimpleNamespace(moves=self._move, hurry=lambda: None, cut_off=lambda members, leavers=(): self.found)
         self.made._evidence.hung = lambda path: None
         self.made._told_broken = None
         self.made._ledger.event = lambda kind, **about: self.events.append(kind)
@@ -420,9 +424,9 @@ class Steered:
         self.let_go.append(worker)
         self.crew.reports.pop(worker, None)
 
-    def _wish(self, count: int) -> None:
+    def _wish(self, count: int, avoid: Collection[str]) -> None:
         self.wished.append(count)
-        assert count == 0
+        assert count == len(self.crew.places.wishes) and not avoid
 
 
 def test_who_is_refused_is_let_go_its_node_shunned_once_and_after_three_no_more_are_hired(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,6 +456,6 @@ def test_who_may_not_come_up_on_a_node_that_may_be_had_again_is_hired_anew(monke
     monkeypatch.setattr("vescale_ray.controller.nodes.time.monotonic", lambda: time.perf_counter() + 1e9)
     steering.free_hemmed()
     assert len(table.wished) == 1 and not avoided, "of none it is known that it has no place"
-    crew.places = SimpleNamespace(unplaced=frozenset({"new2", "new3"}))
+    crew.places = SimpleNamespace(unplaced=frozenset({"new2", "new3"}), wishes=(None,))
     steering.free_hemmed()
     assert table.let_go == ["new2"] and avoided == [frozenset()]
