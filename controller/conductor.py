@@ -434,7 +434,7 @@ class Conductor:
 
     def _lost_to_network(self, world: World, living: Sequence[str]) -> dict[str, Lost]:
         """A collective has failed, or no group was formed, though everybody is there: those whose nodes and others' don't reach each other.
-        They are ended. Where all reach each other that is known at once."""
+        They are ended. Where all reach each other that is known at once. Who dies meanwhile is lost, too."""
         self._steering.reach.hurry()
         deadline = time.monotonic() + self._patience_s + 3 * TRY_S
         while time.monotonic() < deadline and not self.desk.stop and all(self._crew.alive(w) for w in living):
@@ -446,7 +446,7 @@ class Conductor:
                 self._do_without(world, cut)
                 return {w: Lost(w, infos[w], f"killed: {cut.why(node)}", Cause.NODE) for w, node in cut.workers.items()}
             self._tick()
-        return {}
+        return {w: self._gone.get(w, Lost(w, None, "its process died")) for w in living if not self._crew.alive(w)}
 
     @property
     def _patience_s(self) -> float:

@@ -398,6 +398,13 @@ def test_where_a_collective_fails_and_all_reach_each_other_nobody_is_waited_for(
     other.made._steering.reach.cut_off = lambda members, leavers=(): None
     other.stage.crew.reports = cut.stage.crew.reports
     assert other.made._watch(other.world).living == ("a", "b") and 15.0 < other.stage.crew.now - 50.0 < 25.0
+    # Who dies meanwhile is lost.
+    third = Cut(monkeypatch)
+    third.made._steering.reach.cut_off = lambda members, leavers=(): None
+    third.stage.crew.reports = dict(cut.stage.crew.reports)
+    third.stage.each_round = lambda passed: None if passed < 1.0 else (third.stage.crew.reports.pop("b", None), None)[1]
+    ending = third.made._watch(third.world)
+    assert ending.living == ("a",) and set(ending.lost) == {"b"} and third.stage.crew.now < 52.0
 
 
 class Steered:
