@@ -250,10 +250,11 @@ class Conductor:
         try:
             deadline = time.monotonic() + self._spec.bounds.replace
             while time.monotonic() < deadline and not self.desk.stop:
+                # Without more there is no training: a node that was cut off may do by now.
                 for _ in range(hire):
-                    self._crew.hire(self._steering.nodes.avoided)
+                    self._crew.hire(self._steering.nodes.draining.keys())
                 self._tick()
-                self._steering.free_hemmed()
+                self._steering.free_hemmed(self._steering.nodes.draining.keys())
                 if len(self._crew.ready()) >= workers:
                     return True
                 hire = max(0, workers - len(self._crew.ready()) - len(self._crew.warming()) - self._crew.hiring)
@@ -436,17 +437,20 @@ class Conductor:
         """A collective has failed, or no group was formed, though everybody is there: those whose nodes and others' don't reach each other.
         They are ended. Where all reach each other that is known at once. Who dies meanwhile is lost, too."""
         self._steering.reach.hurry()
+        steering, lost = self._steering, dict[str, Lost]()
         deadline = time.monotonic() + self._patience_s + 3 * TRY_S
-        while time.monotonic() < deadline and not self.desk.stop and all(self._crew.alive(w) for w in living):
-            cut = self._steering.reach.cut_off(living)
+        while time.monotonic() < deadline and not self.desk.stop and not any(self._crew.doomed(w) for w in living):
+            leavers = [w for w in steering.leavers if not self._crew.doomed(w)]
+            cut = steering.reach.cut_off(living, leavers)
             if cut is not None and not cut.workers:
                 break
             if cut is not None and self._has_to_be(world, living, cut):
-                infos = {worker: self._crew.info(worker) for worker in cut.workers}
+                lost = {w: Lost(w, self._crew.info(w), f"killed: {cut.why(n)}", Cause.NODE) for w, n in cut.workers.items() if w in living}
                 self._do_without(world, cut)
-                return {w: Lost(w, infos[w], f"killed: {cut.why(node)}", Cause.NODE) for w, node in cut.workers.items()}
+                steering.leavers = [w for w in steering.leavers if w not in cut.workers]
+                break
             self._tick()
-        return {w: self._gone.get(w, Lost(w, None, "its process died")) for w in living if not self._crew.alive(w)}
+        return {w: self._gone.get(w, Lost(w, None, "its process died")) for w in living if self._crew.doomed(w)} | lost
 
     @property
     def _patience_s(self) -> float:
@@ -466,6 +470,8 @@ class Conductor:
             return False
         come = elastic.replace_lost or elastic.grow or elastic.spares >= len(gone)
         enough = len(members) - len(gone) >= elastic.min_workers
+        if not come and not enough:
+            return False  # it would end the run: the collectives' bound and the budget decide
         return (come and enough) or cut.lasts_s >= self._patience_s
 
     def _do_without(self, world: World, cut: CutOff) -> None:

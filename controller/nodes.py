@@ -20,8 +20,11 @@ from vescale_ray.controller.room import places
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.25
-SHUN_S, LONGEST_SHUN_S = 60.0, 3600.0
-"""A node that others don't reach is left alone for so long; twice as long each time."""
+SHUN_S, LONGEST_SHUN_S = 60.0, 120.0
+"""A node that others don't reach is left alone for so long, the next time for longer. Shorter than a worker is waited for that has no place
+(``Bounds``): who is hired there too early is tried, and refused."""
+FORGET_S = 600.0
+"""After so long it is as if it had not been."""
 ROOM_POLLS = 2
 """What is free is asked for every so many polls."""
 
@@ -62,8 +65,10 @@ class Nodes:
 
     def shun(self, node: str) -> None:
         """Have no worker on ``node`` for a while: others don't reach it."""
-        _, times = self._shunned.get(node, (0.0, 0))
-        self._shunned[node] = (time.monotonic() + min(SHUN_S * 2.0**times, LONGEST_SHUN_S), times + 1)
+        now = time.monotonic()
+        until, times = self._shunned.get(node, (0.0, 0))
+        times = 0 if now > until + FORGET_S else times
+        self._shunned[node] = (now + min(SHUN_S * 2.0**times, LONGEST_SHUN_S), times + 1)
 
     @property
     def avoided(self) -> frozenset[str]:

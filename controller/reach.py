@@ -156,6 +156,7 @@ class Reach:
         broken = None if now < self._next else self._still.twice(party, nodes, now)
         if broken is None:
             return None
+        broken = frozenset(pair for pair in broken if set(pair) <= set(nodes.values()))  # who is gone is nobody's neighbour
         if not broken:
             self._next, self._gap = now + self._gap, min(2 * self._gap, LONGEST_GAP_S)
             return NOBODY

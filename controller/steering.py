@@ -7,7 +7,7 @@ loop while all members train, from its thread alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
@@ -75,6 +75,8 @@ class Steering:
         self._drained: frozenset[str] = frozenset()
         self._save_now = False
         self._aim = 0
+        self._short = False
+        """More workers are wanted than train."""
         self._put_off: float | None = None
         """Since when the change that is wanted waits for a checkpoint."""
 
@@ -117,6 +119,11 @@ class Steering:
             self.hire_failures.clear()  # of another time
             self.refusals.clear()
         self._aim = self._desk.target
+        if self._aim <= world.size:
+            self._short = False
+        elif not self._short:
+            self._short = True
+            self.refusals.clear()  # of spares
         if self._aim > world.size and self._cannot_grow(world, outside):
             return
         if self._aim <= world.size:
@@ -132,7 +139,7 @@ class Steering:
         for worker in outside[max(0, len(outside) - todo.dismiss) :]:
             self.let_go(worker)
         if len(outside) > len(ready):
-            self.free_hemmed()
+            self.free_hemmed(self.nodes.avoided)
         if not todo.regroup:
             self._put_off = None
         elif len(staying) < world.size or not self._lets_one_be_written(world):  # whose node goes may go before that
@@ -149,19 +156,21 @@ class Steering:
             self.hire_failed(cut.why(node))
             self.refusals.append(cut.why(node))
             self.let_go(worker)
+        if self.untried.intersection(fine):
+            self.refusals.clear()
         self.untried = frozenset(ready).difference(fine)
         return fine
 
-    def free_hemmed(self) -> None:
-        """Hire others for workers that have no place yet and may not have one on a node that is not avoided any more: where they may come
-        up is Ray's, and can't be changed."""
-        hemmed = self._crew.hemmed(self.nodes.avoided)
+    def free_hemmed(self, avoid: Collection[str]) -> None:
+        """Hire others for workers that have no place yet and may not have one on a node that is not among those to ``avoid`` any more:
+        where they may come up is Ray's, and can't be changed."""
+        hemmed = self._crew.hemmed(avoid)
         if hemmed:
-            self._crew.wish(len(self._crew.places.wishes), self.nodes.avoided)  # which of them have no place is heard with that
+            self._crew.wish(len(self._crew.places.wishes), avoid)  # which of them have no place is heard with that
         for worker in hemmed:
             if worker in self._crew.places.unplaced:
                 self.let_go(worker)
-                self._crew.hire(self.nodes.avoided)
+                self._crew.hire(avoid)
                 self.growth.hired()
 
     def leaving(self, workers: Iterable[str]) -> frozenset[str]:
@@ -214,6 +223,8 @@ class Steering:
         why = failures[-1] if failures else f"no place or not warm after {self._crew.age(late[0]):.0f} s"
         for worker in late:
             self.let_go(worker)
+        self.refusals.clear()  # acted on; else it would be abandoned again and again
+        self.hire_failures.clear()
         self._ledger.event("rescale_abandoned", **{"from": world.size, "to": self._desk.target, "error": why})
         self.growth.ended(complete=False)
         self._desk.want(min(self._desk.target, world.size + len([w for w in outside if w not in late])), self._desk.reason)

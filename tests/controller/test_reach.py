@@ -17,7 +17,8 @@ from tests.controller.test_conductor import TICKET, WORLD, Crew, Stage, report
 from vescale_ray.config import ElasticSection
 from vescale_ray.controller import conductor as subject
 from vescale_ray.controller.hang import FIRST_S, LEAST_S, HangWatch
-from vescale_ray.controller.nodes import LONGEST_SHUN_S, SHUN_S, Nodes
+from vescale_ray.controller.nodes import FORGET_S, LONGEST_SHUN_S, SHUN_S, Nodes
+from vescale_ray.controller.protocol import Bounds
 from vescale_ray.controller.reach import GAP_S, NOBODY, PROVEN_S, TRY_S, CutOff, Reach, fewest
 from vescale_ray.controller.steering import Steering
 from vescale_ray.workers.messages import Fault, FaultKind, Phase, WorkerInfo
@@ -236,16 +237,18 @@ def test_of_choices_that_cost_the_same_that_with_more_broken_ways_goes_then_the_
     assert time.monotonic() - began < 5.0
 
 
-def test_a_node_that_others_do_not_reach_is_shunned_for_a_time_that_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_others_do_not_reach_is_shunned_for_a_while_which_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes, now = Nodes(), 50.0
     monkeypatch.setattr("vescale_ray.controller.nodes.time.monotonic", lambda: now)
-    for times in range(10):
+    assert max(SHUN_S, LONGEST_SHUN_S) < min(Bounds().start, Bounds().replace), "who waits for a place there outlasts it"
+    for lasts in (SHUN_S, LONGEST_SHUN_S, LONGEST_SHUN_S, SHUN_S):
         nodes.shun("a")
-        lasts = min(SHUN_S * 2**times, LONGEST_SHUN_S)
         now += lasts - 1
         assert nodes.avoided == {"a"}
         now += 2
         assert nodes.avoided == frozenset()
+        if lasts == LONGEST_SHUN_S and nodes._shunned["a"][1] == 3:
+            now += FORGET_S
     nodes._draining = {"b": float("inf")}
     assert nodes.avoided == {"b"}
 
@@ -359,6 +362,12 @@ def test_a_network_that_stumbles_is_waited_for_where_nobody_comes_for_who_is_cut
     assert cut.acts()
 
 
+def test_nobody_is_ended_where_that_would_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = Cut(monkeypatch, min_workers=2)
+    cut.found = replace(cut.found, lasts_s=1e6)
+    assert not cut.acts() and not cut.shunned
+
+
 def test_where_most_of_a_run_is_cut_off_it_is_no_node_s_fault_and_nobody_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     cut = Cut(monkeypatch, "abc", "bc", replace_lost=True)
     cut.found = replace(cut.found, lasts_s=1e6)
@@ -448,7 +457,21 @@ def test_who_is_refused_is_let_go_its_node_shunned_once_and_after_three_no_more_
     steering.hire_failures.clear()  # as each worker does that becomes warm
     assert len(steering.refusals) == 2
     steering.reach = SimpleNamespace(admitted=lambda ready, members: (ready, NOBODY))
-    assert steering._admitted(["e"], WORLD) == ["e"] and not steering.untried
+    assert steering._admitted(["e"], WORLD) == ["e"] and not steering.untried and not steering.refusals, "one is let in"
+
+
+def test_a_growth_of_which_many_are_refused_goes_on_with_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four refused at once, more than the limit: it was abandoned again in each round, and the good one never let in."""
+    table = Steered(monkeypatch, "cdefg")
+    steering = table.steering
+    cut = CutOff(dict.fromkeys("cdef", "n2"), {"n2": ("n1",)}, {"n1": "10.0.0.1", "n2": "10.0.0.2"})
+    steering.reach = SimpleNamespace(admitted=lambda ready, members: (["g"], cut))
+    steering._admitted(list("cdefg"), WORLD)
+    wanted: list[int] = []
+    steering._desk = SimpleNamespace(target=7, reason="growth", want=lambda workers, reason: wanted.append(workers))
+    steering._spec = SimpleNamespace(bounds=Bounds())
+    assert steering._cannot_grow(WORLD, ["g"]) and wanted == [3]
+    assert not steering._cannot_grow(WORLD, ["g"]) and wanted == [3], "it is acted on once"
 
 
 def test_who_may_not_come_up_on_a_node_that_may_be_had_again_is_hired_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,11 +481,11 @@ def test_who_may_not_come_up_on_a_node_that_may_be_had_again_is_hired_anew(monke
     crew.hemmed = lambda nodes: ["new1", "new2"] if not nodes else []
     crew.hire = lambda nodes: avoided.append(nodes)
     steering.nodes.shun("n2")
-    steering.free_hemmed()
+    steering.free_hemmed(steering.nodes.avoided)
     assert not table.wished and not avoided, "nothing is asked while all are where they may be"
     monkeypatch.setattr("vescale_ray.controller.nodes.time.monotonic", lambda: time.perf_counter() + 1e9)
-    steering.free_hemmed()
+    steering.free_hemmed(steering.nodes.avoided)
     assert len(table.wished) == 1 and not avoided, "of none it is known that it has no place"
     crew.places = SimpleNamespace(unplaced=frozenset({"new2", "new3"}), wishes=(None,))
-    steering.free_hemmed()
+    steering.free_hemmed(steering.nodes.avoided)
     assert table.let_go == ["new2"] and avoided == [frozenset()]
