@@ -21,7 +21,7 @@ class Cause(StrEnum):
     ERROR      a worker raised: a bug, out of memory, damaged data
     KILLED     a worker's process ended: ``os._exit``, a signal, the machine's or Ray's memory monitor
     HANG       a worker made no progress and was ended, or a collective failed though nobody was lost
-    NODE       its node was lost, was about to go, or does not answer
+    NODE       its node was lost, was about to go, does not answer, or is not reached by the others'
     CONTROLLER the controller was restarted
     ========== =====================================================================================================
     """

@@ -25,6 +25,7 @@ from vescale_ray.controller.crew import POLL_WAIT_S, Crew, Heard, Lost, News, Nu
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.evidence import Evidence
 from vescale_ray.controller.goodput import Loss
+from vescale_ray.controller.growth import PLACE_S
 from vescale_ray.controller.hang import HangWatch
 from vescale_ray.controller.hang_report import end_hung
 from vescale_ray.controller.keeper import Keeper
@@ -244,17 +245,18 @@ class Conductor:
     def _await(self, ended: Ending, workers: int, hire: int) -> bool:
         """Wait until ``workers`` are there, survivors included; whether they came in time."""
         self._remember()  # it may take minutes
-        elastic, failures = self._config.elastic, self._steering.hire_failures
+        elastic, failures, nodes = self._config.elastic, self._steering.hire_failures, self._steering.nodes
         failures.clear()
         self._ledger.waits(True)
         try:
-            deadline = time.monotonic() + self._spec.bounds.replace
-            while time.monotonic() < deadline and not self.desk.stop:
-                # Without more there is no training: a node that was cut off may do by now.
+            began = time.monotonic()
+            while (waited := time.monotonic() - began) < self._spec.bounds.replace and not self.desk.stop:
+                # Without more there is no training: where no other node has a place, one that was cut off may do by now.
+                avoid = nodes.avoided if waited < PLACE_S else nodes.draining.keys()
                 for _ in range(hire):
-                    self._crew.hire(self._steering.nodes.draining.keys())
+                    self._crew.hire(avoid)
                 self._tick()
-                self._steering.free_hemmed(self._steering.nodes.draining.keys())
+                self._steering.free_hemmed(avoid)
                 if len(self._crew.ready()) >= workers:
                     return True
                 hire = max(0, workers - len(self._crew.ready()) - len(self._crew.warming()) - self._crew.hiring)
@@ -435,7 +437,8 @@ class Conductor:
 
     def _lost_to_network(self, world: World, living: Sequence[str]) -> dict[str, Lost]:
         """A collective has failed, or no group was formed, though everybody is there: those whose nodes and others' don't reach each other.
-        They are ended. Where all reach each other that is known at once. Who dies meanwhile is lost, too."""
+        They are ended, and so are leavers, who are among those gone afterwards. Where all reach each other that is known at once. Who dies
+        meanwhile is lost, too."""
         self._steering.reach.hurry()
         steering, lost = self._steering, dict[str, Lost]()
         deadline = time.monotonic() + self._patience_s + 3 * TRY_S
@@ -447,6 +450,8 @@ class Conductor:
             if cut is not None and self._has_to_be(world, living, cut):
                 lost = {w: Lost(w, self._crew.info(w), f"killed: {cut.why(n)}", Cause.NODE) for w, n in cut.workers.items() if w in living}
                 self._do_without(world, cut)
+                for worker in set(steering.leavers).intersection(cut.workers):
+                    self._gone[worker] = Lost(worker, self._crew.info(worker), f"killed: {cut.why(cut.workers[worker])}", Cause.NODE)
                 steering.leavers = [w for w in steering.leavers if w not in cut.workers]
                 break
             self._tick()
@@ -468,11 +473,17 @@ class Conductor:
                 self._told_broken = world.ticket
                 self._ledger.event("network_broken", workers=gone, unreached={node: list(others) for node, others in cut.unreached.items()})
             return False
-        come = elastic.replace_lost or elastic.grow or elastic.spares >= len(gone)
+        come = elastic.replace_lost or elastic.grow or len(self._spares(world, cut)) >= len(gone)
         enough = len(members) - len(gone) >= elastic.min_workers
         if not come and not enough:
             return False  # it would end the run: the collectives' bound and the budget decide
         return (come and enough) or cut.lasts_s >= self._patience_s
+
+    def _spares(self, world: World, cut: CutOff) -> list[str]:
+        """Warm workers beside the members that could take a place, on nodes that are not cut off themselves."""
+        ready, nodes = self._crew.ready(), set(cut.workers.values())
+        spares = [w for w in self._steering.outside(world.members) if w in ready]
+        return [w for w in spares if (info := self._crew.info(w)) is not None and info.node not in nodes]
 
     def _do_without(self, world: World, cut: CutOff) -> None:
         """End those that are cut off, and have nobody on their nodes for a while."""
@@ -540,6 +551,7 @@ class Conductor:
 
     def _end(self, world: World, living: list[str], gone: dict[str, Lost], first_sign: float | None) -> Ending:
         faults = {w: fault for w in living if (fault := self._fault(w, world)) is not None}
+        leavers = tuple(self._steering.leavers)
         if faults and not gone and all(fault.kind is FaultKind.PEER for fault in faults.values()):
             gone = self._lost_to_network(world, living)
             living = [w for w in living if w not in gone]
@@ -554,9 +566,9 @@ class Conductor:
         if not ending.clean:
             self._keeper.abandon()
             # A leaver that is lost before all is given, mostly since its node went, breaks the generation as well. So does one that fails.
-            givers = self._steering.leavers if not ledger.all_filled else ()
+            givers = leavers if not ledger.all_filled else ()
             own = {w: f for w in (*living, *givers) if (f := self._fault(w, world)) is not None and f.kind is not FaultKind.PEER}
-            every = gone | {w: self._gone[w] for w in givers if w in self._gone and not self._crew.alive(w)}
+            every = gone | {w: self._gone[w] for w in givers if w in self._gone and self._crew.doomed(w)}
             causes = {one.cause for one in every.values()} | ({Cause.ERROR} if own else set())
             errors = [f"{w}: {one.reason}" for w, one in every.items()] + [f"{w}: {f.text}" for w, f in own.items()]
             if self._memo.failed != world.ticket.generation:  # else an earlier life of the controller has counted it

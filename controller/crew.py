@@ -54,6 +54,9 @@ DEATH_S = 1.0
 GONE_S = 3.0
 """One whose process was found to have ended: Ray may yet say that its node was lost, which is no failure of the worker's."""
 
+UNTOLD = frozenset({"unknown"})
+"""What a worker avoids that an earlier controller has hired: no node of that name is ever avoided, so that it is hemmed while it has no
+place (:meth:`Crew.hemmed`)."""
 
 NODE_LOST = "its node was lost"
 
@@ -226,6 +229,8 @@ class Crew:
         stopped by now, and would never say so itself."""
         for worker, handle in self._ask_nursery("roster", self._epoch).items():
             self._enroll(worker, handle, known.get(worker))
+            if worker not in known:
+                self.members[worker].avoid = UNTOLD
 
     def store(self) -> tuple[str, int]:
         """Host and port of a store for one generation."""

@@ -68,7 +68,7 @@ class Nodes:
         now = time.monotonic()
         until, times = self._shunned.get(node, (0.0, 0))
         times = 0 if now > until + FORGET_S else times
-        self._shunned[node] = (now + min(SHUN_S * 2.0**times, LONGEST_SHUN_S), times + 1)
+        self._shunned[node] = (now + min(SHUN_S * 2.0 ** min(times, 30), LONGEST_SHUN_S), times + 1)
 
     @property
     def avoided(self) -> frozenset[str]:

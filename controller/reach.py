@@ -136,10 +136,11 @@ class Reach:
         self._proven: dict[str, tuple[float, frozenset[str]]] = {}
         """Of the nodes of those that may join: when it was found which others they reach, and are reached by."""
         self._next, self._gap = 0.0, GAP_S
+        self._stand = False
 
     def moves(self) -> None:
         """Those that train don't stand still (any more)."""
-        self._still.about = ()
+        self._still.about, self._stand = (), False
         self.hurry()
 
     def hurry(self) -> None:
@@ -149,6 +150,7 @@ class Reach:
     def cut_off(self, members: Sequence[str], leavers: Sequence[str] = ()) -> CutOff | None:
         """All ``members`` stand still: those that would have to go, since their nodes and others' don't reach each other. None: not known
         yet, call it again and again. ``leavers``, who still have to give them something, are the first to go."""
+        self._stand, self._joins.about = True, ()
         party = (*members, *leavers)
         nodes, now = self._nodes(party), self._clock()
         if len(set(nodes.values())) < 2:
@@ -170,7 +172,8 @@ class Reach:
 
     def admitted(self, joiners: Sequence[str], members: Sequence[str]) -> tuple[list[str], CutOff]:
         """Those of ``joiners`` that reach the nodes of all members and of those admitted before them, and are reached by them; and those
-        that don't. Of the others it is not known yet: call it again and again."""
+        that don't. Of the others it is not known yet: call it again and again. Nobody is tried while the members stand still:
+        it may be they who are not reached, and none could join."""
         nodes, now = self._nodes((*members, *joiners)), self._clock()
         party = {nodes[w] for w in members if w in nodes}
         waiting = {nodes[w] for w in joiners if w in nodes} - party
@@ -183,7 +186,7 @@ class Reach:
                 fine.append(worker)
                 party |= {node} if node is not None else set()
         unknown = [w for w in joiners if w not in fine]
-        if unknown:
+        if unknown and not self._stand:
             node = nodes[unknown[0]]  # one after another: mostly there is one, or all are on one node
             about = (*members, *fine, unknown[0])
             broken = self._joins.twice(about, {w: nodes[w] for w in about if w in nodes}, now, node)

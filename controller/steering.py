@@ -40,9 +40,9 @@ class Steering:
     Attributes:
         leavers: workers that are in no generation and must give their shards to the next.
         asked: the generation that was asked to stop at its next boundary.
-        refusals: why workers that had become warm were not let in, since one was, or more are wanted.
+        refusals: why nodes whose workers had become warm were not let in, since a worker was that had not been before, or more are wanted.
         untried: warm workers of whom it is not known yet whether they and the others reach each other.
-        hire_failures: why workers that were hired of late did not become warm; ``failed_hires``: how many ever did not.
+        hire_failures: why workers that were hired of late did not become warm, or nodes were refused; ``failed_hires``: how many ever.
         stragglers: watches who is slow.
     """
 
@@ -71,6 +71,8 @@ class Steering:
         self.failed_hires = 0
         self.refusals: list[str] = []
         self.untried: frozenset[str] = frozenset()
+        self._let_in: frozenset[str] = frozenset()
+        """Of those beside the members, who was let in once. A spare that waits for long is tried again: that is no news."""
         self.stragglers = Stragglers(config, ledger, spec.capacity, spec.bounds.start, memo.stragglers, remember)
         self._drained: frozenset[str] = frozenset()
         self._save_now = False
@@ -124,6 +126,7 @@ class Steering:
         elif not self._short:
             self._short = True
             self.refusals.clear()  # of spares
+            self.hire_failures.clear()
         if self._aim > world.size and self._cannot_grow(world, outside):
             return
         if self._aim <= world.size:
@@ -149,15 +152,17 @@ class Steering:
         """Those of ``ready`` that reach the members, and are reached by them: one that isn't would stop them all. It is let go, and none
         hired on its node for a while."""
         fine, cut = self.reach.admitted(ready, world.members)
-        for node in set(cut.workers.values()):
+        # Once for a node, however many of its workers it costs: those on other nodes are yet to be tried.
+        for node in sorted(set(cut.workers.values())):
             self.nodes.shun(node)
-        for worker, node in cut.workers.items():
-            self._ledger.event("joiner_refused", worker=worker, node=node, reason=cut.why(node))
             self.hire_failed(cut.why(node))
             self.refusals.append(cut.why(node))
+        for worker, node in cut.workers.items():
+            self._ledger.event("joiner_refused", worker=worker, node=node, reason=cut.why(node))
             self.let_go(worker)
-        if self.untried.intersection(fine):
+        if not self._let_in.issuperset(fine):
             self.refusals.clear()
+        self._let_in = self._let_in.intersection(ready).union(fine)
         self.untried = frozenset(ready).difference(fine)
         return fine
 

@@ -676,7 +676,8 @@ def test_a_change_that_can_wait_lets_a_checkpoint_be_written_and_a_drain_does_no
     steering: Any = Steering.__new__(Steering)
     steering._crew, steering.leavers, steering.asked, steering.hire_failures, steering.failed_hires = crew, [], None, [], 0
     steering._saves, steering._put_off, steering._aim, steering._save_now = SimpleNamespace(busy=writes == "a commit"), None, 0, False
-    steering.refusals, steering.untried, steering._short, crew.hemmed = [], frozenset(), False, lambda avoided: []
+    steering.refusals, steering.untried, steering._let_in, steering._short = [], frozenset(), frozenset(), False
+    crew.hemmed = lambda avoided: []
     steering._drained, steering.nodes = frozenset(), SimpleNamespace(draining={}, avoided=frozenset())
     steering._spec, steering.reach = SimpleNamespace(bounds=Bounds()), SimpleNamespace(admitted=lambda ready, members: (ready, NOBODY))
     steering._desk = SimpleNamespace(stop=None, target=1, reason="manual", want=lambda *about: None)

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from tests.controller.test_conductor import TICKET, WORLD, Crew, Stage, report
 from vescale_ray.config import ElasticSection
 from vescale_ray.controller import conductor as subject
+from vescale_ray.controller.crew import Crew as RealCrew
+from vescale_ray.controller.growth import PLACE_S
 from vescale_ray.controller.hang import FIRST_S, LEAST_S, HangWatch
 from vescale_ray.controller.nodes import FORGET_S, LONGEST_SHUN_S, SHUN_S, Nodes
-from vescale_ray.controller.protocol import Bounds
+from vescale_ray.controller.protocol import Bounds, Ending
 from vescale_ray.controller.reach import GAP_S, NOBODY, PROVEN_S, TRY_S, CutOff, Reach, fewest
 from vescale_ray.controller.steering import Steering
 from vescale_ray.workers.messages import Fault, FaultKind, Phase, WorkerInfo
@@ -205,7 +207,24 @@ def test_a_node_that_had_to_go_is_tried_again_before_it_is_let_in() -> None:
     found = hosts.cut_off("a1 b1 c1")
     assert found is not None and set(found.workers) == {"c1"}
     before = len(hosts.asked)
+    hosts.reach.moves()
     assert hosts.reach.admitted(["c2"], ["a1", "b1"]) == ([], NOBODY) and len(hosts.asked) == before + 1
+
+
+def test_nobody_is_tried_while_the_members_stand_still_and_what_was_found_before_counts_for_nothing() -> None:
+    """Joiners and spares on good nodes were refused, and their nodes shunned, since a member was cut off that was not ended yet."""
+    hosts = Hosts("ab bc")
+    admitted(hosts, "c1", "a1 b1", 1)  # once not reached, since b is cut off
+    found = hosts.cut_off("a1 b1")
+    assert found is not None and set(found.workers) == {"b1"}
+    before = len(hosts.asked)
+    for _ in range(50):
+        assert hosts.reach.admitted(["a2", "c1"], ["a1", "b1"]) == (["a2"], NOBODY)
+        hosts.now += 1.0
+    assert len(hosts.asked) == before
+    hosts.broken = set()
+    hosts.reach.moves()
+    assert admitted(hosts, "c1", "a1 b1", 1) == ([], NOBODY) and hosts.reach.admitted(["c1"], ["a1", "b1"]) == (["c1"], NOBODY)
 
 
 NODES = "abcdefg"
@@ -249,6 +268,9 @@ def test_a_node_that_others_do_not_reach_is_shunned_for_a_while_which_is_forgott
         assert nodes.avoided == frozenset()
         if lasts == LONGEST_SHUN_S and nodes._shunned["a"][1] == 3:
             now += FORGET_S
+    for _ in range(2000):  # a month of it
+        nodes.shun("a")
+    now += LONGEST_SHUN_S + 1
     nodes._draining = {"b": float("inf")}
     assert nodes.avoided == {"b"}
 
@@ -310,8 +332,11 @@ class Cut:
         self.events: list[str] = []
         steering = self.made._steering
         steering.nodes.shun = self.shunned.append
-        self.stage.crew.info = {"spare": SimpleNamespace(node="n2"), "other": SimpleNamespace(node="n1")}.get  # type: ignore[attr-defined]
-        steering.outside, steering.let_go = lambda living: ["spare", "other"], self.gone.append
+        infos = {"spare": SimpleNamespace(node="n2"), "other": SimpleNamespace(node="n1"), "warming": None}
+        self.stage.crew.info = infos.get  # type: ignore[attr-defined]
+        self.outside = ["spare", "warming"]
+        monkeypatch.setattr(self.stage.crew, "ready", lambda: ("a", "b", "spare", "other"))
+        steering.outside, steering.let_go = lambda living: self.outside, self.gone.append
         steering.reach = SimpleNamespace(moves=self._move, hurry=lambda: None, cut_off=lambda members, leavers=(): self.found)
         self.made._evidence.hung = lambda path: None
         self.made._told_broken = None
@@ -345,16 +370,19 @@ def test_who_is_cut_off_is_ended_as_one_whose_node_is_lost_and_its_node_is_shunn
     [
         ({"replace_lost": True}, False),
         ({"grow": True, "max_workers": 3}, False),
-        ({"spares": 1}, False),
+        ({"spares": 1, "outside": ["other"]}, False),
+        ({"spares": 1}, True),
         ({}, True),
         ({"replace_lost": True, "min_workers": 2}, True),
     ],
-    ids=["replaced", "grows", "spare", "nobody comes", "too few would be left"],
+    ids=["replaced", "grows", "spare", "the spare is cut off too", "nobody comes", "too few would be left"],
 )
 def test_a_network_that_stumbles_is_waited_for_where_nobody_comes_for_who_is_cut_off_or_too_few_are_left(
     monkeypatch: pytest.MonkeyPatch, elastic: dict[str, Any], waits: bool
 ) -> None:
-    cut = Cut(monkeypatch, collective_timeout_s=20.0, **elastic)
+    outside = elastic.get("outside")
+    cut = Cut(monkeypatch, collective_timeout_s=20.0, **{key: value for key, value in elastic.items() if key != "outside"})
+    cut.outside = outside or cut.outside
     assert cut.acts() == (not waits)
     cut.found = replace(cut.found, lasts_s=9.9)
     assert cut.acts() == (not waits)
@@ -363,7 +391,7 @@ def test_a_network_that_stumbles_is_waited_for_where_nobody_comes_for_who_is_cut
 
 
 def test_nobody_is_ended_where_that_would_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = Cut(monkeypatch, min_workers=2)
+    cut = Cut(monkeypatch, min_workers=2, spares=1)  # which there is none of but on that very node
     cut.found = replace(cut.found, lasts_s=1e6)
     assert not cut.acts() and not cut.shunned
 
@@ -390,6 +418,43 @@ def test_where_a_collective_fails_at_once_since_a_node_is_cut_off_that_is_found_
         assert (cut.made._budget.crashes, cut.made._budget.nodes) == (0, 1)
     else:
         assert ending.living == ("a", "b") and not cut.ended and cut.made._budget.crashes == 1
+
+
+def test_a_leaver_that_alone_is_cut_off_where_a_collective_fails_counts_as_a_lost_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = Cut(monkeypatch)
+    cut.made._steering.leavers, cut.made._ledger.all_filled = ["l"], False
+    cut.found = replace(cut.found, workers={"l": "n2"})
+    fault = Fault(FaultKind.PEER, "gloo: no route to host")
+    cut.stage.crew.reports = {w: report(w, Phase.PARKED, fault=fault) for w in "abl"}
+
+    def end(crew: Any, ledger: Any, world: Any, why: Any, about: Any) -> None:
+        cut.stage.crew.ended.update(dict.fromkeys(why, 1.0))
+
+    monkeypatch.setattr(subject, "end_hung", end)
+    ending = cut.made._watch(cut.world)
+    assert ending.living == ("a", "b") and not ending.lost and not cut.made._steering.leavers
+    assert (cut.made._budget.crashes, cut.made._budget.nodes) == (0, 1) and "do not reach each other" in cut.made._budget.errors[-1]
+
+
+def test_while_the_run_waits_a_node_that_was_cut_off_is_left_alone_until_no_other_has_had_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(Crew(report("a", Phase.PARKED)), replace_lost=True, min_workers=2)
+    nodes = stage.conductor._steering.nodes
+    nodes.draining, nodes.avoided = {"n3": 1.0}, frozenset({"n2", "n3"})
+    freed: list[tuple[float, frozenset[str]]] = []
+    hired: list[frozenset[str]] = []
+    monkeypatch.setattr(subject.time, "monotonic", lambda: stage.crew.now)
+
+    def hire(avoid: Collection[str] = ()) -> None:
+        hired.append(frozenset(avoid))
+        stage.crew.on_the_way.append("new")
+
+    monkeypatch.setattr(stage.crew, "hire", hire)
+    stage.conductor._steering.free_hemmed = lambda avoid: freed.append((stage.crew.now - 50.0, frozenset(avoid)))
+    stage.each_round = lambda passed: stage.crew.reports.update(new=report("new", Phase.IDLE)) if passed > 2 * PLACE_S else None
+    assert stage.conductor._await(Ending(("a",)), 2, 1)
+    assert hired == [{"n2", "n3"}]
+    assert {avoid for at, avoid in freed if at < PLACE_S} == {frozenset({"n2", "n3"})}
+    assert {avoid for at, avoid in freed if at > PLACE_S + 0.2} == {frozenset({"n3"})}
 
 
 def test_where_a_collective_fails_and_all_reach_each_other_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +492,7 @@ class Steered:
         self.wished: list[int] = []
         steering: Any = Steering.__new__(Steering)
         steering._crew, steering.leavers, steering.asked, steering.hire_failures, steering.failed_hires = crew, [], None, [], 0
-        steering.refusals, steering.untried, steering.nodes = [], frozenset(), Nodes()
+        steering.refusals, steering.untried, steering._let_in, steering.nodes = [], frozenset(), frozenset(), Nodes()
         steering._ledger = SimpleNamespace(event=lambda kind, **about: self.events.append((kind, about)))
         steering._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic), watches_room=False)
         steering.growth = SimpleNamespace(hired=lambda: None, ended=lambda complete: None, misplaced=list)
@@ -454,22 +519,35 @@ def test_who_is_refused_is_let_go_its_node_shunned_once_and_after_three_no_more_
     assert steering.nodes._shunned["n2"][1] == 1 and steering.nodes.avoided == {"n2"}
     assert [(kind, about["worker"], about["node"]) for kind, about in table.events] == [("joiner_refused", w, "n2") for w in "cd"]
     assert steering.untried == {"c", "d", "e"}, "and e is the last to be taken, should one be needed now"
+    assert len(steering.refusals) == len(steering.hire_failures) == steering.failed_hires == 1, "the node"
     steering.hire_failures.clear()  # as each worker does that becomes warm
-    assert len(steering.refusals) == 2
+    assert len(steering.refusals) == 1
     steering.reach = SimpleNamespace(admitted=lambda ready, members: (ready, NOBODY))
     assert steering._admitted(["e"], WORLD) == ["e"] and not steering.untried and not steering.refusals, "one is let in"
+    steering.refusals = ["of another"]
+    for fine in ([], ["e"]):
+        steering.reach = SimpleNamespace(admitted=lambda ready, members, fine=fine: (fine, NOBODY))
+        assert steering._admitted(["e"], WORLD) == fine
+        assert steering.refusals == ["of another"], "a spare that is tried again, and does: else it was hired and refused for ever"
+    steering.reach = SimpleNamespace(admitted=lambda ready, members: (ready, NOBODY))
+    assert steering._admitted(["e", "f"], WORLD) and not steering.refusals, "another"
 
 
 def test_a_growth_of_which_many_are_refused_goes_on_with_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four refused at once, more than the limit: it was abandoned again in each round, and the good one never let in."""
+    """Four refused, more than the limit: it was abandoned again in each round, and the good one never let in."""
     table = Steered(monkeypatch, "cdefg")
     steering = table.steering
-    cut = CutOff(dict.fromkeys("cdef", "n2"), {"n2": ("n1",)}, {"n1": "10.0.0.1", "n2": "10.0.0.2"})
-    steering.reach = SimpleNamespace(admitted=lambda ready, members: (["g"], cut))
-    steering._admitted(list("cdefg"), WORLD)
     wanted: list[int] = []
     steering._desk = SimpleNamespace(target=7, reason="growth", want=lambda workers, reason: wanted.append(workers))
     steering._spec = SimpleNamespace(bounds=Bounds())
+    hosts = {f"n{n}": f"10.0.0.{n}" for n in range(1, 6)}
+    steering.reach = SimpleNamespace(admitted=lambda ready, members: (["g"], CutOff(dict.fromkeys("cdef", "n2"), {"n2": ("n1",)}, hosts)))
+    steering._admitted(list("cdefg"), WORLD)
+    assert len(table.let_go) == 4 and not steering._cannot_grow(WORLD, ["g"]), "all on one node: others are yet to be tried"
+    for n in (3, 4, 5):
+        cut = CutOff({"c": f"n{n}"}, {f"n{n}": ("n1",)}, hosts)
+        steering.reach = SimpleNamespace(admitted=lambda ready, members, cut=cut: (["g"], cut))
+        steering._admitted(["c", "g"], WORLD)
     assert steering._cannot_grow(WORLD, ["g"]) and wanted == [3]
     assert not steering._cannot_grow(WORLD, ["g"]) and wanted == [3], "it is acted on once"
 
@@ -489,3 +567,14 @@ def test_who_may_not_come_up_on_a_node_that_may_be_had_again_is_hired_anew(monke
     crew.places = SimpleNamespace(unplaced=frozenset({"new2", "new3"}), wishes=(None,))
     steering.free_hemmed(steering.nodes.avoided)
     assert table.let_go == ["new2"] and avoided == [frozenset()]
+
+
+def test_whom_an_earlier_controller_has_hired_is_hired_anew_if_it_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which nodes it may not come up on went with that controller: it would have waited for another one to the bound."""
+    crew = RealCrew(None, call_s=1.0, epoch=2)
+    call = SimpleNamespace(remote=lambda *about: None)
+    handle = SimpleNamespace(lifeline=call, hello=call)
+    monkeypatch.setattr(crew, "_ask_nursery", lambda method, epoch: {"w0": handle, "w1": handle})
+    crew.adopt({"w0": WorkerInfo("w0", 1, 1, "n1", "host", "cpu", 1.0)})
+    for avoided in ((), ("n2",)):
+        assert crew.hemmed(avoided) == ["w1"], "and w0 is warm"
