@@ -210,6 +210,9 @@ class Saboteur:
 
         self.until(obeys, "a controller that takes commands")
         self.note("controller.obeys", time.time() - began)
+        # It says RUNNING when its loop has heard all workers, and goes round: only then are they watched.
+        self.until(lambda: client.request(self.folder, "status")["state"] == "RUNNING", "a controller that watches the workers")
+        self.note("controller.watches", time.time() - began)
         self.until(lambda: self.lines()[-1]["step"] > before + 2, "steps after the controller's death")
         assert list(self.events("generation")[-1]["workers"]) == members, "the workers changed with the controller"
 

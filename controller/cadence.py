@@ -49,10 +49,12 @@ class Cadence:
 
     def news(self, now: float, failures: int) -> Interval | None:
         """Recompute; the interval if it differs from the one told last, or is decided by another bound."""
-        from vescale_ray.checkpoint import choose_interval, expected_mtbf
-
         if not self.auto or not self._stalls:
             return None
+        # Not before a checkpoint has ended in this process: a restarted controller imports torch in a thread beside, and whoever asks
+        # for any of it meanwhile stands still for seconds.
+        from vescale_ray.checkpoint import choose_interval, expected_mtbf
+
         c = self._section
         mtbf = expected_mtbf(failures, max(0.0, now - self._began), c.mtbf_hours * 3600)
         stall, persist = statistics.median(self._stalls), statistics.median(self._persists)

@@ -1311,6 +1311,17 @@ def test_the_first_checkpoint_comes_after_the_least_interval_and_the_next_after_
     assert not cadence.due(1060.0, False) and cadence.due(1073.0, False)
 
 
+def test_where_no_checkpoint_has_ended_yet_nothing_is_imported_that_a_restarted_controller_still_imports_beside() -> None:
+    """Its loop stood still until torch was there, for 5 s on a machine with much to do: nobody was watched, and a stop was refused."""
+    program = (
+        "import sys; from vescale_ray.config import CheckpointSection; from vescale_ray.controller.cadence import Cadence\n"
+        "for every in ('auto', 100): assert Cadence(CheckpointSection(every=every), 0.0).news(1.0, 3) is None\n"
+        "assert not {'torch', 'vescale_ray.checkpoint'} & sys.modules.keys()"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_failures_shorten_the_interval_and_a_quiet_time_lengthens_it_and_only_changes_are_news() -> None:
     cadence = auto(auto_min_s=1, auto_max_s=3600, mtbf_hours=1)
     cadence.saved(kept(0.5, 3.0))
