@@ -10,7 +10,8 @@ this machine's:
     grow      its replacement, warm by then, joins: from the end of the last step to the begin of the next
     shrink    `rescale N-1`, all old workers alive
     hang      SIGSTOP of a random worker -> it is ended
-    controller  SIGKILL of the controller -> it answers again; the workers go on meanwhile
+    controller  SIGKILL of the controller -> it answers again; the workers go on meanwhile (.obeys: it takes a command, .watches: its loop
+              has heard all workers)
     wire      what the same number of processes exchange by gloo's all-to-all, for the bandwidth in grow's and shrink's goals
     node      a run of its own on two raylets with half of the workers each (of an odd number one each, since a shard has one copy, which
               must be elsewhere), Ray's health checks tuned (HEALTH): SIGKILL of one raylet and all that is on it -> the first step of the
