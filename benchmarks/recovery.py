@@ -245,10 +245,13 @@ class Saboteur:
 
     def nodes(self, cluster: Any, started: list[Any], cpus: int) -> None:
         """Rounds of a node that is lost and a new one that comes."""
+        from vescale_ray.workers.worker import born
+
         for index in range(self.rounds):
             self.steady(self.workers)
             node = started.pop(self.random.randrange(len(started)))
-            victims = [e["pid"] for e in self.events("worker_started") if e["node"] == node.node_id]
+            # Not by number alone: those of earlier rounds are gone, and their numbers may be others' by now.
+            victims = [e["pid"] for e in self.events("worker_started") if e["node"] == node.node_id and born(e["pid"]) == e["born"]]
             raylet = node.all_processes["raylet"][0].process.pid
             time.sleep(self.random.random() * 0.5)
             began = time.time()
@@ -256,7 +259,7 @@ class Saboteur:
                 try:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
-                    pass  # a worker of an earlier round
+                    pass  # it has ended with the raylet
             cluster.remove_node(node, allow_graceful=False)
             started.append(cluster.add_node(num_cpus=cpus, object_store_memory=OBJECTS))
             self.recovered("node", began)

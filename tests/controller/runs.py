@@ -18,6 +18,7 @@ from vescale_ray.controller.protocol import ScheduledAction
 from vescale_ray.data.corpus import load_corpus
 from vescale_ray.data.stream import SampleStream
 from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.worker import born
 
 STEPS = 60
 
@@ -66,6 +67,11 @@ class Finished:
         """Process id of every worker ever started."""
         return {event["worker"]: event["pid"] for event in self.of("worker_started")}
 
+    @property
+    def left_behind(self) -> list[str]:
+        """Workers whose processes are still there."""
+        return [event["worker"] for event in self.of("worker_started") if lives(event)]
+
     def generations(self) -> list[tuple[str, ...]]:
         """Members of each generation, in rank order."""
         return [tuple(event["workers"]) for event in self.of("generation")]
@@ -94,6 +100,12 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def lives(started: Mapping[str, Any]) -> bool:
+    """Whether the process of a ``worker_started`` event is still there: by its birth, too, since its number is given to others later. Who
+    strikes by the number alone strikes strangers, of another test for example."""
+    return born(started["pid"]) == started["born"] and alive(started["pid"])
 
 
 def parents() -> dict[int, int]:

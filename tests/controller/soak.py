@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.controller.clusters import TUNED, Nodes
 from tests.controller.hanging import SLOWLY, hang
-from tests.controller.runs import alive, environment, tiny, until
+from tests.controller.runs import environment, lives, tiny, until
 from vescale_ray import client
 from vescale_ray.config import RunConfig
 from vescale_ray.runfolder import RunFolder
@@ -120,7 +120,7 @@ class Soak:
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """Living workers that were ever warm, the oldest first."""
-        return {e["worker"]: e for e in self.events("worker_started") if alive(e["pid"])}
+        return {e["worker"]: e for e in self.events("worker_started") if lives(e)}
 
     def watched(self) -> Mapping[str, int]:
         """Processes to look at for leaks."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.controller.runs import alive, carry_out, print_figures, tiny, worst_difference
+from tests.controller.runs import carry_out, lives, print_figures, tiny, worst_difference
 from vescale_ray.controller.controller import controller_name
 from vescale_ray.controller.protocol import NAMESPACE
 from vescale_ray.runfolder import RunFolder
@@ -54,7 +54,7 @@ class Tormentor:
     def _strike(self) -> None:
         import ray
 
-        living = [e["pid"] for e in self._folder.read_events() if e["event"] == "worker_started" and alive(e["pid"])]
+        living = [e["pid"] for e in self._folder.read_events() if e["event"] == "worker_started" and lives(e)]
         what = self._rng.choice(["kill", "kill", "kill", "stop", "controller"])
         try:
             if what == "controller":

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.controller.clusters import cluster
-from tests.controller.runs import alive, environment, tiny, until
+from tests.controller.runs import alive, environment, lives, tiny, until
 from vescale_ray import client
 from vescale_ray.runfolder import RunFolder
 
@@ -152,7 +152,7 @@ def test_two_nodes_are_about_to_go_at_once_while_more_workers_are_asked_for_and_
         assert all(e["steps_replayed"] == 0 and e["source"] == "memory" for e in told) and told[-1]["reason"] == "drain"
         assert all(e["moved_bytes"] <= 1.02 * e["lower_bound_bytes"] for e in told)
         assert len(here()) == 2, "as many as there is room for"
-        alive_now = {e["worker"] for e in events("worker_started") if alive(e["pid"])}
+        alive_now = {e["worker"] for e in events("worker_started") if lives(e)}
         assert alive_now == set(events("generation")[-1]["workers"]), "nobody who was hired meanwhile waits for nothing"
         for node in going:
             nodes.end(node)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.controller.clusters import cluster
-from tests.controller.runs import Finished, alive, carry_out, environment, print_figures, tiny, until
+from tests.controller.runs import Finished, carry_out, environment, print_figures, tiny, until
 from vescale_ray import client
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.controller import controller_name
@@ -233,5 +233,5 @@ def test_a_spare_takes_the_place_of_a_lost_worker_at_once_and_another_comes_afte
     for victim, members in zip(seen["kills"], finished.generations()[1:], strict=True):
         assert set(members) <= seen["before"][victim] - {victim}, "it was warm before the loss"
     assert len(finished.pids) >= 4 and all(e["steps_replayed"] <= 1 for e in finished.of("rescaled"))
-    assert finished.accounting().exact and not [pid for pid in finished.pids.values() if alive(pid)]
+    assert finished.accounting().exact and not finished.left_behind
     assert not ray.util.list_named_actors(all_namespaces=True)

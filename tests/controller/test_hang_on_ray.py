@@ -15,7 +15,7 @@ import pytest
 
 from tests.controller.cues import Cue, cues, played
 from tests.controller.hanging import work_more
-from tests.controller.runs import Finished, alive, carry_out, parents, print_figures, tiny
+from tests.controller.runs import Finished, carry_out, parents, print_figures, tiny
 from tests.controller.test_fault_matrix import controller_process
 from tests.controller.test_runs_on_ray import nothing_left, pid_of
 from vescale_ray import client
@@ -104,7 +104,7 @@ def test_a_worker_that_hangs_as_something_else_happens_is_found_as_soon_as_ever(
     assert asked < 2.5 and len(both) == 2 and max(both) < 2.5
     assert [(e["from"], e["to"], e["source"]) for e in finished.of("rescaled")] == [(5, 4, "peer"), (4, 2, "peer")]
     assert all(e["steps_replayed"] <= 1 for e in finished.of("rescaled"))
-    assert not any(alive(pid) for pid in finished.pids.values())
+    assert not finished.left_behind
 
 
 def test_a_worker_that_is_stopped_while_the_next_generation_forms_holds_it_up_for_seconds_only(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.controller.clusters import TUNED, Nodes, cluster
-from tests.controller.runs import Finished, alive, parents, until
+from tests.controller.runs import Finished, lives, parents, until
 from tests.controller.soak import config_of, start_driver
 from vescale_ray.controller.driver import RunResult
 from vescale_ray.runfolder import RunFolder
@@ -75,7 +75,7 @@ def test_a_lost_node_costs_its_workers_and_nothing_else_and_what_comes_back_of_i
         how(nodes, node)
         until(lambda: bool(events("rescaled")), 60, "the rescale")
         (event,) = events("rescaled")
-        gone = until(lambda: how is freeze or not any(alive(e["pid"]) for e in lost), 30, "the end of the node's workers")
+        gone = until(lambda: how is freeze or not any(lives(e) for e in lost), 30, "the end of the node's workers")
         told = [e["time"] - began for e in events("worker_lost")]
         print(
             f"\n{how.__name__}: trained again {event['time'] - began:.2f} s after, pause {event['pause_seconds']:.2f} s, workers noticed "
@@ -87,7 +87,7 @@ def test_a_lost_node_costs_its_workers_and_nothing_else_and_what_comes_back_of_i
         until(lambda: steps() >= before + 20, 60, "20 more steps")
         # A node that comes back finds that it was given up: Ray ends its raylet, and that its workers.
         signal_all(processes, signal.SIGCONT)
-        until(lambda: not any(alive(e["pid"]) for e in lost), 60, "the end of the node's workers")
+        until(lambda: not any(lives(e) for e in lost), 60, "the end of the node's workers")
         before = steps()
         until(lambda: steps() >= before + 20, 60, "20 more steps")
         os.kill(driver.pid, signal.SIGTERM)

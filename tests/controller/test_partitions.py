@@ -16,7 +16,7 @@ import pytest
 from tests.controller import hosts
 from tests.controller.clusters import TUNED, Nodes, cluster
 from tests.controller.hosts import Network, network
-from tests.controller.runs import Finished, alive, until
+from tests.controller.runs import Finished, lives, until
 from tests.controller.soak import config_of, start_driver
 from vescale_ray.controller.driver import RunResult
 from vescale_ray.runfolder import RunFolder
@@ -135,9 +135,9 @@ def test_a_host_whose_network_is_gone_is_left_and_let_in_nowhere_when_it_is_back
         assert (event["from"], event["to"], event["source"]) == (6, 4, "peer") and event["steps_replayed"] <= 1
         assert event["time"] - began < 10 and {event["cause"] for event in run.of("worker_lost")} == {"node"}
         run.trains()
-        assert all(alive(event["pid"]) for event in lost), "nobody can tell them to end, and they have not found out by themselves"
+        assert all(lives(event) for event in lost), "nobody can tell them to end, and they have not found out by themselves"
         net.heal(net.hosts[2])
-        until(lambda: not any(alive(event["pid"]) for event in lost), 60, "the end of the host's workers")
+        until(lambda: not any(lives(event) for event in lost), 60, "the end of the host's workers")
         run.trains()
         finished = run.stop()
         assert finished.accounting().exact and len(finished.generations()) == 2 and not run.of("cut_off")

@@ -50,7 +50,7 @@ def nothing_left(finished: Finished) -> None:
     import ray
     from ray.util.placement_group import placement_group_table
 
-    assert not [pid for pid in finished.pids.values() if alive(pid)]
+    assert not finished.left_behind
     assert {group["state"] for group in placement_group_table().values()} <= {"REMOVED"}
     assert not ray.util.list_named_actors(all_namespaces=True)
 

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.controller.leaks import Life, Watch, theil_sen
-from tests.controller.runs import Finished, alive, until
+from tests.controller.runs import Finished, lives, until
 from tests.controller.soak import Soak, config_of, start_driver
 from vescale_ray import checkpoint
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.driver import RunResult
 from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.worker import born
 
 MINUTES = float(os.environ.get("VESCALE_SOAK_MINUTES", "30"))
 SEED = int(os.environ.get("VESCALE_SOAK_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
@@ -51,8 +52,8 @@ def test_half_an_hour_of_everything_at_once_costs_no_sample_changes_no_bit_and_l
         reached = soak.step()
     finally:
         soak.end_everything()
-    pids = [event["pid"] for event in soak.events("worker_started")]
-    until(lambda: not any(alive(pid) for pid in pids), 15, "the end of the workers")
+    hired = len(soak.events("worker_started"))
+    until(lambda: not soak.workers(), 15, "the end of the workers")
     orphans = watch.shared_memory_left()
     newest = checkpoint.latest(soak.config.checkpoint_root)
     assert newest is not None and checkpoint.verify(soak.config.checkpoint_root).ok
@@ -68,7 +69,7 @@ def test_half_an_hour_of_everything_at_once_costs_no_sample_changes_no_bit_and_l
     pauses = sorted(event["pause_seconds"] for event in rescaled)
     print(
         f"{steps} steps, {soak.blows} blows, {len(rescaled)} changes of the world, {finished.accounting().replayed_steps} steps again, "
-        f"{len(finished.of('controller_restarted'))} controllers, {len(pids)} workers, median pause {pauses[len(pauses) // 2]:.2f} s"
+        f"{len(finished.of('controller_restarted'))} controllers, {hired} workers, median pause {pauses[len(pauses) // 2]:.2f} s"
     )
 
     assert soak.blows > 60 * MINUTES / GAP_S / 4, "hardly anything has happened"
@@ -78,6 +79,15 @@ def test_half_an_hour_of_everything_at_once_costs_no_sample_changes_no_bit_and_l
     assert {step: reference[step] for step in finished.losses} == finished.losses, "a loss differs from the undisturbed run's"
     assert not leaks, "\n".join(leaks)
     assert not orphans, "shared memory is left in /dev/shm"
+
+
+def test_a_stranger_with_a_workers_number_is_not_struck_for_it() -> None:
+    """The soak paused, failed and killed processes of another test, whose numbers had been those of its own workers half an hour before."""
+    with subprocess.Popen(["sleep", "60"]) as other:
+        started = {"pid": other.pid, "born": born(other.pid)}
+        assert lives(started) and not lives({**started, "born": started["born"] - 1})
+        other.kill()
+        assert until(lambda: not lives(started), 10, "its end") < 10
 
 
 def test_a_process_that_gets_the_number_of_another_is_none_of_its_life() -> None:

@@ -68,7 +68,12 @@ class Fleet:
         return f"test/{next(self._prefixes)}"
 
     def start(self, worker: int, function: Callable[..., Any], *args: Any) -> None:
-        self._workers[worker][1].send((function, args))
+        process, pipe = self._workers[worker]
+        try:
+            pipe.send((function, args))
+        except BrokenPipeError:
+            process.join(10)
+            raise RankFailed(f"worker {worker} (process {process.pid}) was dead already: exit code {process.exitcode}") from None
 
     def results(self, workers: Iterable[int], timeout: float = 60.0) -> dict[int, Any]:
         """Each worker's result. A worker that raised or died fails the call."""
