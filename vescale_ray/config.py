@@ -74,7 +74,7 @@ class ModelSection(_Section):
     factory: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
-        description="`pkg.mod:fn` that returns a module with forward(tokens) and init_parameter; replaces `kind`",
+        description="`pkg.mod:fn` that returns a module with forward(tokens) and init_parameter (see concepts.md); replaces `kind`",
     )
     units: list[str] = Field(default=["layers.*"], description="patterns of module names; each match becomes one fully_shard unit")
 
@@ -481,6 +481,13 @@ def _unknown(key: str, known: Mapping[str, FieldInfo]) -> str:
 # --------------------------------------------------------------------------------------------------------------- checking
 
 
+_BY_THE_CUT = {
+    "fused": "its kernel rounds the last elements of a shard otherwise than those before, and so their bits depend on where the shard ends",
+    "normuon": "its norm is a sum over the workers' parts of a matrix, and so its bits depend on where the matrix is cut",
+}
+"""Options of optimizers whose results depend on the last bit on how the parameters are sharded."""
+
+
 def _misfits(c: RunConfig) -> Iterator[str]:
     """Values that are right alone and wrong together; each line names the keys, their values and what to change."""
     for key, url in (
@@ -513,6 +520,12 @@ def _misfits(c: RunConfig) -> Iterator[str]:
         yield f"elastic.workers = {workers} is more than elastic.max_workers = {most}: raise the one or lower the other"
     if fewest > workers:
         yield f"elastic.min_workers = {fewest} is more than elastic.workers = {workers}: raise elastic.workers or lower elastic.min_workers"
+    if c.elastic.deterministic:
+        for option, why in _BY_THE_CUT.items():
+            value = c.train.optimizer_options.get(option)
+            if value is not None and value is not False:
+                both = f"elastic.deterministic = true with train.optimizer_options.{option} = {_show(value)}"
+                yield f"{both}: {why}, which is elsewhere at each number of workers; leave one of the two out"
     if c.elastic.demand and not c.elastic.grow:
         yield f"elastic.demand = {c.elastic.demand} with elastic.grow = false: nobody would use what is asked for; set elastic.grow=true"
     if c.watches_room and not c.resources_per_worker:
@@ -673,6 +686,7 @@ def reference() -> str:
         "",
         "- `elastic.min_workers <= elastic.workers <= elastic.max_workers <= train.slots`",
         "- `elastic.demand` needs `elastic.grow`; that and `elastic.spares` need `ray.cpus_per_worker` or `ray.gpus_per_worker` above 0",
+        "- `elastic.deterministic` goes with no `train.optimizer_options` of `fused` or `normuon`",
         "- `model.heads` divides `model.dim` into heads of an even size; `model.kv_heads` divides `model.heads`",
         "- `train.device = cuda` needs `ray.gpus_per_worker` above 0; above 1 it is a whole number, as Ray wants it",
     ]

@@ -14,8 +14,8 @@ With ``elastic.straggler: relieve`` a slow rank has fewer of them (:mod:`vescale
                              rank 1 | slot 1   slot 3   slot 5        deterministic mode sums are functions, is that of the rounds
                              rank 2 | slot 2   slot 4   slot 6        and in them of the ranks, at every spread
 
-Gradients accumulate without communication until the last round. The loss of a slot is divided by the *global* number of
-tokens, so that the plain sum over rounds and ranks is the mean's gradient, whatever the spread.
+Gradients accumulate without communication until the last round; what a slot does not use adds zeros. The loss of a slot is
+divided by the *global* number of tokens, so that the plain sum over rounds and ranks is the mean's gradient, whatever the spread.
 
 With ``elastic.deterministic`` every round is reduced, and the sum goes from slot to slot: ((g0 + g1) + g2) + ..., at every world
 size. All else is the same bits anyway, since no operation works across the elements of different ranks: the gradient norm is
@@ -87,7 +87,8 @@ class Trainer:
         views: of the model's and the optimizer's tensors, as they are exported.
 
     Raises:
-        ValueError: more ranks than slots, no module matches ``model.units``, or the model has persistent buffers.
+        ValueError: more ranks than slots, no module matches ``model.units``, or the model is none that can be trained
+            (:func:`build_model`).
     """
 
     def __init__(
@@ -373,7 +374,8 @@ def build_model(config: RunConfig) -> nn.Module:
     """The plain model of ``config.model``, on the meta device.
 
     Raises:
-        ValueError: the factory can't be imported, or its model lacks ``init_parameter`` or has persistent buffers.
+        ValueError: the factory can't be imported; its model lacks ``init_parameter``, has persistent buffers, or others and no
+            ``init_buffer``; with ``elastic.deterministic`` also parameters of 16 bits that another optimizer than AdamW would step.
     """
     model = config.model
     with torch.device("meta"), _NoValues():
@@ -400,8 +402,22 @@ def build_model(config: RunConfig) -> nn.Module:
     if kept:
         raise ValueError(
             f"model.factory = {model.factory}: persistent buffers {sorted(kept)[:3]} would not survive sharding on the meta device; "
-            "register them with persistent=False and compute them in forward"
+            "register them with persistent=False and fill them in a method init_buffer(name, full)"
         )
+    buffers = [name for name, _ in built.named_buffers()]
+    if buffers and not callable(getattr(built, "init_buffer", None)):
+        raise ValueError(
+            f"model.factory = {model.factory}: buffers {buffers[:3]} are built on the meta device, without values; "
+            f"give {type(built).__name__} a method init_buffer(name, full) that fills one, or compute them in forward"
+        )
+    if config.elastic.deterministic and config.train.optimizer != "adamw":
+        short = next((name for name, p in built.named_parameters() if p.requires_grad and p.dtype.itemsize < 4), None)
+        if short is not None:
+            raise ValueError(
+                f"elastic.deterministic = true with train.optimizer = {config.train.optimizer}: {short} has less than 32 bits an element, "
+                "and those at the end of a shard are rounded otherwise than those before; make the parameters float32 "
+                "(train.param_dtype = bfloat16 computes with fewer bits all the same), or take adamw"
+            )
     return built
 
 
@@ -456,7 +472,8 @@ def _build(config: RunConfig, device: torch.device, world: int, blank: Blank, *,
     from vescale_ray.optim import build_optimizer
 
     train = config.train
-    model, routing = blank.model, blank.routing
+    model: Any = blank.model
+    routing = blank.routing
     mesh = init_device_mesh(device.type, (world,))
     dtypes = {name: getattr(torch, name) for name in ("float32", "bfloat16")}
     policy = MixedPrecisionPolicy(
@@ -477,8 +494,13 @@ def _build(config: RunConfig, device: torch.device, world: int, blank: Blank, *,
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_ordered_reduction(config.elastic.deterministic, recurse=False)
+            # Of a model that is not used whole by every token (experts) each slot may use other parameters, and each rank has other slots.
+            module.set_reduce_scatter_unused_params(True, recurse=False)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         model.to_empty(device=device)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            model.init_buffer(name, buffer)
     return model, build_optimizer(model, blank.chosen, routing=routing, log=None, zeroed=not filled)
 
 

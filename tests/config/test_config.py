@@ -233,6 +233,14 @@ def test_rates_and_times_must_be_positive_and_finite(key: str, value: str) -> No
         (["elastic.workers=7"], "elastic.workers = 7 is more than train.slots = 6"),
         (["elastic.max_workers=7"], "elastic.max_workers = 7 is more than train.slots = 6"),
         (["elastic.max_workers=2"], "elastic.workers = 3 is more than elastic.max_workers = 2"),
+        (
+            ["elastic.deterministic=true", "train.optimizer_options={fused: true}"],
+            "elastic.deterministic = true with train.optimizer_options.fused = true: its kernel rounds the last elements of a shard",
+        ),
+        (
+            ["elastic.deterministic=true", "train.optimizer=muon", "train.optimizer_options={normuon: 0.0}"],
+            "elastic.deterministic = true with train.optimizer_options.normuon = 0.0: its norm is a sum over the workers' parts",
+        ),
         (["elastic.min_workers=4"], "elastic.min_workers = 4 is more than elastic.workers = 3"),
         (["model.heads=3"], "model.heads = 3 does not divide model.dim = 128"),
         (["model.dim=12", "model.heads=4"], "rotation needs an even number"),

@@ -40,6 +40,13 @@ def test_any_cut_gives_the_same_bits_and_the_value_of_rational_arithmetic(decade
     assert error <= Fraction(whole.numel(), 2**57) + Fraction(1, 2**52), float(error)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_is_summed_stays_as_it_is(dtype):
+    numbers = torch.tensor([3.0, -4.0, 0.5], dtype=dtype)
+    assert float(sum_of_squares([numbers], [], CPU)) == 25.25
+    assert numbers.tolist() == [3.0, -4.0, 0.5]
+
+
 def over_ranks(rank, world, seed):
     whole = values(10_000, 1.0)
     mine = cuts(whole, world, seed)[rank]

@@ -48,9 +48,11 @@ ADAM8_AGAIN = {**ADAM8, "train_activation_checkpointing": True}
 BF16 = {"train_param_dtype": "bfloat16", "train_reduce_dtype": "bfloat16", "model_tie": True}
 SHAMPOO, SOAP = {"train_optimizer": "shampoo"}, {"train_optimizer": "soap", "train_threads": 2}
 DROPOUT = {"model_factory": "tests.workers.tiny:DropoutModel", "model_units": ["body"], "train_grad_clip": 0}
+EXPERTS = {"model_factory": "tests.workers.tiny:ExpertsModel", "model_units": ["body"], **CLIP}
+OF_16_BITS = {"model_factory": "tests.workers.tiny:of_16_bits", "model_units": ["body"], "train_grad_clip": 0}
 
 
-ALL: tuple[dict[str, Any], ...] = ({}, MUON, ADAM8_AGAIN, BF16, SHAMPOO, SOAP, DROPOUT)
+ALL: tuple[dict[str, Any], ...] = ({}, MUON, ADAM8_AGAIN, BF16, SHAMPOO, SOAP, DROPOUT, {**MUON, **EXPERTS}, OF_16_BITS)
 # Sizes that nothing divides: rows begin at any address. And a model of which some of eight ranks own next to nothing.
 ODD = {**MUON, "train_slots": 7, "train_slot_batch": 1, "model_dim": 40, "model_ffn": 57, "data_seq_len": 31}
 SMALL = {"model_dim": 4, "model_heads": 1, "model_kv_heads": 1, "model_ffn": 3, "model_layers": 1, "train_slots": 8}
@@ -63,11 +65,13 @@ MANY: tuple[tuple[dict[str, Any], tuple[int, ...]], ...] = ((ODD, (1, 2, 6, 7)),
     ("changes", "worlds"),
     [
         (MUON, (1, 3, 4)),
+        (EXPERTS, (1, 2, 4)),
         *(pytest.param(changes, (1, 2, 3, 4, 5), marks=pytest.mark.slow) for changes in ALL),
         *(pytest.param(changes, worlds, marks=pytest.mark.slow) for changes, worlds in MANY),
     ],
     ids=[
-        *("muon", "all: adamw", "all: muon", "all: 8-bit", "all: bf16", "all: shampoo", "all: soap", "all: dropout"),
+        *("muon", "experts", "all: adamw", "all: muon", "all: 8-bit", "all: bf16", "all: shampoo", "all: soap", "all: dropout"),
+        *("all: experts", "all: 16 bits"),
         *("many: odd sizes", "many: small", "many: bf16"),
     ],
 )
@@ -86,7 +90,7 @@ def test_every_number_of_workers_computes_the_same_bits(text: str, changes: dict
 
 def is_what_it_says(got: Facts, changes: dict[str, Any]) -> None:
     """The optimizer's own states are there, and every step was clipped that was to be."""
-    kinds = {kind: data.dtype for (name, kind), data in got[1].items() if name.startswith("layers.0.")}
+    kinds = {kind: data.dtype for (name, kind), data in got[1].items() if name.startswith(("layers.0.", "body."))}
     if changes.get("train_optimizer") == "adamw8bit":
         assert np.dtype("uint8") in kinds.values(), kinds
     if changes.get("train_optimizer") == "muon":

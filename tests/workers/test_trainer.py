@@ -38,6 +38,7 @@ def _difference(a: FullState, b: FullState) -> float:
 
 
 OTHER = {"train_optimizer": "sgd", "train_lr": 0.3, "train_activation_checkpointing": True, "train_grad_clip": 0, "model_tie": True}
+EXPERTS = {"model_factory": "tests.workers.tiny:ExpertsModel", "model_units": ["body"], "train_lr": 0.02}
 
 
 @pytest.mark.parametrize(
@@ -46,9 +47,10 @@ OTHER = {"train_optimizer": "sgd", "train_lr": 0.3, "train_activation_checkpoint
     [
         ({}, (1, 3), 1e-5),
         (OTHER, (1, 3), 1e-5),
+        (EXPERTS, (1, 2, 4), 1e-5),
         pytest.param({"train_optimizer": "muon", "train_lr": 0.01}, (1, 3), 5e-4, marks=pytest.mark.slow),
     ],
-    ids=["adamw", "sgd, checkpointing, tied, unclipped", "muon"],
+    ids=["adamw", "sgd, checkpointing, tied, unclipped", "experts that few slots use", "muon"],
 )
 def test_twenty_steps_at_any_world_size_equal_plain_pytorch_in_one_process(
     text: str, changes: dict[str, Any], worlds: tuple[int, ...], tolerance: float
@@ -160,6 +162,16 @@ def test_what_can_not_be_trained_is_refused_by_name(text: str) -> None:
         build_model(tiny(text, model_factory="tests.workers.tiny:without_init"))
     with pytest.raises(ValueError, match=r"persistent buffers \['seen'\]"):
         build_model(tiny(text, model_factory="tests.workers.tiny:with_buffer"))
+    with pytest.raises(ValueError, match=r"buffers \['scratch'\] .* give DropoutModel a method init_buffer\(name, full\)"):
+        build_model(tiny(text, model_factory="tests.workers.tiny:with_scratch"))
+
+
+def test_parameters_of_16_bits_that_deterministic_mode_would_not_keep_to_the_bit_are_refused(text: str) -> None:
+    changes = {"model_factory": "tests.workers.tiny:of_16_bits", "model_units": ["body"]}
+    for deterministic, optimizer in ((False, "sgd"), (True, "adamw")):
+        build_model(tiny(text, elastic_deterministic=deterministic, train_optimizer=optimizer, **changes))
+    with pytest.raises(ValueError, match=r"train\.optimizer = sgd: embed\.weight has less than 32 bits"):
+        build_model(tiny(text, elastic_deterministic=True, train_optimizer="sgd", **changes))
 
 
 def test_generations_that_come_to_nothing_one_after_another_take_no_more_memory_each(tmp_path: Path) -> None:

@@ -86,6 +86,42 @@ class DropoutModel(nn.Module):
         full.normal_(0, 0.1, generator=generator)
 
 
+class Experts(nn.Module):
+    """Of 24 a sequence uses one: of a slot of two at most two have a gradient. ``gains`` is a buffer."""
+
+    gains: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(24, 24) for _ in range(24))
+        self.register_buffer("gains", torch.empty(24), persistent=False)
+
+    def forward(self, x: Tensor, which: Tensor) -> Tensor:
+        chosen = zip(x, which.tolist(), strict=True)
+        return x + torch.stack([self.experts[k](row).tanh() * self.gains[k] for row, k in chosen])
+
+
+class ExpertsModel(nn.Module):
+    """Embedding, experts, head. Its unit is ``body``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 24)
+        self.body = Experts()
+        self.head = nn.Linear(24, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(tokens), tokens[:, 0] % 24))
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        full.normal_(0, 0.1, generator=generator)
+
+    def init_buffer(self, name: str, full: Tensor) -> None:
+        assert name == "body.gains"
+        full.copy_(torch.linspace(0.5, 1.5, 24))
+
+
 class OneWeight(nn.Module):
     """A single weight, which is one rank's: the others own nothing. Its unit is ``body``."""
 
@@ -111,15 +147,36 @@ def with_buffer() -> nn.Module:
     return model
 
 
+def with_scratch() -> nn.Module:
+    model = DropoutModel()
+    model.register_buffer("scratch", torch.zeros(1), persistent=False)
+    return model
+
+
+def of_16_bits() -> nn.Module:
+    return DropoutModel().bfloat16()
+
+
 # ------------------------------------------------------------------------------------------------- one process, plain PyTorch
 
 
 def plain_run(config: RunConfig, start: FullState, steps: int) -> tuple[list[float], FullState, float]:
-    """Train one unsharded model on whole global batches with torch's own optimizers: losses, parameters at the end, held-out loss."""
+    """Train one unsharded model on whole global batches with torch's own optimizers: losses, parameters at the end, held-out loss.
+
+    What no sample of a batch uses has a gradient of zeros.
+    """
     corpus = text_of(config)
     m, t = config.model, config.train
-    model = Llama(LlamaConfig(m.dim, m.layers, m.heads, m.kv_heads, m.ffn, max_seq=config.data.seq_len, rope_theta=m.rope_theta, tie=m.tie))
+    model: Any
+    if m.factory is not None:
+        model = globals()[m.factory.partition(":")[2]]()
+    else:
+        model = Llama(
+            LlamaConfig(m.dim, m.layers, m.heads, m.kv_heads, m.ffn, max_seq=config.data.seq_len, rope_theta=m.rope_theta, tie=m.tie)
+        )
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            model.init_buffer(name, buffer)
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(start[name, "param"]))
     everything = list(model.parameters())
@@ -139,6 +196,8 @@ def plain_run(config: RunConfig, start: FullState, steps: int) -> tuple[list[flo
         tokens, targets = corpus.batch(stream.ids(step * batch, batch))
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
+        for p in everything:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if t.grad_clip:
             nn.utils.clip_grad_norm_(clipped, t.grad_clip)
         for optimizer in optimizers:
@@ -295,7 +354,13 @@ def evaluate(state: State) -> tuple[float, int]:
 
 def pieces(state: State) -> list[tuple[str, str, tuple[int, ...], int, np.ndarray]]:
     """Copies of this rank's pieces."""
-    return [(p.name, p.kind, p.shape, p.start, p.data.cpu().numpy().copy()) for p in export_shards(state["trainer"]).pieces]
+    return [(p.name, p.kind, p.shape, p.start, as_numpy(p.data)) for p in export_shards(state["trainer"]).pieces]
+
+
+def as_numpy(data: Tensor) -> np.ndarray:
+    """A copy; of BF16, which numpy has not, the bits."""
+    data = data.cpu()
+    return (data.view(torch.int16) if data.dtype is torch.bfloat16 else data).numpy().copy()
 
 
 def scalars(state: State) -> dict[str, Any]:

@@ -47,7 +47,8 @@ def sum_of_squares(tensors: Sequence[torch.Tensor], groups: Sequence[dist.Proces
     counts = torch.zeros(_LEVELS, dtype=torch.int64, device=device)
     for tensor in tensors:
         for chunk in tensor.reshape(-1).split(_CHUNK):
-            counts += torch.stack(_counts(chunk.double().square_(), quanta)).to(device)
+            # A copy, also of FP64: the counting takes away from it.
+            counts += torch.stack(_counts(chunk.to(torch.float64, copy=True).square_(), quanta)).to(device)
     # Two words each: the total of a large model may not fit into one.
     words = torch.stack([counts >> 32, counts & 0xFFFFFFFF])
     for group in groups:
