@@ -87,7 +87,9 @@ class Keeper:
     def newest(self) -> policy.Kept | None:
         """The newest checkpoint that is not known to be damaged; what the books know of where the storage does not tell."""
         try:
-            return self._ask_storage()
+            found = self._ask_storage()
+            self._not_mislaid(found)
+            return found
         except OSError as error:
             _log.warning("%s does not tell its newest checkpoint: %s", self._root, error)
         path, step = self._ledger.checkpoint_path, self._ledger.checkpoint_step
@@ -98,12 +100,14 @@ class Keeper:
         checkpoint the storage is not asked: it may be slow, or out of reach.
 
         Raises:
-            OSError: no state is held, and the storage is out of reach: to begin anew would be wrong.
+            OSError: no state is held, and the storage is out of reach, or shows none of the checkpoints that there must be (it is not
+                mounted, say): to begin anew would be wrong.
         """
         held, newest = self._held(holders), None
         if _newest_step(held) < (self._ledger.checkpoint_step or 0):
             try:
                 newest = self._ask_storage()
+                self._not_mislaid(newest)
                 held = self._held(holders)  # somebody may have been lost meanwhile
             except OSError as error:
                 held = self._held(holders)
@@ -111,6 +115,12 @@ class Keeper:
                     raise
                 _log.warning("%s is out of reach: going on from step %d in memory: %s", self._root, step, error)
         return policy.choose_source(held, members, newest, self._ledger.world)
+
+    def _not_mislaid(self, newest: policy.Kept | None) -> None:
+        """Raises OSError where the storage has none of the checkpoints that this run has made or began from, though none is damaged."""
+        step = self._ledger.checkpoint_step
+        if newest is None and step is not None and not self._bad:
+            raise FileNotFoundError(f"{self._root} has no checkpoint any more, though there was one of step {step}: is it mounted?")
 
     def _ask_storage(self) -> policy.Kept | None:
         """Raises OSError also where the storage says nothing for :data:`STORAGE_S`. Meanwhile the loop goes on: else it took no command."""

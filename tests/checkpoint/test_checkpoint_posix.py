@@ -123,6 +123,30 @@ def test_creation_is_exclusive_and_leaves_the_first_alone(tmp_path):
     assert [p.name for p in (tmp_path / "commits").iterdir()] == ["a.json"]
 
 
+def test_a_folder_that_can_not_be_read_is_no_empty_one(tmp_path, monkeypatch):
+    """A file server answered for a folder's attributes and not for its names: a run saw no checkpoint, and began from its first step."""
+    store = ckpt.PosixStore(tmp_path)
+    store.put("commits/a.json", b"{}")
+    scan = os.scandir
+
+    def broken(number):
+        def fail(path):
+            if str(path).endswith("commits"):
+                raise OSError(number, os.strerror(number), str(path))
+            return scan(path)
+
+        return fail
+
+    for number in (errno.EIO, errno.EACCES, errno.ESTALE):
+        monkeypatch.setattr(os, "scandir", broken(number))
+        with pytest.raises(OSError, match=os.strerror(number)):
+            store.list("commits/")
+    monkeypatch.setattr(os, "scandir", broken(errno.ENOENT))
+    assert store.list("commits/") == [], "another collector has just deleted it"
+    monkeypatch.setattr(os, "scandir", scan)
+    assert [entry.key for entry in store.list("commits/")] == ["commits/a.json"]
+
+
 def test_a_stream_of_another_length_or_that_fails_leaves_nothing(tmp_path):
     store = ckpt.PosixStore(tmp_path)
     with pytest.raises(ValueError, match="9000 bytes were streamed, 10000 announced"):

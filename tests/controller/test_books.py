@@ -608,7 +608,8 @@ def test_a_storage_that_says_nothing_is_one_that_is_out_of_reach(tmp_path: Path,
     """The run's thread stood still for as long as it said nothing: it was neither given up nor stopped. Later for a minute each time: then
     a `vescale-ray stop`, which waits for eight seconds, was hardly ever taken."""
     back = threading.Event()
-    monkeypatch.setattr(keeper, "newest_kept", lambda *_: back.wait(60) and None)
+    newest = Kept("commit-4", "/runs/checkpoints/commit-4", 30)
+    monkeypatch.setattr(keeper, "newest_kept", lambda *_: newest if back.wait(60) else None)
     monkeypatch.setattr(keeper, "STORAGE_S", 0.8)
     monkeypatch.setattr(keeper, "LOOK_S", 0.05)
     monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
@@ -630,7 +631,7 @@ def test_a_storage_that_says_nothing_is_one_that_is_out_of_reach(tmp_path: Path,
     threading.Timer(0.3, back.set).start()
     monkeypatch.setattr(keeper, "STORAGE_S", 60.0)
     books.checkpoint_path = "/stale/commit-1"
-    assert keeps.newest() is None, "what it says late is heard"
+    assert keeps.newest() == newest, "what it says late is heard"
 
 
 def test_the_nursery_keeps_the_memo_while_the_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1003,6 +1004,20 @@ def test_a_recovery_needs_no_storage_where_the_workers_hold_a_state(
     assert len(asked) == (in_memory < 40), "only where a checkpoint may be newer"
     newest = keeper.newest()
     assert newest is not None and newest.path == "/c/e4-s40", "what the end of the run tells is not worth failing for"
+
+
+def test_a_storage_that_shows_none_of_the_checkpoints_that_were_made_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
+    """Its mount was gone: the run that needed a checkpoint began from its first step, and the one that stopped said so of its resume."""
+    crew = SimpleNamespace(alive=lambda w: True, report=lambda w: None)
+    books: Any = SimpleNamespace(world=generation(4, 0, "a"), checkpoint_step=40, checkpoint_path="/c/e4-s40")
+    keeper = Keeper(str(tmp_path / "not mounted"), "run", crew, books, None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="not mounted has no checkpoint any more, though there was one of step 40: is it mounted"):
+        keeper.source("a", "a")
+    assert keeper.newest() == Kept("e4-s40", "/c/e4-s40", 40)
+    keeper.distrust("e4-s40")
+    assert keeper.newest() is None and keeper.source("a", "a").origin is Origin.FRESH, "the only one is damaged"
+    keeper._bad, books.checkpoint_step = frozenset(), None
+    assert keeper.newest() is None and keeper.source("a", "a").origin is Origin.FRESH, "there was none yet"
 
 
 def test_what_is_lost_while_a_storage_that_says_nothing_is_asked_is_no_reason_to_begin_anew(
