@@ -82,6 +82,8 @@ STORAGE_GAP_S = 2.0
 """Between two questions to a storage that is out of reach."""
 AHEAD = 4
 """Layouts are planned for so many workers more or fewer than there are."""
+LAST_LIVES = 3
+"""So many controllers of a run that is given up may try to keep what the workers hold; those after them end the run at once."""
 
 
 class Conductor:
@@ -143,8 +145,8 @@ class Conductor:
         begun(import_heavy)
         self._steering.nodes.start()
         ledger = self._ledger
-        if self._budget.controllers and self._budget.verdict is not None:
-            return self._give_up(Ending(()), self._budget.verdict, refused=False)
+        if self._budget.controllers and (spent := self._budget.verdict) is not None:
+            return self._give_up(self._brought_to_rest(), spent, refused=False)
         if self._memo.members:
             ended = self._watch(self._adopted())
         else:
@@ -655,6 +657,14 @@ class Conductor:
         error += f"; tracebacks and stacks of all workers: {found}" if found else ""
         hint = f"; it can be resumed from step {kept.step} ({kept.path})" if kept else ""
         return self._failed(error + hint, refused)
+
+    def _brought_to_rest(self) -> Ending:
+        """Controllers came and went, and the workers train on, or are parked since the one before this was to keep what they hold: have
+        them stop at a boundary, so that it can be kept. Not for ever: what ended this controller's predecessors may be just that."""
+        if not self._memo.members or self._budget.controllers > self._budget.limits.controllers + LAST_LIVES:
+            return Ending(())
+        self.desk.stop = self.desk.stop or "it is given up"
+        return self._watch(self._adopted())
 
     def _failed(self, error: str, refused: bool = False) -> Outcome:
         self._ledger.error = error

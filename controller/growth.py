@@ -22,6 +22,8 @@ from vescale_ray.controller.room import Room
 
 SETTLE_S = 1.0
 """Ray takes a moment to count a place as taken: what was seen free within this time after a hiring may be that place."""
+WISH_AHEAD_S = 120.0
+"""A place is wished for so long before the run could grow into it: a node takes a minute or two to come."""
 PLACE_S = 10.0
 """A place that was free and is not had after so long is somebody else's: no longer waited for."""
 SPARE_GAP_S, LONGEST_SPARE_GAP_S = 5.0, 600.0
@@ -66,7 +68,11 @@ class Growth:
             return
         now = time.monotonic()
         more = self._desk.ceiling - self._desk.target
-        self._crew.wish(min(self._elastic.demand, max(0, more)), avoid)
+        wait = policy.growth_wait(self._begun, now, self._elastic.grow_gap_s, self._failed)
+        worth = policy.worth_growing(self._steps - self._ledger.step, self._ledger.step_seconds, self._warm_seconds())
+        # A place that nobody takes keeps others from it, and costs.
+        wishes = self._elastic.demand if worth and wait <= WISH_AHEAD_S else 0
+        self._crew.wish(min(wishes, max(0, more)), avoid)
         self._look(avoid)
         if not self._elastic.grow or self._desk.target > world:
             return
@@ -77,14 +83,13 @@ class Growth:
         workers = min(more, room)
         if workers <= 0 or warming:
             return
-        wait = policy.growth_wait(self._begun, now, self._elastic.grow_gap_s, self._failed)
         if wait > 0:
             if self._told != (self._begun, self._failed):
                 self._told = (self._begun, self._failed)
                 why = f"{self._failed} growths in a row came to nothing" if self._failed else "elastic.grow_gap_s has not passed"
                 self._ledger.event("growth_waits", workers=workers, seconds=wait, why=why)
             return
-        if not policy.worth_growing(self._steps - self._ledger.step, self._ledger.step_seconds, self._warm_seconds()):
+        if not worth:
             return
         self._begun, self._aim = now, self._desk.target + workers
         self._noted()

@@ -4,6 +4,9 @@ Who answers and waits for a rank that is gone is no culprit. Mostly it is out as
 its waits for messages given up (`vescale_ray/waits.py`); in a large collective of gloo's own it may wait for that one's bound. So it is
 ended early only where that costs nothing that is not had again at once: what it holds is elsewhere, too, and another worker takes its
 place.
+
+Where nobody is out yet, and all compute and answer, none of them is seen to hang: all do what takes long. Then the collectives' bound
+counts, too: to end all of them would be the end of what they hold.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ class Laggards:
             outside: warm workers that are in no generation.
         """
         silent = self._crew.silent(self._bounds.park / 2)
+        together = not out and not any(w in silent or self._waits(w) for w in inside if not self._crew.doomed(w))
         found: dict[str, str] = {}
         waiting: dict[str, float] = {}
         for worker in inside:
@@ -47,11 +51,11 @@ class Laggards:
             if self._crew.doomed(worker):
                 continue
             phase = str(report.phase) if report is not None else "unheard of"
-            waits = report is not None and report.waiting and worker not in silent
+            waits = self._waits(worker) and worker not in silent
             copies = report is not None and report.unhurried and worker not in silent
-            bound = self._bound(phase, waits or copies, worker in silent)
+            bound = self._bound(phase, waits or copies or (together and report is not None), worker in silent)
             if since > bound:
-                found[worker] = f"still {phase} {bound:.1f} s after the others had left"
+                found[worker] = f"still {phase} {bound:.1f} s after {'the others had left' if out else 'its generation was over'}"
                 if phase == Phase.SAVING:
                     found[worker] = f"it still writes a checkpoint after {bound:g} s"
             elif waits and since > (early := self._bound(phase, False, False)):
@@ -61,13 +65,19 @@ class Laggards:
                 found[worker] = f"waits for a rank that is gone, {early:.1f} s after the others had left; another takes its place"
         return found
 
+    def _waits(self, worker: str) -> bool:
+        report = self._crew.report(worker)
+        return report is not None and report.waiting
+
     def _bound(self, phase: str, waits: bool, silent: bool) -> float:
         if phase == Phase.SAVING:
             return self._bounds.save
         # Whoever forms a group does not tell by that why it answers nothing.
         form_s = FIRST_S / 2 if silent else FORM_S
-        collective_s = self._elastic.collective_timeout_s
-        return policy.laggard_bound(phase, waits, self._bounds.park, form_s, self._ledger.step_seconds, collective_s)
+        steps, collective_s = self._ledger, self._elastic.collective_timeout_s
+        return policy.laggard_bound(
+            phase, waits, self._bounds.park, form_s, steps.step_seconds, collective_s, steps.longest_step_seconds
+        )
 
     def _dispensable(self, out: Sequence[str], outside: Sequence[str]) -> bool:
         """Whether those that are out lose nothing by going on alone: all of the newest step is with them, they are enough, and there will

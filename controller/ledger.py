@@ -375,6 +375,11 @@ class Ledger:
         return None if seconds is None else float(seconds)
 
     @property
+    def longest_step_seconds(self) -> float:
+        """Of the last hundred or so: some do what others don't (roots of a preconditioner, say)."""
+        return self._steps.longest
+
+    @property
     def checkpoint_step(self) -> int | None:
         """Of the newest checkpoint that this start of the run has made, or began from."""
         return self._kept.step

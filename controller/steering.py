@@ -107,8 +107,9 @@ class Steering:
             if self._config.elastic.replace_lost:
                 self._desk.reason = "replacement"  # of those that will come in their place
             else:
-                spares = [w for w in self.outside(world.members) if w in self._crew.ready() and w not in leaving]
-                self._desk.want(min(self._desk.target, len(staying) + len(spares)), "drain")
+                # Those that are on their way as well: they were asked for, and come a moment later.
+                others = [w for w in self.outside(world.members) if w not in leaving]
+                self._desk.want(min(self._desk.target, len(staying) + len(others) + self._crew.hiring), "drain")
             self._ask_to_park(world, stop=False, reason="drain")
             return
         for worker in leaving & set(self.outside(world.members)):

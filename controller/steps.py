@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from vescale_ray.controller.figures import Histogram
+from vescale_ray.controller.hang import PERIOD
 from vescale_ray.controller.tally import Tally
 from vescale_ray.data.units import bits_per_byte
 from vescale_ray.workers.messages import Stepped
@@ -60,6 +62,7 @@ class Steps:
     Attributes:
         executed: steps ever done, replayed ones included.
         ended: of the newest steps, when; seconds since the epoch.
+        longest: seconds that the longest of the last :data:`~vescale_ray.controller.hang.PERIOD` took; 0.0 before any.
     """
 
     def __init__(self) -> None:
@@ -67,6 +70,7 @@ class Steps:
         self.ended: dict[int, float] = {}
         self._losses: dict[int, float] = {}
         self._seconds = Histogram()
+        self._recent: deque[float] = deque(maxlen=PERIOD)
         self._phases: dict[str, float] = {}
         self._health = dict.fromkeys(HEALTH, 0)
 
@@ -74,7 +78,9 @@ class Steps:
         """One more."""
         step = int(line["step"])
         self.executed += 1
-        self._seconds = self._seconds.observe(float(line.get("step_seconds") or 0.0))
+        seconds = float(line.get("step_seconds") or 0.0)
+        self._seconds = self._seconds.observe(seconds)
+        self._recent.append(seconds)
         self.ended[step] = float(line["time"])
         if line.get("loss") is not None:
             self._losses[step] = float(line["loss"])
@@ -88,6 +94,10 @@ class Steps:
         self._health["skipped"] += bool(line.get("skipped"))
         for phase, seconds in (line.get("phase_seconds") or {}).items():
             self._phases[phase] = self._phases.get(phase, 0.0) + float(seconds)
+
+    @property
+    def longest(self) -> float:
+        return max(self._recent, default=0.0)
 
     def loss(self, step: int) -> float | None:
         """Of the newest steps."""

@@ -18,8 +18,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -343,7 +343,8 @@ class Worker:
             assert found is not None
             fault = replace(fault, trace=groups.tell(found))
             self._writer.abandon()
-            self._snapshots.verify()
+            with self._without_hurry():  # they may be tens of gigabytes, and are all that is left of the lost
+                self._snapshots.verify()
         self._settle(phase, fault)
 
     def _generation(self, order: Join) -> Phase:
@@ -473,15 +474,39 @@ class Worker:
         from vescale_ray import checkpoint
         from vescale_ray.workers.reshard import restore_from_checkpoint
 
-        if order.origin is Origin.FRESH:
-            trainer.initialize()
-            return None, 0
-        if order.origin is Origin.CHECKPOINT:
-            try:
-                return None, restore_from_checkpoint(trainer, checkpoint.open(self._config.checkpoint_root, order.commit))
-            except (ValueError, checkpoint.CheckpointMismatch) as error:
-                raise _BadInput(" ".join(str(error).split())) from None
-        return self._move(order, trainer), 0
+        if order.origin is Origin.MEMORY:
+            return self._move(order, trainer), 0
+        read_bytes = 0
+        with self._unless_fenced(trainer, order.ticket):
+            if order.origin is Origin.FRESH:
+                trainer.initialize()
+            else:
+                try:
+                    read_bytes = restore_from_checkpoint(trainer, checkpoint.open(self._config.checkpoint_root, order.commit))
+                except (ValueError, checkpoint.CheckpointMismatch) as error:
+                    raise _BadInput(" ".join(str(error).split())) from None
+        return None, read_bytes
+
+    @contextmanager
+    def _unless_fenced(self, trainer: Trainer, ticket: Ticket) -> Iterator[None]:
+        """What is done inside takes minutes, and waits for no rank: at each beat of it, see whether the generation is over already.
+
+        (The beats of a step are none to leave at: some come after its last collective.)
+        """
+        from vescale_ray.workers.groups import GroupFailed
+
+        beat = trainer.beat
+
+        def beat_or_leave() -> None:
+            beat()
+            if ticket <= self._fenced:
+                raise GroupFailed(f"generation {ticket} ended while its values were still being filled in")
+
+        trainer.beat = beat_or_leave
+        try:
+            yield
+        finally:
+            trainer.beat = beat
 
     def _move(self, order: Join | Give, trainer: Trainer | None) -> ReshardReport:
         """Take part in the move of shards, as a member (with a trainer) or as a leaver."""

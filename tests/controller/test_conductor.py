@@ -704,6 +704,52 @@ def test_a_change_that_can_wait_lets_a_checkpoint_be_written_and_a_drain_does_no
     assert asked == [None, "drain", None], "whose node goes does not wait, nor for a replacement that is there"
 
 
+@pytest.mark.parametrize(("warming", "hiring", "wanted"), [("", 0, 2), ("x", 0, 3), ("xy", 0, 4), ("x", 1, 4), ("xy", 3, 5)])
+def test_a_drain_leaves_alone_whoever_is_on_the_way(warming: str, hiring: int, wanted: int) -> None:
+    """Of three that were to be five one had to go as the two were still warming: the run stayed at two, and they were sent away."""
+    crew: Any = Crew(*(report(w, Phase.TRAINING) for w in "abc"))
+    crew.on_the_way, crew.hiring = list(warming), hiring
+    told: list[tuple[int, str]] = []
+    steering: Any = Steering.__new__(Steering)
+    steering._crew, steering.leavers, steering.asked = crew, [], None
+    steering._config = SimpleNamespace(elastic=ElasticSection(workers=3))
+    steering._desk = SimpleNamespace(stop=None, target=5, reason="manual", want=lambda *about: told.append(about))
+    steering._ledger = SimpleNamespace(has_stepped=True, all_filled=True, state=RunState.RUNNING)
+    steering._save_if_due = steering._hear_of_drains = lambda world: None
+    steering.leaving = lambda workers: frozenset("c")
+    steering._ask_to_park = lambda world, stop, reason=None: told.append((0, reason))
+    steering.steer(replace(WORLD, members=("a", "b", "c")))
+    assert told == [(wanted, "drain"), (0, "drain")]
+
+
+@pytest.mark.parametrize("controllers", [21, 23, 24])
+def test_a_run_whose_controllers_come_to_nothing_keeps_what_its_workers_hold(tmp_path: Path, controllers: int) -> None:
+    """They had trained on. All of them were ended with what they held since the last checkpoint."""
+    crew: Any = Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING))
+    crew.unwish = lambda: None
+    stage = Stage(crew)
+    conductor, saved = stage.conductor, []
+    stage.with_books(tmp_path, RunState.RESCALING)
+    conductor._budget = Budget(Limits(3, 20, 20), controllers=controllers)
+    conductor._memo = Memo("r", 7, members=("a", "b"))
+    conductor._remember = lambda **how: None
+    conductor._steering.nodes.start = lambda: None
+    conductor._adopted = lambda: WORLD
+
+    def steer(world: World) -> None:
+        assert conductor.desk.stop
+        crew.reports |= {w: report(w, Phase.PARKED) for w in "ab"}
+
+    conductor._steering.steer = steer
+    conductor._keeper.newest = lambda: Kept("c30", "/c30", 30)
+    conductor._keeper.held_step = lambda holders: 40 if holders else -1
+    conductor._keeper.save = saved.append
+    conductor._evidence.write = lambda *about: None
+    outcome = conductor._conduct()
+    assert outcome.state == "FAILED" and outcome.error.startswith(f"the controller was restarted {controllers} times")
+    assert saved == ([("a", "b")] if controllers < 24 else []), "the fourth that tries would come to nothing as well"
+
+
 def test_leavers_stay_until_the_next_generation_has_made_a_step() -> None:
     """Until then its first copies are on their way: a worker that is lost meanwhile would be lost with what only leavers hold."""
     gone: list[str] = []

@@ -27,13 +27,14 @@ class Scene:
     silent: Sequence[str] = ()
     doomed: Sequence[str] = ()
     spares: Sequence[str] = ()
+    longest: float = 0.5
 
-    def late(self, since: float) -> dict[str, str]:
+    def late(self, since: float, inside: Sequence[str] = "c", out: Sequence[str] = "ab") -> dict[str, str]:
         scene = self
 
         class Crew:
             def report(self, worker: str) -> Report | None:
-                assert worker == "c"
+                assert worker in inside
                 return scene.report
 
             def silent(self, seconds: float) -> list[str]:
@@ -43,21 +44,21 @@ class Scene:
                 return worker in scene.doomed
 
         class Ledger:
-            step, step_seconds = STEP, 0.5
+            step, step_seconds, longest_step_seconds = STEP, 0.5, scene.longest
 
         class Keeper:
             def held_step(self, workers: Sequence[str]) -> int:
-                assert set(workers) == {"a", "b"}, "not what the one still has that may have to be ended"
+                assert set(workers) == set(out), "not what the one still has that may have to be ended"
                 return scene.held
 
         section = ElasticSection(**{"workers": 3, "collective_timeout_s": COLLECTIVE_S, **self.elastic})
         laggards = Laggards(section, Bounds(), Crew(), Ledger(), Keeper())  # type: ignore[arg-type]
-        return laggards.late(since, ["c"], ["a", "b"], list(self.spares))
+        return laggards.late(since, list(inside), list(out), list(self.spares))
 
-    def ended(self) -> float:
+    def ended(self, inside: Sequence[str] = "c", out: Sequence[str] = "ab") -> float:
         """After how many seconds it is ended; to 0.1 s."""
-        at = next((tenth / 10 for tenth in range(1000) if self.late(tenth / 10)), float("inf"))
-        assert all(self.late(at + later) for later in (0.1, 1.0, 100.0)) or at == float("inf")
+        at = next((tenth / 10 for tenth in range(1000) if self.late(tenth / 10, inside, out)), float("inf"))
+        assert all(self.late(at + later, inside, out) for later in (0.1, 1.0, 100.0)) or at == float("inf")
         return at
 
 
@@ -110,3 +111,22 @@ def test_where_another_takes_its_place_and_nothing_is_lost_whoever_waits_is_ende
     lost = [STEP - 1, -1]
     assert [Scene(WAITS, elastic, held, spares=spares).ended() for held in lost] == [late] * 2, "its shard is needed"
     assert Scene(WAITS, {**elastic, "min_workers": 3}, spares=spares).ended() == late, "the others are too few"
+
+
+def test_who_does_what_only_some_steps_do_as_another_is_lost_is_given_the_time_that_those_take() -> None:
+    """With steps of half a second, of which each tenth took ten, a third of all losses took every survivor along."""
+    assert Scene(report(Phase.TRAINING), longest=10.0).ended() == pytest.approx(15.0 + AFTER)
+    assert Scene(report(Phase.TRAINING), longest=1.5).ended() == pytest.approx(PARK_S + AFTER)
+
+
+def test_where_all_that_are_left_compute_and_answer_none_of_them_is_taken_for_hung_at_once() -> None:
+    """They are at something longer than any step so far. All were ended in one moment, and with them all that was left of the lost one."""
+    patient = pytest.approx(COLLECTIVE_S + PARK_S + AFTER)
+    busy = Scene(report(Phase.TRAINING))
+    assert busy.ended("abc", "") == patient and busy.ended("c", "") == patient
+    assert "after its generation was over" in busy.late(60.0, "c", "")["c"]
+    # One that is silent or waits tells that another may hang; one that has left, too.
+    assert Scene(report(Phase.TRAINING), silent=["b"]).ended("abc", "") == pytest.approx(PARK_S + AFTER)
+    assert busy.ended("bc", "a") == pytest.approx(PARK_S + AFTER)
+    assert Scene(report(Phase.TRAINING), silent=["b"], doomed=["b"]).ended("abc", "") == patient, "who is ended already tells nothing"
+    assert Scene(None).ended("abc", "") == pytest.approx(PARK_S + AFTER), "nobody has answered anything"

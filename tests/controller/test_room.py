@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vescale_ray.config import ConfigError, parse_config
 from vescale_ray.controller import growth as subject
-from vescale_ray.controller.growth import Growth
+from vescale_ray.controller.growth import WISH_AHEAD_S, Growth
 from vescale_ray.controller.nodes import Free
 from vescale_ray.controller.policy import LONGEST_GAP_S, growth_wait, worth_growing
 from vescale_ray.controller.room import STALE_S, Room, places
@@ -146,14 +146,16 @@ class Grower:
         self.now, self.notes, self.told = now, [past], []
         self.room = 1
         monkeypatch.setattr(subject.time, "monotonic", lambda: self.now)
-        elastic = parse_config({"elastic": {"workers": 2, "max_workers": 4, "grow": True, "grow_after_s": 1.0, "grow_gap_s": 60.0}}).elastic
+        section = {"workers": 2, "max_workers": 4, "grow": True, "grow_after_s": 1.0, "grow_gap_s": 60.0, "demand": 1}
+        elastic = parse_config({"elastic": section}).elastic
         config: Any = SimpleNamespace(elastic=elastic, train=SimpleNamespace(steps=10**6), watches_room=True)
-        crew: Any = SimpleNamespace(wish=lambda *about: None, places=SimpleNamespace(wishes=[]))
+        self.wished = 0
+        crew: Any = SimpleNamespace(wish=lambda count, avoid: setattr(self, "wished", count), places=SimpleNamespace(wishes=[]))
         ledger: Any = SimpleNamespace(event=lambda kind, **about: self.told.append(kind), step=5, step_seconds=0.1, known={})
         desk: Any = SimpleNamespace(ceiling=4, target=target)
         desk.want = lambda workers, reason: setattr(desk, "target", workers)
         nodes: Any = SimpleNamespace(free=None)
-        self.desk, self.nodes = desk, nodes
+        self.desk, self.nodes, self.ledger = desk, nodes, ledger
         self.growth = Growth(config, crew, ledger, desk, nodes, json.loads(past), self._note)
 
     def _note(self) -> None:
@@ -192,3 +194,20 @@ def test_a_restarted_controller_keeps_its_distance_from_the_growth_before_it(mon
     third.desk.target = 2
     assert third.pass_(100.0, 2) == ["growth_waits"] and json.loads(third.notes[-1])["failed"] == 1
     assert third.pass_(20.0, 2) == ["growth"]
+
+
+def test_a_place_is_wished_for_only_while_the_run_would_grow_into_it_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One was held through a back-off of up to an hour, and the autoscaler brought nodes for the last seconds of a run."""
+    run = Grower(monkeypatch)
+    run.room = 0
+    run.pass_(5.0, 2)
+    assert run.wished == 1
+    run.growth.note, run.growth._failed, run.growth._begun = {}, 3, run.now
+    run.pass_(1.0, 2)
+    assert run.wished == 0, "the next growth is eight minutes away"
+    run.pass_(480.0 - WISH_AHEAD_S, 2)
+    assert run.wished == 1, "by the time a node is there it may be used"
+    run.ledger.known = {"w": SimpleNamespace(warm_seconds=20.0)}
+    run.ledger.step = 10**6 - 50
+    run.pass_(1.0, 2)
+    assert run.wished == 0, "the run ends before a worker would be warm"

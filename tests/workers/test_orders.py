@@ -226,3 +226,36 @@ def test_who_has_no_step_left_after_a_move_parts_when_all_have_received(
     worker._enter(Ticket(5, 1), Phase.FORMING)
     assert worker._generation(replace(join(5), origin=origin)) is Phase.FINISHED
     assert happened == [*(["all are here"] if waits else []), "parked", "closed"]
+
+
+@pytest.mark.parametrize("origin", [Origin.FRESH, Origin.CHECKPOINT])
+def test_who_fills_its_values_in_leaves_at_the_next_piece_when_the_generation_is_over(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, origin: Origin
+) -> None:
+    """A rank was lost while checkpoints were read, which takes minutes: all others read on, and were ended for that after half a minute."""
+    pieces: list[int] = []
+
+    class Trainer:
+        completed = 0
+
+        def __init__(self) -> None:
+            self.beat: Callable[[], None] = lambda: pieces.append(len(pieces))
+
+        def initialize(self) -> None:
+            for piece in range(5):
+                if piece == 2:
+                    worker.fence(Ticket(4, 9))
+                if piece == 3:
+                    worker.fence(Ticket(5, 1))
+                self.beat()
+
+    monkeypatch.setattr("vescale_ray.workers.reshard.restore_from_checkpoint", lambda trainer, opened: trainer.initialize() or 0)
+    monkeypatch.setattr("vescale_ray.checkpoint.open", lambda root, commit: None)
+    worker._config = SimpleNamespace(checkpoint_root="/nowhere")
+    trainer: Any = Trainer()
+    beat = trainer.beat
+    with pytest.raises(GroupFailed, match=r"generation 5\.1 ended while its values were still being filled in"):
+        worker._fill(trainer, replace(join(5), origin=origin))
+    assert pieces == [0, 1, 2, 3] and trainer.beat is beat, "the beats of a step leave nowhere"
+    assert worker._fill(trainer, replace(join(6), origin=origin)) == (None, 0)
+    trainer.beat()
