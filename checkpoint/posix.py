@@ -155,7 +155,14 @@ class PosixStore:
         found: list[Entry] = []
         if not top.is_dir():
             return found
-        for folder, _, names in os.walk(top, onerror=_unless_gone):
+
+        def unlisted(error: OSError) -> None:
+            # A folder that can't be read is no empty one; one that another collector has just deleted is. Of what lies in those below, of
+            # which one may be somebody else's, only that is told which can be.
+            if error.errno not in _NOTHING and Path(error.filename) == top:
+                raise error
+
+        for folder, _, names in os.walk(top, onerror=unlisted):
             for name in names:
                 path = Path(folder, name)
                 if not is_key(path.relative_to(self.root).as_posix()):
@@ -273,12 +280,6 @@ class PosixReader:
     def _buffered(self) -> None:
         _set_direct(self._fd, False)
         self._direct = False
-
-
-def _unless_gone(error: OSError) -> None:
-    """A folder that can't be read is no empty one; one that another collector has just deleted is."""
-    if error.errno not in _NOTHING:
-        raise error
 
 
 def _create(path: Path) -> tuple[int, bool]:

@@ -130,6 +130,9 @@ class Conductor:
         self._leaving: frozenset[str] = frozenset()
         """Of those that the last decision was about, whoever leaves whatever else is wanted."""
 
+    _giving_up = False
+    """The budget was spent before this life began: it keeps what there is. Nothing that comes of that makes the next one go on."""
+
     # ----------------------------------------------------------------------------------------------------------- the whole
 
     def run(self) -> Outcome:
@@ -146,6 +149,7 @@ class Conductor:
         self._steering.nodes.start()
         ledger = self._ledger
         if self._budget.controllers and (spent := self._budget.verdict) is not None:
+            self._giving_up = True
             return self._give_up(self._brought_to_rest(), spent, refused=False)
         if self._memo.members:
             ended = self._watch(self._adopted())
@@ -724,7 +728,7 @@ class Conductor:
             leavers=tuple(self._steering.leavers),
             growth=self._steering.growth.note,
             stragglers=self._steering.stragglers.note,
-            stop=self.desk.stop,
+            stop=self._memo.stop if self._giving_up else self.desk.stop,
             shift=asdict(self._ledger.shift) if self._ledger.shift else None,
         )
         if memo == self._memo and not always:
@@ -786,7 +790,8 @@ class Conductor:
                     self._hangs.stepped(item.ticket, item.record.step, item.record.seconds, item.record.alone_seconds)
                     ledger.used(report.worker, item)
                     if ledger.stepped(item):
-                        self._budget = self._budget.progressed(ledger.step)
+                        progressed = self._budget.progressed(ledger.step)
+                        self._budget = replace(self._budget, high=progressed.high) if self._giving_up else progressed
                         self._steering.stragglers.stepped(item.record)
                 case Filled():
                     ledger.filled(report.worker, item)

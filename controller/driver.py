@@ -29,13 +29,14 @@ from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RunRefus
 from vescale_ray.controller.scribe import Scribe
 from vescale_ray.errors import BadInput
 from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.messages import Origin
 
 POLL_S = 0.2
 CALL_S = 5.0
 CONTROLLER_GONE_S = 120.0
 """The controller may be restarted; one that has not answered for this long will not."""
-STOP_S = 600.0
-"""For the checkpoint after a signal; then the run is ended without."""
+STOP_S = 60.0
+"""After a signal, for all but its checkpoint, which has a bound of its own; then the run is ended without."""
 CLEAN_S = 5.0
 LAST_WORDS_S = 30.0
 """For the disk with the run's folder, when all else is done."""
@@ -110,7 +111,7 @@ def run(
     with _Signals() as signals:
         while True:
             _write_state(folder, {"run": config.run.name, "state": "PENDING", "step": ready.source.step, "steps": config.train.steps})
-            attempt = _Attempt(ready, folder, tuple(schedule), bounds or Bounds(), signals, on_progress, warnings)
+            attempt = _Attempt(ready, folder, tuple(schedule), bounds or Bounds.of(config), signals, on_progress, warnings)
             try:
                 result = attempt.run()
             finally:
@@ -131,6 +132,9 @@ def run(
                 ready = check(config, oldest=ready.oldest)
             except BadInput as problem:
                 return replace(result, error=f"{result.error}; and it can't begin anew: {problem}")
+            if ready.source.origin is Origin.FRESH and result.checkpoint is not None:
+                missing = f"{result.checkpoint} and those before it can't be resumed from: are they mounted? see `vescale-ray ckpt ls`"
+                return replace(result, error=f"{result.error}; and it can't begin anew: {missing}")
             if ready.source.step >= config.train.steps:
                 return _nothing_to_do(config, folder, ready)
             asked = _asked_for(folder, attempt.run_id) or asked
@@ -310,8 +314,8 @@ class _Attempt:
                 told, stop_since = now, stop_since or now
                 with suppress(_Lost):  # the next question for the status will tell
                     self._call("command", "stop", {"reason": self._signals.name})
-            if stop_since is not None and now - stop_since > STOP_S:
-                return self._lost(f"it did not stop within {STOP_S:g} s after {self._signals.name}")
+            if stop_since is not None and now - stop_since > (bound := STOP_S + self._bounds.save):
+                return self._lost(f"it did not stop within {bound:g} s after {self._signals.name}")
             time.sleep(POLL_S)
 
     def _lost(self, error: str) -> Outcome:

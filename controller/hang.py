@@ -26,6 +26,7 @@ some steps do (roots of a preconditioner, say). So no mistake of this kind is ma
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -44,7 +45,8 @@ that is read) beats with every piece."""
 RECENT = 8
 """Steps; not what the ranks tell of them, which of many ranks would be of one."""
 PERIOD, AGAIN = 128, 1.1
-"""A step that was taken for a hang counts for so many steps, times this: what only every hundredth does takes about as long each time."""
+"""A step that was taken for a hang counts for so many steps, times this: what only every hundredth does takes about as long each time. So
+does the second longest of all of them: what has come twice comes again, and what has come once was perhaps a disturbance."""
 OWN_GAP_S = 0.6
 """The controller itself was held up for longer than this: nothing can be said about others, until it has listened for :data:`LEAST_S`."""
 
@@ -93,6 +95,10 @@ class HangWatch:
     """The longest that any rank has told of each of the last steps."""
     _rare: dict[int, float] = field(default_factory=dict)
     """Of steps in which somebody stood still for so long that it was ended, among the last :data:`PERIOD`."""
+    _period: deque[float] = field(default_factory=lambda: deque(maxlen=PERIOD))
+    """Of the last steps, also of generations before this one, but for the first of each."""
+    _counted: int = 0
+    """The step of the last of them."""
     _earlier: float = 0.0
     _accused: int = 0
     """The step that was under way when somebody was last found to stand still; ``_blamed``: in which generation."""
@@ -131,6 +137,11 @@ class HangWatch:
         self._first = step if self._first is None else self._first
         if step == self._first:
             seconds -= alone
+        elif step > self._counted:
+            self._period.append(seconds)
+            self._counted = step
+        elif step == self._counted and self._period:
+            self._period[-1] = max(self._period[-1], seconds)
         self._stepped += 1
         self._steps[step] = max(seconds, self._steps.get(step, 0.0))
         if len(self._steps) > RECENT:
@@ -164,7 +175,8 @@ class HangWatch:
         if self.fixed is not None:
             return self.fixed or math.inf
         if self._settled:
-            longest = max(FACTOR * max(self._steps.values()), AGAIN * max(self._rare.values(), default=0.0))
+            twice = sorted(self._period)[-2] if len(self._period) > 1 else 0.0
+            longest = max(FACTOR * max(self._steps.values()), AGAIN * max(twice, max(self._rare.values(), default=0.0)))
             return self._patience * max(LEAST_S, longest)
         known = max(self._steps.values(), default=0.0) or self._earlier
         return self._patience * (self.forming_s if known else self.longest_s)

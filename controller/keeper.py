@@ -87,9 +87,7 @@ class Keeper:
     def newest(self) -> policy.Kept | None:
         """The newest checkpoint that is not known to be damaged; what the books know of where the storage does not tell."""
         try:
-            found = self._ask_storage()
-            self._not_mislaid(found)
-            return found
+            return self._ask_storage()
         except OSError as error:
             _log.warning("%s does not tell its newest checkpoint: %s", self._root, error)
         path, step = self._ledger.checkpoint_path, self._ledger.checkpoint_step
@@ -107,7 +105,6 @@ class Keeper:
         if _newest_step(held) < (self._ledger.checkpoint_step or 0):
             try:
                 newest = self._ask_storage()
-                self._not_mislaid(newest)
                 held = self._held(holders)  # somebody may have been lost meanwhile
             except OSError as error:
                 held = self._held(holders)
@@ -116,15 +113,10 @@ class Keeper:
                 _log.warning("%s is out of reach: going on from step %d in memory: %s", self._root, step, error)
         return policy.choose_source(held, members, newest, self._ledger.world)
 
-    def _not_mislaid(self, newest: policy.Kept | None) -> None:
-        """Raises OSError where the storage has none of the checkpoints that this run has made or began from, though none is damaged."""
-        step = self._ledger.checkpoint_step
-        if newest is None and step is not None and not self._bad:
-            raise FileNotFoundError(f"{self._root} has no checkpoint any more, though there was one of step {step}: is it mounted?")
-
     def _ask_storage(self) -> policy.Kept | None:
         """Raises OSError also where the storage says nothing for :data:`STORAGE_S`. Meanwhile the loop goes on: else it took no command."""
-        question, deadline = partial(newest_kept, self._root, self._bad, self._oldest), time.monotonic() + STORAGE_S
+        question = partial(newest_kept, self._root, self._bad, self._oldest, self._ledger.checkpoint_step)
+        deadline = time.monotonic() + STORAGE_S
         while True:
             try:
                 found: policy.Kept | None = self._scribe.do(question)
@@ -212,7 +204,7 @@ class Keeper:
                 if attempt in self._results:
                     return self._results[attempt]
                 if all(self._crew.alive(w) for w in plan):  # nothing would be another time: the storage hangs
-                    self.abandon(problem := f"it was not written within {self._save_s:g} s")
+                    self.abandon(problem := f"it was not written within {self._save_s:g} s (checkpoint.last_timeout_s)")
                     break
             self.abandon()
             # Who still writes for the attempt that has failed can neither write again nor join: its order would be refused. Nor

@@ -5,8 +5,8 @@ its waits for messages given up (`vescale_ray/waits.py`); in a large collective 
 ended early only where that costs nothing that is not had again at once: what it holds is elsewhere, too, and another worker takes its
 place.
 
-Where nobody is out yet, and all compute and answer, none of them is seen to hang: all do what takes long. Then the collectives' bound
-counts, too: to end all of them would be the end of what they hold.
+Where nobody is out yet, and all that answer compute, none of them is seen to hang: they do what takes long. Then the collectives' bound
+counts, too: to end all of them would be the end of what they hold. When the first is out the others have their time from then on.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Laggards:
     def __init__(self, elastic: ElasticSection, bounds: Bounds, crew: Crew, ledger: Ledger, keeper: Keeper) -> None:
         self._elastic, self._bounds = elastic, bounds
         self._crew, self._ledger, self._keeper = crew, ledger, keeper
+        self._together = 0.0
+        """Until so long after the first sign all computed."""
 
     def late(self, since: float, inside: Sequence[str], out: Sequence[str], outside: Sequence[str]) -> dict[str, str]:
         """Whom to end now, each with the reason.
@@ -43,7 +45,11 @@ class Laggards:
             outside: warm workers that are in no generation.
         """
         silent = self._crew.silent(self._bounds.park / 2)
-        together = not out and not any(w in silent or self._waits(w) for w in inside if not self._crew.doomed(w))
+        together = not out and not any(self._waits(w) for w in inside if w not in silent and not self._crew.doomed(w))
+        if since < self._together:
+            self._together = 0.0  # another generation
+        if together:
+            self._together = since
         found: dict[str, str] = {}
         waiting: dict[str, float] = {}
         for worker in inside:
@@ -51,9 +57,12 @@ class Laggards:
             if self._crew.doomed(worker):
                 continue
             phase = str(report.phase) if report is not None else "unheard of"
-            waits = self._waits(worker) and worker not in silent
-            copies = report is not None and report.unhurried and worker not in silent
-            bound = self._bound(phase, waits or copies or (together and report is not None), worker in silent)
+            answers = report is not None and worker not in silent
+            waits = answers and self._waits(worker)
+            copies = report is not None and report.unhurried and answers
+            bound = self._bound(phase, waits or copies or (answers and together), worker in silent)
+            if answers and not (waits or copies or together):
+                bound += self._together
             if since > bound:
                 found[worker] = f"still {phase} {bound:.1f} s after {'the others had left' if out else 'its generation was over'}"
                 if phase == Phase.SAVING:

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from vescale_ray.errors import BadInput
 from vescale_ray.workers.messages import Fault, Origin, Ticket
+
+if TYPE_CHECKING:
+    from vescale_ray.config import RunConfig
 
 NAMESPACE = "vescale-ray"
 """Of the controller's and the nursery's names in Ray."""
@@ -74,12 +77,13 @@ class Bounds:
     """How long the controller waits for what, in seconds. Collectives have a bound of their own (``elastic.collective_timeout_s``).
 
     Attributes:
-        start: for workers to be placed and warm.
+        start: for workers to be placed and warm (``elastic.start_timeout_s``).
         park: from the first sign that a generation is over until every member is out of it; slow steps extend it.
         call: for a call to an actor that only notes something.
-        save: for the workers to write a checkpoint that the controller ordered, and for its commit.
+        save: for the workers to write a checkpoint that the controller ordered, the last one or that of a stop, and for its commit
+            (``checkpoint.last_timeout_s``).
         silence: a worker that answers no poll for this long is hung or stopped: killed; None takes the collectives' bound.
-        replace: for a replacement when there are too few workers to train.
+        replace: for a replacement when there are too few workers to train (``elastic.start_timeout_s``).
         storage: for the checkpoints' storage to answer where no worker holds a state; and for the run's folder, where the controller was
             started again.
     """
@@ -91,6 +95,11 @@ class Bounds:
     silence: float | None = None
     replace: float = 180.0
     storage: float = 600.0
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Bounds:
+        start = config.elastic.start_timeout_s
+        return cls(start=start, replace=start, save=config.checkpoint.last_timeout_s)
 
 
 class Dismissal(StrEnum):

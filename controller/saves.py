@@ -250,13 +250,19 @@ def retention_of(config: RunConfig) -> Retention:
     return Retention(c.keep_last, c.keep_every, c.keep_best, c.keep_metric, c.keep_mode, c.keep_verified)
 
 
-def newest_kept(root: str, bad: frozenset[str] = frozenset(), oldest: int = 0) -> Kept | None:
+def newest_kept(root: str, bad: frozenset[str] = frozenset(), oldest: int = 0, made: int | None = None) -> Kept | None:
     """The newest whole checkpoint whose name is not in ``bad``, of generation ``oldest`` or later; None when there is none.
 
+    Args:
+        made: step of one that there must be, whole or damaged.
+
     Raises:
-        OSError: the storage, or a newer one, is out of reach: what is newest can't be told.
+        OSError: the storage, or a newer one, is out of reach: what is newest can't be told. Or there is none at all, where there must be.
     """
-    from vescale_ray.checkpoint.commits import newest_first
+    from vescale_ray.checkpoint.commits import ls, newest_first
 
     found = takewhile(lambda one: one.epoch >= oldest, newest_first(root))
-    return next((Kept(one.name, one.path, one.step) for one in found if one.name not in bad), None)
+    newest = next((Kept(one.name, one.path, one.step) for one in found if one.name not in bad), None)
+    if newest is None and made is not None and not any(one.epoch >= oldest for one in ls(root)):
+        raise FileNotFoundError(f"{root} has no checkpoint any more, though there was one of step {made}: is it mounted?")
+    return newest

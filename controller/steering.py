@@ -109,7 +109,9 @@ class Steering:
             else:
                 # Those that are on their way as well: they were asked for, and come a moment later.
                 others = [w for w in self.outside(world.members) if w not in leaving]
-                self._desk.want(min(self._desk.target, len(staying) + len(others) + self._crew.hiring), "drain")
+                comes = bool(self._crew.hiring) or any(w not in self._crew.ready() for w in others)
+                target = min(self._desk.target, len(staying) + len(others) + self._crew.hiring)
+                self._desk.want(target, self._desk.reason if comes else "drain")
             self._ask_to_park(world, stop=False, reason="drain")
             return
         for worker in leaving & set(self.outside(world.members)):

@@ -139,6 +139,11 @@ class ElasticSection(_Section):
     min_workers: Count = Field(default=1, description="fewest workers that still train; below it the run fails")
     max_workers: int | None = Field(default=None, ge=1, description="most workers; null: as many as slots")
     snapshot_every: CountOrZero = Field(default=1, description="steps between copies of each shard in another worker's memory; 0: none")
+    start_timeout_s: Positive = Field(
+        default=180.0,
+        description="seconds for workers to get their places and be warm: as the run begins (which then goes on with those that are), and "
+        "for a replacement without which it can't train; more where nodes have to be started for them",
+    )
     collective_timeout_s: Positive = Field(default=30.0, description="seconds after which a collective that does not end counts as failed")
     hang_timeout_s: Annotated[float | Literal["auto"], BeforeValidator(_seconds_or_auto)] = Field(
         default="auto",
@@ -207,6 +212,11 @@ class CheckpointSection(_Section):
     auto_max_s: Positive = Field(default=3600.0, description="every = auto: most seconds between checkpoints")
     mtbf_hours: Positive = Field(
         default=24.0, description="every = auto: hours between failures to begin with; observed ones outweigh it with time"
+    )
+    last_timeout_s: Positive = Field(
+        default=600.0,
+        description="seconds for the checkpoint after the last step, or of a stop, to be written; at least twice what one takes, since the "
+        "one before may still be under way. After that the run has FAILED",
     )
     keep_last: Count = Field(default=2, description="newest checkpoints that are kept")
     keep_every: CountOrZero = Field(default=0, description="besides, one is kept for every so many steps; 0: off")

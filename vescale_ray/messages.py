@@ -61,7 +61,8 @@ class Messages:
             work = group.send([sent], target, self._tag)
         self._under_way.append((work, sent))
 
-    def wait(self) -> None:
+    def wait(self, times: int = 1) -> None:
+        """For so many ``times`` the group's bound at the most."""
         # Taken out first: a failed Work keeps its exception, and with it frames, alive.
         under_way, self._under_way = self._under_way, []
         group = self._group()
@@ -70,7 +71,7 @@ class Messages:
         try:
             for works in (under_way, earlier):
                 while works:
-                    waits.wait(works.pop()[0], self._since, self._limit)
+                    waits.wait(works.pop()[0], self._since, self._limit * times)
         except BaseException:
             under_way.clear()
             earlier.clear()

@@ -31,6 +31,7 @@ import torch.distributed as dist
 # torch.distributed.nn.functional has `group=group.WORLD` as default arguments, and the first DTensor of a process imports it. If that
 # happens while a group exists, the function objects keep that group, and its sockets, for ever. So: now, before any group.
 import torch.distributed.nn.functional
+from torch._C._distributed_c10d import AllgatherOptions
 
 from vescale_ray.messages import Messages
 from vescale_ray.workers.lines import Lines
@@ -326,17 +327,24 @@ def all_gather_bytes(payload: bytes, group: Any = None) -> list[bytes]:
     return [(head[8:] + tail)[:length] for head, tail, length in zip(heads, tails, lengths, strict=True)]
 
 
-def barrier() -> None:
-    """All ranks of the default group have come here. Their processes have: nothing is asked of an accelerator."""
-    _all_gather(b"", 1, _group(None))
+def barrier(bound_s: float | None = None) -> None:
+    """All ranks of the default group have come here. Their processes have: nothing is asked of an accelerator.
+
+    Args:
+        bound_s: for so long it is waited for the last one; None: for as long as in any collective of the group.
+    """
+    _all_gather(b"", 1, _group(None), bound_s)
 
 
-def _all_gather(part: bytes, width: int, group: Any) -> list[bytes]:
+def _all_gather(part: bytes, width: int, group: Any, bound_s: float | None = None) -> list[bytes]:
     mine = torch.zeros(width, dtype=torch.uint8)
     if part:
         mine[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
     everyone = [torch.empty(width, dtype=torch.uint8) for _ in range(group.size())]
-    group.allgather([everyone], [mine]).wait()
+    options = AllgatherOptions()
+    if bound_s is not None:
+        options.timeout = timedelta(seconds=bound_s)  # of this one, whatever the group's is
+    group.allgather([everyone], [mine], options).wait()
     return [row.numpy().tobytes() for row in everyone]
 
 

@@ -131,7 +131,7 @@ def plan(sources: Sequence[Sequence[Strip]], wanted: Sequence[Sequence[Strip]], 
     for route in found:
         (local if route.src == route.dst else cross).extend(_moves(route, held[route.src], wants[route.dst]))
     moved = sum(move.nbytes for move in cross)
-    return Plan(_rounds(cross, round_bytes), tuple(local), moved, _lower_bound(held_extents, want_extents, wanted))
+    return Plan(_rounds(_side_by_side(cross), round_bytes), tuple(local), moved, _lower_bound(held_extents, want_extents, wanted))
 
 
 def execute(
@@ -174,8 +174,11 @@ def execute(
 
         if not planned.rounds:
             copy_own()
+        idle = 0
         for turn, moves in enumerate(planned.rounds):
-            _exchange(moves, me, len(everyone), pieces, wants, group, copy_own if turn == 0 else lambda: None)
+            # Who had nothing to do in the rounds before is here before the others: each round has the bound of a collective.
+            _exchange(moves, me, len(everyone), pieces, wants, group, copy_own if turn == 0 else lambda: None, rounds=1 + idle)
+            idle = 0 if any(me in (move.src, move.dst) for move in moves) else idle + 1
     if trainer is not None:
         import_scalars(trainer, next(one["scalars"] for one in everyone if one["scalars"] is not None))
     total = sum((strip.end - strip.start) * strip.itemsize for strips in wanted for strip in strips)
@@ -317,19 +320,44 @@ def _moves(route: Route, held: _Owned, wants: _Owned) -> Iterator[Move]:
         yield Move(route.src, route.dst, held.first[src] + k, src_offset, wants.first[dst] + k, dst_offset, route.length, dtype)
 
 
-def _rounds(moves: list[Move], limit: int) -> tuple[tuple[Move, ...], ...]:
-    rounds: list[list[Move]] = []
-    sent: dict[int, int] = {}
+def _side_by_side(moves: list[Move]) -> list[Move]:
+    """In an order in which all receivers get on together: by what each has got before. (Routes come receiver by receiver.)"""
     got: dict[int, int] = {}
+    keyed = []
+    for index, move in enumerate(moves):
+        before = got.get(move.dst, 0)
+        got[move.dst] = before + aligned(move.nbytes)
+        keyed.append((before, index))
+    return [moves[index] for _, index in sorted(keyed)]
+
+
+def _rounds(moves: list[Move], limit: int) -> tuple[tuple[Move, ...], ...]:
+    """Each move in the first round in which its sender and its receiver have room. In the order of the moves alone a rank that has its
+    part of a round waits for the others to be through with theirs, one after another: with 64 ranks 900 rounds instead of 70.
+    """
+    rounds: list[list[Move]] = []
+    sent: list[dict[int, int]] = []
+    got: list[dict[int, int]] = []
+    first: dict[tuple[bool, int], int] = {}  # the first round in which a sender (or receiver) is not as good as full
+    full = limit - limit // 16
     for whole in moves:
         for move in _cut(whole, limit):
             size = aligned(move.nbytes)
-            if not rounds or sent.get(move.src, 0) + size > limit or got.get(move.dst, 0) + size > limit:
+            sender, receiver = (True, move.src), (False, move.dst)
+            turn = max(first.get(sender, 0), first.get(receiver, 0))
+            while turn < len(rounds) and max(sent[turn].get(move.src, 0), got[turn].get(move.dst, 0)) + size > limit:
+                turn += 1
+            if turn == len(rounds):
                 rounds.append([])
-                sent, got = {}, {}
-            rounds[-1].append(move)
-            sent[move.src] = sent.get(move.src, 0) + size
-            got[move.dst] = got.get(move.dst, 0) + size
+                sent.append({})
+                got.append({})
+            rounds[turn].append(move)
+            for side, rank, taken in ((sender, move.src, sent), (receiver, move.dst, got)):
+                taken[turn][rank] = taken[turn].get(rank, 0) + size
+                at = first.get(side, 0)
+                while at < len(rounds) and taken[at].get(rank, 0) >= full:
+                    at += 1
+                first[side] = at
     return tuple(tuple(moves) for moves in rounds)
 
 
@@ -439,12 +467,21 @@ def _exchange(
     wants: Sequence[Piece],
     group: Any,
     meanwhile: Callable[[], None],
+    rounds: int,
 ) -> None:
-    """One round: large moves go from memory to memory, small ones together in a message, which ends with the checksum."""
+    """One round: large moves go from memory to memory, small ones together in a message, which ends with the checksum. The others may
+    come to it after ``rounds`` of them."""
     posted = messages(group)
-    peers = [rank for rank in range(world) if rank != me]
-    incoming = [_Batch([move for move in moves if move.dst == me and move.src == rank]) for rank in peers]
-    outgoing = [_Batch([move for move in moves if move.src == me and move.dst == rank]) for rank in peers]
+    arriving: dict[int, list[Move]] = {}
+    leaving: dict[int, list[Move]] = {}
+    for move in moves:
+        if move.dst == me:
+            arriving.setdefault(move.src, []).append(move)
+        elif move.src == me:
+            leaving.setdefault(move.dst, []).append(move)
+    peers = [rank for rank in range(world) if rank in arriving or rank in leaving]
+    incoming = [_Batch(arriving.get(rank, ())) for rank in peers]
+    outgoing = [_Batch(leaving.get(rank, ())) for rank in peers]
     for rank, batch in zip(peers, incoming, strict=True):
         for part in batch.opened([_slice(wants, move.dst_piece, move.dst_offset, move.numel) for move in batch.large]):
             posted.receive(part, rank)
@@ -452,7 +489,7 @@ def _exchange(
         for part in batch.filled(lambda move: _slice(pieces, move.src_piece, move.src_offset, move.numel)):
             posted.send(part, rank)
     meanwhile()
-    posted.wait()
+    posted.wait(rounds)
     for rank, batch in zip(peers, incoming, strict=True):
         if not batch.is_whole():
             raise TransferCorrupt(

@@ -27,6 +27,7 @@ A step writes parameters and optimizer states only after its last collective: wh
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import functools
 import hashlib
@@ -454,16 +455,24 @@ class Blank:
     """What a trainer begins with at any rank of any world: the plain model on the meta device, and which parameter is optimized how.
     For one trainer, which shards it.
 
+    Args:
+        model: what :func:`build_model` has made; None: it is made now.
+
     Raises:
         ValueError: as :func:`build_model`; or the optimizer fits no parameter.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, model: nn.Module | None = None) -> None:
         from vescale_ray.optim import OptimizerConfig, route_parameters
 
-        self.model = build_model(config)
+        self._config = config
+        self.model = build_model(config) if model is None else model
         self.chosen = OptimizerConfig.of(config.train)
         self.routing = route_parameters(self.model, self.chosen)
+
+    def copied(self) -> Blank:
+        """Another one, of a copy of the model. Raises what the model's :func:`copy.deepcopy` does, if it can't be copied."""
+        return Blank(self._config, copy.deepcopy(self.model))
 
 
 def _build(config: RunConfig, device: torch.device, world: int, blank: Blank, *, filled: bool) -> tuple[Any, torch.optim.Optimizer]:

@@ -69,6 +69,12 @@ LEAVER_SECONDS = 600.0
 """Longest wait of a leaver for the others, who first form the new generation and build their trainers, however long that takes; a fence
 ends it. Who has built waits for the others as in any collective."""
 
+FILL_SECONDS = 3600.0
+"""Longest wait of who has its values (read from a checkpoint, moved, or filled in) for the others; a fence ends it. Who makes no beat in
+that for long is ended by the controller."""
+COPIED_SECONDS = 0.5
+"""A model that takes longer to be made is made once in a worker, and copied for each generation. (A Llama takes milliseconds.)"""
+
 
 class Refused(ValueError):
     """An order or request is not of this worker's time; the message says why. Nothing was changed."""
@@ -103,6 +109,8 @@ class Worker:
         """Of the groups that the training thread is in, or forms."""
         self._pulse: Pulse | None = None
         self._blank: Blank | None = None
+        self._template: Blank | None = None
+        """Of a model that takes long to be made."""
         """What the next generation's trainer begins with: made while nothing is to be done."""
         self._closing: Closing | None = None
         """Of the move that this generation began with, while others are not done with it."""
@@ -376,6 +384,9 @@ class Worker:
                 trainer = self._build(order)
                 built = clock()
                 moved, read_bytes = self._fill(trainer, order)
+                # Minutes may lie between the first that has its part of a checkpoint, or of what is moved, and the last: in the step's
+                # collectives that would be a rank that is gone.
+                groups.barrier(FILL_SECONDS)
                 # The new generation's ranks are the first of those that move shards.
                 words = moved.words[: seat.world] if moved is not None else None
                 self._snapshots.begin(trainer, order.resume.generation if order.resume is not None else None, words)
@@ -393,7 +404,6 @@ class Worker:
                     trainer.completed,
                 )
                 moved = words = None  # of a thousand ranks they are megabytes
-                moved_only = order.origin is Origin.MEMORY and trainer.completed >= config.train.steps
                 if order.origin is not Origin.MEMORY:
                     self._outline(trainer)
                 if order.evaluate:
@@ -415,8 +425,6 @@ class Worker:
                     if record.flags & (STOP | RESCALE):
                         break
                 self._settle_copies()
-                if moved_only:
-                    groups.barrier()  # there was no step in which those are waited for that still receive
                 self._snapshots.park(trainer)
                 return Phase.FINISHED if trainer.completed >= config.train.steps else Phase.PARKED
         finally:
@@ -436,7 +444,14 @@ class Worker:
 
         if self._blank is None and self._phase is not Phase.FINISHED:
             try:
-                self._blank = Blank(self._config)
+                if self._template is None:
+                    began = time.perf_counter()
+                    made = Blank(self._config)
+                    if time.perf_counter() - began < COPIED_SECONDS:
+                        self._blank = made
+                        return
+                    self._template = made
+                self._blank = self._template.copied()
             except BaseException:  # told when there is an order that needs it; a factory may also call sys.exit()
                 _log.debug("worker %s can't build its model ahead", self._worker, exc_info=True)
 

@@ -147,6 +147,21 @@ def test_a_folder_that_can_not_be_read_is_no_empty_one(tmp_path, monkeypatch):
     assert [entry.key for entry in store.list("commits/")] == ["commits/a.json"]
 
 
+def test_an_attempts_folder_that_can_not_be_listed_damages_no_checkpoint_and_stops_no_collection(tmp_path, monkeypatch):
+    ckpt.save({"model": {"w": torch.arange(9.0)}}, tmp_path, step=3)
+    scan = os.scandir
+
+    def broken(path):
+        if Path(path).parent.name == "data":
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", broken)
+    (commit,) = ckpt.ls(tmp_path)
+    assert commit.problem is None and ckpt.latest(tmp_path) == commit
+    assert ckpt.PosixStore(tmp_path).list("data/") == []
+
+
 def test_a_stream_of_another_length_or_that_fails_leaves_nothing(tmp_path):
     store = ckpt.PosixStore(tmp_path)
     with pytest.raises(ValueError, match="9000 bytes were streamed, 10000 announced"):

@@ -18,6 +18,7 @@ from tests.workers.tiny import DropoutModel
 from vescale_ray.workers.worker import born
 
 FOR_S = 60
+LATE_S = 8.0
 SLOWLY = "VESCALE_TEST_SLOWLY"
 """Environment variable: seconds that each forward takes longer."""
 
@@ -50,6 +51,15 @@ class HangingModel(DropoutModel):
         return super().forward(tokens)
 
 
+class LateModel(HangingModel):
+    """Rank 0 takes much longer than the others to fill it in."""
+
+    def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        if dist.get_rank() == 0 and name == "head.weight":
+            time.sleep(LATE_S)
+        super().init_parameter(name, full, generator)
+
+
 def act(way: str) -> None:
     """Hang or fail here and now."""
     match way:
@@ -72,6 +82,10 @@ def act(way: str) -> None:
 
 def model() -> nn.Module:
     return HangingModel()
+
+
+def late_model() -> nn.Module:
+    return LateModel()
 
 
 def hang(pid: int, way: str) -> None:

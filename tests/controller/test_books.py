@@ -32,6 +32,7 @@ from vescale_ray.controller import memo as memos
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.conductor import Conductor, take_up
 from vescale_ray.controller.desk import ANSWER_S, DONE_S, Desk
+from vescale_ray.controller.hang import PERIOD
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo, Memos, read_memo, write_memo
@@ -39,6 +40,7 @@ from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import FINAL, TRANSITIONS, Bounds, RequestRefused, RunSpec, RunState, Source, World, check_transition
 from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
 from vescale_ray.controller.scribe import Scribe
+from vescale_ray.controller.steps import Steps
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.holdings import Holding
 from vescale_ray.workers.messages import Evaluated, Filled, Origin, Phase, Report, Save, Saved, Stepped, StepRecord, Ticket
@@ -1014,10 +1016,58 @@ def test_a_storage_that_shows_none_of_the_checkpoints_that_were_made_is_no_reaso
     with pytest.raises(OSError, match="not mounted has no checkpoint any more, though there was one of step 40: is it mounted"):
         keeper.source("a", "a")
     assert keeper.newest() == Kept("e4-s40", "/c/e4-s40", 40)
-    keeper.distrust("e4-s40")
-    assert keeper.newest() is None and keeper.source("a", "a").origin is Origin.FRESH, "the only one is damaged"
-    keeper._bad, books.checkpoint_step = frozenset(), None
+    keeper.distrust("one of long ago")
+    with pytest.raises(OSError, match="is it mounted"):
+        keeper.source("a", "a")
+    books.checkpoint_step = None
     assert keeper.newest() is None and keeper.source("a", "a").origin is Origin.FRESH, "there was none yet"
+
+
+def test_where_all_checkpoints_are_damaged_the_run_begins_anew_and_does_not_ask_for_a_mount(tmp_path: Path) -> None:
+    saves = Saves(str(tmp_path), lambda: checkpoint.Retention(keep_last=2), lambda step: {}, None)
+    saves.heed(vote(tmp_path, "t1", 0, 1, 40))
+    (result,) = ended(saves)
+    assert result.kept is not None
+    crew = SimpleNamespace(alive=lambda w: True, report=lambda w: None)
+    books: Any = SimpleNamespace(world=generation(4, 0, "a"), checkpoint_step=40, checkpoint_path=result.kept.path)
+    keeper = Keeper(str(tmp_path), "run", crew, books, None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    assert keeper.source("a", "a").commit == result.kept.name
+    keeper.distrust(result.kept.name)
+    assert keeper.newest() is None and keeper.source("a", "a").origin is Origin.FRESH, "its data is damaged"
+    again = Keeper(str(tmp_path), "run", crew, books, None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    for piece in (tmp_path / "data").rglob("*"):
+        if piece.is_file():
+            piece.write_bytes(b"")
+    assert again.newest() is None and again.source("a", "a").origin is Origin.FRESH, "it is cut short"
+
+
+@pytest.mark.parametrize("kept", [None, "/runs/c/commits/e4-s40.json"])
+def test_a_run_that_lost_its_nursery_does_not_begin_from_the_first_step_where_its_checkpoints_are_not_to_be_seen(
+    kept: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(tmp_path, "mislaid")
+    ready = SimpleNamespace(config=config, source=Source(Origin.FRESH, 0), oldest=0)
+    folder, lives = RunFolder(config.run_folder).create(), iter([True, False])
+    result = driver.RunResult("FAILED", 47, 60, "the reason", kept, folder.path)
+    monkeypatch.setattr(driver, "check", lambda *_, **__: ready)
+    monkeypatch.setattr(driver, "_asked_for", lambda *_: 0)
+    monkeypatch.setattr(
+        driver, "_Attempt", lambda *_: SimpleNamespace(run=lambda: result, close=lambda: None, orphaned=next(lives), run_id="r1")
+    )
+    error = driver.run(config).error
+    if kept is None:
+        assert error == "the reason" and next(lives, None) is None, "it was begun anew, once"
+    else:
+        assert error is not None and next(lives) is False
+        assert error.startswith(f"the reason; and it can't begin anew: {kept} and those before it can't be resumed from: are they mounted?")
+
+
+def test_the_longest_of_the_last_steps_is_remembered_for_as_long_as_it_may_come_again() -> None:
+    steps, line = Steps(), {"time": 0.0, "loss": 1.0, "grad_norm": 1.0}
+    assert steps.longest == 0.0
+    for step in range(2 * PERIOD):
+        steps.count({**line, "step": step, "step_seconds": 9.0 if step == 5 else 0.5})
+        assert steps.longest == (9.0 if 5 <= step < 5 + PERIOD else 0.5)
 
 
 def test_what_is_lost_while_a_storage_that_says_nothing_is_asked_is_no_reason_to_begin_anew(
@@ -1122,7 +1172,7 @@ def test_a_last_checkpoint_that_hangs_in_the_storage_is_given_up_when_its_time_i
     )
     keeper = Keeper(str(tmp_path), "run", stuck, books, saves, lambda: 8, wait, 600.0, None, 8)  # type: ignore[arg-type]
     result = keeper.save(["a"])
-    assert result is not None and result.kept is None and result.error == "it was not written within 600 s"
+    assert result is not None and result.kept is None and result.error == "it was not written within 600 s (checkpoint.last_timeout_s)"
     assert waited == 600.0 and len(ordered) == 1
 
 

@@ -28,7 +28,7 @@ from vescale_ray.controller.reach import NOBODY
 from vescale_ray.controller.saves import SaveResult, Saves
 from vescale_ray.controller.steering import Steering
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.messages import Evaluated, Fault, FaultKind, Filled, Origin, Phase, Report, Saved, Ticket
+from vescale_ray.workers.messages import Evaluated, Fault, FaultKind, Filled, Origin, Phase, Report, Saved, Stepped, Ticket
 
 TICKET = Ticket(7, 1)
 WORLD = World(TICKET, ("a", "b"), Source(Origin.MEMORY, 40))
@@ -719,7 +719,7 @@ def test_a_drain_leaves_alone_whoever_is_on_the_way(warming: str, hiring: int, w
     steering.leaving = lambda workers: frozenset("c")
     steering._ask_to_park = lambda world, stop, reason=None: told.append((0, reason))
     steering.steer(replace(WORLD, members=("a", "b", "c")))
-    assert told == [(wanted, "drain"), (0, "drain")]
+    assert told == [(wanted, "manual" if warming or hiring else "drain"), (0, "drain")], "those on their way were not asked for by a drain"
 
 
 @pytest.mark.parametrize("controllers", [21, 23, 24])
@@ -728,26 +728,47 @@ def test_a_run_whose_controllers_come_to_nothing_keeps_what_its_workers_hold(tmp
     crew: Any = Crew(report("a", Phase.TRAINING), report("b", Phase.TRAINING))
     crew.unwish = lambda: None
     stage = Stage(crew)
-    conductor, saved = stage.conductor, []
-    stage.with_books(tmp_path, RunState.RESCALING)
-    conductor._budget = Budget(Limits(3, 20, 20), controllers=controllers)
-    conductor._memo = Memo("r", 7, members=("a", "b"))
-    conductor._remember = lambda **how: None
+    conductor, saved, written = stage.conductor, [], list[Memo]()
+    ledger = stage.with_books(tmp_path, RunState.RESCALING)
+    conductor._budget = Budget(Limits(3, 20, 20), controllers=controllers, high=40)
+    conductor._memo = Memo("r", 7, members=("a", "b"), high=40)
+    conductor._memos = SimpleNamespace(write=lambda memo: written.append(memo) or memo)
+    del conductor._remember
+    conductor.desk.asked, conductor.desk.actions = 0, ()
+    conductor._steering.growth = conductor._steering.stragglers = SimpleNamespace(note={})
     conductor._steering.nodes.start = lambda: None
     conductor._adopted = lambda: WORLD
 
     def steer(world: World) -> None:
         assert conductor.desk.stop
+        # The step that ends at the boundary is news; then the memo is written again.
+        ledger.step = 41
+        conductor._hear(report("a", Phase.TRAINING))
+        conductor._remember()
         crew.reports |= {w: report(w, Phase.PARKED) for w in "ab"}
 
+    def heard(item: Any) -> bool:
+        return True
+
+    stepped = Stepped(TICKET, SimpleNamespace(step=41, seconds=0.1, alone_seconds=0.0), 0.0, {}, None)  # type: ignore[arg-type]
+    ledger.heard, ledger.used, ledger.stepped = lambda worker: None, lambda *about: None, heard  # type: ignore[method-assign]
+    conductor._steering.stragglers.stepped = lambda record: None
+    conductor._hear = lambda one: Conductor._hear(conductor, replace(one, items=((1, stepped),)))
     conductor._steering.steer = steer
     conductor._keeper.newest = lambda: Kept("c30", "/c30", 30)
-    conductor._keeper.held_step = lambda holders: 40 if holders else -1
+    conductor._keeper.held_step = lambda holders: 41 if holders else -1
     conductor._keeper.save = saved.append
     conductor._evidence.write = lambda *about: None
     outcome = conductor._conduct()
     assert outcome.state == "FAILED" and outcome.error.startswith(f"the controller was restarted {controllers} times")
     assert saved == ([("a", "b")] if controllers < 24 else []), "the fourth that tries would come to nothing as well"
+    # Where it is killed in that, the next one neither goes on nor calls the run stopped.
+    last = written[-1]
+    assert last.stop is None
+    if controllers < 24:
+        assert (last.controllers, last.high) == (controllers, 41)
+    again = subject.budget_of(tiny(tmp_path, "books"), replace(last, epoch=9), last.high)
+    assert again.controllers == controllers + 1 and again.verdict is not None
 
 
 def test_leavers_stay_until_the_next_generation_has_made_a_step() -> None:

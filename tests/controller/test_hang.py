@@ -524,3 +524,27 @@ def test_who_does_not_know_the_outline_is_not_asked_for_it_again_at_once(monkeyp
     now[0] += POLL_WAIT_S
     joined.outline = "outline"
     assert ask() == ["a", "outline"]
+
+
+def test_what_each_tenth_step_does_is_known_after_the_second_time_though_nobody_was_ended_for_it():
+    """The last eight steps knew nothing of it: where a node took longer for it than the others, its workers were ended, every 130 steps."""
+    play = Play()
+    play.done(0.2, steps=9)
+    play.done(6.0)
+    play.done(0.2, steps=RECENT + 1)
+    assert play.go(0.2) == {} and play.watch.bound_s == LEAST_S, "once is a disturbance"
+    play.done(6.0)
+    play.done(0.2, steps=RECENT + 1)
+    assert play.go(6.5, a="waits", b="stuck", c="waits") == {} and play.watch.bound_s == pytest.approx(AGAIN * 6.0)
+    play.done(0.2, steps=PERIOD, begins_anew=True)
+    play.go(0.2)
+    assert play.watch.bound_s == LEAST_S
+
+
+def test_the_first_step_of_a_generation_tells_nothing_of_the_steps_to_come():
+    play = Play(step=0.2)
+    for _ in range(3):
+        play.done(4.0, begins_anew=True)
+        play.done(0.2, steps=RECENT + 1)
+    play.go(0.2)
+    assert play.watch.bound_s == LEAST_S

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.controller.cues import Cue, cues, played
-from tests.controller.hanging import work_more
+from tests.controller.hanging import LATE_S, work_more
 from tests.controller.runs import Finished, carry_out, parents, print_figures, tiny
 from tests.controller.test_fault_matrix import controller_process
 from tests.controller.test_runs_on_ray import nothing_left, pid_of
@@ -80,6 +80,36 @@ def test_a_controller_that_stood_still_itself_blames_nobody_for_it(tmp_path: Pat
         play.act(3, lambda pids: stand_still(8.0))
     finished = play.finished()
     assert not finished.of("worker_lost", "hang", "generation_failed") and len(finished.generations()) == 1
+
+
+def test_ranks_that_have_their_values_at_very_different_times_wait_for_each_other(tmp_path: Path) -> None:
+    """They waited as in a collective of a step. With a checkpoint that one rank reads a minute sooner than another no run began."""
+    play = Play(tmp_path, 3, elastic_collective_timeout_s=LATE_S / 4, model_factory="tests.controller.hanging:late_model")
+    play.act(3, lambda pids: None)
+    finished = play.finished()
+    assert not finished.of("worker_lost", "hang", "generation_failed", "cut_off") and len(finished.generations()) == 1
+
+
+def test_a_worker_that_is_lost_as_the_others_wait_for_values_is_not_waited_for(tmp_path: Path) -> None:
+    """Neither is it by who fills in: it leaves at its next piece, here the last but one."""
+    play = Play(tmp_path, 3, elastic_collective_timeout_s=LATE_S / 4, model_factory="tests.controller.hanging:late_model")
+    killed: list[float] = []
+
+    def formed() -> float:
+        return min((float(e["time"]) for e in play.folder.read_events() if e["event"] == "generation"), default=float("inf"))
+
+    def watch(status: Mapping[str, Any]) -> None:
+        if not killed and status["state"] == "STARTING" and time.time() > formed() + LATE_S / 2:
+            os.kill(pid_of(play.config, status, 1), signal.SIGKILL)
+            killed.append(time.time())
+        play.watch(status)
+
+    play.act(2, lambda pids: None)
+    finished = carry_out(play.config, watch=watch)
+    assert finished.result.state == "STOPPED" and finished.accounting().exact, finished.result
+    nothing_left(finished)
+    assert [set(e["lost"]) for e in finished.of("generation_failed")] == [{finished.generations()[0][1]}] and not finished.of("hang")
+    assert [len(members) for members in finished.generations()] == [3, 2]
 
 
 def test_a_worker_that_hangs_as_something_else_happens_is_found_as_soon_as_ever(tmp_path: Path) -> None:

@@ -30,6 +30,9 @@ class Scene:
     longest: float = 0.5
 
     def late(self, since: float, inside: Sequence[str] = "c", out: Sequence[str] = "ab") -> dict[str, str]:
+        return self.watcher(inside, out).late(since, list(inside), list(out), list(self.spares))
+
+    def watcher(self, inside: Sequence[str], out: Sequence[str]) -> Laggards:
         scene = self
 
         class Crew:
@@ -52,13 +55,17 @@ class Scene:
                 return scene.held
 
         section = ElasticSection(**{"workers": 3, "collective_timeout_s": COLLECTIVE_S, **self.elastic})
-        laggards = Laggards(section, Bounds(), Crew(), Ledger(), Keeper())  # type: ignore[arg-type]
-        return laggards.late(since, list(inside), list(out), list(self.spares))
+        return Laggards(section, Bounds(), Crew(), Ledger(), Keeper())  # type: ignore[arg-type]
 
     def ended(self, inside: Sequence[str] = "c", out: Sequence[str] = "ab") -> float:
         """After how many seconds it is ended; to 0.1 s."""
-        at = next((tenth / 10 for tenth in range(1000) if self.late(tenth / 10, inside, out)), float("inf"))
-        assert all(self.late(at + later, inside, out) for later in (0.1, 1.0, 100.0)) or at == float("inf")
+        watcher = self.watcher(inside, out)
+
+        def late(since: float) -> dict[str, str]:
+            return watcher.late(since, list(inside), list(out), list(self.spares))
+
+        at = next((tenth / 10 for tenth in range(1000) if late(tenth / 10)), float("inf"))
+        assert all(late(at + later) for later in (0.1, 1.0, 100.0)) or at == float("inf")
         return at
 
 
@@ -122,11 +129,23 @@ def test_who_does_what_only_some_steps_do_as_another_is_lost_is_given_the_time_t
 def test_where_all_that_are_left_compute_and_answer_none_of_them_is_taken_for_hung_at_once() -> None:
     """They are at something longer than any step so far. All were ended in one moment, and with them all that was left of the lost one."""
     patient = pytest.approx(COLLECTIVE_S + PARK_S + AFTER)
+    early = pytest.approx(PARK_S + AFTER)
     busy = Scene(report(Phase.TRAINING))
     assert busy.ended("abc", "") == patient and busy.ended("c", "") == patient
     assert "after its generation was over" in busy.late(60.0, "c", "")["c"]
-    # One that is silent or waits tells that another may hang; one that has left, too.
-    assert Scene(report(Phase.TRAINING), silent=["b"]).ended("abc", "") == pytest.approx(PARK_S + AFTER)
-    assert busy.ended("bc", "a") == pytest.approx(PARK_S + AFTER)
-    assert Scene(report(Phase.TRAINING), silent=["b"], doomed=["b"]).ended("abc", "") == patient, "who is ended already tells nothing"
-    assert Scene(None).ended("abc", "") == pytest.approx(PARK_S + AFTER), "nobody has answered anything"
+    assert busy.ended("bc", "a") == early, "another has left"
+    assert Scene(WAITS).ended("abc", "") == patient and Scene(None).ended("abc", "") == early, "nobody has answered anything"
+    # One that is silent hangs, and the others do what takes long all the same. Who is ended already tells nothing.
+    assert set(Scene(report(Phase.TRAINING), silent=["b"]).late(PARK_S + AFTER, "abc", "")) == {"b"}
+    assert Scene(report(Phase.TRAINING), silent=["b"], doomed=["b"]).ended("abc", "") == patient
+
+
+def test_when_the_first_of_those_is_done_the_others_have_their_time_from_then_on() -> None:
+    """As the first had written its step, after twelve seconds, the others were ended at once: they had had three."""
+    laggards = Scene(report(Phase.TRAINING)).watcher("abc", "")
+    assert not any(laggards.late(tenth / 10, list("abc"), [], []) for tenth in range(120))
+    left = next(tenth / 10 for tenth in range(120, 1000) if laggards.late(tenth / 10, list("bc"), ["a"], []))
+    assert left == pytest.approx(11.9 + PARK_S + AFTER)
+    # In the next generation that is forgotten.
+    at = next(tenth / 10 for tenth in range(1000) if laggards.late(tenth / 10, list("bc"), ["a"], []))
+    assert at == pytest.approx(PARK_S + AFTER)

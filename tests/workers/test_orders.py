@@ -6,14 +6,17 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.controller.runs import until
-from vescale_ray.workers import groups
+from tests.workers.tiny import tiny, write_text
+from vescale_ray.workers import groups, trainer
 from vescale_ray.workers.groups import GroupFailed
 from vescale_ray.workers.holdings import Resume
 from vescale_ray.workers.messages import NO_TICKET, FaultKind, Give, Join, Origin, Phase, Save, Seat, Ticket
@@ -206,26 +209,22 @@ def test_who_makes_a_model_when_its_order_comes_forms_the_generation_from_then_o
     assert joined == [Ticket(5, 1)]
 
 
-@pytest.mark.parametrize(
-    ("origin", "completed", "waits"), [(Origin.MEMORY, 5, True), (Origin.CHECKPOINT, 5, False), (Origin.FRESH, 5, False)]
-)
-def test_who_has_no_step_left_after_a_move_parts_when_all_have_received(
-    worker: Any, monkeypatch: pytest.MonkeyPatch, origin: Origin, completed: int, waits: bool
-) -> None:
+@pytest.mark.parametrize("origin", [Origin.MEMORY, Origin.CHECKPOINT, Origin.FRESH])
+def test_who_has_no_step_left_parts_when_all_have_their_values(worker: Any, monkeypatch: pytest.MonkeyPatch, origin: Origin) -> None:
     """Whoever was first cut the connections of the move under those that still received: there is no step in which it would wait."""
     happened: list[str] = []
     monkeypatch.setattr(groups, "form", lambda *about, **rest: None)
-    monkeypatch.setattr(groups, "barrier", lambda: happened.append("all are here"))
+    monkeypatch.setattr(groups, "barrier", lambda bound_s: happened.append("all have their values"))
     worker._config = SimpleNamespace(elastic=SimpleNamespace(collective_timeout_s=1.0), train=SimpleNamespace(steps=5))
     worker._device = torch.device("cpu")
-    worker._build = lambda order: SimpleNamespace(completed=completed, close=lambda: happened.append("closed"))
+    worker._build = lambda order: SimpleNamespace(completed=5, close=lambda: happened.append("closed"))
     worker._fill = lambda trainer, order: (None, 0)
     worker._outline = lambda trainer: None
     worker._snapshots = SimpleNamespace(begin=lambda *about: None, park=lambda trainer: happened.append("parked"))
     worker._settle_copies = lambda: None
     worker._enter(Ticket(5, 1), Phase.FORMING)
     assert worker._generation(replace(join(5), origin=origin)) is Phase.FINISHED
-    assert happened == [*(["all are here"] if waits else []), "parked", "closed"]
+    assert happened == ["all have their values", "parked", "closed"]
 
 
 @pytest.mark.parametrize("origin", [Origin.FRESH, Origin.CHECKPOINT])
@@ -259,3 +258,50 @@ def test_who_fills_its_values_in_leaves_at_the_next_piece_when_the_generation_is
     assert pieces == [0, 1, 2, 3] and trainer.beat is beat, "the beats of a step leave nowhere"
     assert worker._fill(trainer, replace(join(6), origin=origin)) == (None, 0)
     trainer.beat()
+
+
+def test_whoever_verifies_its_copies_after_a_failure_is_not_in_a_hurry(worker: Any) -> None:
+    """They may be tens of gigabytes, on each of eight ranks of a host. All that verified were ended for it, and their copies with them."""
+    seen: list[tuple[str, bool]] = []
+
+    def note(what: str) -> Callable[[], None]:
+        return lambda: seen.append((what, worker._pulse.unhurried))
+
+    def fail(order: Join) -> Phase:
+        raise GroupFailed("a peer is gone")
+
+    worker._pulse = Pulse()
+    worker._generation, worker._writer = fail, SimpleNamespace(abandon=lambda: None, writing=False)
+    worker._snapshots = SimpleNamespace(copied=note("copied"), let_go=note("let go"), verify=note("verified"), held=tuple)
+    worker._join(join(5))
+    assert seen == [("copied", True), ("let go", False), ("verified", True)]
+    report = worker.poll(0, None, 0.0)
+    assert report.phase is Phase.PARKED and report.fault is not None and report.fault.kind is FaultKind.PEER and not report.unhurried
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_model_that_takes_long_to_be_made_is_made_once_and_copied(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow: bool
+) -> None:
+    """With a factory of a minute each change of the world had a minute's pause, and a joiner, which had its model, did not wait for it."""
+    made: list[nn.Module] = []
+
+    monkeypatch.setattr("vescale_ray.workers.worker.COPIED_SECONDS", -1.0 if slow else 60.0)
+    worker._config = tiny(write_text(tmp_path), model_tie=True)
+    blanks: list[Any] = []
+    with monkeypatch.context() as patch:
+        real = trainer.build_model
+        patch.setattr(trainer, "build_model", lambda config: made.append(real(config)) or made[-1])
+        for _ in range(3):
+            worker._make_blank()
+            worker._make_blank()  # there is one
+            blanks.append(worker._blank)
+            worker._blank = None
+    assert len(made) == (1 if slow else 3)
+    models = [blank.model for blank in blanks]
+    for model, blank in zip(models, blanks, strict=True):
+        assert model.head.weight is model.embed.weight and model.head.weight.is_meta
+        assert all(blank.routing.block_policy(name, parameter) is None for name, parameter in model.named_parameters())
+        assert [n for n, _ in model.named_parameters()] == [n for n, _ in made[0].named_parameters()]
+    parameters = [id(p) for model in (*models, *made[:1] * slow) for p in model.parameters()]
+    assert len(set(parameters)) == len(parameters), "each has its own"

@@ -132,6 +132,58 @@ def test_every_wanted_element_arrives_once_and_only_those_move_that_their_new_ow
             assert sum(m.nbytes for m in moves if m.dst == rank) <= limit
 
 
+def _waits(planned: Plan, ranks: int) -> tuple[float, float]:
+    """When the whole move is over, and the longest that a rank waits in a round for another to come to it, beyond a round for each in which
+    it had nothing to do before; in units of a full round. In a round a rank is busy for as long as what it sends or gets takes."""
+    limit = max(sum(m.nbytes for m in moves if m.dst == r) for moves in planned.rounds for r in range(ranks))
+    free, idle, longest = [0.0] * ranks, [0] * ranks, 0.0
+    for moves in planned.rounds:
+        partners: dict[int, set[int]] = {}
+        busy: dict[int, list[int]] = {}
+        for move in moves:
+            for one, other, way in ((move.src, move.dst, 0), (move.dst, move.src, 1)):
+                partners.setdefault(one, set()).add(other)
+                busy.setdefault(one, [0, 0])[way] += move.nbytes
+        ends = {}
+        for rank, others in partners.items():
+            starts = max(free[other] for other in others)
+            longest = max(longest, starts - free[rank] - idle[rank])
+            ends[rank] = max(free[rank], starts) + max(busy[rank]) / limit
+        idle = [0 if rank in ends else idle[rank] + 1 for rank in range(ranks)]
+        for rank, end in ends.items():
+            free[rank] = end
+    return max(free), longest
+
+
+@pytest.mark.parametrize("lost", [(), (9,), (0,), (5, 6), (20, 21, 22, 23)], ids=["grows", "one lost", "the first lost", "two", "a node"])
+def test_in_a_move_of_many_rounds_all_ranks_are_busy_side_by_side(lost: tuple[int, ...]) -> None:
+    """Receivers had their rounds one after another: with 64 ranks and 13 GB each, 900 rounds, in the course of which a rank waited minutes
+    for others as in a collective, which failed, again and again, until the run had."""
+    old, rounds = 24, 40
+    kinds = ("param", "exp_avg", "exp_avg_sq")
+    tensors: Tensors = [(f"layers.{k}.weight", kind, (400, 100), "float32") for k in range(48) for kind in kinds]
+    whole = 48 * 40_000
+    cuts = [whole * k // old for k in range(1, old)]
+    held = _cut_alike(tensors, cuts)
+    living = [rank for rank in range(old) if rank not in lost]
+    # Each keeps the copy of the rank four before it: on another node.
+    sources = [held[rank] + held[rank - 4] for rank in living]
+    new = len(living) if lost else old + 6
+    wanted = _cut_alike(tensors, [whole * k // new for k in range(1, new)])
+    sources += [[] for _ in range(new - len(living))]
+    limit = whole * 12 // old // rounds
+    planned = plan(sources, wanted, round_bytes=limit)
+    assert planned.moved_bytes == planned.lower_bound
+    busiest = max(
+        max(sum(m.nbytes for moves in planned.rounds for m in moves if side(m) == rank) for rank in range(new))
+        for side in (lambda m: m.src, lambda m: m.dst)
+    )
+    took, waited = _waits(planned, new)
+    print(f"{len(planned.rounds)} rounds of {busiest / limit:.1f}, over after {took:.1f}, the longest wait {waited:.1f}", end=" ")
+    assert 50 < busiest / limit <= len(planned.rounds) < 1.1 * busiest / limit
+    assert took < 1.1 * busiest / limit and waited < 2.0
+
+
 def test_what_is_cut_alike_is_planned_together() -> None:
     old, new = _cut_alike(ALIKE, [40]), _cut_alike(ALIKE, [20, 50])
     assert [len(strips_of(spans)) for spans in old] == [3, 3] and [len(spans) for spans in old] == [8, 8]

@@ -24,7 +24,7 @@ from vescale_ray.workers.messages import StepRecord
 from vescale_ray.workers.reshard import execute, restore_from_checkpoint, write_checkpoint_shard
 from vescale_ray.workers.shards import Piece, export_shards
 from vescale_ray.workers.snapshot import Snapshots
-from vescale_ray.workers.trainer import Trainer, build_model, select_units
+from vescale_ray.workers.trainer import Blank, Trainer, build_model, select_units
 
 
 @pytest.fixture(scope="module")
@@ -302,3 +302,19 @@ def test_one_process_trains_alone_without_any_held_out_text(tmp_path: Path) -> N
         trainer.close()
     finally:
         groups.dissolve()
+
+
+def test_a_copied_model_trains_as_the_one_that_it_is_a_copy_of(tmp_path: Path) -> None:
+    config = tiny(write_text(tmp_path), model_factory="tests.workers.tiny:ExpertsModel", model_units=["body"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    losses, template = [], Blank(config)
+    for number, blank in enumerate((template.copied(), template.copied(), template)):
+        groups.form("127.0.0.1", store.port, f"test/copied{number}", 0, 1, "gloo", 10.0)
+        try:
+            trainer = Trainer(config, 0, 1, 1, "cpu", text_of(config), blank)
+            trainer.initialize()
+            losses.append([trainer.step().loss for _ in range(4)])
+            trainer.close()
+        finally:
+            groups.dissolve()
+    assert losses[0] == losses[1] == losses[2] and len(set(losses[0])) == 4
