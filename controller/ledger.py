@@ -26,7 +26,7 @@ from vescale_ray.controller.kept import Kept
 from vescale_ray.controller.protocol import RunState, Source, World
 from vescale_ray.controller.saves import SaveResult
 from vescale_ray.controller.shifts import Shift, Shifts
-from vescale_ray.controller.steps import Steps, line_of
+from vescale_ray.controller.steps import EACH, LEAST, SO_FAR, Steps, line_of
 from vescale_ray.controller.tally import Tally
 from vescale_ray.data.units import bits_per_byte
 from vescale_ray.runfolder import RunFolder
@@ -89,7 +89,8 @@ class Ledger:
         self._record: StepRecord | None = None
         self._state_written = 0.0
         self._sampled: tuple[int, int] | None = None
-        self._done = 0
+        self._done = self._done_again = 0
+        """Steps that an earlier start of the run had done; and how many of them were done again."""
         self._failures: dict[str, int] = {}
         self._tally = Tally()
         self.draining = self.unprotected = 0
@@ -230,6 +231,8 @@ class Ledger:
             self.goodput.open(Loss.FAILURE if self.shift.reason == "failure" else Loss.RESCALE)
         self._line = line = line_of(item, seconds, self._config.tokens_per_step, self._tally)
         self._steps.count(line)
+        if self._steps.executed % EACH == 0:
+            line = {**line, SO_FAR: {**self._steps.so_far(), "replayed": self._done_again, "goodput": self.goodput.to_json()}}
         if self._sampled != (record.generation, record.index):
             self._journal.samples(record.index, record.generation, record.ids)
         self._journal.metrics(line)
@@ -237,9 +240,9 @@ class Ledger:
 
     def _was_done(self, step: int) -> bool:
         """Whether the step that has just been done had been done before; counts it, where no rescale of this start does."""
-        if step in self._steps.ended:
+        if step <= self._steps.highest:
             return True
-        self._shifts.replayed += step <= self._done
+        self._done_again += step <= self._done
         return step <= self._done
 
     def end_shift(self, resumed: float) -> None:
@@ -427,7 +430,7 @@ class Ledger:
             lost_seconds=dict(self.goodput.lost),
             last_step_time=line.get("time"),
             **self._steps.figures(),
-            **self._shifts.figures(),
+            **self._shifts.figures(self._done_again),
             worker_failures=dict(self._failures),
             failures=self._used,
             failures_in_a_row=self._in_a_row,
@@ -495,11 +498,11 @@ class Ledger:
         Raises:
             OSError: the folder does not tell all of them. It can be asked again: nothing was counted.
         """
-        counts = deepcopy((self._shifts, self._kept, self._steps, self._failures))
+        counts = deepcopy((self._shifts, self._kept, self._steps, self._failures, self._done_again))
         try:
             self._take_up(world)
         except OSError:
-            self._shifts, self._kept, self._steps, self._failures = counts
+            self._shifts, self._kept, self._steps, self._failures, self._done_again = counts
             raise
 
     def _take_up(self, world: World | None) -> None:
@@ -542,10 +545,12 @@ class Ledger:
         self._sampled = (int(last["generation"]), int(last["step"])) if last else None
         self._restore_goodput()
         newest: Mapping[str, Any] | None = None
-        for line in self.folder.each_metrics():
+        for line in self.folder.each_metrics(self.folder.marked_metrics(SO_FAR, LEAST)):
             if float(line.get("time") or 0.0) < self._started:
                 continue
-            newest = line
+            newest, begins = line, newest is None
+            if begins and SO_FAR in line and self._goes_on(line):
+                continue
             between = {str(cause): float(seconds) for cause, seconds in (line.get("between_seconds") or {}).items()}
             again = self._was_done(int(line["step"]))
             self.goodput.step(float(line["time"]), float(line.get("step_seconds") or 0.0), again=again, between=between)
@@ -554,6 +559,18 @@ class Ledger:
             self.opened(world)
             if newest is not None and newest["generation"] == world.ticket.generation:
                 self._line, self.step = newest, int(newest["step"])
+
+    def _goes_on(self, line: Mapping[str, Any]) -> bool:
+        """From what this line tells of all before it, if it does."""
+        try:
+            goodput, again = Goodput.from_json(line[SO_FAR]["goodput"]), int(line[SO_FAR]["replayed"])
+            self._steps.go_on(line)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return False  # written by another version, or damaged: counted from here on
+        self._done_again = again
+        if self.goodput.until < goodput.until:
+            self.goodput = goodput
+        return True
 
     def _restore_goodput(self) -> None:
         """The accounts as run.json has them: what came after is in the lines."""

@@ -69,7 +69,7 @@ class Shifts:
         self._seconds = Histogram()
         self._phases: dict[str, float] = {}
         self.replayed = 0
-        """Steps that were done again."""
+        """Steps that were done again after one of them."""
 
     def count(self, about: Mapping[str, Any]) -> None:
         """One more, told of as :meth:`Shift.story` does: now, or before a restart of the controller."""
@@ -80,11 +80,11 @@ class Shifts:
             self._phases[phase] = self._phases.get(phase, 0.0) + float(seconds)
         self.replayed += int(about["steps_replayed"])
 
-    def figures(self) -> dict[str, Any]:
-        """In the words of the snapshot."""
+    def figures(self, replayed: int) -> dict[str, Any]:
+        """In the words of the snapshot; with so many steps that were ``replayed`` besides."""
         return {
             "rescales": dict(self._rescales),
             "rescale_seconds": self._seconds,
             "rescale_phase_seconds": dict(self._phases),
-            "replayed_steps": self.replayed,
+            "replayed_steps": self.replayed + replayed,
         }

@@ -15,6 +15,9 @@ from vescale_ray.workers.messages import Stepped
 
 KEPT = 20_000
 """Of the newest steps, at least, it is known when they ended and what their loss was."""
+SO_FAR, EACH, LEAST = "so_far", 256, 2048
+"""Each so many steps a line tells what was counted until then, itself included: whoever counts anew begins there, with so many lines to
+come at the least, of which it has to know each. All of a month with a thousand ranks are 24 GB."""
 HEALTH = ("nonfinite", "clipped", "skipped")
 """Steps that are counted: with a loss or a gradient that is no number, with a gradient that was clipped, that the optimizer left out."""
 
@@ -61,12 +64,13 @@ class Steps:
 
     Attributes:
         executed: steps ever done, replayed ones included.
+        highest: the most steps that were complete at a time.
         ended: of the newest steps, when; seconds since the epoch.
         longest: seconds that the longest of the last :data:`~vescale_ray.controller.hang.PERIOD` took; 0.0 before any.
     """
 
     def __init__(self) -> None:
-        self.executed = 0
+        self.executed = self.highest = 0
         self.ended: dict[int, float] = {}
         self._losses: dict[int, float] = {}
         self._seconds = Histogram()
@@ -76,11 +80,47 @@ class Steps:
 
     def count(self, line: Mapping[str, Any]) -> None:
         """One more."""
-        step = int(line["step"])
+        self._note(line)
         self.executed += 1
-        seconds = float(line.get("step_seconds") or 0.0)
-        self._seconds = self._seconds.observe(seconds)
-        self._recent.append(seconds)
+        self.highest = max(self.highest, int(line["step"]))
+        self._seconds = self._seconds.observe(float(line.get("step_seconds") or 0.0))
+        bad = [line.get(key) for key in ("loss", "grad_norm")]
+        self._health["nonfinite"] += any(value is None or not math.isfinite(value) for value in bad)
+        self._health["clipped"] += bool(line.get("clipped"))
+        self._health["skipped"] += bool(line.get("skipped"))
+        for phase, seconds in (line.get("phase_seconds") or {}).items():
+            self._phases[phase] = self._phases.get(phase, 0.0) + float(seconds)
+
+    def so_far(self) -> dict[str, Any]:
+        """All that was counted."""
+        return {
+            "executed": self.executed,
+            "highest": self.highest,
+            "seconds": {"counts": self._seconds.counts, "sum": self._seconds.sum},
+            "phases": self._phases,
+            "health": self._health,
+        }
+
+    def go_on(self, line: Mapping[str, Any]) -> None:
+        """From a line on that has :data:`SO_FAR`.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: it is not what was written there; nothing is changed.
+        """
+        told = line[SO_FAR]
+        seconds = Histogram(tuple(int(count) for count in told["seconds"]["counts"]), float(told["seconds"]["sum"]))
+        if len(seconds.counts) != len(Histogram().counts):
+            raise ValueError("it was counted in other buckets")
+        phases = {str(phase): float(spent) for phase, spent in told["phases"].items()}
+        health = {name: int(told["health"][name]) for name in HEALTH}
+        self.executed, self.highest = int(told["executed"]), int(told["highest"])
+        self._seconds, self._phases, self._health = seconds, phases, health
+        self._note(line)
+
+    def _note(self, line: Mapping[str, Any]) -> None:
+        """What is known of the newest steps alone."""
+        step = int(line["step"])
+        self._recent.append(float(line.get("step_seconds") or 0.0))
         self.ended[step] = float(line["time"])
         if line.get("loss") is not None:
             self._losses[step] = float(line["loss"])
@@ -88,12 +128,6 @@ class Steps:
             if len(kept) > 2 * KEPT:
                 for old in sorted(kept)[:KEPT]:
                     del kept[old]
-        bad = [line.get(key) for key in ("loss", "grad_norm")]
-        self._health["nonfinite"] += any(value is None or not math.isfinite(value) for value in bad)
-        self._health["clipped"] += bool(line.get("clipped"))
-        self._health["skipped"] += bool(line.get("skipped"))
-        for phase, seconds in (line.get("phase_seconds") or {}).items():
-            self._phases[phase] = self._phases.get(phase, 0.0) + float(seconds)
 
     @property
     def longest(self) -> float:

@@ -37,6 +37,8 @@ REPLACED = frozenset({"run.json", "control.json", "controller.json", "config.yam
 """Files that are written beside their place first, under a name of their own with a dot before it and a random ending."""
 LAST_TIME = 1e11
 """Seconds since the epoch, in the year 5138: what is beyond, or is no number, no run has written."""
+_BLOCK = 1 << 18
+"""Bytes that are read at a time from a file's end on."""
 FINAL_STATES = frozenset({"DONE", "FAILED", "STOPPED"})
 """States in run.json after which nothing of the run is alive."""
 
@@ -234,9 +236,36 @@ class RunFolder:
         """Every line as written, undone steps included."""
         return self._read_lines("metrics.jsonl")
 
-    def each_metrics(self) -> Iterator[Record]:
-        """The same, one after the other: the lines of a long run with many ranks are gigabytes."""
-        return self._each_line("metrics.jsonl")
+    def each_metrics(self, offset: int = 0) -> Iterator[Record]:
+        """The same, one after the other, from a byte on at which a line begins: the lines of a long run with many ranks are gigabytes."""
+        return self._each_line("metrics.jsonl", offset)
+
+    def marked_metrics(self, key: str, least: int) -> int:
+        """Where the last line of the metrics begins that has ``key`` and is followed by ``least`` others or more; 0 if there is none. Reads
+        the file's end alone."""
+        needle, name = b'"%s":' % key.encode(), "metrics.jsonl"
+        try:
+            with (self.path / name).open("rb") as file:
+                end, after, rest = file.seek(0, os.SEEK_END), 0, b""
+                while end > 0:
+                    start = max(0, end - _BLOCK)
+                    file.seek(start)
+                    raw = file.read(end - start) + rest
+                    # What lies before the first line's end is a part of a line, unless it is the file's beginning.
+                    whole = raw.find(b"\n") + 1 if start else 0
+                    at = start + len(raw)
+                    if start and not whole:
+                        end, rest = start, raw
+                        continue
+                    for number, line in enumerate(reversed(raw[whole:].split(b"\n"))):
+                        at -= len(line) + (number > 0)
+                        if needle in line and after >= least and any(key in record for record in _parse(line, name)):
+                            return at
+                        after += bool(line)
+                    end, rest = start, raw[:whole]
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        return 0
 
     def read_events(self) -> list[Record]:
         """All events in the order in which they happened."""
@@ -307,9 +336,10 @@ class RunFolder:
     def _read_lines(self, name: str) -> list[Record]:
         return list(self._each_line(name))
 
-    def _each_line(self, name: str) -> Iterator[Record]:
+    def _each_line(self, name: str, offset: int = 0) -> Iterator[Record]:
         try:
             with (self.path / name).open("rb") as file:
+                file.seek(offset)
                 for raw in file:
                     yield from _parse(raw, name)
         except (FileNotFoundError, NotADirectoryError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import json
 import os
 import pickle
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
@@ -28,6 +29,7 @@ from vescale_ray import checkpoint, client
 from vescale_ray.checkpoint import commits
 from vescale_ray.config import CheckpointSection
 from vescale_ray.controller import conductor, controller, driver, figures, keeper, watchdog
+from vescale_ray.controller import ledger as ledger_module
 from vescale_ray.controller import memo as memos
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.conductor import Conductor, take_up
@@ -270,6 +272,84 @@ def test_a_restarted_ledger_goes_on_with_the_accounts_of_the_time(ledger: Ledger
     again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
     again.restore(first)
     assert again.goodput.productive == pytest.approx(told.productive, abs=0.05), "the lines alone tell as much"
+
+
+FIGURES = "step steps_executed tokens loss rescales replayed_steps step_seconds phase_seconds nonfinite_steps generation"
+
+
+def test_a_restarted_ledger_reads_the_end_of_the_lines_alone_and_knows_as_much(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of a thousand ranks has 18 KB: after a month nobody watched the workers for minutes, and later the run was given up."""
+    monkeypatch.setattr(ledger_module, "EACH", 8)
+    monkeypatch.setattr(ledger_module, "LEAST", 20)
+    monkeypatch.setattr("vescale_ray.runfolder._BLOCK", 700)
+    folder, config = ledger.folder, tiny(ledger.folder.path.parent, "books")
+    # An earlier start of the run, with lines of its own that tell what was counted.
+    ledger.started()
+    world = generation(1, 0, "a", "b", origin=Origin.FRESH)
+    ledger.opened(world)
+    for i in range(30):
+        ledger.stepped(stepped(world, i, time.time()))
+    time.sleep(0.02)
+    now, read = Ledger(folder, config, "r2", 1, 1), list[int]()
+    now.begin_from(Source(Origin.CHECKPOINT, 10), 30)
+    now.started()
+    real = folder.each_metrics
+
+    def counted(offset: int = 0) -> Iterator[Any]:
+        for line in real(offset):
+            read.append(int(line["step"]))
+            yield line
+
+    def check_restored() -> None:
+        with monkeypatch.context() as patch:
+            read.clear()
+            again = Ledger(folder, config, "r2", 1, 2)
+            patch.setattr(again.folder, "each_metrics", counted)
+            again.begin_from(Source(Origin.CHECKPOINT, 10), 30)
+            again.restore(world)
+        for one in (now, again):
+            one.publish({})
+        for name in FIGURES.split():
+            assert getattr(again.snapshot, name) == getattr(now.snapshot, name), name
+        assert 0 < len(read) <= 20 + 8 + 1
+        assert again.longest_step_seconds == now.longest_step_seconds
+        assert again.goodput.productive == pytest.approx(now.goodput.productive)
+
+    done = 10
+    for number, (goes_to, back_to) in enumerate([(15, 12), (60, 50), (70, 40), (93, 93)], 2):
+        world = generation(number, done, "a", "b", origin=Origin.CHECKPOINT)
+        now.opened(world)
+        for i in range(done, goes_to):
+            now.stepped(stepped(world, i, time.time(), seconds=0.01))
+            if i % 7 == 0 or i + 1 == goes_to:
+                check_restored()
+        done = back_to
+    assert now.snapshot.replayed_steps == 20, "of the earlier start's; those of rescales are told by their events"
+    assert now.snapshot.steps_executed == 5 + 48 + 20 + 53
+    # What is not to be understood is passed over: it is counted from there on.
+    text = (folder.path / "metrics.jsonl").read_text().replace('"highest"', '"lowest"')
+    (folder.path / "metrics.jsonl").write_text(text)
+    again = Ledger(folder, config, "r2", 1, 2)
+    again.restore(world)
+    assert again.step == 93
+
+
+@pytest.mark.parametrize("block", [7, 64, 1 << 20])
+def test_marked_lines_are_found_from_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr("vescale_ray.runfolder._BLOCK", block)
+    folder = RunFolder(tmp_path)
+    assert folder.marked_metrics("mark", 0) == 0
+    lines: list[dict[str, Any]] = [{"step": i, "time": 1.0, "generation": 1, "loss": 1.0, "text": "x" * (i * 7 % 23)} for i in range(48)]
+    for line in lines[5::10]:
+        line["mark"] = 1
+    lines[47]["text"] = 'no "mark": of it'
+    for cut in (0, 1, 9):
+        raw = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        folder.path.joinpath("metrics.jsonl").write_bytes(raw + json.dumps(lines[5]).encode()[:cut])
+        for least, found in ((0, 45), (2, 45), (3 + bool(cut), 35), (40, 5), (100, None)):
+            at = folder.marked_metrics("mark", least)
+            assert at == (0 if found is None else raw.index(json.dumps(lines[found]).encode())), (cut, least)
+            assert next(folder.each_metrics(at))["step"] == (found or 0)
 
 
 def test_what_a_wait_for_workers_takes_is_told_while_it_lasts(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -809,8 +889,8 @@ def test_books_that_can_not_be_read_to_their_end_are_read_again_and_nothing_is_c
     books.stepped(stepped(second, 2, time.time() + 5))
     whole = RunFolder.each_metrics
 
-    def cut(folder: RunFolder) -> Any:
-        yield next(whole(folder))
+    def cut(folder: RunFolder, offset: int) -> Any:
+        yield next(whole(folder, offset))
         raise OSError(errno.EIO, "Input/output error")
 
     again = Ledger(books.folder, tiny(tmp_path, "books"), "r1", 1, 2)
