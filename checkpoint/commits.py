@@ -244,7 +244,7 @@ def _whole(store: ObjectStore, manifest: Manifest, digest: str) -> Commit:
 
 
 def _missing(store: ObjectStore, manifest: Manifest) -> str | None:
-    # One listing instead of a request for each object; what it lacks is asked for, in case that it is behind.
+    # One listing instead of a request for each object; what it lacks is asked for, in case that it is behind, or tells nothing.
     try:
         listed = {entry.key: entry.bytes for entry in store.list(f"data/{manifest.attempt}/")}
     except OSError:

@@ -323,7 +323,7 @@ class Conductor:
         self._keeper.abandon("the next generation began before it was written")
         self._saves.fence(world.ticket.generation)
         ledger.opened(world)
-        self._hangs.begin(world.ticket)
+        self._hangs.begin(world.ticket, world.size)
         self._remember(always=True)
         if ledger.state is not RunState.STARTING:
             self._enter(RunState.RESCALING)
@@ -684,8 +684,9 @@ class Conductor:
         ledger, world = self._ledger, self._ledger.world
         assert world is not None
         self._inherited = world.ticket
-        self._hangs.expect(ledger.step_seconds or 0.0)  # else who hangs by now would be found by the collectives only
-        self._hangs.begin(world.ticket)
+        # Else who hangs by now would be found by the collectives only.
+        self._hangs.expect(ledger.step_seconds or 0.0, ledger.recent_steps)
+        self._hangs.begin(world.ticket, world.size)
         # Each worker tells its last vote again; those of an older generation were given up.
         self._saves.fence(world.ticket.generation)
         self._crew.adopt(ledger.known)

@@ -26,7 +26,7 @@ from vescale_ray.controller.desk import ANSWER_S
 from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.memo import Memo, Memos, read_memo
 from vescale_ray.controller.metrics import MetricsServer, PortInUse
-from vescale_ray.controller.protocol import NAMESPACE, Outcome, RequestRefused, RunSpec
+from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RequestRefused, RunSpec
 from vescale_ray.controller.saves import Saves, retention_of
 from vescale_ray.controller.scribe import Scribe, begun
 from vescale_ray.runfolder import RunFolder
@@ -186,7 +186,7 @@ class Controller:
                 finally:
                     self._books.set()
             done = begun(lambda: _committed_attempt(spec.run_id, config.checkpoint_root)) if again else None
-            saves = Saves(config.checkpoint_root, lambda: retention_of(config), self._meta, done, spec.bounds.save)
+            saves = Saves(config.checkpoint_root, lambda: retention_of(config), self._meta, done, max(Bounds.save, spec.bounds.save))
             crew = Crew(nursery, spec.bounds.call, memo.epoch)
             self._conductor = Conductor(spec, config, crew, self._ledger, saves, memo, memos)
             self._begun.set()

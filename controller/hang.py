@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from vescale_ray.workers.messages import Phase, Report, Ticket
@@ -46,7 +46,7 @@ RECENT = 8
 """Steps; not what the ranks tell of them, which of many ranks would be of one."""
 PERIOD, AGAIN = 128, 1.1
 """A step that was taken for a hang counts for so many steps, times this: what only every hundredth does takes about as long each time. So
-does the second longest of all of them: what has come twice comes again, and what has come once was perhaps a disturbance."""
+does the third longest of them: what has come three times comes again, and what has come once or twice was perhaps a disturbance."""
 OWN_GAP_S = 0.6
 """The controller itself was held up for longer than this: nothing can be said about others, until it has listened for :data:`LEAST_S`."""
 
@@ -95,10 +95,11 @@ class HangWatch:
     """The longest that any rank has told of each of the last steps."""
     _rare: dict[int, float] = field(default_factory=dict)
     """Of steps in which somebody stood still for so long that it was ended, among the last :data:`PERIOD`."""
-    _period: deque[float] = field(default_factory=lambda: deque(maxlen=PERIOD))
-    """Of the last steps, also of generations before this one, but for the first of each."""
+    _period: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=PERIOD))
+    """Of the last steps, also of generations before this one, but for the first of each: how many there were, and what it took."""
     _counted: int = 0
-    """The step of the last of them."""
+    """The step of the last of them, if it was of this generation."""
+    _size: int = 0
     _earlier: float = 0.0
     _accused: int = 0
     """The step that was under way when somebody was last found to stand still; ``_blamed``: in which generation."""
@@ -116,16 +117,18 @@ class HangWatch:
     _listens: float = -math.inf
     """Until then nobody is accused: the controller was held up."""
 
-    def begin(self, ticket: Ticket) -> None:
-        """Another generation. Of the steps before it only the longest counts, and only until it has some of its own."""
+    def begin(self, ticket: Ticket, size: int) -> None:
+        """Another generation, of so many workers. Of the steps before it only the longest counts, and only until it has some of its own;
+        and what steps of as many workers or more took again and again."""
         self._earlier = max(self._steps.values(), default=self._earlier)
         self._steps.clear()
         self._ticket, self._stepped, self._settled, self._seen, self._asked = ticket, 0, False, {}, None
-        self._first = None
+        self._first, self._counted, self._size = None, 0, size
 
-    def expect(self, seconds: float) -> None:
-        """That is what a step took so far: an earlier life of the controller has seen it."""
+    def expect(self, seconds: float, recent: Iterable[tuple[int, float]] = ()) -> None:
+        """That is what a step took so far, and ``recent`` ones with so many workers each: an earlier life of the controller has seen it."""
         self._earlier = seconds
+        self._period.extend(recent)
 
     def stepped(self, ticket: Ticket, step: int, seconds: float, alone: float = 0.0) -> None:
         """Some worker has completed this step, in so many seconds, of which it waited ``alone`` for the last one to begin.
@@ -138,10 +141,10 @@ class HangWatch:
         if step == self._first:
             seconds -= alone
         elif step > self._counted:
-            self._period.append(seconds)
+            self._period.append((self._size, seconds))
             self._counted = step
         elif step == self._counted and self._period:
-            self._period[-1] = max(self._period[-1], seconds)
+            self._period[-1] = self._size, max(self._period[-1][1], seconds)
         self._stepped += 1
         self._steps[step] = max(seconds, self._steps.get(step, 0.0))
         if len(self._steps) > RECENT:
@@ -175,8 +178,9 @@ class HangWatch:
         if self.fixed is not None:
             return self.fixed or math.inf
         if self._settled:
-            twice = sorted(self._period)[-2] if len(self._period) > 1 else 0.0
-            longest = max(FACTOR * max(self._steps.values()), AGAIN * max(twice, max(self._rare.values(), default=0.0)))
+            alike = sorted(seconds for size, seconds in self._period if size >= self._size)
+            again = alike[-3] if len(alike) > 2 else 0.0
+            longest = max(FACTOR * max(self._steps.values()), AGAIN * max(again, max(self._rare.values(), default=0.0)))
             return self._patience * max(LEAST_S, longest)
         known = max(self._steps.values(), default=0.0) or self._earlier
         return self._patience * (self.forming_s if known else self.longest_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, fields
 from functools import cache
@@ -376,6 +376,11 @@ class Ledger:
         """Of the last step."""
         seconds = self._line.get("step_seconds")
         return None if seconds is None else float(seconds)
+
+    @property
+    def recent_steps(self) -> Sequence[tuple[int, float]]:
+        """Of the last hundred or so: how many workers there were, and what the step took."""
+        return self._steps.recent
 
     @property
     def longest_step_seconds(self) -> float:

@@ -74,7 +74,7 @@ class Steps:
         self.ended: dict[int, float] = {}
         self._losses: dict[int, float] = {}
         self._seconds = Histogram()
-        self._recent: deque[float] = deque(maxlen=PERIOD)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=PERIOD)
         self._phases: dict[str, float] = {}
         self._health = dict.fromkeys(HEALTH, 0)
 
@@ -120,7 +120,7 @@ class Steps:
     def _note(self, line: Mapping[str, Any]) -> None:
         """What is known of the newest steps alone."""
         step = int(line["step"])
-        self._recent.append(float(line.get("step_seconds") or 0.0))
+        self._recent.append((int(line.get("world") or 0), float(line.get("step_seconds") or 0.0)))
         self.ended[step] = float(line["time"])
         if line.get("loss") is not None:
             self._losses[step] = float(line["loss"])
@@ -131,7 +131,12 @@ class Steps:
 
     @property
     def longest(self) -> float:
-        return max(self._recent, default=0.0)
+        return max((seconds for _, seconds in self._recent), default=0.0)
+
+    @property
+    def recent(self) -> tuple[tuple[int, float], ...]:
+        """Workers and seconds of the last :data:`~vescale_ray.controller.hang.PERIOD` steps."""
+        return tuple(self._recent)
 
     def loss(self, step: int) -> float | None:
         """Of the newest steps."""

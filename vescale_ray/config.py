@@ -141,14 +141,15 @@ class ElasticSection(_Section):
     snapshot_every: CountOrZero = Field(default=1, description="steps between copies of each shard in another worker's memory; 0: none")
     start_timeout_s: Positive = Field(
         default=180.0,
-        description="seconds for workers to get their places and be warm: as the run begins (which then goes on with those that are), and "
-        "for a replacement without which it can't train; more where nodes have to be started for them",
+        description="seconds for workers to get their places and be warm: as the run begins (which then goes on with those that are), for "
+        "joiners and spares, and for a replacement without which it can't train; more where nodes have to be started for them",
     )
     collective_timeout_s: Positive = Field(default=30.0, description="seconds after which a collective that does not end counts as failed")
     hang_timeout_s: Annotated[float | Literal["auto"], BeforeValidator(_seconds_or_auto)] = Field(
         default="auto",
         description="seconds without progress after which the worker that all others wait for counts as hung and is ended; "
-        "auto: 1.8 times the longest of the last steps, at least 1.2; 0: never, only collective_timeout_s counts",
+        "auto: 1.8 times the longest of the last steps, 1.1 times what came three times in the last 128, at least 1.2; 0: never, only "
+        "collective_timeout_s counts (and an hour while values are filled in)",
     )
     max_recoveries_without_progress: Count = Field(
         default=3, description="recoveries from errors, killed processes and hangs in a row without one more step before the run fails"

@@ -31,7 +31,7 @@ import torch.distributed as dist
 # torch.distributed.nn.functional has `group=group.WORLD` as default arguments, and the first DTensor of a process imports it. If that
 # happens while a group exists, the function objects keep that group, and its sockets, for ever. So: now, before any group.
 import torch.distributed.nn.functional
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, BarrierOptions
 
 from vescale_ray.messages import Messages
 from vescale_ray.workers.lines import Lines
@@ -289,10 +289,15 @@ class Closing:
     :meth:`is_over`.
     """
 
-    def __init__(self, group: Any, lines: Lines) -> None:
+    def __init__(self, group: Any, lines: Lines, bound_s: float | None = None) -> None:
+        """``bound_s``: for so long the others may take to be done (gloo breaks the connections of who waits in vain); None: for as long as
+        a collective of the group."""
         self._group, self._lines = group, lines
+        options = BarrierOptions()
+        if bound_s is not None:
+            options.timeout = timedelta(seconds=bound_s)
         with collectives("close the transfer group"):
-            self._work = group.barrier()
+            self._work = group.barrier(options)
 
     def wait(self) -> None:
         """Until every rank is done.

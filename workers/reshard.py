@@ -179,6 +179,8 @@ def execute(
             # Who had nothing to do in the rounds before is here before the others: each round has the bound of a collective.
             _exchange(moves, me, len(everyone), pieces, wants, group, copy_own if turn == 0 else lambda: None, rounds=1 + idle)
             idle = 0 if any(me in (move.src, move.dst) for move in moves) else idle + 1
+            if trainer is not None:
+                trainer.beat()
     if trainer is not None:
         import_scalars(trainer, next(one["scalars"] for one in everyone if one["scalars"] is not None))
     total = sum((strip.end - strip.start) * strip.itemsize for strips in wanted for strip in strips)

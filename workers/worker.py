@@ -109,9 +109,9 @@ class Worker:
         """Of the groups that the training thread is in, or forms."""
         self._pulse: Pulse | None = None
         self._blank: Blank | None = None
-        self._template: Blank | None = None
-        """Of a model that takes long to be made."""
         """What the next generation's trainer begins with: made while nothing is to be done."""
+        self._template: Blank | None = None
+        """Of a model that takes long to be made: what the next ones are copies of."""
         self._closing: Closing | None = None
         """Of the move that this generation began with, while others are not done with it."""
         # Daemon: a hung collective must not keep the process from ending.
@@ -451,7 +451,10 @@ class Worker:
                         self._blank = made
                         return
                     self._template = made
-                self._blank = self._template.copied()
+                try:
+                    self._blank = self._template.copied()
+                except Exception:  # a model that can't be copied is made each time
+                    self._blank, self._template = self._template, None
             except BaseException:  # told when there is an order that needs it; a factory may also call sys.exit()
                 _log.debug("worker %s can't build its model ahead", self._worker, exc_info=True)
 
@@ -548,7 +551,7 @@ class Worker:
         )
         self._cut_if_fenced(lines, order.ticket)
         report = execute(held, trainer, group, word=word)
-        closing = groups.Closing(group, lines)
+        closing = groups.Closing(group, lines, FILL_SECONDS)
         if trainer is None:
             closing.wait()
         else:

@@ -75,8 +75,8 @@ WRITE_FAULTS = [
     (ckpt.Fault("size", "missing", key="*r00001.s*"), True),  # the listing has it
     (ckpt.Fault("list", "stale", key="*r00001.s*", times=None), True),  # a request for it finds it
     (ckpt.Fault("list", "stale", key="commits/*", times=1), True),
-    (ckpt.Fault("list", "error"), False),
-    (ckpt.Fault("list", "hang", seconds=0.2), False),
+    (ckpt.Fault("list", "error"), True),  # each object is asked for
+    (ckpt.Fault("list", "hang", seconds=0.2), True),
     (ckpt.Fault("open_read", "error"), True),
     (ckpt.Fault("clock", "error"), True),
 ]

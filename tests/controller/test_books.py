@@ -1143,11 +1143,12 @@ def test_a_run_that_lost_its_nursery_does_not_begin_from_the_first_step_where_it
 
 
 def test_the_longest_of_the_last_steps_is_remembered_for_as_long_as_it_may_come_again() -> None:
-    steps, line = Steps(), {"time": 0.0, "loss": 1.0, "grad_norm": 1.0}
+    steps, line = Steps(), {"time": 0.0, "loss": 1.0, "grad_norm": 1.0, "world": 3}
     assert steps.longest == 0.0
     for step in range(2 * PERIOD):
         steps.count({**line, "step": step, "step_seconds": 9.0 if step == 5 else 0.5})
         assert steps.longest == (9.0 if 5 <= step < 5 + PERIOD else 0.5)
+    assert steps.recent == ((3, 0.5),) * PERIOD
 
 
 def test_what_is_lost_while_a_storage_that_says_nothing_is_asked_is_no_reason_to_begin_anew(

@@ -108,7 +108,8 @@ class Stage:
         steering.stragglers = SimpleNamespace(leaving=lambda *about: frozenset())
         made._crew, made._steering, made._gone, made._inherited = crew, steering, {}, None
         made._saves = Saves("nowhere", None, lambda step: {}, None)  # type: ignore[arg-type]
-        made._ledger = SimpleNamespace(all_filled=filled, has_stepped=False, world=WORLD, known={}, shift=None, step=40, step_seconds=None)
+        made._ledger = SimpleNamespace(all_filled=filled, has_stepped=False, world=WORLD, known={}, shift=None, step=40)
+        made._ledger.step_seconds, made._ledger.recent_steps = None, ()
         made._ledger.event = lambda *a, **k: None
         made._ledger.waits, made._ledger.state = lambda waiting: None, RunState.RESCALING
         made._hangs, made._laggards = HangWatch(), SimpleNamespace(late=lambda *about: {})
@@ -156,7 +157,7 @@ def test_who_answers_nothing_is_ended_only_when_its_machine_was_asked_whether_it
     crew.starve["b"] = 3.0
     stage = Stage(crew, filled=True)
     watch, ended = stage.conductor._hangs, []
-    watch.begin(TICKET)
+    watch.begin(TICKET, 2)
     for step in range(1, 20):
         for _ in WORLD.members:
             watch.stepped(TICKET, step, 0.1)

@@ -277,7 +277,7 @@ def test_a_node_that_others_do_not_reach_is_shunned_for_a_while_which_is_forgott
 
 def test_all_stand_still_where_nobody_makes_a_beat_for_the_bound_and_nobody_hangs() -> None:
     watch = HangWatch(patience_s=30.0)
-    watch.begin(TICKET)
+    watch.begin(TICKET, 2)
     forming = [report(w, Phase.FORMING) for w in "ab"]
     for one in forming:
         watch.heard(one, 0.0)
@@ -301,7 +301,7 @@ def test_all_stand_still_where_nobody_makes_a_beat_for_the_bound_and_nobody_hang
     assert not watch.stalled("ab", 13.0), "one of them is out: that is another matter"
     # The steps take minutes, or a fixed bound does: it is asked long before the collective fails, at 30 s here.
     for slow in (HangWatch(patience_s=30.0), HangWatch(fixed=300.0, patience_s=30.0)):
-        slow.begin(TICKET)
+        slow.begin(TICKET, 2)
         for step in range(4):
             slow.stepped(TICKET, step, 200.0)
         for phase, bound in ((Phase.TRAINING, 10.0), (Phase.FORMING, FIRST_S)):
@@ -311,7 +311,7 @@ def test_all_stand_still_where_nobody_makes_a_beat_for_the_bound_and_nobody_hang
             assert not slow.verdict("ab", bound - 0.1) and not slow.stalled("ab", bound - 0.1)
             assert slow.stalled("ab", bound + 0.1)
     never = HangWatch(fixed=0)
-    never.begin(TICKET)
+    never.begin(TICKET, 2)
     for one in forming:
         never.heard(one, 0.0)
     assert not never.stalled("ab", 1000.0)

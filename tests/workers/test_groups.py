@@ -371,6 +371,52 @@ def _transfer(state: State, port: int, prefix: str, rank: int, world: int) -> An
     return texts, out.tolist()
 
 
+@pytest.mark.parametrize("patient", [True, False])
+def test_who_is_done_or_has_its_values_waits_for_the_others_for_as_long_as_it_is_told(patient: bool) -> None:
+    """A leaver whose last receiver was slower than another by the bound of a collective failed with it, and the move again and again."""
+    with Fleet(2) as fleet:
+        prefix = fleet.prefix()
+        told = fleet.run_each({w: (fleet.port, prefix, w, 20.0 if patient else None) for w in (0, 1)}, _come_late)
+        assert told[0] == (["done"] * 3 if patient else ["failed", "failed", "done"]), "for a message it is told in any case"
+
+
+def _come_late(_: State, port: int, prefix: str, rank: int, bound_s: float | None) -> list[str]:
+    """Rank 1 is late by twice the bound of the group, in all that rank 0 waits for it in."""
+    told = []
+
+    def closes() -> None:
+        lines = Lines()
+        group = groups.open_transfer(HOST, port, f"{prefix}/transfer", rank, 2, 1.0, lines=lines)
+        time.sleep(2.0 * rank)
+        groups.Closing(group, lines, bound_s).wait()
+
+    def meets() -> None:
+        groups.form(HOST, port, f"{prefix}/meets", rank, 2, "gloo", 1.0)
+        time.sleep(2.0 * rank)
+        groups.barrier(bound_s)
+
+    def receives() -> None:
+        groups.form(HOST, port, f"{prefix}/receives", rank, 2, "gloo", 1.0)
+        messages = groups.messages()
+        time.sleep(2.0 * rank)
+        if rank:
+            messages.send(torch.ones(3), 0)
+        else:
+            messages.receive(torch.zeros(3), 1)
+        messages.wait(10)
+
+    for act in (closes, meets, receives):
+        try:
+            with groups.collectives("wait"):
+                act()
+            told.append("done")
+        except GroupFailed:
+            told.append("failed")
+        groups.dissolve()
+        time.sleep(2.5 * (1 - rank) * (told[-1] == "failed"))
+    return told
+
+
 def test_who_trains_on_after_a_move_does_not_wait_for_a_leaver_that_stands_still() -> None:
     with Fleet(2) as fleet:
         prefix = fleet.prefix()

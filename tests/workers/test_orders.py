@@ -305,3 +305,24 @@ def test_a_model_that_takes_long_to_be_made_is_made_once_and_copied(
         assert [n for n, _ in model.named_parameters()] == [n for n, _ in made[0].named_parameters()]
     parameters = [id(p) for model in (*models, *made[:1] * slow) for p in model.parameters()]
     assert len(set(parameters)) == len(parameters), "each has its own"
+
+
+def test_a_slow_model_that_can_not_be_copied_is_made_for_each_generation(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: list[nn.Module] = []
+    real = trainer.build_model
+
+    def build(config: Any) -> nn.Module:
+        made.append(real(config))
+        made[-1].lock = threading.Lock()  # type: ignore[assignment]
+        return made[-1]
+
+    monkeypatch.setattr("vescale_ray.workers.worker.COPIED_SECONDS", -1.0)
+    monkeypatch.setattr(trainer, "build_model", build)
+    worker._config = tiny(write_text(tmp_path))
+    for number in range(1, 4):
+        worker._make_blank()
+        worker._make_blank()
+        assert worker._blank is not None and worker._blank.model is made[-1] and len(made) == number
+        worker._blank = None

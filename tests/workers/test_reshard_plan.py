@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_ray.workers import reshard
-from vescale_ray.workers.reshard import ROUND_BYTES, Plan, ReshardError
+from vescale_ray.workers.reshard import ROUND_BYTES, Move, Plan, ReshardError, execute
 from vescale_ray.workers.shards import Span, strips_of
 
 Tensors = list[tuple[str, str, tuple[int, ...], str]]
@@ -182,6 +182,22 @@ def test_in_a_move_of_many_rounds_all_ranks_are_busy_side_by_side(lost: tuple[in
     print(f"{len(planned.rounds)} rounds of {busiest / limit:.1f}, over after {took:.1f}, the longest wait {waited:.1f}", end=" ")
     assert 50 < busiest / limit <= len(planned.rounds) < 1.1 * busiest / limit
     assert took < 1.1 * busiest / limit and waited < 2.0
+
+
+def test_who_has_nothing_to_do_in_a_round_waits_in_the_next_one_for_as_long_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there before the others, who have the bound of a collective for each round."""
+    rounds = [(0, 1), (1, 0), (0, 2), (0, 1), (0, 1), (1, 2), (2, 0)]
+    moves = tuple((Move(src, dst, 0, 0, 0, 0, 1, "float32"),) for src, dst in rounds)
+    waited: dict[int, list[int]] = {}
+    told = b'{"states": [[1, 3, 5]], "have": [], "want": [], "scalars": null}\n'
+    monkeypatch.setattr(reshard, "all_gather_bytes", lambda payload, group: [told] * 3)
+    monkeypatch.setattr(reshard, "plan", lambda *about, **how: Plan(moves, (), 0, 0))
+    for me in range(3):
+        monkeypatch.setattr(reshard, "_my_index", lambda group, me=me: me)
+        seen = waited.setdefault(me, [])
+        monkeypatch.setattr(reshard, "_exchange", lambda *about, rounds, seen=seen: seen.append(rounds))
+        execute([], None)
+    assert waited == {0: [1, 1, 1, 1, 1, 1, 2], 1: [1, 1, 1, 2, 1, 1, 1], 2: [1, 2, 3, 1, 2, 3, 1]}
 
 
 def test_what_is_cut_alike_is_planned_together() -> None:
