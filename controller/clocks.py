@@ -25,14 +25,14 @@ def ago(moment: float, now: float) -> float:
 
 
 class AwakeClock:
-    """``clock()``: seconds since it was made, at most :data:`GAP_S` of them for each look. For one thread's use."""
+    """``clock()``: seconds since it was made, at most ``gap_s`` of them for each look. For one thread's use."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(self, now: Callable[[], float] = time.monotonic, gap_s: float = GAP_S) -> None:
+        self._now, self._gap_s = now, gap_s
         self._seen, self._passed = now(), 0.0
 
     def __call__(self) -> float:
         now = self._now()
-        self._passed += min(now - self._seen, GAP_S)
+        self._passed += min(now - self._seen, self._gap_s)
         self._seen = now
         return self._passed

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from vescale_ray.config import RunConfig
+from vescale_ray.controller.clocks import AwakeClock
 from vescale_ray.controller.farewell import FAREWELL_S, patience_s
 from vescale_ray.controller.goodput import Goodput
 from vescale_ray.controller.local_ray import Cluster
@@ -286,7 +287,9 @@ class _Attempt:
     def _follow(self) -> Outcome:
         """Watch the controller until the run is over; carry a signal to it."""
         told = 0.0
-        last_answer = time.monotonic()
+        # A driver that stood still itself (Ctrl-Z, a frozen container) asks more than once before it calls the controller gone.
+        clock = AwakeClock(time.monotonic, CALL_S + POLL_S)
+        last_answer = clock()
         stop_since: float | None = None
         unread_since: float | None = None
         while True:
@@ -294,9 +297,9 @@ class _Attempt:
                 status = self._call("status")
             except _Lost as lost:
                 return replace(self._lost(str(lost)), orphaned=True)
-            now = time.monotonic()
+            now, awake = time.monotonic(), clock()
             if status is not None:
-                last_answer = now
+                last_answer = awake
                 self._status = {**self._status, **status}
                 self._warnings += [text for text in status.get("warnings", ()) if text not in self._warnings]
                 if status["outcome"] is not None:
@@ -307,7 +310,7 @@ class _Attempt:
                         return self._lost(f"{self._folder.path}: the controller was started again, and could not read it for {bound:g} s")
                 elif self._tell is not None:
                     self._tell(status)
-            elif now - last_answer > CONTROLLER_GONE_S:
+            elif awake - last_answer > CONTROLLER_GONE_S:
                 return self._lost(f"the controller has not answered for {CONTROLLER_GONE_S:g} s")
             if self._signals.count and now - told > 2.0:
                 # Told again until it is seen to stop: the controller may just have been restarted.

@@ -25,6 +25,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any
 
@@ -139,7 +140,7 @@ class RunFolder:
         self._append("events.jsonl", {"time": time.time(), **record})
 
     def write_hang(self, name: str, text: str) -> Path:
-        """Keep a report of a hang; its path."""
+        """Keep a report of a hang, beside those of the same name; its path."""
         return self._keep("hangs", name, text)
 
     def write_failure(self, name: str, text: str) -> Path:
@@ -149,7 +150,8 @@ class RunFolder:
     def _keep(self, kind: str, name: str, text: str) -> Path:
         folder = self.path / kind
         folder.mkdir(exist_ok=True)
-        path = folder / f"{name}.txt"
+        names = chain([name], (f"{name}-{number}" for number in count(2)))
+        path = next(path for one in names if not (path := folder / f"{one}.txt").exists())
         path.write_text(text, encoding="utf-8")
         return path
 

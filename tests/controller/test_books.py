@@ -1544,3 +1544,26 @@ def test_a_checkpoint_has_the_metrics_of_its_own_step(ledger: Ledger) -> None:
     ledger.evaluation(Evaluated(first.ticket, 2, 7.5, 3))
     found = [ledger.metrics_of(step) for step in (1, 2, 3)]
     assert found[0].keys() == {"loss"} and found[1]["heldout_loss"] == 7.5 and found[2] == {"heldout_loss": 7.5}
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_driver_that_stood_still_itself_asks_more_than_once_before_it_gives_the_controller_up(
+    gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container was frozen for two minutes, and the first question after that was not answered in time: the run was FAILED."""
+    now, asked = [1000.0], list[float]()
+    about: Any = SimpleNamespace(config=tiny(tmp_path, "still"), source=Source(Origin.FRESH, 0), oldest=0)
+    attempt = driver._Attempt(about, RunFolder(tmp_path), (), Bounds(), driver._Signals(), None, ())
+    monkeypatch.setattr(driver.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(driver.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    ended = {"outcome": {"state": "DONE", "step": 3}}
+
+    def call(method: str, *what: Any) -> Any:
+        asked.append(now[0])
+        now[0] += 200.0 if len(asked) == 2 else driver.CALL_S if gone else 0.1
+        return None if len(asked) in (2, 3) or gone else ended if len(asked) > 4 else {"outcome": None}
+
+    monkeypatch.setattr(attempt, "_call", call)
+    outcome = attempt._follow()
+    assert (outcome.state == "FAILED") is gone
+    assert not gone or (f"not answered for {driver.CONTROLLER_GONE_S:g} s" in str(outcome.error) and 20 < len(asked) < 30)

@@ -221,3 +221,11 @@ def test_the_newest_samples_are_read_from_the_end_of_the_file(tmp_path: Path, id
         file.write(b'{"step": 9, "ids": [1, 2')  # cut short
     newest = run.last_samples()
     assert newest == run.read_all_samples()[-1] and newest["step"] == 3
+
+
+def test_a_second_hang_of_the_same_step_is_told_beside_the_first(tmp_path: Path) -> None:
+    """Somebody did not leave the generation in which another had hung: the report on that one, with the stack of the cause, was gone."""
+    folder = RunFolder(tmp_path)
+    paths = [folder.write_hang("generation-3-step-40", text) for text in ("the first", "the second", "the third")]
+    assert [path.name for path in paths] == ["generation-3-step-40.txt", "generation-3-step-40-2.txt", "generation-3-step-40-3.txt"]
+    assert [path.read_text() for path in paths] == ["the first", "the second", "the third"]
