@@ -17,6 +17,7 @@ import pytest
 
 from tests.controller.clusters import TUNED, cluster
 from tests.controller.cues import CONTROLLER, FOLDER, Cue, cues, played
+from tests.controller.hanging import FOR_S
 from tests.controller.runs import Finished, carry_out, parents, tiny, until
 from tests.controller.soak import start_driver
 from tests.controller.test_runs_on_ray import nothing_left
@@ -76,8 +77,10 @@ def test_at_whatever_moment_a_worker_fails_in_whatever_way_the_run_ends_with_the
         "save": Cue(way, save=True),
     }
     began = time.monotonic()
+    # Who stands still as its model is filled in is ended after ten times that: before it wakes.
+    bound = {"elastic_collective_timeout_s": FOR_S / 20} if way == "sleep" else {}
     with cues(*(parts[moment] for moment in moments)):
-        finished = carry_out(config_of(home, way.replace(" ", "-"), elastic_workers=6))
+        finished = carry_out(config_of(home, way.replace(" ", "-"), elastic_workers=6, **bound))
         assert played() == len(moments), finished.events
     print(f"\n{way}: {time.monotonic() - began:.0f} s, worlds {[len(g) for g in finished.generations()]}", end="")
     assert finished.result.state == "DONE", finished.result
