@@ -38,6 +38,8 @@ CONTROLLER_GONE_S = 120.0
 """The controller may be restarted; one that has not answered for this long will not."""
 STOP_S = 60.0
 """After a signal, for all but its checkpoint, which has a bound of its own; then the run is ended without."""
+AGAIN_S = 2.0
+"""Between two tries of a run that begins anew by itself, where its storage does not answer."""
 CLEAN_S = 5.0
 LAST_WORDS_S = 30.0
 """For the disk with the run's folder, when all else is done."""
@@ -109,10 +111,11 @@ def run(
         on_ready()
     warnings: list[str] = []
     farthest, in_a_row, asked = ready.source.step, 0, 0
+    limits = bounds or Bounds.of(config)
     with _Signals() as signals:
         while True:
             _write_state(folder, {"run": config.run.name, "state": "PENDING", "step": ready.source.step, "steps": config.train.steps})
-            attempt = _Attempt(ready, folder, tuple(schedule), bounds or Bounds.of(config), signals, on_progress, warnings)
+            attempt = _Attempt(ready, folder, tuple(schedule), limits, signals, on_progress, warnings)
             try:
                 result = attempt.run()
             finally:
@@ -130,8 +133,8 @@ def run(
                 return replace(result, error=f"{result.error}; and it can't begin anew: {folder.path} does not answer")
             _write_state(folder, {"run": config.run.name, "state": "PENDING", "step": result.step, "steps": config.train.steps})
             try:
-                ready = check(config, oldest=ready.oldest)
-            except BadInput as problem:
+                ready = _checked_again(config, ready.oldest, limits.storage, signals)
+            except (BadInput, OSError) as problem:
                 return replace(result, error=f"{result.error}; and it can't begin anew: {problem}")
             if ready.source.origin is Origin.FRESH and result.checkpoint is not None:
                 missing = f"{result.checkpoint} and those before it can't be resumed from: are they mounted? see `vescale-ray ckpt ls`"
@@ -142,6 +145,24 @@ def run(
             wish = [ScheduledAction(0, "rescale", asked)] if asked else []  # it is not lost with the nursery
             schedule = [*wish, *(action for action in schedule if action.step > result.step)]
             warnings.append(f"{result.error}, at step {result.step}; the run was begun anew from step {ready.source.step}")
+
+
+def _checked_again(config: RunConfig, oldest: int, patience_s: float, signals: _Signals) -> Preflight:
+    """The checks of a run that begins anew by itself. What took its nursery may have taken the storage along: that is waited for, until
+    somebody stops the run.
+
+    Raises:
+        BadInput, OSError: as :func:`check`.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return check(config, oldest=oldest)
+        except (BadInput, OSError) as problem:
+            passes = isinstance(problem, OSError) or isinstance(problem.__context__, OSError)
+            if not passes or signals.count or time.monotonic() > deadline:
+                raise
+        time.sleep(AGAIN_S)
 
 
 class _Signals:

@@ -8,6 +8,8 @@ killed. ``ray stop`` is never used: it would end every Ray of the machine. ``RAY
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
 import math
 import os
@@ -20,6 +22,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import watchdog
@@ -146,7 +149,7 @@ class Cluster:
         # Ray gives its workers niceness 15: whatever else runs on the machine would be served first, and training starve beside it. This
         # cluster is there to train: its workers are served as those of `torchrun` are.
         niceness = {"RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0")}
-        with _environment({watchdog.MARK: self._folder, "PYTHONPATH": _python_path(), **niceness}):
+        with _environment({watchdog.MARK: self._folder, "PYTHONPATH": _python_path(), **niceness}), _servers_apart():
             ray.init(
                 address="local",
                 num_cpus=cpus,
@@ -185,6 +188,20 @@ def _start_watchdog(folder: str) -> subprocess.Popen[bytes]:
         start_new_session=True,
         cwd="/",
     )
+
+
+@contextmanager
+def _servers_apart() -> Iterator[None]:
+    """Ray's servers that are started inside are in a process group of their own. They end at SIGTERM, and every worker with them: in the
+    driver's group (``timeout 8h vescale-ray train ..``, a service manager, a batch system send it to all of it) before the driver has had
+    its last checkpoint made. (SIGINT they have blocked.) The watchdog knows them by their environment."""
+    services: Any = importlib.import_module("ray._private.services")
+    before = services.ConsolePopen
+    services.ConsolePopen = functools.partial(before, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before
 
 
 @contextmanager

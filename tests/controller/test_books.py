@@ -1142,6 +1142,43 @@ def test_a_run_that_lost_its_nursery_does_not_begin_from_the_first_step_where_it
         assert error.startswith(f"the reason; and it can't begin anew: {kept} and those before it can't be resumed from: are they mounted?")
 
 
+@pytest.mark.parametrize("ends", ["comes back", "stays away", "signal", "bad input"])
+def test_a_run_that_lost_its_nursery_waits_for_its_storage_before_it_begins_anew(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was tried once. The storage's server had gone with the head's network: the run was FAILED."""
+    config, now, asked = tiny(tmp_path, "away"), [0.0], list[float]()
+    signals: Any = SimpleNamespace(count=0)
+    ready: Any = object()
+    monkeypatch.setattr(driver.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(driver.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+    def check(config: Any, oldest: int) -> Any:
+        asked.append(now[0])
+        if ends == "comes back" and now[0] >= 60.0:
+            return ready
+        signals.count = int(ends == "signal" and now[0] >= 20.0)
+        if len(asked) % 2:
+            raise OSError(errno.EIO, "no answer")
+        try:
+            raise OSError(errno.EIO, "no answer")
+        except OSError:
+            raise driver.RunRefused("can't be written (no answer)") from None
+
+    def refuse(config: Any, oldest: int) -> Any:
+        asked.append(now[0])
+        raise driver.RunRefused("another text")
+
+    monkeypatch.setattr(driver, "check", refuse if ends == "bad input" else check)
+    if ends == "comes back":
+        assert driver._checked_again(config, 0, 600.0, signals) is ready
+    else:
+        with pytest.raises((OSError, driver.RunRefused)):
+            driver._checked_again(config, 0, 600.0, signals)
+    last = {"comes back": 60.0, "stays away": 600.0, "signal": 20.0, "bad input": 0.0}[ends]
+    assert last <= asked[-1] <= last + 2 * driver.AGAIN_S
+
+
 def test_the_longest_of_the_last_steps_is_remembered_for_as_long_as_it_may_come_again() -> None:
     steps, line = Steps(), {"time": 0.0, "loss": 1.0, "grad_norm": 1.0, "world": 3}
     assert steps.longest == 0.0

@@ -160,7 +160,7 @@ def ray_folders(driver: Driver) -> set[Path]:
     return found
 
 
-CODES = {"success": 0, "failure": 1, "stop": 0, "SIGINT to the group": 130, "SIGKILL": -signal.SIGKILL}
+CODES = {"success": 0, "failure": 1, "stop": 0, "SIGINT to the group": 130, "SIGTERM to the group": 130, "SIGKILL": -signal.SIGKILL}
 
 
 @pytest.mark.parametrize(
@@ -186,15 +186,18 @@ def test_nothing_is_left_of_a_run_within_15_s_whatever_ends_it(tmp_path: Path, d
     if "stop" in by_ending:
         client.request(by_ending["stop"].folder, "stop", {})
     os.kill(by_ending["SIGKILL"].process.pid, signal.SIGKILL)
+    if "SIGTERM to the group" in by_ending:
+        # As `timeout`, a service manager or a batch system does: Ray's servers got it too, and were gone before there was a checkpoint.
+        os.killpg(by_ending["SIGTERM to the group"].process.pid, signal.SIGTERM)
     if "SIGINT to the group" in by_ending:
         os.killpg(by_ending["SIGINT to the group"].process.pid, signal.SIGINT)  # as a terminal does: Ray's servers get it too
-    for ending in filter(by_ending.get, ("SIGKILL", "SIGINT to the group", "stop", "failure", "success")):
+    for ending in filter(by_ending.get, ("SIGKILL", "SIGINT to the group", "SIGTERM to the group", "stop", "failure", "success")):
         driver = by_ending[ending]
         code = driver.process.wait(90)
         seconds = nothing_left(driver, *left[ending])
         print(f"\n{ending}: exit code {code}, nothing left {seconds:.1f} s after the driver's end", end="")
         assert code == CODES[ending], (ending, driver.text())
-    for ending in filter(by_ending.get, ("stop", "SIGINT to the group")):
+    for ending in filter(by_ending.get, ("stop", "SIGINT to the group", "SIGTERM to the group")):
         folder, newest = by_ending[ending].folder, checkpoint.latest(by_ending[ending].config.checkpoint_root)
         state = folder.read_state()
         assert state is not None and newest is not None
