@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.clocks import AwakeClock
@@ -593,9 +593,13 @@ class Crew:
         return self._answer(getattr(self._nursery, method).remote(*args), timeout_s or self._call_s)
 
     def _answer(self, ref: Any, timeout_s: float) -> Any:
-        """The nursery's, within that time."""
+        """The nursery's, within that time, or as much again: a controller that stood still itself meanwhile (a frozen container) finds its
+        time over before it has looked at what has come."""
         try:
-            return ray.get(ref, timeout=timeout_s)
+            try:
+                return ray.get(ref, timeout=timeout_s)
+            except GetTimeoutError:
+                return ray.get(ref, timeout=timeout_s)
         except RayTaskError:
             raise
         except RayError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -29,6 +30,7 @@ from typing import Any, ClassVar, Literal
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.local_ray import silence
+from vescale_ray.runfolder import unlockable
 
 Verdict = Literal["ok", "warn", "fail"]
 TESTED = {"torch": "2.13", "ray": "2.60"}
@@ -209,8 +211,12 @@ def run_folder(config: RunConfig) -> Finding:
     folder = config.run_folder
     at = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
-        with tempfile.TemporaryDirectory(dir=at):
-            pass  # rights alone don't tell: file systems may be read-only, full of files, or none that takes any
+        with tempfile.TemporaryFile(dir=at) as file:  # rights alone don't tell: file systems may be read-only, or full of files
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                text, _, remedy = unlockable(error).partition("; ")
+                return Finding("run folder", "fail", f"{at}: {text}", remedy)
     except OSError as error:
         return Finding("run folder", "fail", f"{at}: can't be written ({error.strerror or error})", "set run.dir to a folder of yours")
     free = shutil.disk_usage(at).free

@@ -174,39 +174,31 @@ class _Signals:
         self.since: float | None = None
         """When the first came; of ``time.monotonic()``."""
         self._before: dict[int, Any] = {}
+        self._held = False
 
     def __enter__(self) -> _Signals:
-        self.install()
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def install(self) -> None:
-        """Take the handlers; again after ``ray.init``, which sets its own for SIGTERM."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before = signal.signal(number, self._handle)
-            self._before.setdefault(number, before)
-
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """While everything is cleaned up, a further signal must not interrupt that."""
-        taken = threading.current_thread() is threading.main_thread()
-        before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)} if taken else {}
+        """While everything is cleaned up, a further signal must not interrupt that: it is counted alone."""
+        self._held = True
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            self._held = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         self.name = signal.Signals(number).name
         self.since = self.since or time.monotonic()
-        if self.count > 1:
+        if self.count > 1 and not self._held:
             raise KeyboardInterrupt
 
 
@@ -243,7 +235,6 @@ class _Attempt:
         """Start everything and follow it to its end."""
         config = self._ready.config
         self._cluster = cluster = Cluster(config)
-        self._signals.install()
         from vescale_ray.controller import controller, nursery
 
         tree = config.model_dump(mode="json")

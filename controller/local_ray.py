@@ -125,7 +125,8 @@ class Cluster:
             else:
                 knock(address)
                 try:
-                    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+                    with _sigterm_kept():
+                        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
                 except (ConnectionError, ValueError, RuntimeError) as error:
                     reason = " ".join(str(error).split())[:200]
                     raise RunRefused(f"ray.address = {address}: no cluster answers there ({reason}); start one, or use local") from None
@@ -149,7 +150,7 @@ class Cluster:
         # Ray gives its workers niceness 15: whatever else runs on the machine would be served first, and training starve beside it. This
         # cluster is there to train: its workers are served as those of `torchrun` are.
         niceness = {"RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0")}
-        with _environment({watchdog.MARK: self._folder, "PYTHONPATH": _python_path(), **niceness}), _servers_apart():
+        with _environment({watchdog.MARK: self._folder, "PYTHONPATH": _python_path(), **niceness}), _servers_apart(), _sigterm_kept():
             ray.init(
                 address="local",
                 num_cpus=cpus,
@@ -202,6 +203,19 @@ def _servers_apart() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = before
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """``ray.init`` inside leaves SIGTERM's handler as it is. Its own ends the process at once: who told a run to end while Ray was starting
+    would find it failed, not stopped."""
+    utils: Any = importlib.import_module("ray._private.utils")
+    before = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = before
 
 
 @contextmanager

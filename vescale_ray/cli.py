@@ -232,10 +232,10 @@ def status(run_folder: str | None, as_json: bool) -> int:
     state: dict[str, Any] = folder.read_state() or {}
     try:
         live = client.request(folder, "status", timeout_s=3)
-        note = None
+        note, unknown = None, False
     except (client.RunNotAlive, client.CommandRefused) as error:
-        live, note = {}, str(error)
-    merged = {"folder": str(folder.path), "alive": note is None, **state, **live}
+        live, note, unknown = {}, str(error), getattr(error, "elsewhere", None) is not None
+    merged = {"folder": str(folder.path), "alive": None if unknown else note is None, **state, **live}
     if as_json:
         click.echo(json.dumps(merged))
         return OK

@@ -6,9 +6,12 @@ Standard library only, so that `vescale-ray status` answers at once.
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
+import socket
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from typing import Any, Protocol
 
@@ -18,13 +21,20 @@ from vescale_ray.runfolder import FINAL_STATES, RunFolder, RunFolderError
 class RunNotAlive(RuntimeError):
     """Nothing answers for the run; the message is one line with its last known state and how to go on.
 
+    Args:
+        folder: of the run.
+        elsewhere: the machine on whose loopback alone the run's controller listens, when that is not this one: whether the run is alive
+            can't be told from here.
+
     ``again``: its driver lives, so its controller is being started or restarted: it is worth asking again.
     """
 
-    def __init__(self, folder: RunFolder) -> None:
-        owner = folder.owner()
-        self.again = owner is not None and (folder.read_state() or {}).get("state") not in FINAL_STATES
-        super().__init__(_obituary(folder, owner if self.again else None))
+    def __init__(self, folder: RunFolder, elsewhere: str | None = None) -> None:
+        final = (folder.read_state() or {}).get("state") in FINAL_STATES
+        owner = None if final else folder.owner()
+        self.elsewhere = None if final else elsewhere
+        self.again = owner is not None and self.elsewhere is None
+        super().__init__(_unreached(folder, self.elsewhere) if self.elsewhere else _obituary(folder, owner))
 
 
 class Readable(Protocol):
@@ -65,6 +75,7 @@ def request(folder: RunFolder, action: str, body: dict[str, Any] | None = None, 
     url, token = control.get("url"), control.get("token")
     if not (isinstance(url, str) and url.startswith("http") and url.isprintable() and isinstance(token, str) and token.isprintable()):
         raise RunFolderError(f"{folder.path / 'control.json'}: holds no address and token of a run; the file was changed from outside")
+    elsewhere = _elsewhere(url, control.get("host"))
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     data = None if body is None and action == "status" else json.dumps(body or {}).encode()
     call = urllib.request.Request(f"{url.rstrip('/')}/{action}", data=data, headers=headers)
@@ -74,15 +85,27 @@ def request(folder: RunFolder, action: str, body: dict[str, Any] | None = None, 
         with opener.open(call, timeout=timeout_s) as answer:
             value = json.loads(body_of(answer, timeout_s))
     except urllib.error.HTTPError as error:
+        if elsewhere is not None:
+            raise RunNotAlive(folder, elsewhere) from None
         raise CommandRefused(_reason(error, url)) from None
     except (OSError, http.client.HTTPException, ValueError):
-        raise RunNotAlive(folder) from None
+        raise RunNotAlive(folder, elsewhere) from None
     if not isinstance(value, dict):
-        raise RunNotAlive(folder)
+        raise RunNotAlive(folder, elsewhere)
     if action == "status" and value.get("run") != folder.path.name:
-        # The port was taken over by another run, or program, after this one died.
-        raise RunNotAlive(folder)
+        # The port was taken over by another run, or program, after this one died; or it is this machine's, and the run on another.
+        raise RunNotAlive(folder, elsewhere)
     return value
+
+
+def _elsewhere(url: str, host: object) -> str | None:
+    """The machine that wrote a loopback address, if it is not this one."""
+    name = urllib.parse.urlsplit(url).hostname or ""
+    try:
+        loopback = name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        loopback = False
+    return host if loopback and isinstance(host, str) and host.isprintable() and host != socket.gethostname() else None
 
 
 def _reason(error: urllib.error.HTTPError, url: str) -> str:
@@ -90,6 +113,14 @@ def _reason(error: urllib.error.HTTPError, url: str) -> str:
         return str(json.loads(body_of(error, 3.0))["error"])
     except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):
         return f"{url} answers HTTP {error.code} {error.reason}, as no run does: is it another program's now? See the driver's log"
+
+
+def _unreached(folder: RunFolder, host: str) -> str:
+    state = folder.read_state() or {}
+    return (
+        f"{folder.path}: its controller listens on the loopback of {host} alone, and this is {socket.gethostname()}: ask there, or start "
+        f"the run with metrics.host=0.0.0.0; its last known state is {state.get('state')} at step {state.get('step')}"
+    )
 
 
 def _obituary(folder: RunFolder, owner: str | None) -> str:

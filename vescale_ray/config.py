@@ -248,7 +248,9 @@ class MetricsSection(_Section):
     """Where the figures are served, and how often they are printed."""
 
     host: str = Field(
-        default="127.0.0.1", min_length=1, description="address that the controller serves /metrics, /status, /stop and /rescale on"
+        default="127.0.0.1",
+        min_length=1,
+        description="address that the controller serves /metrics, /status, /stop and /rescale on; 0.0.0.0: to other machines, too",
     )
     port: int = Field(default=0, ge=0, le=65535, description="its port; 0: any free one (see run.json)")
     interval_s: Positive = Field(default=1.0, description="seconds between progress lines")

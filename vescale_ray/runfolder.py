@@ -2,7 +2,7 @@
 
     config.yaml     the resolved configuration; `vescale-ray train RUN_FOLDER/config.yaml` resumes the run
     run.json        state of the run: one object, replaced atomically
-    control.json    url and token of the controller, readable by the owner only
+    control.json    url, token and host of the controller, readable by the owner only
     vescale_service_discovery.json    where Prometheus finds the metrics; only while the run goes on
     metrics.jsonl   one line per committed step
     events.jsonl    one line per event
@@ -22,6 +22,7 @@ import fcntl
 import json
 import math
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,6 +47,14 @@ FINAL_STATES = frozenset({"DONE", "FAILED", "STOPPED"})
 
 class RunFolderError(BadInput):
     """The folder can't be made or written, is in use by another run, or is none; the message is one line with its path and the remedy."""
+
+
+def unlockable(error: OSError) -> str:
+    """What a file system that refuses flock(2) itself lacks, and the remedy."""
+    return (
+        f"files can't be locked there ({error.strerror or error}), and two runs in one folder would mix their lines; mount it with locks "
+        "(Lustre: -o flock; NFS: without nolock), or set run.dir to another file system: checkpoint.dir may stay on this one"
+    )
 
 
 class RunFolder:
@@ -102,30 +111,35 @@ class RunFolder:
         or the process ends, however it ends (a lock of the kernel's).
 
         Raises:
-            RunFolderError: another live process has it.
+            RunFolderError: another live process has it, or no file can be locked there.
         """
         handle = open(self.path / "lock", "a+", encoding="utf-8")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             handle.seek(0)
             owner = handle.read().strip() or "unknown"
             handle.close()
             raise RunFolderError(
                 f"{self.path}: a run is going on here (process {owner}); end it with `vescale-ray stop {self.path}` or set another run.name"
             ) from None
+        except OSError as error:
+            handle.close()
+            self.discard()
+            raise RunFolderError(f"{self.path}: {unlockable(error)}") from None
         handle.truncate(0)
-        handle.write(f"{os.getpid()}\n")
+        handle.write(f"{os.getpid()} on {socket.gethostname()}\n")
         handle.flush()
         return handle
 
     def owner(self) -> str | None:
-        """The process id of the live driver that has the run, as it has written it; None when there is none on this machine."""
+        """The process id and the machine of the live driver that has the run, as it has written them; None when there is none that a lock
+        shows: of a driver on another machine, only a network file system shows it."""
         try:
             with open(self.path / "lock", encoding="utf-8") as handle:
                 try:
                     fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except OSError:
+                except BlockingIOError:
                     return handle.read().strip() or "unknown"
         except OSError:
             pass
@@ -164,8 +178,9 @@ class RunFolder:
         self._replace("run.json", json.dumps(_finite(record), indent=1) + "\n", mode=0o644)
 
     def write_control(self, url: str, token: str) -> None:
-        """Replace control.json, readable by the owner only: the token lets its holder stop and rescale the run."""
-        self._replace("control.json", json.dumps({"url": url, "token": token}) + "\n", mode=0o600)
+        """Replace control.json, readable by the owner only: the token lets its holder stop and rescale the run. With the name of this
+        machine, by which a reader on another one knows that a loopback address is not its own."""
+        self._replace("control.json", json.dumps({"url": url, "token": token, "host": socket.gethostname()}) + "\n", mode=0o600)
 
     def write_discovery(self, url: str) -> None:
         """Replace vescale_service_discovery.json, which tells Prometheus (``file_sd_configs``) to scrape the server at ``url``.
@@ -227,7 +242,7 @@ class RunFolder:
         return self._read_object("run.json")
 
     def read_control(self) -> Record | None:
-        """control.json (``url``, ``token``), or None when nothing listens."""
+        """control.json (``url``, ``token``, ``host``), or None when nothing listens."""
         return self._read_object("control.json")
 
     def read_metrics(self) -> list[Record]:

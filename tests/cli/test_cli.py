@@ -338,6 +338,37 @@ def test_an_address_that_no_run_has_written_is_bad_input(control: str, elsewhere
         assert code == 2 and not out and "control.json: holds no address and token of a run; the file was changed from outside" in err
 
 
+@pytest.mark.parametrize("there", ["nobody", "another run"])
+def test_a_run_on_the_loopback_of_another_machine_is_not_called_dead(
+    there: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder lies on a shared file system; its address is this machine's own, where nobody listens, or another run does."""
+    run, other = made_run(elsewhere / "runs" / "x", state="RUNNING", step=3), made_run(elsewhere / "others" / "y", state="RUNNING", step=9)
+    controller = Controller(other)
+    if there == "nobody":
+        controller.server.close()
+    control = {"url": controller.server.url(), "token": "not y's", "host": "gpu-17"}
+    try:
+        with run.claim():  # a network file system shows the lock of the driver there
+            (run.path / "control.json").write_text(json.dumps(control))
+            code, out, _ = said(capsys, "status")
+            assert code == 0 and "listens on the loopback of gpu-17 alone" in out and "metrics.host=0.0.0.0" in out
+            assert "RUNNING at step 3" in out and "resume" not in out and "not alive" not in out
+            assert json.loads(said(capsys, "status", "--json")[1])["alive"] is None
+            for command in ("top", "stop"):
+                code, out, err = said(capsys, command)
+                assert code == 1 and not out and "listens on the loopback of gpu-17 alone" in err and len(err.splitlines()) == 1
+        (run.path / "control.json").write_text(json.dumps({**control, "url": controller.server.url().replace("127.0.0.1", "127.0.0.1.x")}))
+        assert "the run is not alive" in said(capsys, "status")[1]
+        (run.path / "control.json").write_text(json.dumps(control))
+        run.write_state({"run": "x", "state": "DONE", "step": 50, "steps": 50})
+        assert "it is done, with 50 steps" in said(capsys, "status")[1]
+    finally:
+        if there != "nobody":
+            controller.server.close()
+    assert controller.commands == []
+
+
 class Stranger(BaseHTTPRequestHandler):
     """Another program at the address of a run, or of a Prometheus: what it answers is in the address."""
 

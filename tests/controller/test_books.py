@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -1604,3 +1605,14 @@ def test_a_driver_that_stood_still_itself_asks_more_than_once_before_it_gives_th
     outcome = attempt._follow()
     assert (outcome.state == "FAILED") is gone
     assert not gone or (f"not answered for {driver.CONTROLLER_GONE_S:g} s" in str(outcome.error) and 20 < len(asked) < 30)
+
+
+def test_a_signal_while_a_lost_start_is_taken_down_is_not_forgotten() -> None:
+    """It was ignored, and the run begun anew. None of them may interrupt the taking down."""
+    with driver._Signals() as signals:
+        with signals.deferred():
+            for _ in range(3):
+                signal.raise_signal(signal.SIGTERM)
+        assert signals.count == 3 and signals.name == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

@@ -229,6 +229,18 @@ def test_nothing_is_left_either_where_the_driver_is_killed_while_the_controller_
 
 
 @pytest.mark.slow
+def test_a_signal_while_ray_starts_stops_the_run_and_does_not_fail_it(tmp_path: Path, drivers: list[Driver]) -> None:
+    """Ray takes SIGTERM for itself while it starts, and ends the process with it: FAILED, for the reason "15"."""
+    driver = Driver(tmp_path, elastic_workers=1, train_steps=100_000)
+    drivers.append(driver)
+    until(lambda: bool(ray_folders(driver)), 60, "the first of Ray's servers")
+    os.kill(driver.process.pid, signal.SIGTERM)
+    assert driver.process.wait(90) == 130, driver.text()
+    nothing_left(driver, set(), ray_folders(driver))
+    assert (driver.folder.read_state() or {})["state"] == "STOPPED"
+
+
+@pytest.mark.slow
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, drivers: list[Driver]) -> None:
     driver = Driver(tmp_path, elastic_workers=1, train_steps=100_000)
     drivers.append(driver)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import os
@@ -195,6 +196,12 @@ def test_a_folder_in_which_nothing_can_be_made_is_told_whatever_its_rights_say(t
     assert doctor.run_folder(config).verdict == "ok" and not (tmp_path / "r").exists()
     found = doctor.run_folder(tiny(tmp_path, "r", run_dir="/proc/nothing"))
     assert found.verdict == "fail" and "/proc: can't be written" in found.text
+
+
+def test_a_file_system_that_locks_nothing_is_told_of(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(doctor.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))))
+    found = doctor.run_folder(tiny(tmp_path, "r"))
+    assert found.verdict == "fail" and "files can't be locked there (Function not implemented)" in found.text and "-o flock" in found.remedy
 
 
 def test_a_check_that_breaks_is_a_finding_of_its_own(tmp_path: Path, monkeypatch) -> None:

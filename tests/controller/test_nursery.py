@@ -219,6 +219,28 @@ def test_a_worker_that_can_not_be_hired_is_one_that_does_not_come_and_not_the_en
     assert crew.hiring == 0 and crew.pump(0.0) == []
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_controller_that_stood_still_itself_does_not_call_the_nursery_lost(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its container was frozen between the question and the answer: the time was over before it had looked."""
+    waited: list[float] = []
+
+    def get(ref: str, timeout: float) -> str:
+        waited.append(timeout)
+        if len(waited) == 1 or not answers:
+            raise crews.GetTimeoutError("over")
+        return "there"
+
+    monkeypatch.setattr(crews.ray, "get", get)
+    asked: Any = SimpleNamespace(signal=SimpleNamespace(remote=lambda *about: "signal"))
+    crew = Crew(asked, call_s=10.0, epoch=1)
+    if answers:
+        assert crew._ask_nursery("signal") == "there"
+    else:
+        with pytest.raises(crews.NurseryLost, match="GetTimeoutError"):
+            crew._ask_nursery("signal")
+    assert waited == [10.0, 10.0]
+
+
 class Rack:
     """A nursery, and workers on nodes of their own that answer nothing any more: to end one takes a second, of any number at a time."""
 

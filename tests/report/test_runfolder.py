@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -134,7 +136,7 @@ def test_the_token_is_readable_by_the_owner_only(run: RunFolder) -> None:
     run.write_control("http://127.0.0.1:1", "secret")
     run.write_control("http://127.0.0.1:2", "secret2")
     assert stat.S_IMODE((run.path / "control.json").stat().st_mode) == 0o600
-    assert run.read_control() == {"url": "http://127.0.0.1:2", "token": "secret2"}
+    assert run.read_control() == {"url": "http://127.0.0.1:2", "token": "secret2", "host": socket.gethostname()}
     run.clear_control()
     run.clear_control()
     assert run.read_control() is None
@@ -195,6 +197,25 @@ def test_a_run_that_goes_on_keeps_its_folder_to_itself_until_its_process_ends(ru
         holder.wait(timeout=10)
     with run.claim():
         pass
+
+
+def test_where_no_file_can_be_locked_that_is_said_and_not_that_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre without -o flock says ENOSYS, NFS without a lock manager ENOLCK: that read as a run that goes on for ever."""
+
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    fresh, used = RunFolder(tmp_path / "fresh").create(), RunFolder(tmp_path / "used").create()
+    used.write_config("{}")
+    with monkeypatch.context() as without:
+        without.setattr("vescale_ray.runfolder.fcntl.flock", none)
+        for run in (fresh, used):
+            with pytest.raises(RunFolderError, match="can't be locked there .No locks available.*run.dir") as caught:
+                run.claim()
+            assert "going on" not in str(caught.value) and str(run.path) in str(caught.value) and "\n" not in str(caught.value)
+        assert used.owner() is None and not fresh.path.exists() and used.config_path.exists()
+    with used.claim():
+        assert used.owner() == f"{os.getpid()} on {socket.gethostname()}"
 
 
 def test_the_newest_run_is_the_one_whose_state_changed_last(tmp_path: Path) -> None:
