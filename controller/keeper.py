@@ -173,7 +173,8 @@ class Keeper:
             self._note(result)
 
     def save(self, workers: Sequence[str]) -> SaveResult | None:
-        """A checkpoint of the newest state that ``workers``, who are parked, hold together; None when they hold none.
+        """A checkpoint of the newest state that ``workers``, who are parked, hold together; None when they hold none, or a checkpoint is newer
+        than what they hold (copies that are not made every step): an older state, committed later, would pass for the newest.
 
         A worker that dies meanwhile is no reason to give up while the others have copies of its shards.
         """
@@ -182,6 +183,8 @@ class Keeper:
             held = self._held(workers)
             resume = choose_resume(held)
             if resume is None:
+                return None
+            if resume.step < (self._ledger.checkpoint_step or 0) and (kept := self.newest()) is not None and kept.step > resume.step:
                 return None
             last = self._ledger.last_save
             if last is not None and last.kept is not None and last.step == resume.step and last.epoch >= resume.generation:

@@ -120,6 +120,9 @@ class Trainer:
         self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.usage = Usage()
         self.views = Views()
+        # A rank without a slot in a round has to call the units all the same, on as little as the model takes.
+        shortest = int(getattr(self.model, "shortest_input", config.data.seq_len))
+        self._filler = (torch.zeros(1, shortest, dtype=torch.int64),) * 2
         self._meter = Meter(config, self.model, self.optimizer, self.device)
         self._proves = self.device.type == "cuda"
 
@@ -161,7 +164,7 @@ class Trainer:
             self.model.set_contributes(turn < len(mine))
             turned, waited = time.perf_counter(), self.model.waited_s
             ids = self._slot_ids(index, mine[turn]) if turn < len(mine) else None
-            inputs, targets = self.corpus.batch(ids) if ids is not None else _filler()
+            inputs, targets = self.corpus.batch(ids) if ids is not None else self._filler
             meter.data_s += time.perf_counter() - turned
             self._seed_generators(_seed(self.config.run.seed, index, mine[turn] if ids is not None else -1))
             nll = self._nll(inputs, targets)
@@ -235,7 +238,7 @@ class Trainer:
         total = torch.zeros(1, dtype=torch.float64)
         self.model.eval()
         for turn in range(-(-len(mine) // self.world)):
-            inputs, targets = self.corpus.heldout_batch(mine[share[turn]]) if turn < len(share) else _filler()
+            inputs, targets = self.corpus.heldout_batch(mine[share[turn]]) if turn < len(share) else self._filler
             nll = self._nll(inputs, targets)
             if turn < len(share):
                 total += nll.double().cpu()
@@ -511,11 +514,6 @@ def _build(config: RunConfig, device: torch.device, world: int, blank: Blank, *,
         for name, buffer in model.named_buffers():
             model.init_buffer(name, buffer)
     return model, build_optimizer(model, blank.chosen, routing=routing, log=None, zeroed=not filled)
-
-
-def _filler() -> tuple[Tensor, Tensor]:
-    token = torch.zeros(1, 1, dtype=torch.int64)
-    return token, token
 
 
 def _seed(*parts: int | str) -> int:

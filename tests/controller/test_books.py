@@ -1263,7 +1263,7 @@ class Writers:
 def test_a_last_checkpoint_is_written_by_who_is_left_though_it_is_still_at_the_one_that_the_dead_had_a_part_in(tmp_path: Path) -> None:
     """That it is tells the controller a moment later than the next order would come, and each refusal counted as a try."""
     crew, numbers = Writers(), iter(range(5, 100))
-    books: Any = SimpleNamespace(saved=lambda _: None, last_save=None, world=generation(4, 40, "a", "b"), step=41)
+    books: Any = SimpleNamespace(saved=lambda _: None, last_save=None, world=generation(4, 40, "a", "b"), step=41, checkpoint_step=None)
     saves: Any = SimpleNamespace(
         results=lambda: [crew.results.pop()] if crew.results else [], abandon=lambda _: [], committing=lambda _: False
     )
@@ -1272,6 +1272,24 @@ def test_a_last_checkpoint_is_written_by_who_is_left_though_it_is_still_at_the_o
     result = crew.keeper.save(["a", "b"])
     assert result is not None and result.kept is not None and result.error is None
     assert crew.refused == 0 and crew.living == {"a"}
+
+
+def test_what_is_held_is_not_kept_as_the_newest_where_a_checkpoint_is_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies every 10 steps, a checkpoint of step 45, and the loss of a worker as the run was stopped: the state of step 41 became the
+    newest checkpoint, and step 45 was forgotten by retention."""
+    crew, numbers = Writers(), iter(range(5, 100))
+    newest = [Kept("c45", "/c45", 45)]
+    monkeypatch.setattr(keeper, "newest_kept", lambda *about: newest[0])
+    books: Any = SimpleNamespace(saved=lambda _: None, last_save=None, world=generation(4, 40, "a", "b"), step=47, checkpoint_step=45)
+    saves: Any = SimpleNamespace(
+        results=lambda: [crew.results.pop()] if crew.results else [], abandon=lambda _: [], committing=lambda _: False
+    )
+    cadence: Any = SimpleNamespace(saved=lambda _: None)
+    crew.keeper = Keeper(str(tmp_path), "run", crew, books, saves, lambda: next(numbers), crew.wait, 1.0, cadence, 8)  # type: ignore[arg-type]
+    assert crew.keeper.save(["a", "b"]) is None and crew.ordered == 0
+    newest[0] = Kept("c40", "/c40", 40)  # the one of step 45 is damaged
+    result = crew.keeper.save(["a", "b"])
+    assert result is not None and result.kept is not None and result.step == 41
 
 
 def test_a_last_checkpoint_that_hangs_in_the_storage_is_given_up_when_its_time_is_over(tmp_path: Path) -> None:
@@ -1284,7 +1302,7 @@ def test_a_last_checkpoint_that_hangs_in_the_storage_is_given_up_when_its_time_i
         waited += 0.0 if until() else seconds
         return until()
 
-    books: Any = SimpleNamespace(saved=lambda _: None, last_save=None, world=generation(4, 40, "a"), step=41)
+    books: Any = SimpleNamespace(saved=lambda _: None, last_save=None, world=generation(4, 40, "a"), step=41, checkpoint_step=None)
     saves: Any = SimpleNamespace(results=list, abandon=lambda _: [], committing=lambda _: False)
     stuck: Any = SimpleNamespace(
         alive=lambda w: True, stale=lambda w: bool(ordered), report=lambda w: busy, order=lambda o: ordered.append(o)

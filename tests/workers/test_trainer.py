@@ -41,6 +41,10 @@ OTHER = {"train_optimizer": "sgd", "train_lr": 0.3, "train_activation_checkpoint
 EXPERTS = {"model_factory": "tests.workers.tiny:ExpertsModel", "model_units": ["body"], "train_lr": 0.02}
 
 
+PATCHES = {**EXPERTS, "model_factory": "tests.workers.tiny:PatchModel"}
+SPREAD = {**EXPERTS, "model_factory": "tests.workers.tiny:SpreadModel"}
+
+
 @pytest.mark.parametrize(
     ("changes", "worlds", "tolerance"),
     # Muon rounds to BF16 on the way: where sums differ in their last bit, an update may differ in its third digit.
@@ -48,9 +52,15 @@ EXPERTS = {"model_factory": "tests.workers.tiny:ExpertsModel", "model_units": ["
         ({}, (1, 3), 1e-5),
         (OTHER, (1, 3), 1e-5),
         (EXPERTS, (1, 2, 4), 1e-5),
+        (PATCHES, (3, 4), 1e-5),
+        (SPREAD, (3, 4), 1e-5),
+        ({**SPREAD, "elastic_deterministic": True}, (3,), 1e-5),
         pytest.param({"train_optimizer": "muon", "train_lr": 0.01}, (1, 3), 5e-4, marks=pytest.mark.slow),
     ],
-    ids=["adamw", "sgd, checkpointing, tied, unclipped", "experts that few slots use", "muon"],
+    ids=[
+        *("adamw", "sgd, checkpointing, tied, unclipped", "experts that few slots use"),
+        *("patches", "nan of one token", "nan, deterministic", "muon"),
+    ],
 )
 def test_twenty_steps_at_any_world_size_equal_plain_pytorch_in_one_process(
     text: str, changes: dict[str, Any], worlds: tuple[int, ...], tolerance: float

@@ -122,6 +122,28 @@ class ExpertsModel(nn.Module):
         full.copy_(torch.linspace(0.5, 1.5, 24))
 
 
+class PatchModel(DropoutModel):
+    """Of sequences that are whole patches of four. Its unit is ``body``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(24, 24, bias=True))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(x + self.body(x.unflatten(1, (-1, 4)).mean(2)).tanh().repeat_interleave(4, 1))
+
+
+class SpreadModel(PatchModel):
+    """Of a single token the spread is NaN."""
+
+    shortest_input = 1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(x + self.body(x.std(1, keepdim=True)).tanh())
+
+
 class OneWeight(nn.Module):
     """A single weight, which is one rank's: the others own nothing. Its unit is ``body``."""
 

@@ -83,7 +83,7 @@ class Gradients:
         self.ordered = False
         """Add up in a fixed order, over the ranks and over the reductions of a step."""
         self.contributes = True
-        """Ordered: what this rank computes counts; else it takes part with nothing."""
+        """What this rank computes counts; else it takes part with nothing."""
         self.custom_scatter: ReduceScatter | None = None
         self.all_reduce = True
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
@@ -136,9 +136,12 @@ class Gradients:
     def claim(self, index: int, like: torch.Tensor) -> torch.Tensor | None:
         """Where the gradient of unsharded parameter ``index`` may be written by whoever computes it, of the dtype and device of
         ``like``, to be handed to autograd as the gradient. None: it is to be computed elsewhere, since some of it is there already,
-        it will not arrive (frozen after forward), or a hook of the user's would see it and may keep it longer than the buffer."""
+        it will not arrive (frozen after forward), it does not count, or a hook of the user's would see it and may keep it longer than the
+        buffer."""
         leaf = self.params[index].unsharded
-        if self._arrived[index] or index in self._claims or leaf is None or not leaf.requires_grad or leaf._backward_hooks:
+        if not self.contributes or self._arrived[index] or index in self._claims:
+            return None
+        if leaf is None or not leaf.requires_grad or leaf._backward_hooks:
             return None
         self._begin()
         view = self._views[index]
@@ -167,7 +170,13 @@ class Gradients:
             grad = parallel.local_gradient(grad)
         self._begin()
         view, claim = self._views[index], self._claims.get(index)
-        if claim is not None and claim != torch._C._current_graph_task_id():
+        if not self.contributes:
+            # Whatever it is: of a stand-in's, multiplied by zero, NaN and infinity are left.
+            if not self._arrived[index]:
+                self._writes(index)
+                view.zero_()
+            self._arrives(index)
+        elif claim is not None and claim != torch._C._current_graph_task_id():
             # What was written there is still on its way, maybe already as a part of a sum. Not to be touched.
             held = self._aside.get(index)
             self._aside[index] = grad if held is None else held + grad
@@ -183,9 +192,7 @@ class Gradients:
                 held = self._aside.pop(index, None)
                 if held is not None:
                     view.add_(held)
-            if not self._arrived[index]:
-                self._arrived[index] = True
-                self.arrived_count += 1
+            self._arrives(index)
         if not self._seen[index]:
             self._seen[index] = True
             self.seen_count += 1
@@ -195,6 +202,12 @@ class Gradients:
                 self.on_most()
             if self.on_complete is not None and self.seen_count == self.trainable_count:
                 self.on_complete()
+
+    def _arrives(self, index: int) -> None:
+        """The gradient of unsharded parameter ``index`` is in the buffer."""
+        if not self._arrived[index]:
+            self._arrived[index] = True
+            self.arrived_count += 1
 
     def _begin(self) -> None:
         """A gradient is about to come: the first one opens the buffer."""
@@ -223,8 +236,7 @@ class Gradients:
             held = self._aside.pop(index, None)
             if held is not None:
                 self._views[index].copy_(held)
-                self._arrived[index] = True
-                self.arrived_count += 1
+                self._arrives(index)
 
     def open_unused(self) -> None:
         """Take part in the next reduction with zeros where no gradient came (``set_reduce_scatter_unused_params``)."""
@@ -233,8 +245,7 @@ class Gradients:
             if param.sharded.requires_grad and not self._arrived[index]:
                 self._writes(index)
                 self._views[index].zero_()
-                self._arrived[index] = True
-                self.arrived_count += 1
+                self._arrives(index)
 
     def reduce(self, lane: comm.Lane) -> None:
         """Start to sum the gradients over the ranks into this rank's shard."""

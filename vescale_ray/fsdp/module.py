@@ -169,7 +169,8 @@ class FSDPModule(TorchFSDPModule):
                 group.grads.ordered = ordered
 
     def set_contributes(self, contributes: bool, *, recurse: bool = True) -> None:
-        """With :meth:`set_ordered_reduction`: whether the next backwards of this rank count. If not, it takes part with nothing."""
+        """Whether the next backwards of this rank count. If not, it takes part with nothing, whatever its gradients are: of a stand-in for
+        a micro-batch that it does not have. What earlier backwards have added up without sync stays."""
         for unit in _units(self, recurse):
             for group in unit.groups:
                 group.grads.contributes = contributes

@@ -144,6 +144,9 @@ class Llama(nn.Module):
     Its parameters have PyTorch's default values until :meth:`reset_parameters` or :meth:`init_parameter` is called.
     """
 
+    shortest_input = 1
+    """Tokens of a sequence that ``forward`` takes at least: what a worker without a slot in a round computes on."""
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
