@@ -255,13 +255,19 @@ class Conductor:
         failures.clear()
         self._ledger.waits(True)
         try:
-            began = time.monotonic()
+            began, told_of = time.monotonic(), frozenset[str]()
             while (waited := time.monotonic() - began) < self._spec.bounds.replace and not self.desk.stop:
                 # Without more there is no training: where no other node has a place, one that was cut off may do by now.
                 avoid = nodes.avoided if waited < PLACE_S else nodes.draining.keys()
                 for _ in range(hire):
                     self._crew.hire(avoid)
                 self._tick()
+                self._steering.hear_of_drains(ended.living)
+                leaving = self._steering.leaving(ended.living)
+                if leaving - told_of and self._keeper.held_step(ended.living) > (self._ledger.checkpoint_step or 0):
+                    # What they hold may be the only copies, and nobody trains: it is kept before their node goes.
+                    self._keeper.save(self._still_living(ended).living)
+                told_of |= leaving
                 self._steering.free_hemmed(avoid)
                 if len(self._crew.ready()) >= workers:
                     return True
@@ -370,10 +376,10 @@ class Conductor:
         while True:
             self._tick()
             party = [w for w in (*world.members, *self._steering.leavers) if self._crew.alive(w)]
-            living = [w for w in party if w in world.members]
-            lost = {w: self._gone.get(w, Lost(w, None, "its process died")) for w in world.members if w not in living}
+            living = [w for w in world.members if self._crew.alive(w)]
+            lost = {w: self._gone.get(w, Lost(w, None, "its process died")) for w in world.members if not self._crew.alive(w)}
             # Who was ended is none of those that go on, though the last word of it may be that it is out: a moment later it is lost.
-            inside = [w for w in party if not self._is_out(w, world) or self._crew.doomed(w)]
+            inside = dict.fromkeys(w for w in party if not self._is_out(w, world) or self._crew.doomed(w))
             if not inside:
                 return self._end(world, living, lost, first_sign)
             gave |= {w for w in self._steering.leavers if self._is_out(w, world) and not self._fault(w, world)}
@@ -740,7 +746,7 @@ class Conductor:
 
     def _tick(self) -> list[News]:
         """One round: hear the workers, keep the books, carry commands in. At most :data:`TICK_S` seconds."""
-        news = self._crew.pump(TICK_S)
+        news, ledger = self._crew.pump(TICK_S), self._ledger
         for one in news:
             match one:
                 case Ready(info):
@@ -758,11 +764,12 @@ class Conductor:
                     self._ledger.worker_lost(worker, info, reason, str(one.cause))
                     if info is None:
                         self._steering.hire_failed(reason)
+                    elif worker not in self._steering.leavers and (ledger.world is None or worker not in ledger.world.members):
+                        self._steering.fleeting.append(reason)
         silence = self._spec.bounds.silence or self._config.elastic.collective_timeout_s
         mute = f"killed: answered nothing for {silence:g} s, its process is hung or stopped"
         self._crew.kill(dict.fromkeys(self._crew.silent(silence), mute))
         self._keeper.collect()
-        ledger = self._ledger
         ledger.budget(self._budget)
         self.desk.heed()
         members = ledger.world.members if ledger.world else ()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ HIRE_S = 2.0
 SLOW_S, SLOWER, SLOWEST_S = 0.1, 10, 5.0
 """Where others on its machine are later than this with an answer (hundredths of that are usual), a worker is given so many times as long,
 up to the last: its answer passes through as many hands."""
+LOOK_AGAIN_S = 2.0
 LOOKS = 8
 """Most nodes that are asked for it: where more are silent it is no machine that is slow."""
 LATE_HALF_S = 3.0
@@ -251,10 +253,10 @@ class Crew:
         """End workers that are not as they should be; the news of the loss of each will give its reason, and this cause. All at once: the
         nursery waits a moment for each node that does not answer."""
         asked: dict[str, Any] = {}
-        for worker, reason in reasons.items():
+        for worker in self._node_by_node(reasons):
             member = self.members[worker]
             if member.verdict is None:
-                member.verdict, member.sentenced, member.cause = reason, time.monotonic(), cause
+                member.verdict, member.sentenced, member.cause = reasons[worker], time.monotonic(), cause
                 asked[worker] = self._nursery.dismiss.remote(worker, member.info)
         for worker, ref in asked.items():
             member, done = self.members[worker], self._answer(ref, self._call_s)
@@ -263,6 +265,19 @@ class Crew:
             elif done is Dismissal.UNKNOWN:
                 assert member.info is not None
                 self._leave_node(member.info.node, worker, reasons[worker])
+
+    def _node_by_node(self, workers: Iterable[str]) -> list[str]:
+        """One worker of each node first, then another of each: of a node that does not answer the nursery learns by the first call, for a
+        second, and has few threads. In the order in which they were hired the losses of many nodes of eight were waited for one after
+        the other."""
+        turns: Counter[str] = Counter()
+        turn: dict[str, int] = {}
+        for worker in workers:
+            info = self.members[worker].info
+            node = info.node if info is not None else worker
+            turn[worker] = turns[node]
+            turns[node] += 1
+        return sorted(turn, key=turn.__getitem__)
 
     def _leave_node(self, node: str, worker: str, reason: str) -> None:
         """``worker`` could not be ended, since its node does not answer: whoever is there and says nothing either is lost with it, or the
@@ -293,7 +308,7 @@ class Crew:
         done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=wait_s) if asked else ([], [])
         infos = {w: self.members[w].info for w in there if asked.get(w) not in done}
         # All at once: each may be on a machine that answers nothing.
-        refs = {w: self._nursery.stacks.remote(info, wait_s) for w, info in infos.items() if info is not None}
+        refs = {w: self._nursery.stacks.remote(info, wait_s) for w in self._node_by_node(infos) if (info := infos[w]) is not None}
         refs |= {w: ref for w, ref in asked.items() if ref in done}
         # One bound for all of them: a recovery waits for this.
         there_now = set(ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._call_s)[0]) if refs else set()
@@ -593,13 +608,13 @@ class Crew:
         return self._answer(getattr(self._nursery, method).remote(*args), timeout_s or self._call_s)
 
     def _answer(self, ref: Any, timeout_s: float) -> Any:
-        """The nursery's, within that time, or as much again: a controller that stood still itself meanwhile (a frozen container) finds its
-        time over before it has looked at what has come."""
+        """The nursery's, within that time. A controller that stood still itself meanwhile (a frozen container) finds its time over before
+        it has looked at what has come: it looks once more."""
         try:
             try:
                 return ray.get(ref, timeout=timeout_s)
             except GetTimeoutError:
-                return ray.get(ref, timeout=timeout_s)
+                return ray.get(ref, timeout=LOOK_AGAIN_S)
         except RayTaskError:
             raise
         except RayError as error:

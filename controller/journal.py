@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from vescale_ray.runfolder import RunFolder
 
 _log = logging.getLogger(__name__)
 
-MOST_WAITING = 100_000
-"""Lines that wait in memory for a disk that can be written again; beyond it the oldest are lost."""
+MOST_WAITING = 2_500_000
+"""Values of lines that wait in memory for a disk that can be written again; beyond it the oldest are lost. A value takes about 100 bytes, a
+line of a thousand ranks has some thousands."""
 TELL_S = 20.0
 """A disk that does not answer is told of after so long: one that is only busy, as a shared one may be, has answered by then."""
 
@@ -33,7 +34,9 @@ class Journal:
 
     def __init__(self, folder: RunFolder, stamp: Callable[[str], dict[str, Any]]) -> None:
         self._folder, self._stamp, self._scribe = folder, stamp, Scribe()
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[tuple[Callable[[], None], int]] = deque()
+        """What writes a line, and how many values that has."""
+        self._values = 0
         self._unwritable = False
         self._silent_since: float | None = None
         """Since when the disk does not answer."""
@@ -42,15 +45,15 @@ class Journal:
     def event(self, name: str, about: Mapping[str, Any]) -> None:
         """Write an event."""
         record = {**self._stamp(name), **about}
-        self._write(lambda: self._folder.append_event(record))
+        self._write(lambda: self._folder.append_event(record), record.values())
 
     def metrics(self, line: Mapping[str, Any]) -> None:
         """Write the line of a step."""
-        self._write(lambda: self._folder.append_metrics(line))
+        self._write(lambda: self._folder.append_metrics(line), line.values())
 
     def samples(self, index: int, generation: int, ids: Any) -> None:
         """Write what a step has consumed."""
-        self._write(lambda: self._folder.append_samples(index, generation, ids))
+        self._write(lambda: self._folder.append_samples(index, generation, ids), (ids,))
 
     def state(self, record: Mapping[str, Any]) -> None:
         """Write run.json: the newest alone counts, so that none waits."""
@@ -82,21 +85,29 @@ class Journal:
             self._catch_up(left)
             time.sleep(0.01)
 
-    def _write(self, append: Callable[[], None]) -> None:
-        self._waiting.append(append)
+    def _write(self, append: Callable[[], None], values: Iterable[Any]) -> None:
+        self._put(append, values)
         self._catch_up()
+
+    def _put(self, append: Callable[[], None], values: Iterable[Any]) -> None:
+        count = sum(len(one) if isinstance(one, Sized) else 1 for one in values)
+        self._waiting.append((append, count))
+        self._values += count
+
+    def _drop(self) -> None:
+        self._values -= self._waiting.popleft()[1]
 
     def _catch_up(self, wait_s: float | None = None) -> None:
         while self._waiting:
             try:
-                self._scribe.do(self._waiting[0], wait_s)
+                self._scribe.do(self._waiting[0][0], wait_s)
             except OSError as error:
                 self._trouble(error)
-                if len(self._waiting) > MOST_WAITING:
-                    self._waiting.popleft()
+                while self._values > MOST_WAITING:
+                    self._drop()
                 return
             self._silent_since = None
-            self._waiting.popleft()
+            self._drop()
 
     def _trouble(self, error: OSError) -> None:
         if isinstance(error, TimeoutError):
@@ -110,5 +121,5 @@ class Journal:
             self.warnings = (*self.warnings, text)
             # Behind what waits already: whoever reads the lines later sees when it began.
             record = {**self._stamp("warning"), "text": text}
-            self._waiting.append(lambda: self._folder.append_event(record))
+            self._put(lambda: self._folder.append_event(record), record.values())
             _log.warning("%s", text)

@@ -173,8 +173,8 @@ class Keeper:
             self._note(result)
 
     def save(self, workers: Sequence[str]) -> SaveResult | None:
-        """A checkpoint of the newest state that ``workers``, who are parked, hold together; None when they hold none, or a checkpoint is newer
-        than what they hold (copies that are not made every step): an older state, committed later, would pass for the newest.
+        """A checkpoint of the newest state that ``workers``, who are parked, hold together; None when they hold none, or a checkpoint is
+        newer than what they hold (copies that are not made every step): an older state, committed later, would pass for the newest.
 
         A worker that dies meanwhile is no reason to give up while the others have copies of its shards.
         """

@@ -92,6 +92,7 @@ class Ledger:
         self._done = self._done_again = 0
         """Steps that an earlier start of the run had done; and how many of them were done again."""
         self._failures: dict[str, int] = {}
+        self._lost = 0
         self._tally = Tally()
         self.draining = self.unprotected = 0
         """Members on nodes that are about to go; ranks without a copy on another node."""
@@ -179,8 +180,9 @@ class Ledger:
         if self.world is None or item.ticket != self.world.ticket:
             return
         news = worker not in self._filled
-        if news or item.phases:  # what a restarted controller takes for granted says less than what it may have heard already
-            self._filled[worker] = item
+        if not news and not item.phases:
+            return  # what a restarted controller takes for granted says less than what it may have heard already
+        self._filled[worker] = item
         if news and item.origin is Origin.MEMORY:
             self._tally.moved(worker, item.phases.get("sync", 0.0))
         # What a restarted controller takes for granted of those that train (no phases) tells nothing of the load.
@@ -292,6 +294,7 @@ class Ledger:
     def worker_lost(self, worker: str, info: WorkerInfo | None, reason: str, cause: str) -> None:
         kind = "killed" if "killed:" in reason else "died"
         self._failures[kind] = self._failures.get(kind, 0) + 1
+        self._lost += info is not None
         at = {"pid": info.pid, "node": info.node} if info else {"pid": None, "node": None}
         self.event("worker_lost", worker=worker, reason=reason, kind=kind, cause=cause, **at)
 
@@ -361,8 +364,8 @@ class Ledger:
 
     @property
     def failures(self) -> int:
-        """Workers that were lost."""
-        return sum(self._failures.values())
+        """Workers that were lost; those that never came up are none."""
+        return self._lost
 
     def metrics_of(self, step: int) -> dict[str, float]:
         """What is known of the state after ``step`` steps, for its checkpoint: ``loss``, ``heldout_loss`` (of the newest evaluation that
@@ -503,11 +506,11 @@ class Ledger:
         Raises:
             OSError: the folder does not tell all of them. It can be asked again: nothing was counted.
         """
-        counts = deepcopy((self._shifts, self._kept, self._steps, self._failures, self._done_again))
+        counts = deepcopy((self._shifts, self._kept, self._steps, self._failures, self._lost, self._done_again))
         try:
             self._take_up(world)
         except OSError:
-            self._shifts, self._kept, self._steps, self._failures, self._done_again = counts
+            self._shifts, self._kept, self._steps, self._failures, self._lost, self._done_again = counts
             raise
 
     def _take_up(self, world: World | None) -> None:
@@ -525,6 +528,7 @@ class Ledger:
                 case "worker_lost":
                     kind = str(event.get("kind"))
                     self._failures[kind] = self._failures.get(kind, 0) + 1
+                    self._lost += event.get("pid") is not None
                 case "checkpoint_saved":
                     self._kept.saved(event)
                 case "checkpoint_loaded":

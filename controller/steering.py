@@ -41,6 +41,7 @@ class Steering:
         leavers: workers that are in no generation and must give their shards to the next.
         asked: the generation that was asked to stop at its next boundary.
         refusals: why nodes whose workers had become warm were not let in, since a worker was that had not been before, or more are wanted.
+        fleeting: why warm workers were lost before they had joined, since one last did.
         untried: warm workers of whom it is not known yet whether they and the others reach each other.
         hire_failures: why workers that were hired of late did not become warm, or nodes were refused; ``failed_hires``: how many ever.
         stragglers: watches who is slow.
@@ -69,12 +70,15 @@ class Steering:
         self.asked: Ticket | None = None
         self.hire_failures: list[str] = []
         self.failed_hires = 0
+        self.fleeting: list[str] = []
         self.refusals: list[str] = []
         self.untried: frozenset[str] = frozenset()
         self._let_in: frozenset[str] = frozenset()
         """Of those beside the members, who was let in once. A spare that waits for long is tried again: that is no news."""
         self.stragglers = Stragglers(config, ledger, spec.capacity, spec.bounds.start, memo.stragglers, remember)
         self._drained: frozenset[str] = frozenset()
+        self._trained: frozenset[str] = frozenset()
+        """Members of the generation that was last seen to have its state."""
         self._save_now = False
         self._aim = 0
         self._short = False
@@ -87,6 +91,9 @@ class Steering:
         ledger = self._ledger
         if not ledger.all_filled:
             return
+        if not self._trained.issuperset(world.members):
+            self.fleeting.clear()
+        self._trained = frozenset(world.members)
         if ledger.has_stepped:
             # Not before: until all have the others' copies, what the leavers hold may be the only way back.
             for worker in self.leavers:
@@ -100,16 +107,21 @@ class Steering:
             self._ask_to_park(world, stop=True)
             return
         self._save_if_due(world)
-        self._hear_of_drains(world)
-        leaving = self.leaving(self._crew.ready())
+        warm = frozenset(self._crew.ready())
+        leaving = self.leaving(warm)
         staying = [w for w in world.members if w not in leaving]
-        if len(staying) < world.size and len(staying) >= self._config.elastic.min_workers:
+        # With those that can take a place at once, if there are any.
+        enough = len(staying) + len(warm.difference(world.members, self.leavers, leaving, self.untried)) >= self._config.elastic.min_workers
+        self._save_now |= self.hear_of_drains(world.members) and not enough
+        if self._save_now:
+            self._save_now = not self._crew.ask(world.members, world.ticket, CHECKPOINT)
+        if len(staying) < world.size and enough:
             if self._config.elastic.replace_lost:
                 self._desk.reason = "replacement"  # of those that will come in their place
             else:
                 # Those that are on their way as well: they were asked for, and come a moment later.
                 others = [w for w in self.outside(world.members) if w not in leaving]
-                comes = bool(self._crew.hiring) or any(w not in self._crew.ready() for w in others)
+                comes = bool(self._crew.hiring) or any(w not in warm for w in others)
                 target = min(self._desk.target, len(staying) + len(others) + self._crew.hiring)
                 self._desk.want(target, self._desk.reason if comes else "drain")
             self._ask_to_park(world, stop=False, reason="drain")
@@ -117,12 +129,13 @@ class Steering:
         for worker in leaving & set(self.outside(world.members)):
             self.let_go(worker)
         outside = self.outside(world.members)
-        ready = self._admitted([w for w in outside if w in self._crew.ready()], world)
+        ready = self._admitted([w for w in outside if w in warm], world)
         outside = [w for w in outside if self._crew.alive(w)]
         self.growth.tend(world.size, len(ready), len(outside) - len(ready), self.nodes.avoided)
         if self._desk.target > self._aim:
             self.hire_failures.clear()  # of another time
             self.refusals.clear()
+            self.fleeting.clear()
         self._aim = self._desk.target
         if self._aim <= world.size:
             self._short = False
@@ -137,7 +150,7 @@ class Steering:
         unwanted = self.stragglers.unwanted(staying, self._aim, world.size + len(outside), self.failed_hires)
         there, warming = len(staying) - len(unwanted), len(outside) - len(ready) + self._crew.hiring
         todo = policy.staffing(there, len(ready), warming, self._aim, self._config.elastic.spares)
-        failures = max(len(self.hire_failures), len(self.refusals))
+        failures = max(len(self.hire_failures), len(self.refusals), len(self.fleeting))
         for _ in range(todo.hire + min(todo.spares, self.growth.spare_places(failures))):
             self._crew.hire(self.nodes.avoided)
             self.growth.hired()
@@ -197,19 +210,17 @@ class Steering:
         self._put_off = self._put_off or now
         return now - self._put_off < min(LONGEST_S, max(WRITTEN_S, 2.0 * last.seconds if last is not None else 0.0))
 
-    def _hear_of_drains(self, world: World) -> None:
-        """Tell of nodes that have begun to drain. Where training can't do without their workers, a checkpoint is made at once."""
+    def hear_of_drains(self, members: Collection[str]) -> bool:
+        """Tell of nodes that have begun to drain; whether one of ``members`` is on such a one."""
         draining = self.nodes.draining
         fresh = draining.keys() - self._drained
         self._drained = frozenset(draining)
-        leaving = self.leaving(world.members)
+        leaving = self.leaving(members) if fresh else frozenset()
         for node in sorted(fresh):
             left = draining[node] - time.time()
             workers = [w for w in leaving if (info := self._crew.info(w)) is not None and info.node == node]
             self._ledger.event("node_draining", node=node, workers=workers, seconds_left=left if left < float("inf") else None)
-        self._save_now |= bool(fresh and leaving) and world.size - len(leaving) < self._config.elastic.min_workers
-        if self._save_now:
-            self._save_now = not self._crew.ask(world.members, world.ticket, CHECKPOINT)
+        return bool(leaving)
 
     def _save_if_due(self, world: World) -> None:
         """With ``checkpoint.every: auto``: keep the interval up to date, and ask for a checkpoint at the next boundary when it is over."""
@@ -223,16 +234,17 @@ class Steering:
     def _cannot_grow(self, world: World, outside: list[str]) -> bool:
         """Whether workers that were hired don't come: then train on with those that do."""
         late = self._late(growing=self._desk.reason == "growth")
-        if max(len(self.hire_failures), len(self.refusals)) > self._config.elastic.max_recoveries_without_progress:
+        if max(len(self.hire_failures), len(self.refusals), len(self.fleeting)) > self._config.elastic.max_recoveries_without_progress:
             late = list(self._crew.warming())
         elif not late:
             return False
-        failures = self.hire_failures or self.refusals
+        failures = self.hire_failures or self.refusals or self.fleeting
         why = failures[-1] if failures else f"no place or not warm after {self._crew.age(late[0]):.0f} s"
         for worker in late:
             self.let_go(worker)
         self.refusals.clear()  # acted on; else it would be abandoned again and again
         self.hire_failures.clear()
+        self.fleeting.clear()
         self._ledger.event("rescale_abandoned", **{"from": world.size, "to": self._desk.target, "error": why})
         self.growth.ended(complete=False)
         self._desk.want(min(self._desk.target, world.size + len([w for w in outside if w not in late])), self._desk.reason)

@@ -85,9 +85,11 @@ def request(folder: RunFolder, action: str, body: dict[str, Any] | None = None, 
         with opener.open(call, timeout=timeout_s) as answer:
             value = json.loads(body_of(answer, timeout_s))
     except urllib.error.HTTPError as error:
-        if elsewhere is not None:
+        reason = _reason(error)
+        if elsewhere is not None and (reason is None or error.code == 401):  # another run's, or program's
             raise RunNotAlive(folder, elsewhere) from None
-        raise CommandRefused(_reason(error, url)) from None
+        foreign = f"{url} answers HTTP {error.code} {error.reason}, as no run does: is it another program's now? See the driver's log"
+        raise CommandRefused(reason or foreign) from None
     except (OSError, http.client.HTTPException, ValueError):
         raise RunNotAlive(folder, elsewhere) from None
     if not isinstance(value, dict):
@@ -108,11 +110,12 @@ def _elsewhere(url: str, host: object) -> str | None:
     return host if loopback and isinstance(host, str) and host.isprintable() and host != socket.gethostname() else None
 
 
-def _reason(error: urllib.error.HTTPError, url: str) -> str:
+def _reason(error: urllib.error.HTTPError) -> str | None:
+    """Why the controller refuses; None: it is none that answers."""
     try:
         return str(json.loads(body_of(error, 3.0))["error"])
     except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):
-        return f"{url} answers HTTP {error.code} {error.reason}, as no run does: is it another program's now? See the driver's log"
+        return None
 
 
 def _unreached(folder: RunFolder, host: str) -> str:

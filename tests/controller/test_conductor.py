@@ -28,7 +28,7 @@ from vescale_ray.controller.reach import NOBODY
 from vescale_ray.controller.saves import SaveResult, Saves
 from vescale_ray.controller.steering import Steering
 from vescale_ray.runfolder import RunFolder
-from vescale_ray.workers.messages import Evaluated, Fault, FaultKind, Filled, Origin, Phase, Report, Saved, Stepped, Ticket
+from vescale_ray.workers.messages import Evaluated, Fault, FaultKind, Filled, Origin, Phase, Report, Saved, Stepped, Ticket, WorkerInfo
 
 TICKET = Ticket(7, 1)
 WORLD = World(TICKET, ("a", "b"), Source(Origin.MEMORY, 40))
@@ -102,6 +102,7 @@ class Stage:
         self.leaving: frozenset[str] = frozenset()
         """Whose node is about to go."""
         steering = SimpleNamespace(leavers=list(leavers), steer=lambda world: None, outside=lambda living: [], hire_failures=[], nodes=None)
+        steering.hear_of_drains, steering.fleeting = lambda members: False, []
         steering.nodes = SimpleNamespace(draining={}, avoided=frozenset())
         steering.reach = SimpleNamespace(moves=lambda: None, hurry=lambda: None, cut_off=lambda members, leavers=(): NOBODY)
         steering.leaving = lambda workers: self.leaving & set(workers)
@@ -678,6 +679,7 @@ def test_a_change_that_can_wait_lets_a_checkpoint_be_written_and_a_drain_does_no
     steering._crew, steering.leavers, steering.asked, steering.hire_failures, steering.failed_hires = crew, [], None, [], 0
     steering._saves, steering._put_off, steering._aim, steering._save_now = SimpleNamespace(busy=writes == "a commit"), None, 0, False
     steering.refusals, steering.untried, steering._let_in, steering._short = [], frozenset(), frozenset(), False
+    steering.fleeting, steering._trained = [], frozenset()
     crew.hemmed = lambda avoided: []
     steering._drained, steering.nodes = frozenset(), SimpleNamespace(draining={}, avoided=frozenset())
     steering._spec, steering.reach = SimpleNamespace(bounds=Bounds()), SimpleNamespace(admitted=lambda ready, members: (ready, NOBODY))
@@ -702,7 +704,7 @@ def test_a_change_that_can_wait_lets_a_checkpoint_be_written_and_a_drain_does_no
     steering._config, steering._desk.target = SimpleNamespace(elastic=ElasticSection(workers=2, min_workers=2, replace_lost=True)), 2
     crew.reports["new"] = report("new", Phase.IDLE)
     steering.steer(WORLD)
-    assert asked == [None, "drain", None], "whose node goes does not wait, nor for a replacement that is there"
+    assert asked == [None, "drain", "drain"], "whose node goes does not wait, nor for a replacement that is there"
 
 
 @pytest.mark.parametrize(("warming", "hiring", "wanted"), [("", 0, 2), ("x", 0, 3), ("xy", 0, 4), ("x", 1, 4), ("xy", 3, 5)])
@@ -716,11 +718,89 @@ def test_a_drain_leaves_alone_whoever_is_on_the_way(warming: str, hiring: int, w
     steering._config = SimpleNamespace(elastic=ElasticSection(workers=3))
     steering._desk = SimpleNamespace(stop=None, target=5, reason="manual", want=lambda *about: told.append(about))
     steering._ledger = SimpleNamespace(has_stepped=True, all_filled=True, state=RunState.RUNNING)
-    steering._save_if_due = steering._hear_of_drains = lambda world: None
+    steering._save_if_due = steering.hear_of_drains = lambda about: False
+    steering.fleeting, steering._trained, steering.untried, steering._save_now = [], frozenset(), frozenset(), False
     steering.leaving = lambda workers: frozenset("c")
     steering._ask_to_park = lambda world, stop, reason=None: told.append((0, reason))
     steering.steer(replace(WORLD, members=("a", "b", "c")))
     assert told == [(wanted, "manual" if warming or hiring else "drain"), (0, "drain")], "those on their way were not asked for by a drain"
+
+
+@pytest.mark.parametrize(("spare", "parks"), [("ready", True), ("not reached", False), ("warming", False), ("leaving", False)])
+def test_a_drain_counts_those_that_can_take_a_place_at_once(spare: str, parks: bool) -> None:
+    """Of four, three at the least, two had to go, and one was there to come: training stayed on the node until it died."""
+    crew: Any = Crew(*(report(w, Phase.TRAINING) for w in "abcd"))
+    if spare == "warming":
+        crew.on_the_way = ["x"]
+    else:
+        crew.reports["x"] = report("x", Phase.IDLE)
+    crew.hiring = 0
+    told: list[str] = []
+    crew.ask = lambda members, ticket, flag: told.append("checkpoint") or True
+    crew.hemmed, crew.age = lambda avoided: [], lambda worker: 1.0
+    crew.places = SimpleNamespace(wishes=())
+    steering: Any = Steering.__new__(Steering)
+    steering._crew, steering.leavers, steering.asked = crew, [], None
+    steering._config = SimpleNamespace(elastic=ElasticSection(workers=4, min_workers=3, replace_lost=True))
+    steering._desk = SimpleNamespace(stop=None, target=4, reason="manual", want=lambda *about: None)
+    steering._ledger = SimpleNamespace(has_stepped=True, all_filled=True, state=RunState.RUNNING, beside=lambda **about: None)
+    steering._save_if_due = lambda about: None
+    steering.hear_of_drains = lambda about: True
+    steering.fleeting, steering._trained, steering._save_now = [], frozenset(), False
+    steering.untried = frozenset("x" if spare == "not reached" else "")
+    steering.leaving = lambda workers: frozenset("cdx" if spare == "leaving" else "cd")
+    steering.let_go = lambda worker: None
+    steering.nodes, steering._aim, steering._short = SimpleNamespace(avoided=frozenset()), 4, False
+    steering._admitted = lambda ready, world: ready
+    steering.growth = SimpleNamespace(tend=lambda *about: None, spare_places=lambda failures: 0, misplaced=list, hired=lambda: None)
+    steering.stragglers = SimpleNamespace(unwanted=lambda *about: frozenset())
+    steering.hire_failures, steering.refusals, steering.failed_hires = [], [], 0
+    steering._spec = SimpleNamespace(bounds=Bounds())
+    steering._put_off = None
+    steering._ask_to_park = lambda world, stop, reason=None: told.append(reason)
+    steering.steer(replace(WORLD, members=("a", "b", "c", "d")))
+    assert told == (["drain"] if parks else ["checkpoint"])
+
+
+def test_warm_workers_that_die_before_they_join_are_hired_less_and_less_often(tmp_path: Path) -> None:
+    """A spare that something ended soon after it was warm was hired again at once, and so on for ever."""
+    crew: Any = Crew(*(report(w, Phase.TRAINING) for w in "ab"))
+    stage = Stage(crew)
+    ledger: Any = stage.with_books(tmp_path, RunState.RUNNING)
+    conductor, steering = stage.conductor, stage.conductor._steering
+    info = WorkerInfo("s", 1, 1, "node", "h", "cpu", 1.0)
+    news: list[Any] = []
+    crew.pump = lambda seconds: news
+    crew.kill, crew.info = lambda reasons: None, lambda worker: None
+    conductor.desk.heed = conductor._keeper.collect = lambda: None
+    ledger.budget = ledger.publish = lambda about: None
+    ledger.write_state = lambda: None
+    steering.hire_failed = steering.hire_failures.append
+    for worker, about in (("s", info), ("a", info), ("x", None)):
+        news[:] = [Lost(worker, about, f"{worker} died")]
+        Conductor._tick(conductor)
+    assert steering.fleeting == ["s died"] and steering.hire_failures == ["x died"], "a member that is lost says nothing of spares"
+    assert ledger.failures == 2, "who never came up is not lost: checkpoints are made no more often for that"
+
+
+def test_what_parked_workers_hold_is_kept_where_the_node_of_one_is_to_go_while_they_wait_for_another(tmp_path: Path) -> None:
+    """Nobody trained, and the notice was not heard: the node went with the only copies."""
+    crew: Any = Crew(*(report(w, Phase.PARKED) for w in "ab"))
+    stage = Stage(crew, min_workers=3, replace_lost=True)
+    conductor, saved, heard = stage.conductor, list[Any](), list[Any]()
+    conductor._ledger.checkpoint_step = 30
+    conductor._keeper.held_step = lambda workers: 41
+    conductor._keeper.save = saved.append
+    conductor._steering.hear_of_drains = heard.append
+
+    def each(passed: float) -> None:
+        stage.leaving = frozenset("b" if passed > 2 else "")
+        if passed > 4:
+            crew.reports["c"] = report("c", Phase.IDLE)
+
+    stage.each_round = each
+    assert conductor._await(Ending(("a", "b"), {"c": "its process died"}, {}, False, {}), 3, 1)
+    assert saved == [("a", "b")] and set(heard) == {("a", "b")}
 
 
 @pytest.mark.parametrize("controllers", [21, 23, 24])
@@ -776,7 +856,8 @@ def test_leavers_stay_until_the_next_generation_has_made_a_step() -> None:
     """Until then its first copies are on their way: a worker that is lost meanwhile would be lost with what only leavers hold."""
     gone: list[str] = []
     steering: Any = Steering.__new__(Steering)
-    steering.leavers, steering.asked, steering.let_go = ["l", "m"], TICKET, gone.append
+    steering.leavers, steering.asked, steering.let_go, steering._trained = ["l", "m"], TICKET, gone.append, frozenset()
+    steering.fleeting = []
     for filled, stepped, left in ((False, False, 2), (True, False, 2), (True, True, 0)):
         steering._ledger = SimpleNamespace(all_filled=filled, has_stepped=stepped)
         steering.steer(WORLD)

@@ -493,6 +493,7 @@ class Steered:
         steering: Any = Steering.__new__(Steering)
         steering._crew, steering.leavers, steering.asked, steering.hire_failures, steering.failed_hires = crew, [], None, [], 0
         steering.refusals, steering.untried, steering._let_in, steering.nodes = [], frozenset(), frozenset(), Nodes()
+        steering.fleeting = []
         steering._ledger = SimpleNamespace(event=lambda kind, **about: self.events.append((kind, about)))
         steering._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic), watches_room=False)
         steering.growth = SimpleNamespace(hired=lambda: None, ended=lambda complete: None, misplaced=list)
