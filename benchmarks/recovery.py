@@ -9,17 +9,20 @@ this machine's:
     kill      SIGKILL of a random worker -> the first step of the smaller world begins       (.pause: the ledger's own figure)
     grow      its replacement, warm by then, joins: from the end of the last step to the begin of the next
     shrink    `rescale N-1`, all old workers alive
-    hang      SIGSTOP of a random worker -> it is ended
+    hang      SIGSTOP of a random worker -> it is ended (.of_goal: in parts of the larger of 2 s and three of the last steps)
     controller  SIGKILL of the controller -> it answers again; the workers go on meanwhile (.obeys: it takes a command, .watches: its loop
               has heard all workers)
     wire      what the same number of processes exchange by gloo's all-to-all, for the bandwidth in grow's and shrink's goals
     node      a run of its own on two raylets with half of the workers each (of an odd number one each, since a shard has one copy, which
               must be elsewhere), Ray's health checks tuned (HEALTH): SIGKILL of one raylet and all that is on it -> the first step of the
               smaller world begins; then a new node comes
+    drain     in the same run: a notice that a node goes in 20 s (`drain_node`, as of a pre-emption) -> its workers have left, and the first
+              step of the smaller world begins (.left; .pause is the ledger's own figure, .gone until their processes are gone)
     raytrain  the same model, same ranks, torch's FSDP2 in `ray.train.torch.TorchTrainer`, elastic, sharded checkpoints every 20 steps:
               SIGKILL of a worker -> the first step of the next worker group begins (`ray[train]` is among what `make` installs)
 
-Values are medians over rounds, the spread is half the quartiles' distance. Exit code 1 if the run failed or lost a sample.
+Values are medians over rounds, the spread is half the quartiles' distance; the result file has every value. Exit code 1 if the run failed
+or lost a sample.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -48,6 +52,7 @@ SEQ_LEN = 16
 STEADY = 5
 """Steps of a world before the next thing happens to it."""
 WAIT_S = 180.0
+NOTICE_S = 20.0
 OBJECTS = 200 << 20
 HEALTH = {
     "health_check_initial_delay_ms": 1000,
@@ -143,10 +148,14 @@ class Saboteur:
     def lose(self, how: int) -> None:
         victim = self.random.choice(self.steady(self.workers))
         pid, name = self.pid(victim), "kill" if how == signal.SIGKILL else "hang"
+        last = [line["time"] for line in self.lines()[-STEADY - 1 :]]
+        step_s = statistics.median(b - a for a, b in zip(last, last[1:], strict=False))
         time.sleep(self.random.random() * 0.5)  # anywhere in a step
         began = time.time()
         os.kill(pid, how)
         self.recovered(name, began)
+        if name == "hang":
+            self.note("hang.of_goal", self.found["hang.ended"][-1] / max(2.0, 3.0 * step_s))
 
     def recovered(self, name: str, began: float) -> None:
         """Note how long the recovery from what happened at ``began`` took; wait until there are as many workers as before."""
@@ -165,14 +174,20 @@ class Saboteur:
         for phase, seconds in event["phases"].items():
             self.note(f"{name}.phase.{phase}", seconds)
         if event["to"] < self.workers:
-            after = event["time"] + 1e-6
-            grown = self.until(lambda: [e for e in self.events("rescaled", after) if e["to"] == self.workers], "the replacement")
-            self.planned("grow", grown[0])
+            self.replaced(event)
+
+    def replaced(self, event: dict[str, Any]) -> None:
+        """Wait until there are as many workers as before what ``event`` tells of."""
+        after = event["time"] + 1e-6
+        grown = self.until(lambda: [e for e in self.events("rescaled", after) if e["to"] == self.workers], "the replacement")
+        self.planned("grow", grown[0])
 
     def planned(self, name: str, event: dict[str, Any]) -> None:
         self.note(f"{name}.pause", event["pause_seconds"])
         self.note(f"{name}.moved", event["moved_bytes"] / max(1, event["lower_bound_bytes"]))
         self.note(f"{name}.moved_mb", event["moved_bytes"] / 1e6)
+        # Else the bound is that of a numbering that might not be the best.
+        self.note(f"{name}.unplanned", float(event["moved_bytes"] > 0 and event["numbered_by"] != "layouts"))
         for phase, seconds in event["phases"].items():
             self.note(f"{name}.phase.{phase}", seconds)
 
@@ -265,6 +280,37 @@ class Saboteur:
             self.recovered("node", began)
             print(f"node {index + 1} of {self.rounds}", file=sys.stderr, flush=True)
 
+    def drains(self, cluster: Any, started: list[Any], cpus: int) -> None:
+        """Rounds of a node that is told to go, does, and a new one that comes."""
+        from ray._raylet import GcsClient
+        from ray.core.generated import autoscaler_pb2
+
+        from vescale_ray.workers.worker import born
+
+        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        for index in range(self.rounds):
+            members = self.steady(self.workers)
+            node = started.pop(self.random.randrange(len(started)))
+            there = [e for e in self.events("worker_started") if e["node"] == node.node_id and e["worker"] in members]
+            time.sleep(self.random.random() * 0.5)
+            began = time.time()
+            deadline = int((began + NOTICE_S) * 1000)
+            accepted, why = GcsClient(address=cluster.address).drain_node(node.node_id, reason, "a benchmark", deadline)
+            if not accepted:
+                raise RuntimeError(f"Ray does not drain the node: {why}")
+            event = self.rescaled(began)
+            if (event["source"], event["from"] - event["to"]) != ("memory", len(there)) or self.events("worker_lost", began):
+                raise RuntimeError(f"the node was not left in order: {event}")
+            self.note("drain.left", event["time"] - began)
+            self.note("drain.steps_lost", float(event["steps_replayed"]))
+            self.planned("drain", event)
+            self.until(lambda gone=there: all(born(e["pid"]) != e["born"] for e in gone), "the end of those that left")
+            self.note("drain.gone", time.time() - began)
+            cluster.remove_node(node, allow_graceful=False)
+            started.append(cluster.add_node(num_cpus=cpus, object_store_memory=OBJECTS))
+            self.replaced(event)
+            print(f"drain {index + 1} of {self.rounds}", file=sys.stderr, flush=True)
+
     def work(self, act: Callable[[], None]) -> None:
         from vescale_ray import client
 
@@ -294,8 +340,8 @@ def ours(folder: Path, workers: int, rounds: int, kills: int, skip: set[str]) ->
     return carried_out(config, saboteur, lambda: saboteur.all_of_it(skip))
 
 
-def nodes_lost(folder: Path, workers: int, rounds: int) -> dict[str, list[float]]:
-    """A run on two nodes or more, one of which is lost again and again."""
+def nodes_lost(folder: Path, workers: int, rounds: int, skip: set[str]) -> dict[str, list[float]]:
+    """A run on two nodes or more, one of which is lost again and again, then one told to go."""
     from ray.cluster_utils import Cluster
 
     nodes = workers if workers % 2 else 2
@@ -307,11 +353,17 @@ def nodes_lost(folder: Path, workers: int, rounds: int) -> dict[str, list[float]
         started = [cluster.add_node(num_cpus=each, object_store_memory=OBJECTS) for _ in range(nodes)]
         config = config_of(folder, workers, "nodes", cluster.address, cpus_each=1.0)
         saboteur = Saboteur(config, workers, rounds, 0, seed=2)
-        found = carried_out(config, saboteur, lambda: saboteur.nodes(cluster, started, each))
+        acts = {"node": saboteur.nodes, "drain": saboteur.drains}
+
+        def act() -> None:
+            for name in (name for name in acts if name not in skip):
+                acts[name](cluster, started, each)
+
+        found = carried_out(config, saboteur, act)
     finally:
         cluster.shutdown()
     # What follows a loss is told by the other run: here the replacements' places depend on how fast nodes start.
-    return {name: values for name, values in found.items() if name.startswith("node.")}
+    return {name: values for name, values in found.items() if name.startswith(("node.", "drain."))}
 
 
 def carried_out(config: Any, saboteur: Saboteur, act: Callable[[], None]) -> dict[str, list[float]]:
@@ -485,11 +537,22 @@ GOALS = {
     "node.first_step_begins": "< 4 s",
     "hang.ended": "< max(2 s, 3 steps)",
     "controller.answers": "< 5 s",
-    "kill.steps_lost": "0 beyond the one in flight",
+    "hang.of_goal": "< 1",
+    "kill.steps_lost": "0; 1 where the copies were on their way",
+    "drain.left": f"< {NOTICE_S:g} s",
+    "drain.steps_lost": "0",
+    "drain.moved": "<= 1.02 of the lower bound",
     "shrink.moved": "<= 1.02 of the lower bound",
     "grow.moved": "<= 1.02 of the lower bound",
 }
-UNITS = {"wire": "MB/s", "steps_lost": "steps", "moved": "of the lower bound", "moved_mb": "MB"}
+UNITS = {
+    "wire": "MB/s",
+    "of_goal": "of the goal",
+    "steps_lost": "steps",
+    "moved": "of the lower bound",
+    "moved_mb": "MB",
+    "unplanned": "of 1",
+}
 
 
 def main() -> int:
@@ -500,7 +563,7 @@ def main() -> int:
     parser.add_argument("--controller-kills", type=int, default=20)
     parser.add_argument("--node-rounds", type=int, default=None, help="default: as many as the rounds")
     parser.add_argument("--raytrain-rounds", type=int, default=3)
-    parser.add_argument("--skip", default="", help="of kill, rescale, hang, controller, node, raytrain")
+    parser.add_argument("--skip", default="", help="of kill, rescale, hang, controller, node, drain, raytrain")
     parser.add_argument("--keep", type=Path, default=None, help="keep the run's folder here")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--raytrain-to", type=Path, default=None, help=argparse.SUPPRESS)
@@ -523,11 +586,11 @@ def main() -> int:
             found |= ours(folder, options.workers, rounds, kills, skip)
         if "rescale" not in skip:
             found["wire"] = wire_mb_s(options.workers, rounds)
-        if "node" not in skip:
-            found |= nodes_lost(folder, options.workers, options.node_rounds or rounds)
+        if {"node", "drain"} - skip:
+            found |= nodes_lost(folder, options.workers, options.node_rounds or rounds, skip)
         for name, values in sorted(found.items()):
             figures[name] = figure(values, UNITS.get(name.rpartition(".")[2], "s"), GOALS.get(name), None)
-            figures[name]["worst"] = (min if name == "wire" else max)(values)
+            figures[name] |= {"worst": (min if name == "wire" else max)(values), "values": [round(value, 4) for value in values]}
         for name in ("shrink", "grow"):
             if "wire" in found and f"{name}.moved_mb" in found:
                 allowed = 0.5 + figures[f"{name}.moved_mb"]["value"] / figures["wire"]["value"]
@@ -542,7 +605,7 @@ def main() -> int:
                 print(f"raytrain: left out: {error}")
             else:
                 times = raytrain(Path(scratch), options.workers, options.raytrain_rounds)
-                figures["raytrain.first_step_begins"] = figure(times, "s", None, "raytrain")
+                figures["raytrain.first_step_begins"] = figure(times, "s", None, "raytrain") | {"values": times}
                 if "kill.first_step_begins" in found:
                     own = figures["kill.first_step_begins"]["value"]
                     figures["raytrain.ratio"] = figure([t / own for t in times], "of ours", ">= 10", "raytrain")

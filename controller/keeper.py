@@ -137,7 +137,9 @@ class Keeper:
         resume = source.resume
         if resume is None:
             return tuple(members)
-        return seated(members, self._parts(resume, holders), self.layouts.overlap(resume.world, len(members)))
+        overlap = self.layouts.overlap(resume.world, len(members))
+        self._ledger.numbered_by = "layouts" if self.layouts.exact else "equal intervals"
+        return seated(members, self._parts(resume, holders), overlap)
 
     def staying(self, candidates: Sequence[str], count: int, holders: Sequence[str]) -> tuple[str, ...]:
         """The ``count`` of ``candidates`` that stay so that the fewest bytes move; where that moves no more, so that copies lie on other

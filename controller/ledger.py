@@ -93,6 +93,9 @@ class Ledger:
         """Steps that an earlier start of the run had done; and how many of them were done again."""
         self._failures: dict[str, int] = {}
         self._lost = 0
+        self.numbered_by = "layouts"
+        """What the newest generation's ranks were numbered by: its planned layouts, or where these were not known yet equal intervals, so
+        that another numbering might have moved less."""
         self._tally = Tally()
         self.draining = self.unprotected = 0
         """Members on nodes that are about to go; ranks without a copy on another node."""
@@ -260,6 +263,8 @@ class Ledger:
             return self.event("rescale_abandoned", **{"from": shift.before, "to": self.target, "error": "the run was over before it"})
         pause = max(0.0, resumed - self._steps.ended.get(world.source.step, shift.noticed))
         about = shift.story(world, self._filled.values(), pause)
+        if about["moved_bytes"]:
+            about["numbered_by"] = self.numbered_by
         self._shifts.count(about)
         self.event("rescaled", **about)
 

@@ -382,6 +382,8 @@ def _described(event: Record) -> tuple[str, float | None] | None:
         case "rescaled":
             words = f"{event.get('from')} -> {event.get('to')} workers ({event.get('reason')}), state from {event.get('source')}"
             replayed = event.get("steps_replayed")
+            moved, least = _number(event.get("moved_bytes")), _number(event.get("lower_bound_bytes"))
+            words += f", {moved / 1e6:.1f} MB moved of at least {least / 1e6:.1f}" if moved and least is not None else ""
             return words + (f", {_count(replayed)} replayed" if replayed else ""), _number(event.get("pause_seconds"))
         case "checkpoint_saved":
             seconds = _number(event.get("seconds"))

@@ -145,6 +145,8 @@ class Layouts:
         self._thread: ThreadPoolExecutor | None = None
         self.told = False
         """Whether a worker has said what is planned, or that nothing can be said."""
+        self.exact = False
+        """Whether the overlap that was last asked for was that of the planned layouts."""
 
     def take(self, packed: bytes | None) -> None:
         """What the layouts follow from: an :class:`Outline`, pickled. It is read in the thread, since it brings torch along, which takes
@@ -170,6 +172,7 @@ class Layouts:
         Takes at most :data:`WAIT_S` seconds longer than the arithmetic.
         """
         self.ahead((before, after))
+        self.exact = False
         outline, old, new = self._outline, self._planned.get(before), self._planned.get(after)
         if outline is None or old is None or new is None:
             return even(before, after)
@@ -177,7 +180,9 @@ class Layouts:
             _log.warning("the layouts of %d and %d ranks are not planned yet: ranks are numbered as if all parts were equal", before, after)
             return even(before, after)
         try:
-            return overlap(outline.result(), old.result(), new.result(), before, after)
+            found = overlap(outline.result(), old.result(), new.result(), before, after)
+            self.exact = True
+            return found
         except Exception:  # whatever a plan raises, the members raise as well when they build theirs: nothing to stop for here
             _log.exception("the layouts of %d and %d ranks could not be planned", before, after)
         return even(before, after)

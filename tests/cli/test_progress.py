@@ -69,6 +69,8 @@ def test_in_a_log_there_is_one_line_per_interval_each_event_and_the_last_step(ru
                 "source": "peer",
                 "pause_seconds": 1.5,
                 "steps_replayed": 0,
+                "moved_bytes": 72_400_000,
+                "lower_bound_bytes": 71_900_000,
             }
         )
         run.append_event({"event": "state", "before": "RUNNING", "state": "RESCALING"})
@@ -76,7 +78,7 @@ def test_in_a_log_there_is_one_line_per_interval_each_event_and_the_last_step(ru
             step(run, number, 2)
     lines = out.getvalue().splitlines()
     assert lines[0] == "step   2/200  loss 2.500 (3.61 bits/byte)  1,234 tokens/s  3 workers"
-    assert "step 3: 3 -> 2 workers (failure), state from peer, paused 1.50 s" in lines[1]
+    assert "step 3: 3 -> 2 workers (failure), state from peer, 72.4 MB moved of at least 71.9, paused 1.50 s" in lines[1]
     assert lines[2] == "step   8/200  loss 2.500 (3.61 bits/byte)  1,234 tokens/s  2 workers"
     assert len(lines) == 3 and "\x1b" not in out.getvalue() and "\r" not in out.getvalue()
 

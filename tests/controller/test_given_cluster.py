@@ -90,6 +90,7 @@ def test_a_node_that_is_about_to_go_is_left_in_time_and_no_step_is_lost(tmp_path
         print(f"\nleft {event['time'] - began:.2f} s after the notice, pause {event['pause_seconds']:.2f} s", end="")
         assert (event["from"], event["to"], event["reason"], event["source"]) == (3, staying, "drain", "memory")
         assert event["steps_replayed"] == 0 and event["moved_bytes"] == event["lower_bound_bytes"] > 0
+        assert event["numbered_by"] == "layouts"
         (notice,) = events("node_draining")
         assert notice["node"] == node and len(notice["workers"]) == 3 - staying and 10 < notice["seconds_left"] <= 20
         gone = [workers[w]["pid"] for w in notice["workers"]]

@@ -155,6 +155,7 @@ def test_a_run_shrinks_and_grows_on_request_while_its_controller_is_killed(home:
     planned = [(e["from"], e["to"], e["reason"], e["source"]) for e in finished.of("rescaled")]
     assert planned == [(3, 2, "manual", "memory"), (2, 3, "manual", "memory")]
     assert all(e["steps_replayed"] == 0 and e["moved_bytes"] == e["lower_bound_bytes"] for e in finished.of("rescaled"))
+    assert all(e["numbered_by"] == "layouts" for e in finished.of("rescaled")), "else that bound is not the least of all numberings"
     assert not finished.of("worker_lost", "generation_failed")
     first, second, third = finished.generations()
     assert set(second) < set(first) and set(second) < set(third), "the workers that stay keep their processes"
