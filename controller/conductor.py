@@ -125,6 +125,8 @@ class Conductor:
         self._hangs = HangWatch(None if patience == "auto" else patience, elastic.collective_timeout_s, replaced)
         self._inherited: Ticket | None = None
         self._told_broken: Ticket | None = None
+        self._cut_short: Ticket | None = None
+        """The generation that a stop ended before it had its state."""
         """The generation of which was told that most of it is cut off."""
         self._gone: dict[str, Lost] = {}
         self._leaving: frozenset[str] = frozenset()
@@ -397,6 +399,12 @@ class Conductor:
                 hung = self._hung(world) or (self._mute(world, inside) if not self._ledger.all_filled else {})
                 if hung:
                     self._evidence.hung(end_hung(self._crew, self._ledger, world, {w: f"it is hung: {why}" for w, why in hung.items()}))
+                elif self.desk.stop and not self._ledger.all_filled and world.source.origin is not Origin.MEMORY:
+                    # Nothing is lost with what they have read so far, and that may take minutes more. They leave at the next piece.
+                    if self._cut_short != world.ticket:
+                        self._cut_short = world.ticket
+                        self._enter(RunState.STOPPING)
+                        self._crew.fence(inside, world.ticket)
                 else:
                     self._end_cut_off(world)
                     self._steering.steer(world)
@@ -564,7 +572,7 @@ class Conductor:
     def _end(self, world: World, living: list[str], gone: dict[str, Lost], first_sign: float | None) -> Ending:
         faults = {w: fault for w in living if (fault := self._fault(w, world)) is not None}
         leavers = tuple(self._steering.leavers)
-        if faults and not gone and all(fault.kind is FaultKind.PEER for fault in faults.values()):
+        if faults and not gone and self._cut_short != world.ticket and all(fault.kind is FaultKind.PEER for fault in faults.values()):
             gone = self._lost_to_network(world, living)
             living = [w for w in living if w not in gone]
             faults = {w: fault for w, fault in faults.items() if w in living}
@@ -575,7 +583,9 @@ class Conductor:
         ledger = self._ledger
         if ledger.shift is not None:
             ledger.shift.spend("fence", self._crew.clock() - first_sign if first_sign is not None else 0.0)
-        if not ending.clean:
+        if self._cut_short == world.ticket:
+            self._keeper.abandon()
+        elif not ending.clean:
             self._keeper.abandon()
             # A leaver that is lost before all is given, mostly since its node went, breaks the generation as well. So does one that fails.
             givers = leavers if not ledger.all_filled else ()

@@ -14,10 +14,12 @@ import logging
 import math
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -207,15 +209,18 @@ def _servers_apart() -> Iterator[None]:
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """``ray.init`` inside leaves SIGTERM's handler as it is. Its own ends the process at once: who told a run to end while Ray was starting
-    would find it failed, not stopped."""
+    """``ray.init`` inside leaves SIGTERM's handler as it is. Ray's own in Python, which it takes first, ends the process at once: who
+    told a run to end while Ray was starting would find it failed, not stopped. That of its core, which prints a stack and aborts, can't be
+    kept away, but for a moment: Python's is set anew behind it."""
     utils: Any = importlib.import_module("ray._private.utils")
-    before = utils.set_sigterm_handler
+    before, handler = utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
     utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
         utils.set_sigterm_handler = before
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
 
 
 @contextmanager

@@ -22,7 +22,18 @@ from torch import Tensor
 
 from vescale_ray.geometry import Extent, FlatSpace, Route, routes
 from vescale_ray.workers.groups import GroupFailed, all_gather_bytes, collectives, messages
-from vescale_ray.workers.shards import Piece, Shards, Strip, aligned, dtype_of, export_shards, import_scalars, stored_pieces, strips_of
+from vescale_ray.workers.shards import (
+    Piece,
+    Shards,
+    Strip,
+    aligned,
+    check_scalars,
+    dtype_of,
+    export_shards,
+    import_scalars,
+    stored_pieces,
+    strips_of,
+)
 
 if TYPE_CHECKING:
     from vescale_ray.checkpoint import Checkpoint, Vote
@@ -196,7 +207,7 @@ def restore_from_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> int:
     Raises:
         CheckpointMismatch: it is of another model or optimizer; before anything is changed.
         CheckpointCorrupt: naming object, block and tensors; the trainer is not to be used then.
-        ValueError: it was saved with another global batch, or not by a trainer.
+        ValueError: it was saved with another global batch, states of other blocks, or not by a trainer; before anything is changed.
     """
     pieces = export_shards(trainer).pieces
     checkpoint.require(
@@ -206,6 +217,7 @@ def restore_from_checkpoint(trainer: Trainer, checkpoint: Checkpoint) -> int:
     scalars = checkpoint.aux(0)
     if not isinstance(scalars, Mapping) or not {"step", "consumed", "optimizer"} <= set(scalars):
         raise ValueError(f"{checkpoint} holds no training state (step, consumed samples, optimizer): it was not saved by a training run")
+    check_scalars(trainer, scalars)  # before anything is read
     read = checkpoint.read_ranges([(p.name, p.kind, p.start, p.end, p.data) for p in pieces], progress=lambda: trainer.beat())
     import_scalars(trainer, scalars)
     return read.planned

@@ -162,15 +162,29 @@ class Views:
 def export_shards(trainer: Trainer) -> Shards:
     """The trainer's state as views: writing to them writes to the trainer. Nothing is copied."""
     pieces, optimizer_scalars = collect(trainer.parameters, trainer.optimizer, trainer.views)
-    scalars = {"step": trainer.completed, "consumed": trainer.consumed, "optimizer": optimizer_scalars}
+    scalars: dict[str, Any] = {"step": trainer.completed, "consumed": trainer.consumed, "optimizer": optimizer_scalars}
+    if trainer.formats:
+        scalars["formats"] = trainer.formats
     return Shards(trainer.generation, trainer.world, trainer.rank, trainer.completed, pieces, scalars)
 
 
-def import_scalars(trainer: Trainer, scalars: Mapping[str, Any]) -> None:
-    """Set the trainer's step and its optimizer's scalars; the tensors are written through :func:`export_shards`.
+def formats_of(parameters: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
+    """By parameter, what its states mean beside their shapes: the block that they belong to, as text, and the codec's version. Parameters
+    whose optimizer has neither are left out."""
+    formats = {
+        id(parameter): [group.get("block"), group.get("codec_version")]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if not (group.get("block") is None and group.get("codec_version") is None)
+    }
+    return {name: formats[id(parameter)] for name, parameter in parameters if id(parameter) in formats}
+
+
+def check_scalars(trainer: Trainer, scalars: Mapping[str, Any]) -> None:
+    """Whether a state with these scalars can become the trainer's, as far as they tell.
 
     Raises:
-        ValueError: the scalars are those of another batch size or another optimizer. Nothing is changed then.
+        ValueError: they are those of another batch size, another optimizer, or of states in another format.
     """
     step, consumed = int(scalars["step"]), int(scalars["consumed"])
     batch = trainer.config.global_batch
@@ -185,6 +199,23 @@ def import_scalars(trainer: Trainer, scalars: Mapping[str, Any]) -> None:
         missing = [key for key, value in state.items() if not _is_sharded(value, parameter) and key not in given]
         if missing:
             raise ValueError(f"the state has no {missing[0]!r} of {name}: another optimizer than {trainer.config.train.optimizer} saved it")
+    formats: Mapping[str, Sequence[Any]] = scalars.get("formats", trainer.formats)  # none: an older checkpoint, which does not tell
+    for name, mine in trainer.formats.items():
+        if (theirs := list(formats.get(name, ()))) != mine:
+            raise ValueError(
+                f"the optimizer's state of {name} is of (block, codec) {theirs}, and train.optimizer_options make it {mine}: keep the "
+                "block that it was saved with"
+            )
+
+
+def import_scalars(trainer: Trainer, scalars: Mapping[str, Any]) -> None:
+    """Set the trainer's step and its optimizer's scalars; the tensors are written through :func:`export_shards`.
+
+    Raises:
+        ValueError: as :func:`check_scalars`. Nothing is changed then.
+    """
+    check_scalars(trainer, scalars)
+    named: Mapping[str, Mapping[str, float]] = scalars["optimizer"]
     for name, parameter in trainer.parameters:
         state = trainer.optimizer.state.get(parameter, {})
         for key, value in list(state.items()):
@@ -192,7 +223,7 @@ def import_scalars(trainer: Trainer, scalars: Mapping[str, Any]) -> None:
                 value.fill_(named[name][key])
             elif not isinstance(value, Tensor):
                 state[key] = named[name][key]
-    trainer.completed = step
+    trainer.completed = int(scalars["step"])
 
 
 @torch.no_grad()

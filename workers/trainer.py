@@ -56,7 +56,7 @@ from vescale_ray.schedule import lr_at
 from vescale_ray.workers.messages import StepRecord, Usage
 from vescale_ray.workers.meter import Meter
 from vescale_ray.workers.pace import Pace, deal
-from vescale_ray.workers.shards import Views
+from vescale_ray.workers.shards import Views, formats_of
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig
@@ -115,6 +115,8 @@ class Trainer:
         self.model, self.optimizer = _build(config, self.device, world, blank or Blank(config), filled=filled)
         self.parameters = tuple(self.model.named_parameters())
         """The sharded ones with their names, listed once: to ask the model takes 2 ms for a hundred, several times in a rescale's pause."""
+        self.formats = formats_of(self.parameters, self.optimizer)
+        """What the states of the optimizer mean, by parameter."""
         self.pace = Pace(config.train.slots, world, relieve=config.elastic.straggler == "relieve")
         self.beat: Callable[[], None] = lambda: None
         self._base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]

@@ -29,6 +29,9 @@ def _word(pid: int) -> Path:
 
 
 class HangingModel(DropoutModel):
+    shortest_input = 1
+    """So that what a worker without a slot computes on is known by its length."""
+
     def forward(self, tokens: Tensor) -> Tensor:
         time.sleep(float(os.environ.get(SLOWLY, "0")))
         word = _word(os.getpid())
@@ -60,6 +63,14 @@ class LateModel(HangingModel):
         super().init_parameter(name, full, generator)
 
 
+class SlowlyFilledModel(HangingModel):
+    """On every rank, as one of many gigabytes is."""
+
+    def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        time.sleep(LATE_S)
+        super().init_parameter(name, full, generator)
+
+
 def act(way: str) -> None:
     """Hang or fail here and now."""
     match way:
@@ -86,6 +97,10 @@ def model() -> nn.Module:
 
 def late_model() -> nn.Module:
     return LateModel()
+
+
+def slowly_filled_model() -> nn.Module:
+    return SlowlyFilledModel()
 
 
 def hang(pid: int, way: str) -> None:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -238,6 +239,26 @@ def test_a_signal_while_ray_starts_stops_the_run_and_does_not_fail_it(tmp_path: 
     assert driver.process.wait(90) == 130, driver.text()
     nothing_left(driver, set(), ray_folders(driver))
     assert (driver.folder.read_state() or {})["state"] == "STOPPED"
+
+
+@pytest.mark.slow
+def test_a_signal_while_a_large_model_is_filled_in_does_not_wait_for_all_of_it(tmp_path: Path, drivers: list[Driver]) -> None:
+    """Its four parameters take eight seconds each; whoever is told leaves after the one under way."""
+    model: dict[str, Any] = {"model_factory": "tests.controller.hanging:slowly_filled_model", "model_units": ["body"]}
+    driver = Driver(tmp_path, elastic_workers=2, train_steps=100_000, **model)
+    drivers.append(driver)
+    until(lambda: any(e["event"] == "generation" for e in driver.folder.read_events()), 90, "the first generation")
+    time.sleep(1.0)
+    began = time.monotonic()
+    os.kill(driver.process.pid, signal.SIGTERM)
+    assert driver.process.wait(90) == 130, driver.text()
+    took = time.monotonic() - began
+    print(f"\nended {took:.1f} s after SIGTERM", end="")
+    assert took < 25, "the filling alone would have taken 30 s more"
+    nothing_left(driver, set(), ray_folders(driver))
+    told = {event["event"] for event in driver.folder.read_events()}
+    assert (driver.folder.read_state() or {})["state"] == "STOPPED" and not driver.folder.read_metrics()
+    assert not told & {"generation_failed", "worker_lost"}, told
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ class Stage:
         made._hangs, made._laggards = HangWatch(), SimpleNamespace(late=lambda *about: {})
         made._keeper = SimpleNamespace(abandon=lambda: None, layouts=SimpleNamespace(told=True, ahead=lambda worlds: None))
         steering.untried, steering.free_hemmed = frozenset(), lambda avoid: None
-        made._told_broken = None
+        made._told_broken = made._cut_short = None
         made._evidence = SimpleNamespace(failed=lambda *about: None)
         made._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic), train=SimpleNamespace(steps=60))
         made._spec = SimpleNamespace(bounds=Bounds())
@@ -724,6 +724,29 @@ def test_a_drain_leaves_alone_whoever_is_on_the_way(warming: str, hiring: int, w
     steering._ask_to_park = lambda world, stop, reason=None: told.append((0, reason))
     steering.steer(replace(WORLD, members=("a", "b", "c")))
     assert told == [(wanted, "manual" if warming or hiring else "drain"), (0, "drain")], "those on their way were not asked for by a drain"
+
+
+@pytest.mark.parametrize(("origin", "cut"), [(Origin.CHECKPOINT, True), (Origin.FRESH, True), (Origin.MEMORY, False)])
+def test_a_stop_does_not_wait_for_a_large_state_to_be_read(origin: Origin, cut: bool) -> None:
+    """It waited for all of it, and for a step: with a grace of a minute the run was killed in that, after eleven it was FAILED."""
+    crew: Any = Crew(report("a", Phase.FORMING), report("b", Phase.FORMING))
+    stage = Stage(crew)
+    conductor, states = stage.conductor, []
+    conductor._enter = states.append
+    conductor._ledger.load_failed = pytest.fail
+
+    def each(passed: float) -> None:
+        if passed > 1:
+            conductor.desk.stop = "SIGTERM"
+        if crew.fenced and passed > 3 or passed > 20:
+            crew.reports |= {w: report(w, Phase.PARKED, fault=PEER) for w in "ab"}
+
+    stage.each_round = each
+    ended = conductor._watch(replace(WORLD, source=Source(origin, 40)))
+    assert ended.living == ("a", "b")
+    assert [tuple(who) for _, who in crew.fenced] == ([("a", "b")] if cut else [])
+    assert (states[:1] == [RunState.STOPPING]) is cut
+    assert (conductor._budget.tries == 0) is cut, "a stop is no failure"
 
 
 @pytest.mark.parametrize(("spare", "parks"), [("ready", True), ("not reached", False), ("warming", False), ("leaving", False)])

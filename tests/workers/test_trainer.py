@@ -314,6 +314,38 @@ def test_one_process_trains_alone_without_any_held_out_text(tmp_path: Path) -> N
         groups.dissolve()
 
 
+def test_states_of_other_blocks_are_refused_though_their_shapes_are_the_same(tmp_path: Path) -> None:
+    """The scales of one block were taken for another's, and nobody was told."""
+    text, store = write_text(tmp_path), dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def trainer_of(block: str) -> Trainer:
+        options = {"min_8bit_numel": 512, "block": block}
+        config = tiny(text, train_optimizer="adamw8bit", train_optimizer_options=options)
+        return Trainer(config, 0, 1, 1, "cpu", text_of(config))
+
+    groups.form("127.0.0.1", store.port, "test/blocks", 0, 1, "gloo", 10.0)
+    try:
+        first = trainer_of("rows 4")
+        first.initialize()
+        first.step()
+        vote = write_checkpoint_shard(export_shards(first), tmp_path / "kept", "a1")
+        checkpoint.commit(tmp_path / "kept", [vote], step=1, epoch=1, attempt="a1", world=1, meta={})
+        kept = checkpoint.open(tmp_path / "kept")
+        other, same = trainer_of("tile 4x56"), trainer_of("rows 4")
+        other.initialize()
+        before = [piece.data.clone() for piece in export_shards(other).pieces]
+        with pytest.raises(ValueError, match=r"is of \(block, codec\) \['rows 4', 1\].*train.optimizer_options"):
+            restore_from_checkpoint(other, kept)
+        after = [piece.data for piece in export_shards(other).pieces]
+        assert other.completed == 0 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "before anything is changed"
+        restore_from_checkpoint(same, kept)
+        assert same.completed == 1 and same.step().loss == first.step().loss
+        for one in (first, other, same):
+            one.close()
+    finally:
+        groups.dissolve()
+
+
 def test_a_copied_model_trains_as_the_one_that_it_is_a_copy_of(tmp_path: Path) -> None:
     config = tiny(write_text(tmp_path), model_factory="tests.workers.tiny:ExpertsModel", model_units=["body"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
