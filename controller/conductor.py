@@ -125,9 +125,9 @@ class Conductor:
         self._hangs = HangWatch(None if patience == "auto" else patience, elastic.collective_timeout_s, replaced)
         self._inherited: Ticket | None = None
         self._told_broken: Ticket | None = None
+        """The generation of which was told that most of it is cut off."""
         self._cut_short: Ticket | None = None
         """The generation that a stop ended before it had its state."""
-        """The generation of which was told that most of it is cut off."""
         self._gone: dict[str, Lost] = {}
         self._leaving: frozenset[str] = frozenset()
         """Of those that the last decision was about, whoever leaves whatever else is wanted."""
@@ -264,14 +264,16 @@ class Conductor:
                 for _ in range(hire):
                     self._crew.hire(avoid)
                 self._tick()
-                self._steering.hear_of_drains(ended.living)
-                leaving = self._steering.leaving(ended.living)
-                if leaving - told_of and self._keeper.held_step(ended.living) > (self._ledger.checkpoint_step or 0):
+                holders = (*ended.living, *self._steering.leavers)
+                self._steering.hear_of_drains(holders)
+                leaving = self._steering.leaving(holders)
+                if leaving - told_of and self._keeper.held_step(holders) > (self._ledger.checkpoint_step or 0):
                     # What they hold may be the only copies, and nobody trains: it is kept before their node goes.
-                    self._keeper.save(self._still_living(ended).living)
+                    self._keeper.save([w for w in holders if self._crew.alive(w)])
                 told_of |= leaving
                 self._steering.free_hemmed(avoid)
-                if len(self._crew.ready()) >= workers:
+                # Who still writes, or seems to, counts as one that holds nothing, and takes no order.
+                if len(self._crew.ready()) >= workers and not self._keeper.writes(holders):
                     return True
                 hire = max(0, workers - len(self._crew.ready()) - len(self._crew.warming()) - self._crew.hiring)
                 # Those that were to come have died: as often as while a run begins, others are hired.
@@ -399,7 +401,7 @@ class Conductor:
                 hung = self._hung(world) or (self._mute(world, inside) if not self._ledger.all_filled else {})
                 if hung:
                     self._evidence.hung(end_hung(self._crew, self._ledger, world, {w: f"it is hung: {why}" for w, why in hung.items()}))
-                elif self.desk.stop and not self._ledger.all_filled and world.source.origin is not Origin.MEMORY:
+                elif self._is_still_read(world) and self.desk.stop:
                     # Nothing is lost with what they have read so far, and that may take minutes more. They leave at the next piece.
                     if self._cut_short != world.ticket:
                         self._cut_short = world.ticket
@@ -419,8 +421,17 @@ class Conductor:
             ready = [w for w in spares if w in self._crew.ready()]
             late = {w: f"it is hung: {why}" for w, why in self._mute(world, inside).items()}
             late |= self._laggards.late(self._crew.clock() - first_sign, [w for w in inside if w not in late], out, ready)
-            if late:
+            if late and self._cut_short == world.ticket:
+                self._crew.kill(dict.fromkeys(late, "killed: it was still busy with what the stop had made needless"))
+            elif late:
                 self._evidence.hung(end_hung(self._crew, self._ledger, world, late))
+
+    def _is_still_read(self, world: World) -> bool:
+        """Whether a generation's state is still on its way from a checkpoint, or being made: nobody has it, so that none can be lost."""
+        if self._ledger.all_filled or self._ledger.has_stepped or world.source.origin is Origin.MEMORY:
+            return False
+        # After a restart nothing is known yet of a generation that may train for days.
+        return all((report := self._crew.report(w)) is not None and not _has_state(report) for w in world.members)
 
     def _tell_what_is_saved_for(self) -> None:
         """A checkpoint that the controller before this one has ordered is being written: the last one, mostly."""

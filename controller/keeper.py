@@ -214,7 +214,7 @@ class Keeper:
             self.abandon()
             # Who still writes for the attempt that has failed can neither write again nor join: its order would be refused. Nor
             # does it count as a holder.
-            self._wait(lambda: not any(self._writes(w) for w in workers), self._save_s)
+            self._wait(lambda: not self.writes(workers), self._save_s)
             problem = next(iter(refused.values()), problem)
         return SaveResult("", self._ledger.step, 0, 0.0, error=problem)
 
@@ -223,9 +223,10 @@ class Keeper:
             return True
         return not all(self._crew.alive(w) for w in writers) and not self._saves.committing(attempt)
 
-    def _writes(self, worker: str) -> bool:
-        report = self._crew.report(worker)
-        return report is not None and (report.phase is Phase.SAVING or self._crew.stale(worker))
+    def writes(self, workers: Iterable[str]) -> bool:
+        """Whether one of them writes a checkpoint that was ordered here, as far as it is known."""
+        reports = {w: self._crew.report(w) for w in workers}
+        return any(one is not None and (one.phase is Phase.SAVING or self._crew.stale(w)) for w, one in reports.items())
 
     def _held(self, workers: Iterable[str]) -> Mapping[str, Sequence[Holding]]:
         reports = {w: self._crew.report(w) for w in workers if self._crew.alive(w)}

@@ -110,8 +110,9 @@ class Steering:
         warm = frozenset(self._crew.ready())
         leaving = self.leaving(warm)
         staying = [w for w in world.members if w not in leaving]
-        # With those that can take a place at once, if there are any.
-        enough = len(staying) + len(warm.difference(world.members, self.leavers, leaving, self.untried)) >= self._config.elastic.min_workers
+        # With those that can take a place at once: who was let in, and is no member yet.
+        comers = self._let_in.intersection(warm).difference(world.members, self.leavers, leaving)
+        enough = len(staying) + len(comers) >= self._config.elastic.min_workers
         self._save_now |= self.hear_of_drains(world.members) and not enough
         if self._save_now:
             self._save_now = not self._crew.ask(world.members, world.ticket, CHECKPOINT)
@@ -143,6 +144,7 @@ class Steering:
             self._short = True
             self.refusals.clear()  # of spares
             self.hire_failures.clear()
+            self.fleeting.clear()
         if self._aim > world.size and self._cannot_grow(world, outside):
             return
         if self._aim <= world.size:

@@ -116,7 +116,7 @@ class RunFolder:
         handle = open(self.path / "lock", "a+", encoding="utf-8")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except (BlockingIOError, PermissionError):  # the second in CIFS
             handle.seek(0)
             owner = handle.read().strip() or "unknown"
             handle.close()
@@ -139,7 +139,7 @@ class RunFolder:
             with open(self.path / "lock", encoding="utf-8") as handle:
                 try:
                     fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
+                except (BlockingIOError, PermissionError):
                     return handle.read().strip() or "unknown"
         except OSError:
             pass
