@@ -117,7 +117,8 @@ class Conductor:
             config.max_workers,
             spec.oldest,
         )
-        self._steering = Steering(spec, config, crew, ledger, saves, self.desk, self._cadence, memo, self._remember, self._enter)
+        planned = self._keeper.layouts.planned
+        self._steering = Steering(spec, config, crew, ledger, saves, self.desk, self._cadence, memo, self._remember, self._enter, planned)
         self._laggards = Laggards(config.elastic, spec.bounds, crew, ledger, self._keeper)
         patience = config.elastic.hang_timeout_s
         elastic = config.elastic

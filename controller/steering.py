@@ -28,6 +28,9 @@ WRITTEN_S, LONGEST_S = 30.0, 300.0
 """A change that can wait lets a checkpoint be written: for so long, or twice as long as the last one took if that is longer, but no longer
 than the second."""
 
+PLANNED_S = 10.0
+"""A change that can wait lets the layouts of before and after it be planned: for so long."""
+
 
 class Steering:
     """Staffs and steers the generation that trains.
@@ -36,6 +39,7 @@ class Steering:
         memo: what an earlier life of the controller left.
         remember: called when something here must be written down.
         enter: moves the run to another state.
+        planned: whether the layouts of so many ranks, and so many, are known.
 
     Attributes:
         leavers: workers that are in no generation and must give their shards to the next.
@@ -59,10 +63,11 @@ class Steering:
         memo: Memo,
         remember: Callable[[], None],
         enter: Callable[[RunState], None],
+        planned: Callable[[int, int], bool],
     ) -> None:
         self._spec, self._config = spec, config
         self._crew, self._ledger, self._saves, self._desk, self._cadence = crew, ledger, saves, desk, cadence
-        self._enter = enter
+        self._enter, self._planned = enter, planned
         self.nodes = Nodes(config.resources_per_worker if config.watches_room else None)
         self.growth = Growth(config, crew, ledger, desk, self.nodes, memo.growth, remember)
         self.reach = Reach(crew)
@@ -85,6 +90,8 @@ class Steering:
         """More workers are wanted than train."""
         self._put_off: float | None = None
         """Since when the change that is wanted waits for a checkpoint."""
+        self._unplanned: float | None = None
+        """Since when it waits for layouts."""
 
     def steer(self, world: World) -> None:
         """A generation runs as it should: hire, regroup or stop it, if that is wanted."""
@@ -162,8 +169,9 @@ class Steering:
         if len(outside) > len(ready):
             self.free_hemmed(self.nodes.avoided)
         if not todo.regroup:
-            self._put_off = None
-        elif len(staying) < world.size or not self._lets_one_be_written(world):  # whose node goes may go before that
+            self._put_off = self._unplanned = None
+        elif len(staying) < world.size or not (self._lets_layouts_be_planned(world) or self._lets_one_be_written(world)):
+            # (Whose node goes may go before that.)
             self._ask_to_park(world, stop=False, reason="straggler" if unwanted else None)
 
     def _admitted(self, ready: list[str], world: World) -> list[str]:
@@ -211,6 +219,16 @@ class Steering:
             return False
         self._put_off = self._put_off or now
         return now - self._put_off < min(LONGEST_S, max(WRITTEN_S, 2.0 * last.seconds if last is not None else 0.0))
+
+    def _lets_layouts_be_planned(self, world: World) -> bool:
+        """Whether the change waits for the layouts that its ranks are numbered by: a controller that was just restarted has yet to plan
+        them. Without, more would move than has to, and the pause would have the wait for them in it."""
+        now = time.monotonic()
+        if self._planned(world.size, self._desk.target):
+            self._unplanned = None
+            return False
+        self._unplanned = self._unplanned or now
+        return now - self._unplanned < PLANNED_S
 
     def hear_of_drains(self, members: Collection[str]) -> bool:
         """Tell of nodes that have begun to drain; whether one of ``members`` is on such a one."""

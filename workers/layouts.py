@@ -166,6 +166,13 @@ class Layouts:
             if 1 <= world <= self._most and world not in self._planned:
                 self._planned[world] = self._in_thread(lambda world=world: parts_of(outline.result(), world))
 
+    def planned(self, *worlds: int) -> bool:
+        """Whether their layouts are known, or can't be."""
+        if self._outline is None:
+            return self.told
+        self.ahead(worlds)
+        return all(future.done() for world in worlds if (future := self._planned.get(world)) is not None)
+
     def overlap(self, before: int, after: int) -> Weights:
         """Bytes that each rank of ``before`` and each of ``after`` both own; while that is not known, the overlap of equal intervals.
 

@@ -26,7 +26,7 @@ from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import Bounds, Ending, RunState, Source, World
 from vescale_ray.controller.reach import NOBODY
 from vescale_ray.controller.saves import SaveResult, Saves
-from vescale_ray.controller.steering import Steering
+from vescale_ray.controller.steering import PLANNED_S, Steering
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Evaluated, Fault, FaultKind, Filled, Origin, Phase, Report, Saved, Stepped, Ticket, WorkerInfo
 
@@ -473,8 +473,9 @@ def test_a_lone_worker_that_hangs_is_given_time_where_nobody_would_take_its_plac
             built.append(HangWatch(*about))
             return built[-1]
 
-        def keeper(*about: Any) -> None:
+        def keeper(*about: Any) -> Any:
             assert about[-1] == 6, "no older checkpoint is one to go back to"
+            return SimpleNamespace(layouts=SimpleNamespace(planned=None))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(subject, "Keeper", keeper)
@@ -668,7 +669,12 @@ def test_an_evaluation_that_was_lost_with_a_worker_is_made_up_and_none_is_made_t
 
 
 @pytest.mark.parametrize(
-    ("writes", "took_s", "waits_s"), [("a worker", None, 30.0), ("a commit", 40.0, 80.0), ("a commit", 1e4, 300.0), ("", None, 0.0)]
+    ("writes", "took_s", "waits_s"),
+    [
+        *[("a worker", None, 30.0), ("a commit", 40.0, 80.0), ("a commit", 1e4, 300.0), ("", None, 0.0)],
+        # Layouts: a controller that was just restarted knows none, and numbered the ranks as if all parts were equal.
+        *[("plans", None, 3.0), ("no plans", None, PLANNED_S)],
+    ],
 )
 def test_a_change_that_can_wait_lets_a_checkpoint_be_written_and_a_drain_does_not(
     monkeypatch: pytest.MonkeyPatch, writes: str, took_s: float | None, waits_s: float
@@ -680,7 +686,8 @@ def test_a_change_that_can_wait_lets_a_checkpoint_be_written_and_a_drain_does_no
     steering._crew, steering.leavers, steering.asked, steering.hire_failures, steering.failed_hires = crew, [], None, [], 0
     steering._saves, steering._put_off, steering._aim, steering._save_now = SimpleNamespace(busy=writes == "a commit"), None, 0, False
     steering.refusals, steering.untried, steering._let_in, steering._short = [], frozenset(), frozenset(), False
-    steering.fleeting, steering._trained = [], frozenset()
+    steering.fleeting, steering._trained, steering._unplanned = [], frozenset(), None
+    steering._planned = lambda before, after: writes not in ("plans", "no plans") or (writes == "plans" and crew.now > 53.0)
     crew.hemmed = lambda avoided: []
     steering._drained, steering.nodes = frozenset(), SimpleNamespace(draining={}, avoided=frozenset())
     steering._spec, steering.reach = SimpleNamespace(bounds=Bounds()), SimpleNamespace(admitted=lambda ready, members: (ready, NOBODY))
@@ -790,7 +797,7 @@ def test_a_drain_counts_those_that_can_take_a_place_at_once(spare: str, parks: b
     steering.stragglers = SimpleNamespace(unwanted=lambda *about: frozenset())
     steering.hire_failures, steering.refusals, steering.failed_hires = [], [], 0
     steering._spec = SimpleNamespace(bounds=Bounds())
-    steering._put_off = None
+    steering._put_off, steering._planned = None, lambda before, after: True
     steering._ask_to_park = lambda world, stop, reason=None: told.append(reason)
     steering.steer(replace(WORLD, members=("a", "b", "c", "d")))
     assert told == (["drain"] if parks else ["checkpoint"])

@@ -206,7 +206,8 @@ def test_a_layout_that_is_not_known_in_time_or_can_not_be_planned_is_taken_for_e
     unknown = Layouts(8)
     assert not unknown.told and np.array_equal(unknown.overlap(3, 2), even(3, 2)) and not unknown.exact
     unknown.take(None)
-    assert unknown.told and np.array_equal(unknown.overlap(3, 2), even(3, 2))
+    assert not Layouts(8).planned(3, 2), "nobody has told of it yet"
+    assert unknown.told and np.array_equal(unknown.overlap(3, 2), even(3, 2)) and unknown.planned(3, 2)
 
     go = Event()
 
@@ -218,7 +219,7 @@ def test_a_layout_that_is_not_known_in_time_or_can_not_be_planned_is_taken_for_e
         patch.setattr(layouts, "parts_of", slowly)
         late = Layouts(8)
         late.take(packed(outline))
-        late.ahead([3, 9])
+        assert not late.planned(3, 9) and sorted(late._planned) == [3]
         ended = Layouts(8)
         ended.take(packed(outline))
         ended.ahead([3, 4, 5])
@@ -231,7 +232,7 @@ def test_a_layout_that_is_not_known_in_time_or_can_not_be_planned_is_taken_for_e
         for future in late._planned.values():
             future.result(10)
     assert sorted(late._planned) == [2, 3], "9 workers there can't be"
-    assert np.array_equal(late.overlap(3, 2), true) and late.exact
+    assert np.array_equal(late.overlap(3, 2), true) and late.exact and late.planned(3, 2)
 
     bundle = Bundle((TensorSpec("odd", (3, 5), Block.tile(2, 2)),))
     failing = Layouts(8)
