@@ -89,7 +89,8 @@ def told(run: Parted, began: float) -> str:
     return f"trained again {event['time'] - began:.2f} s after, phases {({k: round(v, 2) for k, v in event['phases'].items()})}"
 
 
-@pytest.mark.parametrize("others", [(0, 1), pytest.param((0,), marks=pytest.mark.slow)], ids=["one from two", "two from each other"])
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [(0, 1), (0,)], ids=["one from two", "two from each other"])
 def test_a_host_that_others_do_not_reach_is_left_though_all_answer_the_controller_and_no_step_is_lost(
     others: tuple[int, ...], tmp_path: Path
 ) -> None:
