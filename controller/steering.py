@@ -141,17 +141,13 @@ class Steering:
         outside = [w for w in outside if self._crew.alive(w)]
         self.growth.tend(world.size, len(ready), len(outside) - len(ready), self.nodes.avoided)
         if self._desk.target > self._aim:
-            self.hire_failures.clear()  # of another time
-            self.refusals.clear()
-            self.fleeting.clear()
+            self._forget_failures()  # of another time
         self._aim = self._desk.target
         if self._aim <= world.size:
             self._short = False
         elif not self._short:
             self._short = True
-            self.refusals.clear()  # of spares
-            self.hire_failures.clear()
-            self.fleeting.clear()
+            self._forget_failures()  # of spares
         if self._aim > world.size and self._cannot_grow(world, outside):
             return
         if self._aim <= world.size:
@@ -262,13 +258,15 @@ class Steering:
         why = failures[-1] if failures else f"no place or not warm after {self._crew.age(late[0]):.0f} s"
         for worker in late:
             self.let_go(worker)
-        self.refusals.clear()  # acted on; else it would be abandoned again and again
-        self.hire_failures.clear()
-        self.fleeting.clear()
+        self._forget_failures()  # acted on; else it would be abandoned again and again
         self._ledger.event("rescale_abandoned", **{"from": world.size, "to": self._desk.target, "error": why})
         self.growth.ended(complete=False)
         self._desk.want(min(self._desk.target, world.size + len([w for w in outside if w not in late])), self._desk.reason)
         return True
+
+    def _forget_failures(self) -> None:
+        for of in (self.hire_failures, self.refusals, self.fleeting):
+            of.clear()
 
     def _end_late_spares(self) -> None:
         for worker in self._late(growing=True):

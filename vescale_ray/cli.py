@@ -232,10 +232,13 @@ def status(run_folder: str | None, as_json: bool) -> int:
     state: dict[str, Any] = folder.read_state() or {}
     try:
         live = client.request(folder, "status", timeout_s=3)
-        note, unknown = None, False
-    except (client.RunNotAlive, client.CommandRefused) as error:
-        live, note, unknown = {}, str(error), getattr(error, "elsewhere", None) is not None
-    merged = {"folder": str(folder.path), "alive": None if unknown else note is None, **state, **live}
+        alive: bool | None = True
+        note: str | None = None
+    except client.RunNotAlive as error:
+        live, alive, note = {}, None if error.elsewhere else False, str(error)
+    except client.CommandRefused as error:
+        live, alive, note = {}, False, str(error)
+    merged = {"folder": str(folder.path), "alive": alive, **state, **live}
     if as_json:
         click.echo(json.dumps(merged))
         return OK
