@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import resource
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from vescale_ray.fsdp import memory
+from vescale_ray.fsdp import address_range, memory
 from vescale_ray.fsdp.memory import Buffer, Pool
 
 CPU = torch.device("cpu")
@@ -67,22 +65,51 @@ def test_pages_move_from_one_buffer_to_the_next_without_a_fault():
     assert (a == 8).all()
 
 
-@pytest.mark.parametrize("where", ["freed", "moved on", "never had any"])
-def test_reading_a_buffer_without_memory_is_never_a_wrong_number(where):
-    code = f"""
-import torch
-from vescale_ray.fsdp.memory import Buffer
-first, second = Buffer({LARGE}, torch.device("cpu")), Buffer({LARGE}, torch.device("cpu"))
-flat = first.flat(torch.uint8)
-if {where!r} != "never had any":
-    first.allocate()
-    flat.fill_(1)
-    first.free() if {where!r} == "freed" else second.allocate(first)
-print("reading", flush=True)
-print(flat.sum())
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "reading\n" and done.returncode == -signal.SIGSEGV
+USES = {
+    "sum": lambda t: t.sum(),
+    "add": lambda t: t + 1,
+    "product with the transpose": lambda t: t.t() @ t,
+    "copy": lambda t: t.clone(),
+    "cast": lambda t: t.to(torch.bfloat16),
+    "norm layer": lambda t: F.rms_norm(t, t.shape[-1:], t[0]),
+    "embedding": lambda t: F.embedding(torch.tensor([1]), t),
+    "convolution": lambda t: F.conv1d(t[None], t[:, :, None]),
+    "for each": lambda t: torch._foreach_add([t, t], 1),
+    "print": str,
+    "one element": lambda t: t[1, 1].item(),
+    "numpy": lambda t: t.numpy(),
+    "raw pointer": lambda t: t.data_ptr(),
+    "write": lambda t: t.fill_(3),
+    "write elsewhere": lambda t: t.mul_(2),
+    "copy into it": lambda t: t.copy_(torch.ones_like(t, device="cpu")),
+}
+
+
+@pytest.mark.parametrize("where", ["freed", "moved on", "released", "never had any"])
+@pytest.mark.parametrize("side", [4, 512])
+def test_using_a_buffer_without_memory_raises(where, side):
+    nbytes = side * side * 4
+    pool = Pool(CPU)
+    users = _users(pool, nbytes, 2)  # noqa: F841 (alive)
+    first, second = Buffer(nbytes, CPU), Buffer(nbytes, CPU)
+    matrix = first.flat(torch.float32).view(side, side)
+    if where != "never had any":
+        first.allocate()
+        matrix.fill_(1)
+    if where == "freed":
+        first.free()
+    elif where == "moved on":
+        second.allocate(first)
+    elif where == "released":
+        pool.release(first, None)
+        assert first.allocated, "its memory waits for the next buffer"
+    for name, use in USES.items():
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            use(matrix)
+            raise AssertionError(name)
+    assert matrix.t().shape == (side, side) and matrix[1].stride() == (1,)
+    pool.provide(first)
+    assert matrix.fill_(2).sum() == 2 * side * side
 
 
 def test_a_kernel_that_cannot_move_pages_gives_new_ones(monkeypatch):
@@ -90,8 +117,8 @@ def test_a_kernel_that_cannot_move_pages_gives_new_ones(monkeypatch):
         def __getattr__(self, name):
             return (lambda *_: -1) if name == "mremap" else getattr(libc, name)
 
-    libc = memory._libc()
-    monkeypatch.setattr(memory, "_LIBC", [Old()])
+    libc = address_range.libc()
+    monkeypatch.setattr(address_range, "_LIBC", [Old()])
     first, second = Buffer(LARGE, CPU), Buffer(LARGE, CPU)
     first.allocate()
     first.flat(torch.uint8).fill_(7)

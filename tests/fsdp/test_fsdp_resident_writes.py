@@ -17,7 +17,8 @@ from tests.fsdp.test_fsdp_resident import CPU, Blocks, given, pair, pytestmark  
 from tests.fsdp.units import unit_of
 from tests.ranks import run_gloo
 from vescale_ray.fsdp import memory
-from vescale_ray.fsdp.memory import MAPPED_BYTES, Buffer, _protect
+from vescale_ray.fsdp.address_range import protect
+from vescale_ray.fsdp.memory import MAPPED_BYTES, Buffer
 from vescale_ray.fsdp.phases import Residency
 
 LOCAL = r"'layers.1 .*written through their local tensors.*reshard\(\)"
@@ -243,14 +244,14 @@ def without_mappings(rank: int, world: int) -> str:
     room = mmap.mmap(-1, left * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = torch.frombuffer(room, dtype=torch.uint8).data_ptr()
     for page in range(1, left - 12, 2):  # each is a mapping of its own, and parts the rest
-        _protect(address + page * mmap.PAGESIZE, mmap.PAGESIZE, 0)
+        protect(address + page * mmap.PAGESIZE, mmap.PAGESIZE, 0)
     said, held = "", []
     try:
         for _ in range(20):
             held.append(Buffer(MAPPED_BYTES, CPU, stays=(mmap.PAGESIZE, 2 * mmap.PAGESIZE)))
     except MemoryError as error:
         said = str(error)
-    _protect(address, left * mmap.PAGESIZE, mmap.PROT_READ)  # one mapping again
+    protect(address, left * mmap.PAGESIZE, mmap.PROT_READ)  # one mapping again
     return said
 
 

@@ -64,16 +64,17 @@ class World:
         if not freed:
             self.count += 1
             freed.append(((self.count + 4096) << 40, self.current.name))
-        self.blocks[buffer._storage.data_ptr()] = freed.pop()
+        self.blocks[buffer._storage.untyped_storage()._cdata] = freed.pop()
 
     def free(self, buffer):
-        block = self.blocks.pop(buffer._storage.data_ptr())
+        block = self.blocks.pop(buffer._storage.untyped_storage()._cdata)
         self.freed[block[1], buffer.nbytes].append(block)
 
     def note(self, what, tensor, writes):
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            start = self.blocks.get(storage.data_ptr(), (storage.data_ptr(),))[0]
+            block = self.blocks.get(storage._cdata)
+            start = block[0] if block is not None else storage.data_ptr()
             self.accesses.append((what, self.current.name, self.current.tick(), start, start + storage.nbytes(), writes))
 
     def races(self):

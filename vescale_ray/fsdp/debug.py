@@ -1,9 +1,9 @@
-"""Debug mode: ranks agree on every collective before it starts, and freed parameters read as NaN.
+"""Debug mode: ranks agree on every collective before it starts.
 
 A rank that takes another path through the model than the others starts another collective than they do. Normally that ends in a
 timeout, or worse, in numbers that belong elsewhere. Here a message of 256 bytes goes round first, on the same process group, and all
-ranks raise alike, naming both collectives. It costs a small all-gather for each of them; parameters that were freed keep their
-memory, filled with NaN. Switch it on with :func:`set_debug` or ``VESCALE_RAY_FSDP_DEBUG=1``, on all ranks, before the first forward.
+ranks raise alike, naming both collectives. It costs a small all-gather for each of them. Switch it on with :func:`set_debug` or
+``VESCALE_RAY_FSDP_DEBUG=1``, on all ranks, before the first forward.
 """
 
 from __future__ import annotations

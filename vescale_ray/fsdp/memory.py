@@ -10,8 +10,9 @@ shared with other units, two of them could be needed at once by a backward that 
   ``record_stream``, says when it may be overwritten.
 - In host memory a buffer is an address range of its own, and its pages wander: the range that is gathered next takes over the
   pages of one that was released (``mremap``, 0.1 ms for 200 MiB), so that they are neither zeroed nor faulted in again. (On a
-  2-core virtual machine new small pages are written at 1.8 GB/s, new huge ones at 6, those at hand at 13.) A range without pages
-  can't be read.
+  2-core virtual machine new small pages are written at 1.8 GB/s, new huge ones at 6, those at hand at 13.)
+
+On every device a buffer that is not gathered is invalid to torch: an operation that reads or writes it raises ``RuntimeError``.
 
 In host memory the buffer may also be the home of this rank's own part (FP32 master weights that are not cast): that part of the range
 has memory for good, and only the rest comes and goes. So the own part is neither held twice nor copied into what is gathered.
@@ -23,19 +24,15 @@ backward, while its activations go: new host memory for it comes page by page as
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
-import sys
 import weakref
 from collections import defaultdict
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from vescale_ray.fsdp.debug import debugging
+from vescale_ray.fsdp.address_range import LARGE_IN_PIECES, AddressRange
+from vescale_ray.fsdp.invalid_storage import invalid_storage
 from vescale_ray.planner.step_buffers import HOST_MAPPED_BYTES
 
 MAPPED_BYTES = HOST_MAPPED_BYTES
@@ -50,6 +47,8 @@ NOWHERE = (0, 0)
 class Buffer:
     """One storage for life. Its memory may go (:meth:`free`) and come back (:meth:`allocate`), contents undefined.
 
+    While the memory is gone, and from :meth:`invalidate` on, torch operations on the storage raise ``RuntimeError``.
+
     Args:
         memory: a 1-D uint8 tensor of someone else's to use instead, which stays as it is.
         stays: bytes ``[start, end)`` that are not concerned (:meth:`resident`); only where :func:`may_stay` allows it.
@@ -57,8 +56,8 @@ class Buffer:
     """
 
     __slots__ = (
-        "__weakref__", "_flats", "_range", "_storage", "allocated", "clean_for", "device", "fixed", "in_pieces", "nbytes", "stays",
-        "unwritten", "used", "views"
+        "__weakref__", "_aside", "_flats", "_range", "_storage", "allocated", "clean_for", "device", "fixed", "in_pieces", "nbytes",
+        "stays", "unwritten", "used", "valid", "views"
     )  # fmt: skip
 
     def __init__(
@@ -74,12 +73,12 @@ class Buffer:
         self.unwritten = 0
         """Bytes that nothing was written to since the memory was new: the kernel has not given it yet."""
         self.fixed = memory is not None
-        self._range: _Range | None = None
+        self._range: AddressRange | None = None
         with torch.inference_mode(False):
             if memory is not None:
                 self._storage = memory
             elif may_stay(nbytes, device):
-                self._range = _Range(nbytes, stays, huge=not in_pieces or nbytes >= _LARGE_IN_PIECES)
+                self._range = AddressRange(nbytes, stays, huge=not in_pieces or nbytes >= LARGE_IN_PIECES)
                 lent = self._range.memory
                 self._storage = torch.frombuffer(lent, dtype=torch.uint8, count=nbytes)
                 # A shard that someone keeps when the model is gone holds all addresses, but is not to hold what was gathered there. The
@@ -87,7 +86,12 @@ class Buffer:
                 weakref.finalize(lent, self._range.close).atexit = False
             else:
                 self._storage = torch.empty(nbytes, dtype=torch.uint8, device=device)
-                self._storage.untyped_storage().resize_(0)
+            self._aside = None if self.fixed or not nbytes else invalid_storage(nbytes, device)
+            """An invalid storage of the same size. It trades contents with the buffer's own while that must not be used."""
+            self.valid = True
+            self.invalidate()
+            if self._range is None and self._aside is not None:
+                self._aside.resize_(0)
         self._flats: dict[torch.dtype, torch.Tensor] = {}
         self.allocated = False
         self.clean_for: str | None = None
@@ -109,11 +113,17 @@ class Buffer:
         with torch.inference_mode(False):
             return torch.frombuffer(self._range.memory, dtype=dtype, count=(end - start) // dtype.itemsize, offset=start)
 
-    def poison(self) -> None:
-        """Overwrite what comes and goes with NaN of every floating-point dtype."""
-        flat, (start, end) = self.flat(torch.uint8), self.stays
-        flat[:start].fill_(0xFF)
-        flat[end:].fill_(0xFF)
+    def invalidate(self) -> None:
+        """Let torch refuse every read and write until :meth:`allocate`. The memory stays where it is."""
+        if self.valid and self._aside is not None:
+            self._storage.untyped_storage()._swap_data_ptr_(self._aside)
+            self.valid = False
+
+    def validate(self) -> None:
+        """Undo :meth:`invalidate`."""
+        if not self.valid and self._aside is not None:
+            self._storage.untyped_storage()._swap_data_ptr_(self._aside)
+            self.valid = True
 
     def allocate(self, donor: Buffer | None = None) -> None:
         """Make the memory usable: the pages of ``donor`` (same key, with memory, its contents no longer needed), else new memory."""
@@ -125,11 +135,13 @@ class Buffer:
             moved = self._range is not None and donor._range is not None and self._range.take_over(donor._range)
             if not moved:
                 donor.free()
+            donor.invalidate()
             donor.allocated, donor.clean_for, donor.unwritten = False, None, 0
-        if self._range is None:
-            self._storage.untyped_storage().resize_(self.nbytes)
-        elif not moved:
+        if self._range is not None and not moved:
             self._range.open()
+        elif self._range is None and self._aside is not None:
+            self._aside.resize_(self.nbytes)
+        self.validate()
         self.allocated, self.clean_for = True, None
         self.unwritten = _moving(self.key) if self.in_pieces and self._range is not None and not moved else 0
 
@@ -137,10 +149,11 @@ class Buffer:
         """Give the memory back. Views stay what they are, and are valid again after :meth:`allocate`."""
         if not self.allocated or self.fixed:
             return
-        if self._range is None:
-            self._storage.untyped_storage().resize_(0)
-        else:
+        self.invalidate()
+        if self._range is not None:
             self._range.close()
+        elif self._aside is not None:
+            self._aside.resize_(0)
         self.allocated, self.clean_for, self.unwritten = False, None, 0
 
     def flat(self, dtype: torch.dtype) -> torch.Tensor:
@@ -148,121 +161,13 @@ class Buffer:
         flat = self._flats.get(dtype)
         if flat is None:
             with torch.inference_mode(False):
-                allocated, storage = self.allocated, self._storage.untyped_storage()
-                bare = not (allocated or self.fixed) and self._range is None
-                if bare:
-                    storage.resize_(self.nbytes)  # a view can't be made of a storage without memory
                 flat = self._flats[dtype] = self._storage.view(dtype)
-                if bare:
-                    storage.resize_(0)
         return flat
 
 
 def may_stay(nbytes: int, device: torch.device) -> bool:
     """Whether a part of a buffer of this size can have its memory for good while that of the rest comes and goes."""
-    return device.type == "cpu" and nbytes >= MAPPED_BYTES and _Range.supported
-
-
-class _Range:
-    """Addresses of this process, with or without memory behind them; huge pages where the kernel has any. Linux only.
-
-    The pages that bytes ``stays`` lie in have memory for good.
-    """
-
-    supported = sys.platform == "linux"
-
-    def __init__(self, nbytes: int, stays: tuple[int, int], *, huge: bool = True) -> None:
-        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        # Unmapped when both this object and the last tensor that views it are gone.
-        try:
-            self._mapping = mmap.mmap(-1, self.nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise _no_memory("reserve", self.nbytes + _HUGE_PAGE, error.errno) from None
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        self._offset = -start % _HUGE_PAGE
-        self.address = start + self._offset
-        _protect(start, len(self._mapping), 0)
-        # Not for the room around: the last, incomplete huge page stays small pages, and no more memory is used than asked for.
-        with suppress(OSError):  # an advice; some kernels have no huge pages
-            self._mapping.madvise(_MADV_HUGEPAGE if huge else _MADV_NOHUGEPAGE, self._offset, self.nbytes)
-        first, last = stays[0] // mmap.PAGESIZE * mmap.PAGESIZE, -(-stays[1] // mmap.PAGESIZE) * mmap.PAGESIZE
-        if last > first:
-            _protect(self.address + first, last - first, mmap.PROT_READ | mmap.PROT_WRITE)
-        self._moving = [(start, end - start) for start, end in ((0, first), (last, self.nbytes)) if end > start]
-        """Offset and length of what has memory only at times."""
-
-    @property
-    def memory(self) -> memoryview:
-        return memoryview(self._mapping)[self._offset : self._offset + self.nbytes]
-
-    def open(self) -> None:
-        """Accessible; pages are zeroed by the kernel when they are first touched."""
-        for start, length in self._moving:
-            _protect(self.address + start, length, mmap.PROT_READ | mmap.PROT_WRITE)
-
-    def close(self) -> None:
-        """Drop the pages. What reads or writes here by mistake ends with a segmentation fault, not with a wrong number."""
-        for start, length in self._moving:
-            self._mapping.madvise(mmap.MADV_DONTNEED, self._offset + start, length)
-            _protect(self.address + start, length, 0)
-
-    def take_over(self, donor: _Range) -> bool:
-        """Move the donor's pages here, and close it; False if the kernel can't (before Linux 5.7): then neither is open."""
-        flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
-        for start, length in self._moving:
-            to = self.address + start
-            if _libc().mremap(donor.address + start, length, length, flags, to) != to:
-                # The kernel may have unmapped these addresses before it gave up; map them again, empty.
-                again = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
-                if _libc().mmap(to, length, 0, again, -1, 0) != to:
-                    raise _no_memory("map", length, ctypes.get_errno())
-                self.close()
-                donor.close()
-                return False
-            _protect(donor.address + start, length, 0)
-        return True
-
-
-def _protect(address: int, nbytes: int, protection: int) -> None:
-    if _libc().mprotect(address, nbytes, protection):
-        raise _no_memory("change the protection of", nbytes, ctypes.get_errno())
-
-
-def _no_memory(what: str, nbytes: int, errno: int | None) -> MemoryError:
-    """Why the kernel refused: it counts a process's mappings (three to five a group here), and bounds them, whatever memory is free."""
-    try:
-        with open("/proc/self/maps", "rb") as maps:  # line by line: large memory is a mapping, too
-            used = sum(1 for _ in maps)
-        limit = int(Path("/proc/sys/vm/max_map_count").read_text())
-    except (OSError, ValueError):
-        used, limit = 0, 0
-    if limit and used >= 0.95 * limit:
-        why = f"this process has {used} of the {limit} mappings that the kernel allows it: raise that with sysctl vm.max_map_count"
-        why += ", or make units of more layers"
-    else:
-        why = "free memory, or raise a limit on this process's addresses (ulimit -v, vm.overcommit_memory)"
-    return MemoryError(f"the kernel can't {what} {nbytes} bytes for gathered parameters (errno {errno}): {why}")
-
-
-_HUGE_PAGE = 1 << 21
-_MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 14, 15
-_LARGE_IN_PIECES = 2 * _HUGE_PAGE
-"""What is written in pieces has huge pages from this size on. Below, one would be most of it; above, the page faults of small ones (up to
-6,000 more in a step with buffers of 12 MiB) cost more than a part of a huge page that is written later."""
-_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
-_MAP_FIXED = 0x10
-_LIBC: list[ctypes.CDLL] = []
-
-
-def _libc() -> ctypes.CDLL:
-    """The C library, with the few signatures that are needed. Python's ``mmap`` can't move pages or protect them."""
-    if not _LIBC:
-        libc, address, size, number = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        libc.mremap.argtypes, libc.mremap.restype = [address, size, size, number, address], address
-        libc.mmap.argtypes, libc.mmap.restype = [address, size, number, number, number, ctypes.c_long], address
-        libc.mprotect.argtypes, libc.mprotect.restype = [address, size, number], number
-        _LIBC.append(libc)
-    return _LIBC[0]
+    return device.type == "cpu" and nbytes >= MAPPED_BYTES and AddressRange.supported
 
 
 def _malloc_keeps() -> int:
@@ -307,7 +212,8 @@ class Pool:
         released = self._released[buffer.key]
         if buffer in released:
             released.remove(buffer)
-        if not buffer.allocated:
+            buffer.validate()
+        elif not buffer.allocated:
             buffer.allocate(None if buffer.fixed else self._donor(buffer.key))
         self._gathered[buffer.key].add(buffer)
         self._note_peak()
@@ -316,9 +222,8 @@ class Pool:
         """The kernels up to ``event`` are the last that use what is in ``buffer``."""
         self._gathered[buffer.key].discard(buffer)
         self.released_event = event
-        if debugging():  # it keeps its memory
-            buffer.poison()
-        elif self.hands_on and len(self._users[buffer.key]) >= 2 and not buffer.fixed:
+        buffer.invalidate()
+        if self.hands_on and len(self._users[buffer.key]) >= 2 and not buffer.fixed:
             self._released[buffer.key].append(buffer)
         else:
             buffer.free()

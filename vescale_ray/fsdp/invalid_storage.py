@@ -1,0 +1,69 @@
+"""Storages that raise on access: memory that was given back must not be read, and reading it must not end the process.
+
+Torch checks a flag of a storage before it hands out the data pointer, in every operation on every device. CUDA builds set that flag from
+Python (CUDA graphs need it); CPU builds have the flag, but no function for it. There, the flag is one byte between two others that Python
+can set. The byte is located with these two and checked on a storage of this module's own before it is relied on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+_MESSAGE = (
+    "gathered parameters are read after their unit was resharded: return what the loss needs from the unit's forward, or apply "
+    "fully_shard with reshard_after_forward=False"
+)
+_STORAGE_BYTES = 96
+"""Bytes of torch's ``StorageImpl`` that are searched for the flags."""
+
+
+def invalid_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage of ``nbytes`` bytes without memory. An operation that reads or writes it raises ``RuntimeError``.
+
+    ``storage._swap_data_ptr_(invalid)`` makes another storage invalid and keeps its memory in this one; a second swap undoes it.
+    """
+    storage: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(0, device, nbytes)  # type: ignore[attr-defined]
+    official = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+    if official is not None:
+        official(storage._cdata, _MESSAGE)
+    else:
+        for offset in _flag_offsets():
+            ctypes.c_uint8.from_address(storage._cdata + offset).value = 1
+    return storage
+
+
+@cache
+def _flag_offsets() -> tuple[int, int]:
+    """Offsets of the flags "check before access" and "raise on access" in torch's ``StorageImpl``.
+
+    Raises:
+        RuntimeError: this torch has another layout.
+    """
+    checked_and_mutable = _changed_by(torch._C._set_throw_on_mutable_data_ptr)
+    checked_and_deprecated = _changed_by(torch._C._set_warn_deprecated_on_mutable_data_ptr)  # type: ignore[attr-defined]
+    checked = checked_and_mutable & checked_and_deprecated
+    mutable, deprecated = checked_and_mutable - checked, checked_and_deprecated - checked
+    if len(checked) == len(mutable) == len(deprecated) == 1 and max(deprecated) == max(mutable) + 2:
+        offsets = max(checked), max(mutable) + 1
+        probe = torch.zeros(16)
+        address = probe.untyped_storage()._cdata
+        if all(ctypes.c_uint8.from_address(address + offset).value == 0 for offset in offsets):
+            for offset in offsets:
+                ctypes.c_uint8.from_address(address + offset).value = 1
+            try:
+                probe.sum()
+            except RuntimeError:
+                return offsets
+    raise RuntimeError(f"torch {torch.__version__} has no storage flags as vescale_ray knows them: install a torch that the README names")
+
+
+def _changed_by(setter: object) -> set[int]:
+    """Offsets of the bytes of a storage that ``setter`` changes."""
+    probe = torch.zeros(16)
+    snapshot = (ctypes.c_uint8 * _STORAGE_BYTES).from_address(probe.untyped_storage()._cdata)
+    before = bytes(snapshot)
+    setter(probe)  # type: ignore[operator]
+    return {offset for offset, old in enumerate(before) if snapshot[offset] != old}
