@@ -104,10 +104,9 @@ def test_using_a_buffer_without_memory_raises(where, side):
         pool.release(first, None)
         assert first.allocated, "its memory waits for the next buffer"
     for name, use in USES.items():
-        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        with pytest.raises(RuntimeError, match="Cannot access data pointer|out of bounds for storage of size 0"):
             use(matrix)
             raise AssertionError(name)
-    assert matrix.t().shape == (side, side) and matrix[1].stride() == (1,)
     pool.provide(first)
     assert matrix.fill_(2).sum() == 2 * side * side
 

@@ -22,6 +22,7 @@ from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.group import Group, Retain, plan_groups
 from vescale_ray.fsdp.hooked import HookedGroup, has_gather_hooks
 from vescale_ray.fsdp.linear import adopt_linear
+from vescale_ray.fsdp.marks import watch_modules
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
 from vescale_ray.fsdp.parameters import Owner, Parallel, Source, local_of
 from vescale_ray.fsdp.phases import Phase, PhaseError
@@ -184,6 +185,7 @@ def fully_shard(
         one.__dict__["_vescale_unit"] = unit
         leave_state(one, unit)
         one.__class__ = sharded_class(type(one))  # type: ignore[arg-type]
+    watch_modules(unit, managed)
     for one in managed:
         adopt_linear(one)
         one._is_fsdp_managed_module = True  # type: ignore[assignment]  # what torch.compile looks for

@@ -86,12 +86,11 @@ class Buffer:
                 weakref.finalize(lent, self._range.close).atexit = False
             else:
                 self._storage = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            self._aside = None if self.fixed or not nbytes else invalid_storage(nbytes, device)
-            """An invalid storage of the same size. It trades contents with the buffer's own while that must not be used."""
+                self._storage.untyped_storage().resize_(0)
+            self._aside = None if self.fixed else invalid_storage(0 if self._range is None else nbytes, device)
+            """An invalid storage. It trades contents with the buffer's own while that must not be used."""
             self.valid = True
             self.invalidate()
-            if self._range is None and self._aside is not None:
-                self._aside.resize_(0)
         self._flats: dict[torch.dtype, torch.Tensor] = {}
         self.allocated = False
         self.clean_for: str | None = None
@@ -137,11 +136,11 @@ class Buffer:
                 donor.free()
             donor.invalidate()
             donor.allocated, donor.clean_for, donor.unwritten = False, None, 0
-        if self._range is not None and not moved:
-            self._range.open()
-        elif self._range is None and self._aside is not None:
-            self._aside.resize_(self.nbytes)
         self.validate()
+        if self._range is None:
+            self._storage.untyped_storage().resize_(self.nbytes)
+        elif not moved:
+            self._range.open()
         self.allocated, self.clean_for = True, None
         self.unwritten = _moving(self.key) if self.in_pieces and self._range is not None and not moved else 0
 
@@ -149,11 +148,12 @@ class Buffer:
         """Give the memory back. Views stay what they are, and are valid again after :meth:`allocate`."""
         if not self.allocated or self.fixed:
             return
-        self.invalidate()
-        if self._range is not None:
+        if self._range is None:
+            self.validate()
+            self._storage.untyped_storage().resize_(0)
+        else:
             self._range.close()
-        elif self._aside is not None:
-            self._aside.resize_(0)
+        self.invalidate()
         self.allocated, self.clean_for, self.unwritten = False, None, 0
 
     def flat(self, dtype: torch.dtype) -> torch.Tensor:
@@ -161,7 +161,12 @@ class Buffer:
         flat = self._flats.get(dtype)
         if flat is None:
             with torch.inference_mode(False):
+                bare = self._range is None and not (self.allocated or self.fixed)
+                if bare:  # a view can't be made of a storage without memory
+                    self.allocate()
                 flat = self._flats[dtype] = self._storage.view(dtype)
+                if bare:
+                    self.free()
         return flat
 
 

@@ -20,12 +20,13 @@ from vescale_ray.fsdp.comm import Lane
 from vescale_ray.fsdp.debug import agree
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.labels import log, span
+from vescale_ray.fsdp.marks import Call
 from vescale_ray.fsdp.memory import Pool
 from vescale_ray.fsdp.parameters import GroupParam
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.same_plan import check_same_plan
 from vescale_ray.fsdp.tree import map_tensors
-from vescale_ray.fsdp.unit import Call, Unit
+from vescale_ray.fsdp.unit import Unit
 
 
 class Lanes:

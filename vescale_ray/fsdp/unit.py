@@ -5,8 +5,7 @@
     pre_backward  the gradient of an output is there: gather, prefetch the unit before
     close         the gradients of the inputs are there: reshard, start the reduce-scatter
 
-Marking an output is a tensor hook; marking inputs is an identity node in the graph, so that its backward runs when this
-unit's part of the graph is through, wherever else the same input is used. Units whose inputs need no gradient reduce theirs
+The marks are in ``marks``. Units whose inputs need no gradient reduce theirs
 when the last parameter's has come; what is left open is closed at the end of backward.
 """
 
@@ -26,8 +25,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.labels import log, span
+from vescale_ray.fsdp.marks import Call, kept_tensors, mark_inputs
 from vescale_ray.fsdp.phases import Phase, PhaseError, check_transition
-from vescale_ray.fsdp.tree import cast_floating, grad_tensors, map_tensors
+from vescale_ray.fsdp.tree import cast_floating, grad_tensors
 
 if TYPE_CHECKING:
     from vescale_ray.fsdp.schedule import Lanes, Schedule
@@ -45,33 +45,6 @@ _NO_TRANSFORM: Any = nullcontext()
 def in_backward() -> bool:
     """Whether the calling thread is inside a backward."""
     return torch._C._current_graph_task_id() != -1
-
-
-class Call:
-    """One forward of a unit that has a graph, and which call ran before it.
-
-    Calls are looked at for prefetching in the order in which they were made, never by whether their graph is still alive: what
-    a rank happens to keep alive must not change the order of its collectives.
-    """
-
-    __slots__ = ("__weakref__", "consumed", "loads", "marked", "previous", "unit")
-
-    def __init__(self, unit: Unit, marked: bool, previous: Call | None) -> None:
-        self.unit = weakref.ref(unit)
-        self.marked, self.previous = marked, previous
-        self.consumed = False
-        self.loads = unit.loads
-
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
-    def pre_backward(self, _grad: Any) -> None:
-        unit = self.unit()
-        if unit is not None:
-            unit.pre_backward(self)
-
-    def before_base(self, grads: Any) -> None:
-        """The gradient of what an output is a view of has come."""
-        if not self.consumed:
-            self.pre_backward(grads)
 
 
 class Unit:
@@ -112,6 +85,10 @@ class Unit:
         self.reduce_unused = False
         self.max_reductions = 1
 
+        self.call: Call | None = None
+        """Of the forward that is running and makes a graph."""
+        self.stashing: tuple[weakref.ref[nn.Module], ...] = ()
+        """Modules that may keep tensors of their forward as attributes: those with a class other than torch's."""
         self._depth = 0
         self._waiting: set[int] = set()
         self._outer = Phase.RESTING
@@ -179,7 +156,10 @@ class Unit:
         if mark:
             self._marked = False
             if torch.is_grad_enabled():
-                args, kwargs = self._mark_inputs(args, kwargs)
+                args, kwargs, self._marked = mark_inputs(self, args, kwargs)
+        if self._depth == 1 and torch.is_grad_enabled():
+            self.call = Call(self)
+            self.call.marked = self._marked
         return args, kwargs
 
     @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
@@ -228,7 +208,7 @@ class Unit:
 
     def _abandon_forward(self) -> None:
         """The module raised. Checkpointing ends a recomputation this way, too, as soon as it has what it needs."""
-        self._depth = 0
+        self._depth, self.call = 0, None
         self._waiting.clear()
         if self.phase is Phase.RECOMPUTE:
             self.phase = self._outer
@@ -243,33 +223,18 @@ class Unit:
         dtype = self.policy.output_dtype
         return output if dtype is None else cast_floating(output, dtype)
 
-    def _mark_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        tensors = grad_tensors(args) + grad_tensors(kwargs) if kwargs else grad_tensors(args)
-        if not tensors:
-            return args, kwargs
-        marked = iter(_InputMark.apply(weakref.ref(self), *tensors))
-        self._marked = True
-
-        def replace(tensor: torch.Tensor) -> torch.Tensor:
-            return next(marked) if tensor.requires_grad else tensor
-
-        return map_tensors(replace, args), map_tensors(replace, kwargs)
-
     def _mark_outputs(self, output: Any) -> None:
-        if not torch.is_grad_enabled():
+        call, self.call = self.call, None
+        if call is None or not torch.is_grad_enabled():
             return
-        tensors = grad_tensors(output)
-        if not tensors:
-            return
-        assert self.schedule is not None
-        call = self.last_call = self.schedule.last_call = Call(self, self._marked, self.schedule.last_call)
-        for tensor in tensors:
-            tensor.register_hook(call.pre_backward)
-            if tensor._is_view():
-                # Changed in place by whoever gets it, a view has a new history, without the hook; its base's goes on from here.
-                base = tensor._base
-                if base is not None and base.grad_fn is not None:
-                    base.grad_fn.register_prehook(call.before_base)
+        call.mark(grad_tensors(output))
+        for ref in self.stashing:
+            module = ref()
+            if module is not None:
+                call.mark(kept_tensors(module))
+        if call.reachable:
+            assert self.schedule is not None
+            call.previous, self.last_call, self.schedule.last_call = self.schedule.last_call, call, call
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -441,7 +406,7 @@ class Unit:
         """Back to rest after an exception; what the step had done is lost."""
         self.phase, self._depth = Phase.RESTING, 0
         self._waiting.clear()
-        self._open_call = self._prefetch_after = self._entering = self.last_call = None
+        self.call = self._open_call = self._prefetch_after = self._entering = self.last_call = None
         self._awaited_marks, self.reduced = 0, False
         for group in self.groups:
             group.discard()
@@ -493,30 +458,3 @@ def _prefetch_at_most_gradients(unit_ref: weakref.ref[Unit]) -> None:
     unit = unit_ref()
     if unit is not None and unit.phase is Phase.BACKWARD:
         unit.prefetch_backward()
-
-
-class _InputMark(torch.autograd.Function):
-    """Identity on a unit's inputs; its backward runs when the unit's part of the graph is through."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(unit: weakref.ref[Unit], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tensors
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.unit = inputs[0]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        unit = ctx.unit()
-        if unit is not None:
-            unit.inputs_done()
-        return (None, *grads)
-
-    @staticmethod
-    def jvp(ctx: Any, _unit: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tangents

@@ -1,0 +1,174 @@
+"""Losses of tensors that a unit does not return: gradients are those of one process, or there is an error; no rank dies."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks import run_gloo
+from vescale_ray import fully_shard
+
+KEPT: list[torch.Tensor] = []
+
+
+@dataclasses.dataclass
+class Features:
+    hidden: torch.Tensor
+    name: str = "features"
+
+
+class Holder:
+    """A plain object, which no tree function looks into."""
+
+    __slots__ = ("out", "hidden")
+
+    def __init__(self, out: torch.Tensor, hidden: torch.Tensor) -> None:
+        self.out, self.hidden = out, hidden
+
+
+class Scale(nn.Module):
+    """A module with a parameter of its own that computes in its forward and keeps what it has computed."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, width))
+        self.mixing = nn.Parameter(torch.eye(width) + 0.01)
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = ((x @ self.mixing) * self.weight).tanh()
+        return x * self.weight
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, way: str) -> None:
+        super().__init__()
+        self.a, self.norm, self.scale, self.b = nn.Linear(width, width), nn.LayerNorm(width), Scale(width), nn.Linear(width, width)
+        self.way, self.kept = way, None
+        if way == "forward hook":
+            self.norm.register_forward_hook(lambda _module, _args, output: KEPT.append(output))
+
+    def forward(self, x: Any) -> Any:
+        x = x.out if isinstance(x, Holder) else x
+        hidden = self.norm(self.a(x).tanh())
+        kept: Any = {
+            "attribute": hidden,
+            "list": [hidden],
+            "dict": {"deep": (1, [hidden])},
+            "dataclass": Features(hidden),
+        }.get(self.way)
+        self.kept = kept
+        if self.way == "outside":
+            KEPT.append(hidden)
+        out = self.b(self.scale(hidden))
+        return Holder(out, hidden) if self.way == "object" else out
+
+    def intermediate(self, output: Any) -> torch.Tensor:
+        """What the loss is made of."""
+        if self.way == "inner attribute":
+            return self.scale.kept
+        if self.way == "object":
+            return output.hidden
+        if self.way in ("outside", "forward hook"):
+            return KEPT[-1]
+        kept = self.kept
+        while not isinstance(kept, torch.Tensor):
+            kept = kept.hidden if isinstance(kept, Features) else kept["deep"] if isinstance(kept, dict) else kept[-1]
+        return kept
+
+
+WAYS = ["attribute", "list", "dict", "dataclass", "inner attribute", "outside", "forward hook", "object"]
+
+
+def losses(rank: int, world: int, width: int, options: dict[str, Any], recompute: bool, bound: float) -> None:
+    for way in WAYS:
+        for with_output in (False, True):
+            torch.manual_seed(0)
+            plain = nn.Sequential(nn.Linear(width, width), Block(width, way)).double()
+            ours = copy.deepcopy(plain) if not options else copy.deepcopy(plain).float()
+            for layer in ours:
+                fully_shard(layer, **options)
+            fully_shard(ours, **options)
+            x = torch.randn(2 * world, width, dtype=torch.float64)
+            for model, given in ((ours, x[2 * rank : 2 * rank + 2]), (plain, x)):
+                KEPT.clear()
+                given = given if model is plain or not options else given.float()
+                h = model[0](given) if model is plain else None
+                if model is ours and not recompute:
+                    out = ours(given)
+                elif model is ours:
+                    out = checkpoint(ours, given, use_reentrant=False)
+                else:
+                    out = plain[1](h)
+                loss = model[1].intermediate(out).double().square().mean()
+                if with_output:
+                    loss = loss + (out.out if isinstance(out, Holder) else out).double().square().mean()
+                loss.backward()
+            for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None), (way, name)
+                if q.grad is not None:
+                    torch.testing.assert_close(
+                        p.grad.full_tensor().double(), q.grad, rtol=bound, atol=bound, msg=f"{way} {with_output} {name}"
+                    )
+            ours.zero_grad()
+
+
+@pytest.mark.parametrize("width", [6, 200, 300, 600])
+def test_a_loss_of_a_tensor_that_is_kept_trains_as_one_process(width: int) -> None:
+    run_gloo(2, losses, width, {}, False, 1e-9)
+
+
+def test_it_does_with_mixed_precision_and_on_three_ranks() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    run_gloo(3, losses, 90, {"mp_policy": policy}, False, 5e-2)
+
+
+def test_it_does_when_the_forward_is_computed_again() -> None:
+    run_gloo(2, losses, 64, {}, True, 1e-9)
+
+
+class Hidden(nn.Module):
+    """Keeps a tensor where no unit can see it, computed with a parameter that is used outside of its own module's forward."""
+
+    def __init__(self, width: int, use: str) -> None:
+        super().__init__()
+        self.inner, self.use = nn.Linear(width, width), use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.inner.weight
+        KEPT.append({"product": lambda: F.linear(x, weight), "elementwise": lambda: x * weight[0], "read": lambda: weight}[self.use]())
+        return self.inner(x)
+
+
+def out_of_sight(rank: int, world: int, width: int) -> None:
+    for use in ("product", "elementwise", "read"):
+        KEPT.clear()
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(width, width), Hidden(width, use), nn.Linear(width, 1))
+        ours = copy.deepcopy(plain)
+        for layer in ours:
+            fully_shard(layer)
+        fully_shard(ours)
+        x = torch.randn(2, width)
+        ours(x)
+        with pytest.raises(RuntimeError, match="Cannot access data pointer|out of bounds for storage"):
+            KEPT[-1].square().sum().backward() if use != "read" else KEPT[-1].sum().item()
+        ours.reset_iter_state()
+        for model in (ours, plain):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [6, 200, 600])
+def test_what_no_unit_can_see_raises_and_training_goes_on(width: int) -> None:
+    run_gloo(2, out_of_sight, width)

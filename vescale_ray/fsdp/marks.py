@@ -1,0 +1,141 @@
+"""Marks in the autograd graph: they tell a unit when backward reaches its part of the graph, and when it leaves it.
+
+The entry marks are tensor hooks. They sit on the unit's outputs, on the outputs of each module inside it that has parameters, and on
+tensors that its modules keep as attributes. So a loss that is made of an intermediate tensor gathers the unit before its parameters are
+read. The exit mark is an identity node on the unit's inputs. Its backward runs when the unit's part of the graph is through, wherever else
+the same input is used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vescale_ray.fsdp.tree import grad_tensors, map_tensors
+
+if TYPE_CHECKING:
+    from vescale_ray.fsdp.unit import Unit
+
+
+class Call:
+    """One forward of a unit that has a graph, and the call that ran before it.
+
+    Prefetching follows the order in which calls were made, never which graphs are still alive: a graph that one rank happens to keep alive
+    must not change the order of its collectives.
+    """
+
+    __slots__ = ("__weakref__", "consumed", "loads", "marked", "previous", "reachable", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = weakref.ref(unit)
+        self.marked = False
+        """Whether the inputs have an exit mark."""
+        self.previous: Call | None = None
+        self.reachable = False
+        """Whether a tensor has an entry mark of this call."""
+        self.consumed = False
+        self.loads = unit.loads
+
+    def mark(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let a backward that reaches one of ``tensors`` enter the unit."""
+        for tensor in tensors:
+            self.reachable = True
+            tensor.register_hook(self.pre_backward)
+            if tensor._is_view():
+                # Changed in place by whoever gets it, a view has a new history, without the hook; its base's goes on from here.
+                base = tensor._base
+                if base is not None and base.grad_fn is not None:
+                    base.grad_fn.register_prehook(self.before_base)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    def pre_backward(self, _grad: Any) -> None:
+        unit = self.unit()
+        if unit is not None:
+            unit.pre_backward(self)
+
+    def before_base(self, grads: Any) -> None:
+        """The gradient of a tensor that an output is a view of has come."""
+        if not self.consumed:
+            self.pre_backward(grads)
+
+
+def mark_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """The inputs with an exit mark, and whether there was a tensor to mark."""
+    tensors = grad_tensors(args) + grad_tensors(kwargs) if kwargs else grad_tensors(args)
+    if not tensors:
+        return args, kwargs, False
+    marked = iter(_InputMark.apply(weakref.ref(unit), *tensors))
+
+    def replace(tensor: torch.Tensor) -> torch.Tensor:
+        return next(marked) if tensor.requires_grad else tensor
+
+    return map_tensors(replace, args), map_tensors(replace, kwargs), True
+
+
+def watch_modules(unit: Unit, managed: Iterable[nn.Module]) -> None:
+    """Mark what leaves the modules of a unit on another way than through the unit's output.
+
+    Args:
+        managed: the modules whose parameters the unit manages.
+    """
+    unit_ref = weakref.ref(unit)
+
+    def mark_output(_module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        unit = unit_ref()
+        if unit is not None and unit.call is not None:
+            unit.call.mark(grad_tensors(output))
+
+    roots = {id(module) for ref in unit.modules if (module := ref()) is not None}
+    for module in managed:
+        if id(module) not in roots and module._parameters:
+            module.register_forward_hook(mark_output)
+    unit.stashing = tuple(weakref.ref(module) for module in managed if not type(module).__module__.startswith("torch.nn.modules."))
+
+
+def kept_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """Tensors with a graph that ``module`` holds as attributes, or in containers that are attributes, and that were not seen before."""
+    found = []
+    for name, value in module.__dict__.items():
+        if name not in _INTERNAL:
+            for tensor in grad_tensors(value):
+                if tensor.grad_fn is not None and not tensor.__dict__.get(_SEEN):
+                    tensor.__dict__[_SEEN] = True
+                    found.append(tensor)
+    return found
+
+
+_INTERNAL = frozenset(nn.Module().__dict__)
+_SEEN = "_vescale_seen"
+
+
+class _InputMark(torch.autograd.Function):
+    """Identity on a unit's inputs; its backward runs when the unit's part of the graph is through."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(unit: weakref.ref[Unit], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tensors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.unit = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        unit = ctx.unit()
+        if unit is not None:
+            unit.inputs_done()
+        return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _unit: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tangents
