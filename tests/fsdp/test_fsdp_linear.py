@@ -178,11 +178,11 @@ def test_small_layers_and_other_classes_are_left_alone(monkeypatch: pytest.Monke
     own.forward = lambda input: input  # type: ignore[method-assign,assignment]
     for module in (mine, own):
         before = module.__dict__.get("forward")
-        linear.adopt_linear(module)
+        linear.adopt_linear(module, None)
         assert module.__dict__.get("forward") is before
     monkeypatch.setattr(linear, "LEAST_NUMEL", 10)
     plain = nn.Linear(3, 3)
-    linear.adopt_linear(plain)
+    linear.adopt_linear(plain, None)
     gradients: Any = Gradients
     plain.weight.__dict__["_vescale_sink"] = (weakref.ref(gradients), 0)
     assert plain(torch.ones(2, 3)).grad_fn.name() == "AddmmBackward0"

@@ -21,7 +21,6 @@ from vescale_ray.dtensor_spec import enclose
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.group import Group, Retain, plan_groups
 from vescale_ray.fsdp.hooked import HookedGroup, has_gather_hooks
-from vescale_ray.fsdp.linear import adopt_linear
 from vescale_ray.fsdp.marks import watch_modules
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
 from vescale_ray.fsdp.parameters import Owner, Parallel, Source, local_of
@@ -187,7 +186,6 @@ def fully_shard(
         one.__class__ = sharded_class(type(one))  # type: ignore[arg-type]
     watch_modules(unit, managed)
     for one in managed:
-        adopt_linear(one)
         one._is_fsdp_managed_module = True  # type: ignore[assignment]  # what torch.compile looks for
         one._fsdp_use_orig_params = True  # type: ignore[assignment]
     _hook_state_dict(unit, groups)

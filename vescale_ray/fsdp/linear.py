@@ -18,6 +18,8 @@ from torch import nn
 
 if TYPE_CHECKING:
     from vescale_ray.fsdp.gradients import Gradients
+    from vescale_ray.fsdp.marks import Call
+    from vescale_ray.fsdp.unit import Unit
 
 LEAST_NUMEL = 1 << 16
 """Elements of a weight from which on the pass that is saved is worth the time of a Python autograd function (about 20 us)."""
@@ -31,21 +33,35 @@ def offer_sink(leaf: nn.Parameter, gradients: weakref.ref[Gradients], index: int
     leaf.__dict__[_SINK] = (gradients, index)
 
 
-def adopt_linear(module: nn.Module) -> None:
-    """Run ``module`` through :class:`_Linear` where that pays, if it is an ``nn.Linear`` whose forward is torch's."""
+def adopt_linear(module: nn.Module, unit: Unit | None) -> bool:
+    """Run ``module`` through :class:`_Linear` where that pays, if it is an ``nn.Linear`` whose forward is torch's.
+
+    Args:
+        unit: the unit that manages the module's parameters. A backward that reaches the module's output enters it.
+
+    Returns:
+        Whether it is such a module.
+    """
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
         # A bound method: of these torch.compile compares the function only, so that layers alike share one compilation. Of an object to
         # be called it compares the identity, and compiles every layer anew until it gives up.
-        module.forward = MethodType(_forward, _Layer(module))  # type: ignore[method-assign,assignment]
+        module.forward = MethodType(_forward, _Layer(module, unit))  # type: ignore[method-assign,assignment]
+        return True
+    return False
 
 
 class _Layer:
-    """The module that a forward is of, without keeping it alive."""
+    """The module that a forward is of, and its unit, without keeping them alive."""
 
-    __slots__ = ("module",)
+    __slots__ = ("module", "unit")
 
-    def __init__(self, module: nn.Linear) -> None:
-        self.module = weakref.ref(module)
+    def __init__(self, module: nn.Linear, unit: Unit | None) -> None:
+        self.module, self.unit = weakref.ref(module), None if unit is None else weakref.ref(unit)
+
+    def call(self) -> Call | None:
+        """The unit's forward that is running and makes a graph."""
+        unit = None if self.unit is None else self.unit()
+        return None if unit is None or not torch.is_grad_enabled() else unit.call
 
     def __reduce__(self) -> Any:
         raise TypeError("a sharded nn.Linear can't be pickled or copied: save its state_dict")
@@ -56,9 +72,17 @@ def _forward(layer: _Layer, input: torch.Tensor) -> torch.Tensor:
     module = layer.module()
     assert module is not None
     weight, bias = module.weight, module.bias
-    if torch.compiler.is_compiling() or not _pays(input, weight):
+    if torch.compiler.is_compiling():
         return F.linear(input, weight, bias)
-    out: torch.Tensor = _Linear.apply(input, weight, bias, weight.__dict__[_SINK])
+    call = layer.call()
+    if _pays(input, weight):
+        if call is not None:
+            call.reachable = True
+        written: torch.Tensor = _Linear.apply(input, weight, bias, weight.__dict__[_SINK], call)
+        return written
+    out = F.linear(input, weight, bias)
+    if call is not None and out.requires_grad:
+        call.mark((out,))
     return out
 
 
@@ -83,9 +107,11 @@ class _Linear(torch.autograd.Function):
     """``F.linear`` with the formulas of torch's own backward, and a place for the weight's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sink: Sink) -> torch.Tensor:
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sink: Sink, call: Call | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.sink = sink
+        ctx.sink, ctx.call = sink, call
         out = F.linear(input, weight, bias)
         # No view to autograd, as the output of torch's own is none: else it could not be changed in place (an activation). Nothing else
         # has the tensor that it looks at.
@@ -94,23 +120,25 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        input, weight = ctx.saved_tensors
         (grad,) = grads
-        wants_input, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        if ctx.call is not None:
+            ctx.call.enter(grad)  # before the weight is read
+        input, weight = ctx.saved_tensors
+        wants_input, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         of_input = grad @ weight if wants_input else None
         rows = grad.reshape(-1, grad.shape[-1])
         of_bias = rows.sum(0) if wants_bias else None
         accumulates = wants_weight and _will_accumulate(ctx.next_functions[1][0])
         if accumulates is False:
-            return of_input, None, of_bias, None
+            return of_input, None, of_bias, None, None
         columns = input.reshape(-1, input.shape[-1])
         owner, index = ctx.sink[0](), ctx.sink[1]
         place = owner.claim(index, rows) if owner is not None and accumulates and not torch.is_grad_enabled() else None
         if place is None:
-            return of_input, rows.t() @ columns, of_bias, None
+            return of_input, rows.t() @ columns, of_bias, None, None
         torch.mm(rows.t(), columns, out=place)
         # Autograd steals a gradient that no one else holds: a new object on the same memory.
-        return of_input, place.view_as(place), of_bias, None
+        return of_input, place.view_as(place), of_bias, None, None
 
 
 def _will_accumulate(node: Any) -> bool | None:

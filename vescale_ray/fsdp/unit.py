@@ -92,7 +92,8 @@ class Unit:
         self._depth = 0
         self._waiting: set[int] = set()
         self._outer = Phase.RESTING
-        self._open_call: Call | None = None
+        self.open_call: Call | None = None
+        """The call whose part of the graph a backward is in."""
         self._prefetch_after: Call | None = None
         self._prefetches_late = False
         self._entering: Call | None = None
@@ -238,10 +239,9 @@ class Unit:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
+    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
     def pre_backward(self, call: Call) -> None:
-        """A gradient of an output of ``call`` has come."""
-        if self._open_call is call and self.phase is Phase.BACKWARD:
-            return
+        """A backward has reached the part of the graph that ``call`` made."""
         replaced = self.torch_state.replaced("pre_backward") if self.torch_state is not None else None
         if replaced is None:
             self.enter_backward(call)
@@ -269,7 +269,7 @@ class Unit:
         assert self.schedule is not None
         if call.marked and not call.consumed:
             self._awaited_marks += 1
-        self._open_call, call.consumed = call, True
+        self.open_call, call.consumed = call, True
         first = self.schedule.enter_backward(self)
         self._prefetches_late = first and self.schedule.lanes.pool.spares(sum(group.unsharded_bytes for group in self.groups))
         self.unshard(backward=True)
@@ -306,7 +306,7 @@ class Unit:
         self.prefetch_backward()
         if self.phase is Phase.BACKWARD:
             self.set_phase(Phase.RESTING)
-        call, self._open_call = self._open_call, None
+        call, self.open_call = self.open_call, None
         for group in self.groups:
             group.grads.end_window()
         if self.reshard_after_backward:
@@ -360,7 +360,7 @@ class Unit:
         for group in self.groups:
             group.grads.end_window()
         self._awaited_marks = 0
-        self._open_call = None
+        self.open_call = None
         self.reduced = False
 
     # -- both --------------------------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ class Unit:
         """Back to rest after an exception; what the step had done is lost."""
         self.phase, self._depth = Phase.RESTING, 0
         self._waiting.clear()
-        self.call = self._open_call = self._prefetch_after = self._entering = self.last_call = None
+        self.call = self.open_call = self._prefetch_after = self._entering = self.last_call = None
         self._awaited_marks, self.reduced = 0, False
         for group in self.groups:
             group.discard()
@@ -450,7 +450,7 @@ def _prefetch_at_first_gradient(unit_ref: weakref.ref[Unit]) -> None:
         unit.schedule.finish_reductions()
         if not unit._prefetches_late:
             unit.prefetch_backward()
-        if unit._open_call is not None and unit._open_call.previous is None:
+        if unit.open_call is not None and unit.open_call.previous is None:
             unit.schedule.trim(scratch=False)
 
 
