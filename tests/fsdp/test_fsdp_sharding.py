@@ -141,6 +141,7 @@ def interrupted(rank: int, world: int) -> None:
         assert torch.allclose(model(x), plain(x), atol=1e-6)
 
     expect()
+    model.reshard()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.5)

@@ -19,11 +19,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from vescale_ray.dtensor_spec import enclose
 from vescale_ray.errors import BadArgument
-from vescale_ray.fsdp.group import Group, Retain, plan_groups
+from vescale_ray.fsdp.checks import remember_parameters
+from vescale_ray.fsdp.group import Group, Retain
+from vescale_ray.fsdp.grouping import plan_groups
 from vescale_ray.fsdp.hooked import HookedGroup, has_gather_hooks
 from vescale_ray.fsdp.marks import watch_modules
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
-from vescale_ray.fsdp.parameters import Owner, Parallel, Source, local_of
+from vescale_ray.fsdp.parameters import REPLACED, Owner, Parallel, Source, local_of
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.schedule import Lanes, unit_of
 from vescale_ray.fsdp.sharding import Sharding, flattened, plan_sharding
@@ -154,7 +156,7 @@ def fully_shard(
             why = "shard_placement_fn" if kept_apart is None or kept_apart.even else "its uneven tensor parallelism"
             raise ValueError(f"{fqn!r} has Shard({shard_dim}) from {why} and {block} from block_policy: give it one of them")
         hooked = _has_hooks(fqn, param, block, shard_dim)
-        tied = bool(param.__dict__.get("_vescale_replaced"))
+        tied = bool(param.__dict__.get(REPLACED))
         source = Source(fqn, param, tuple(where), block, parallel[param], gaps, 0 if hooked else shard_dim, hooked, tied)
         by_kind.setdefault((param.dtype, param.requires_grad, hooked, ranks_of[id(data)]), []).append(source)
     name = type(modules[0]).__name__
@@ -176,7 +178,7 @@ def fully_shard(
     ]
     for param in owners:
         # The original is out of the model now. Whoever still holds it (an optimizer, a module tied to it) can be told so.
-        param.__dict__["_vescale_replaced"] = True
+        param.__dict__[REPLACED] = True
 
     unit = Unit(modules, groups, mp_policy, reshards[_ranks(mesh)][0], device)
     unit.hold_gradients = axes is None or axes.hold
@@ -185,6 +187,7 @@ def fully_shard(
         leave_state(one, unit)
         one.__class__ = sharded_class(type(one))  # type: ignore[arg-type]
     watch_modules(unit, managed)
+    remember_parameters(managed)
     for one in managed:
         one._is_fsdp_managed_module = True  # type: ignore[assignment]  # what torch.compile looks for
         one._fsdp_use_orig_params = True  # type: ignore[assignment]

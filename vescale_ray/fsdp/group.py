@@ -22,13 +22,13 @@ from vescale_ray.dbuffer import KeptShard
 from vescale_ray.dtensor import distribute_tensor
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.debug import agree
-from vescale_ray.fsdp.division import Chunks, Cuts, Division
+from vescale_ray.fsdp.division import Division
 from vescale_ray.fsdp.gradients import Gradients
+from vescale_ray.fsdp.grouping import compute_and_reduce_dtypes
 from vescale_ray.fsdp.labels import span
 from vescale_ray.fsdp.memory import NOWHERE, Buffer, Pool, may_stay
-from vescale_ray.fsdp.parameters import GroupParam, Place, Source, Subgroup, as_dtensor, local_of
+from vescale_ray.fsdp.parameters import REPLACED, GroupParam, Place, Source, Subgroup, as_dtensor, local_of
 from vescale_ray.fsdp.phases import Residency
-from vescale_ray.planner import Bundle, TensorSpec, plan_layout
 
 
 class Retain(Enum):
@@ -40,45 +40,13 @@ class Retain(Enum):
     ALL = "all"
 
 
-def plan_groups(
-    sources: Sequence[Source], rank: int, world: int, policy: MixedPrecisionPolicy
-) -> list[tuple[list[Source], Division]]:
-    """The groups of parameters of one dtype and one ``requires_grad``: one, or several where that saves much padding; with gaps
-    behind the matrices of stacks that may have them, where that does. Those that have a dimension to be sharded along are a group of
-    their own.
-
-    Raises:
-        ValueError: a block that does not fit its parameter; a dimension that is not there.
-        NotImplementedError: a dimension that can't be sharded evenly.
-    """
-    orig = sources[0].param.dtype
-    narrowest = min((orig, *_dtypes(orig, policy)), key=lambda d: d.itemsize)
-    by_name = {source.name: source for source in sources}
-    free = [s for s in sources if s.shard_dim is None]
-    specs = tuple(TensorSpec(s.name, s.shape, s.block, narrowest) for s in free)
-    bundle = Bundle(specs, frozenset(s.name for s in free if s.gaps))
-    divisions: list[Division] = [Cuts(layout, rank, bundle) for layout in bundle.layouts(world)]
-    dims = {s.name: s.shard_dim for s in sources if s.shard_dim is not None}
-    if dims:
-        whole = plan_layout([TensorSpec(name, by_name[name].shape, None, narrowest) for name in dims], 1, order="given")
-        divisions.append(Chunks(whole, dims, rank, world))
-    return [([by_name[spec.name] for spec in division.layout.specs], division) for division in divisions]
-
-
-def _dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype]:
-    """Compute and reduce dtype; the policy is for floating-point parameters only."""
-    floating = orig.is_floating_point
-    compute = policy.param_dtype if floating and policy.param_dtype is not None else orig
-    return compute, policy.reduce_dtype if floating and policy.reduce_dtype is not None else compute
-
-
 class Group:
     """One DBuffer layout, one all-gather and one reduce-scatter.
 
     Args:
         name: for messages.
         sources: parameters of one dtype and one ``requires_grad``, in the order of ``division.layout.specs``.
-        division: from :func:`plan_groups`.
+        division: from :func:`~vescale_ray.fsdp.grouping.plan_groups`.
         mesh: 1-D (shard) or 2-D (replicate, shard).
         device: where unsharded parameters live.
         retain: what of the gathered parameters stays until the next optimizer step.
@@ -108,7 +76,7 @@ class Group:
         self.offload = isinstance(offload, CPUOffloadPolicy) and device.type != "cpu"
         self.pin_memory = self.offload and bool(getattr(offload, "pin_memory", False))
         self.orig_dtype = sources[0].param.dtype
-        self.compute_dtype, self.reduce_dtype = _dtypes(self.orig_dtype, policy)
+        self.compute_dtype, self.reduce_dtype = compute_and_reduce_dtypes(self.orig_dtype, policy)
         self.division, self.layout = division, division.layout
         alone = self.place.world == 1 and not division.copies
         self.in_place = not self.offload and (alone or not division.part_numel)
@@ -125,10 +93,11 @@ class Group:
         self._buffer: Buffer | None = None
         """Where the unsharded parameters are: the same storage each time, since autograd keeps views of it."""
         self._bound_to: torch.Tensor | None = None
-        self._leaf_versions = 0
+        self._leaf_versions: list[int] = []
         """Of the unsharded parameters when they were given to the modules."""
         self.params: list[GroupParam] = []
-        self._owners = [module for source in sources for module, _ in source.owners]
+        self._renormed = any(getattr(ref(), "max_norm", None) is not None for source in sources for ref, _ in source.owners)
+        """An embedding bounds its norms in forward: it writes to gathered parameters, and these writes are to be lost."""
         self._shard_parameters(sources, to_empty)
         self.grads = Gradients(self.place, division, self.params, in_place=False, offload=self.offload)
         self._tell_gradients()
@@ -157,7 +126,7 @@ class Group:
         """The parameters are of this dtype from now on."""
         if dtype != self.orig_dtype:
             self.orig_dtype = dtype
-            self.compute_dtype, self.reduce_dtype = _dtypes(dtype, self.policy)
+            self.compute_dtype, self.reduce_dtype = compute_and_reduce_dtypes(dtype, self.policy)
             self._cast = None
             self._tell_gradients()
 
@@ -180,7 +149,7 @@ class Group:
             sharded = nn.Parameter(as_dtensor(local, spec), requires_grad=source.param.requires_grad)
             sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter detached it, and with it the version counter
             for key, value in source.param.__dict__.items():  # marks that users and optimizers put on parameters
-                if key not in ("_local_tensor", "_spec", "_vescale_replaced"):  # the first two of a DTensor
+                if key not in ("_local_tensor", "_spec", REPLACED):  # the first two of a DTensor
                     sharded.__dict__.setdefault(key, value)
             param = GroupParam(source, sharded, placement, spec)
             param.install(sharded)
@@ -204,7 +173,6 @@ class Group:
         Not where something other than an optimizer writes to gathered parameters (an embedding that bounds its norms in forward):
         such writes are to be lost. Nor where a part is kept that is not this rank's own.
         """
-        renormed = any(getattr(ref(), "max_norm", None) is not None for ref in self._owners)
         return (
             self.place.pairwise
             and not self.offload
@@ -216,8 +184,13 @@ class Group:
             and self.subgroup is None
             and self.retain is Retain.NOTHING
             and may_stay(self.unsharded_bytes, self.place.device)
-            and not renormed
+            and not self._renormed
         )
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether the parameters are gathered, are being gathered, or were kept."""
+        return self.residency is not Residency.SHARDED or self._whole_of is not None
 
     @property
     def stays(self) -> tuple[int, int]:
@@ -267,6 +240,8 @@ class Group:
         if self.residency is not Residency.SHARDED:
             if fresh:
                 self._check_local_writes()
+                if self.residency is Residency.UNSHARDED:
+                    self.check_leaves()
             return
         assert self._pool is not None
         self._check_local_writes()
@@ -393,7 +368,7 @@ class Group:
             self._give_back_sharded()
             self._gather, self._whole_of = None, version
             if unsharded:
-                self._check_leaves()
+                self.check_leaves()
             return
         keeps = self.subgroup is not None and (after_forward or self.retain is Retain.PART)
         if keeps and part is None:
@@ -424,24 +399,27 @@ class Group:
         self._give_back_sharded()
         self._release()
         if unsharded:
-            self._check_leaves()
+            self.check_leaves()
 
-    def _check_leaves(self) -> None:
-        """Gathered parameters that this rank's shard is a part of were not written.
+    def check_leaves(self) -> None:
+        """Check that nothing was written in place to the gathered parameters that the modules hold.
 
         Raises:
-            RuntimeError: they were.
+            RuntimeError: something was. The write is lost, or a part of it where this rank's shard lives in the gathered buffer.
         """
         versions = self._versions_of_leaves()
         if versions != self._leaf_versions:
+            written = [p.fqn for p, old, new in zip(self.params, self._leaf_versions, versions, strict=True) if old != new]
             self._leaf_versions = versions
             raise RuntimeError(
-                f"gathered parameters of {self.name!r} were written in place: what is gathered is thrown away, except for each rank's "
-                f"own part, where its shard lives. Write to the sharded parameters between steps, or compute with a changed copy"
+                f"gathered parameters of {self.name!r} were written in place, which is lost when they are resharded: {', '.join(written)}. "
+                f"Call reshard() on the module and write to the sharded parameters between steps, or compute with a changed copy"
             )
 
-    def _versions_of_leaves(self) -> int:
-        return sum(leaf._version for param in self.params if (leaf := param.unsharded) is not None) if self.stays != NOWHERE else 0
+    def _versions_of_leaves(self) -> list[int]:
+        if self._renormed:
+            return []
+        return [0 if param.unsharded is None else param.unsharded._version for param in self.params]
 
     def _give_back_sharded(self) -> None:
         for param in self.params:
@@ -581,12 +559,12 @@ class Group:
                     view.copy_(self._part_of(param, new))
             param.spec = self.place.spec(param.placement, param.shape, dtype, param.parallel)
             if param.home is not None:
-                param.sharded = new  # the home keeps it a view of its own shard
+                param.replace(new)  # the home keeps it a view of its own shard
             elif isinstance(new, DTensor) and type(new) is type(param.sharded):
-                param.sharded = new  # type: ignore[assignment]
+                param.replace(new)
                 new._local_tensor, new._spec = view, param.spec
             else:
-                param.sharded = nn.Parameter(as_dtensor(view, param.spec), requires_grad=new.requires_grad)
+                param.replace(nn.Parameter(as_dtensor(view, param.spec), requires_grad=new.requires_grad))
                 param.sharded._local_tensor = view  # type: ignore[attr-defined]
             param.install(param.sharded)
             if param.unsharded is not None and param.unsharded.dtype != self.compute_dtype:

@@ -8,6 +8,7 @@ them. Gradients take the usual way.
 from __future__ import annotations
 
 import inspect
+import weakref
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from vescale_ray.dtensor_spec import contiguous_stride
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.debug import agree
 from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.invalid_storage import Guard
 from vescale_ray.fsdp.labels import span
 from vescale_ray.fsdp.memory import Pool
-from vescale_ray.fsdp.parameters import GroupParam, as_dtensor, local_of
+from vescale_ray.fsdp.parameters import GATHERED_OF, REPLACED, GroupParam, as_dtensor, local_of
 from vescale_ray.fsdp.phases import Residency
 from vescale_ray.transfer import movable
 
@@ -42,13 +44,15 @@ def has_gather_hooks(tensor: torch.Tensor) -> bool:
 class _Gathered:
     """What was gathered for one parameter: memory that comes and goes, tensors that stay."""
 
-    __slots__ = ("inner", "metadata", "outputs", "sizes")
+    __slots__ = ("_guards", "inner", "metadata", "outputs", "sizes")
 
     def __init__(self) -> None:
         self.outputs: list[torch.Tensor] = []
         self.inner: tuple[torch.Tensor, ...] = ()
         self.sizes: list[torch.Size] = []
         self.metadata: Any = None
+        self._guards: dict[int, Guard] = {}
+        """By storage: tensors of a tensor class may share one."""
 
     def receive(self, inputs: tuple[torch.Tensor, ...], world: int) -> None:
         """Make room for ``world`` times these."""
@@ -57,20 +61,26 @@ class _Gathered:
         if [(o.numel(), o.dtype) for o in self.outputs] != [(n, t.dtype) for n, t in zip(numels, inputs, strict=True)]:
             self.outputs = [torch.empty(n, dtype=t.dtype, device=t.device) for n, t in zip(numels, inputs, strict=True)]
         for output in self.outputs:
-            _allocate(output)
+            self.allocate(output)
 
     def views(self) -> tuple[torch.Tensor, ...]:
         return tuple(o.view(-1, *size[1:]) for o, size in zip(self.outputs, self.sizes, strict=True))
 
+    def allocate(self, tensor: torch.Tensor) -> None:
+        """Give ``tensor`` memory again, where :meth:`free` took it."""
+        storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
+        if storage._cdata in self._guards:
+            self._guards[storage._cdata].validate()
+        if storage.nbytes() < nbytes:
+            storage.resize_(nbytes)
+
     def free(self) -> None:
         for tensor in (*self.outputs, *self.inner):
-            tensor.untyped_storage().resize_(0)
-
-
-def _allocate(tensor: torch.Tensor) -> None:
-    storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
-    if storage.nbytes() < nbytes:
-        storage.resize_(nbytes)
+            storage = tensor.untyped_storage()
+            guard = self._guards.setdefault(storage._cdata, Guard(storage, 0))
+            if guard.valid:
+                storage.resize_(0)
+                guard.invalidate()
 
 
 class HookedGroup(Group):
@@ -97,7 +107,7 @@ class HookedGroup(Group):
             sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter detached it
             self._locals.append(local)
             for key, value in source.param.__dict__.items():
-                if key not in ("_local_tensor", "_spec", "_vescale_replaced"):
+                if key not in ("_local_tensor", "_spec", REPLACED):
                     sharded.__dict__.setdefault(key, value)
             param = GroupParam(source, sharded, placement, spec)
             param.install(sharded)
@@ -205,7 +215,7 @@ class HookedGroup(Group):
         metadata, gathered.metadata = gathered.metadata, None
         if param.unsharded is not None:
             for tensor in gathered.inner:
-                _allocate(tensor)
+                gathered.allocate(tensor)
             local.fsdp_post_all_gather(gathered.views(), metadata, self.compute_dtype, out=param.unsharded)
             return param.unsharded
         with torch.inference_mode(False):
@@ -213,6 +223,7 @@ class HookedGroup(Group):
             gathered.inner = tuple(inner)
             leaf = nn.Parameter(torch.as_strided(whole, param.shape, contiguous_stride(param.shape), 0), requires_grad=False)
         param.unsharded = leaf
+        leaf.__dict__[GATHERED_OF] = weakref.ref(param)
         if leaf.is_floating_point() or leaf.is_complex():
             leaf.requires_grad = True  # else it takes no hook; frozen parameters may be trained one day
             self.grads.hook(leaf, index)
@@ -253,7 +264,8 @@ class HookedGroup(Group):
                 )
             self._padded[index], local = self._pad(local_of(current), param.shape)
             self._locals[index] = current._local_tensor = local
-            param.sharded, param.unsharded, param.spec = current, None, current._spec  # type: ignore[assignment]
+            param.replace(current)
+            param.unsharded, param.spec = None, current._spec
             self._gathered[index] = _Gathered()
             self._take_dtype(current.dtype)
             self.refresh()

@@ -20,11 +20,33 @@ _STORAGE_BYTES = 96
 """Bytes of torch's ``StorageImpl`` that are searched for the flags."""
 
 
-def invalid_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """A storage of ``nbytes`` bytes without memory. An operation that reads or writes it raises ``RuntimeError``.
+class Guard:
+    """Makes a storage invalid and valid again. While it is invalid, torch operations that read or write it raise ``RuntimeError``.
 
-    ``storage._swap_data_ptr_(invalid)`` makes another storage invalid and keeps its memory in this one; a second swap undoes it.
+    Args:
+        nbytes: the size that the storage has while it is invalid.
     """
+
+    __slots__ = ("_aside", "_storage", "valid")
+
+    def __init__(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        self._storage, self._aside, self.valid = storage, _invalid_storage(nbytes, storage.device), True
+
+    def invalidate(self) -> None:
+        """Let torch refuse every read and write until :meth:`validate`. The memory stays where it is."""
+        if self.valid:
+            self._storage._swap_data_ptr_(self._aside)
+            self.valid = False
+
+    def validate(self) -> None:
+        """Undo :meth:`invalidate`."""
+        if not self.valid:
+            self._storage._swap_data_ptr_(self._aside)
+            self.valid = True
+
+
+def _invalid_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage of ``nbytes`` bytes without memory, which torch refuses to read or write."""
     storage: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(0, device, nbytes)  # type: ignore[attr-defined]
     official = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
     if official is not None:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from vescale_ray.fsdp.address_range import LARGE_IN_PIECES, AddressRange
-from vescale_ray.fsdp.invalid_storage import invalid_storage
+from vescale_ray.fsdp.invalid_storage import Guard
 from vescale_ray.planner.step_buffers import HOST_MAPPED_BYTES
 
 MAPPED_BYTES = HOST_MAPPED_BYTES
@@ -56,8 +56,8 @@ class Buffer:
     """
 
     __slots__ = (
-        "__weakref__", "_aside", "_flats", "_range", "_storage", "allocated", "clean_for", "device", "fixed", "in_pieces", "nbytes",
-        "stays", "unwritten", "used", "valid", "views"
+        "__weakref__", "_flats", "_guard", "_range", "_storage", "allocated", "clean_for", "device", "fixed", "in_pieces", "nbytes",
+        "stays", "unwritten", "used", "views"
     )  # fmt: skip
 
     def __init__(
@@ -87,9 +87,7 @@ class Buffer:
             else:
                 self._storage = torch.empty(nbytes, dtype=torch.uint8, device=device)
                 self._storage.untyped_storage().resize_(0)
-            self._aside = None if self.fixed else invalid_storage(0 if self._range is None else nbytes, device)
-            """An invalid storage. It trades contents with the buffer's own while that must not be used."""
-            self.valid = True
+            self._guard = None if self.fixed else Guard(self._storage.untyped_storage(), 0 if self._range is None else nbytes)
             self.invalidate()
         self._flats: dict[torch.dtype, torch.Tensor] = {}
         self.allocated = False
@@ -113,16 +111,14 @@ class Buffer:
             return torch.frombuffer(self._range.memory, dtype=dtype, count=(end - start) // dtype.itemsize, offset=start)
 
     def invalidate(self) -> None:
-        """Let torch refuse every read and write until :meth:`allocate`. The memory stays where it is."""
-        if self.valid and self._aside is not None:
-            self._storage.untyped_storage()._swap_data_ptr_(self._aside)
-            self.valid = False
+        """Let torch refuse every read and write until :meth:`validate`. The memory stays where it is."""
+        if self._guard is not None:
+            self._guard.invalidate()
 
     def validate(self) -> None:
         """Undo :meth:`invalidate`."""
-        if not self.valid and self._aside is not None:
-            self._storage.untyped_storage()._swap_data_ptr_(self._aside)
-            self.valid = True
+        if self._guard is not None:
+            self._guard.validate()
 
     def allocate(self, donor: Buffer | None = None) -> None:
         """Make the memory usable: the pages of ``donor`` (same key, with memory, its contents no longer needed), else new memory."""

@@ -25,6 +25,12 @@ Owner = tuple["weakref.ref[nn.Module]", str]
 """A module and the attribute under which it holds the parameter; weak, so that units do not keep their model alive."""
 
 
+REPLACED = "_vescale_replaced"
+"""Attribute of parameters that are not in the model any more, since a sharded one took their place."""
+GATHERED_OF = "_vescale_gathered_of"
+"""Attribute of gathered parameters: a weak reference to their :class:`GroupParam`."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A parameter as :func:`fully_shard` finds it."""
@@ -152,7 +158,9 @@ _SUBGROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] 
 class GroupParam:
     """One parameter: sharded (an ``nn.Parameter`` of type RaggedDTensor, or DTensor) and unsharded (a plain leaf, once it was gathered)."""
 
-    __slots__ = ("fqn", "home", "name", "owners", "parallel", "placement", "shape", "sharded", "spec", "tied", "unsharded")
+    __slots__ = (
+        "__weakref__", "fqn", "home", "name", "owners", "parallel", "placement", "shape", "sharded", "spec", "tied", "unsharded"
+    )  # fmt: skip
 
     def __init__(self, source: Source, sharded: nn.Parameter, placement: Placement, spec: DTensorSpec) -> None:
         self.name, self.fqn, self.owners, self.parallel = source.name, source.name, source.owners, source.parallel
@@ -179,7 +187,15 @@ class GroupParam:
             whole = DTensor(local, DTensorSpec(given.mesh, given.placements, tensor_meta=meta), requires_grad=False)
             self.unsharded = nn.Parameter(whole, requires_grad=differentiable)
         self.point_to(view)
+        self.unsharded.__dict__[GATHERED_OF] = weakref.ref(self)
         return self.unsharded
+
+    def replace(self, sharded: nn.Parameter) -> None:
+        """Take ``sharded`` for the sharded parameter from now on. Whoever holds the one before can be told."""
+        if sharded is not self.sharded:
+            self.sharded.__dict__[REPLACED] = True
+            sharded.__dict__.pop(REPLACED, None)
+            self.sharded = sharded
 
     def point_to(self, view: torch.Tensor) -> None:
         """Let the unsharded parameter look at ``view``."""

@@ -7,22 +7,32 @@ Order of launches on the wire, the same on every rank since it follows only from
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
+from vescale_ray.fsdp.checks import (
+    check_hooks,
+    check_materialized,
+    check_optimizer,
+    check_parameters,
+    check_replaced,
+    check_tied,
+    name_parameters,
+)
 from vescale_ray.fsdp.comm import Lane
 from vescale_ray.fsdp.debug import agree
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.labels import log, span
 from vescale_ray.fsdp.marks import Call
 from vescale_ray.fsdp.memory import Pool
-from vescale_ray.fsdp.parameters import GroupParam
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.same_plan import check_same_plan
 from vescale_ray.fsdp.tree import map_tensors
@@ -62,6 +72,8 @@ class Schedule:
         """Whether the backward that is running has reached a unit other than the root."""
         self._creates_graph = False
         """The backward that is running is one with ``create_graph``."""
+        self._checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        """Optimizers that hold the right parameters, and how many."""
         self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Group]] = weakref.WeakKeyDictionary()
 
     @property
@@ -107,39 +119,66 @@ class Schedule:
                 )
             found.setdefault(id(unit), (unit, []))[1].append(fqn)
         schedule = cls(root.lanes or Lanes(root.device))
+        root.is_root, schedule.is_last_backward = True, root.is_last_backward
+        schedule._take_in(found, fqns)
+        # An optimizer's step may write our masters with kernels that no version counter sees.
+        mine = weakref.ref(schedule)
+        for register, act in (
+            (register_optimizer_step_pre_hook, _before_optimizer_step),
+            (register_optimizer_step_post_hook, _after_optimizer_step),
+        ):
+            handle = register(functools.partial(_with_schedule, mine, act))
+            weakref.finalize(schedule, handle.remove).atexit = False
+        return schedule
+
+    def _take_in(self, found: dict[int, tuple[Unit, list[str]]], fqns: dict[int, str]) -> None:
+        """Make units a part of this schedule, once they have passed the checks. Collective."""
         for unit, names in found.values():
             unit.name = ", ".join(name or "(root)" for name in names)
             unit.fqn = ", ".join(name for name in names if name)
             for group in unit.groups:
                 kind = str(group.orig_dtype).removeprefix("torch.") + ("" if group.grads.trainable_count else ", frozen")
                 group.name, group.fqn = f"{unit.name} [{kind}]", unit.fqn
-                _name_parameters(group, fqns)
+                name_parameters(group, fqns)
         units = [unit for unit, _ in found.values()]
-        _check_tied(units)
+        check_tied(units)
+        check_replaced(units)
         for unit in units:
             for group in unit.groups:
                 group.adopt()
-        _check_materialized(units)
-        _check_hooks(units)
+        check_materialized(units)
+        check_hooks(units)
         with _disable_current_modes():  # not a part of the step that a mode may be counting or recording
             check_same_plan(units)
-        root.is_root, schedule.is_last_backward = True, root.is_last_backward
         for unit in units:
-            unit.schedule, unit.lanes = schedule, schedule.lanes
-            schedule._units.append(weakref.ref(unit))
-            schedule.max_reductions = max(schedule.max_reductions, unit.max_reductions)
+            unit.schedule, unit.lanes = self, self.lanes
+            self._units.append(weakref.ref(unit))
+            self.max_reductions = max(self.max_reductions, unit.max_reductions)
             for group in unit.groups:
-                group.attach(schedule.lanes.pool)
-        # An optimizer's step may write our masters with kernels that no version counter sees.
-        mine = weakref.ref(schedule)
-        handle = register_optimizer_step_post_hook(lambda optimizer, *_: _after_optimizer_step(mine, optimizer))
-        weakref.finalize(schedule, handle.remove).atexit = False
-        return schedule
+                group.attach(self.lanes.pool)
+
+    def _check_parameters(self, module: nn.Module) -> None:
+        """Check the parameters below ``module``, whose forward starts; take in units that were made since the last one."""
+        late = check_parameters(self.units, module)
+        if late:
+            fqns = {id(one): fqn for fqn, one in module.named_modules()}
+            found: dict[int, tuple[Unit, list[str]]] = {}
+            for one in late:
+                unit = unit_of(one)
+                assert unit is not None
+                found.setdefault(id(unit), (unit, []))[1].append(fqns[id(one)])
+            self._take_in(dict(sorted(found.items(), key=lambda item: item[1][1])), fqns)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    def enter_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A unit starts its forward; the outermost one sets the stage."""
+    def enter_forward(
+        self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A unit starts its forward, with ``module`` of it; the outermost one sets the stage.
+
+        Raises:
+            ValueError: the outermost module has other parameters than its units manage.
+        """
         if self.forward_root is not None:
             self._record(unit)
             return args, kwargs
@@ -147,6 +186,7 @@ class Schedule:
             raise PhaseError(
                 f"a forward of {unit.name!r} starts, but the last backward did not end (an exception?): call reset_iter_state() on the root"
             )
+        self._check_parameters(module)
         self.forward_root = unit
         with span("root_pre_forward", logged=True):
             if self.lanes.gather.stream is not None:
@@ -290,6 +330,15 @@ class Schedule:
         self.trim()
         self._in_backward = False
 
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer in this process is about to step: check what it holds, once for each number of parameters."""
+        if torch.compiler.is_compiling():
+            return
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._checked.get(optimizer) != count:
+            check_optimizer(optimizer)
+            self._checked[optimizer] = count
+
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer in this process has stepped; if it holds parameters of ours, their casts are out of date."""
         groups = self._stepped_by.get(optimizer)
@@ -328,74 +377,26 @@ class Schedule:
             raise RuntimeError(f"unit {unit.name!r} is to be prefetched, but belongs to another root module")
 
 
-def _after_optimizer_step(schedule_ref: weakref.ref[Schedule], optimizer: torch.optim.Optimizer) -> None:
+def _with_schedule(
+    schedule_ref: weakref.ref[Schedule], act: Callable[[Schedule, torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer, *_: Any
+) -> None:
     schedule = schedule_ref()
     if schedule is not None:
-        schedule.after_step(optimizer)
+        act(schedule, optimizer)
+
+
+def _before_optimizer_step(schedule: Schedule, optimizer: torch.optim.Optimizer) -> None:
+    schedule.before_step(optimizer)
+
+
+def _after_optimizer_step(schedule: Schedule, optimizer: torch.optim.Optimizer) -> None:
+    schedule.after_step(optimizer)
 
 
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that ``fully_shard`` made for this very module, if any."""
     unit = module.__dict__.get("_vescale_unit")
     return unit if isinstance(unit, Unit) else None
-
-
-def _name_parameters(group: Group, fqns: dict[int, str]) -> None:
-    for param in group.params:
-        module, attribute = param.owners[0][0](), param.owners[0][1]
-        prefix = fqns.get(id(module), "")
-        param.fqn = f"{prefix}.{attribute}" if prefix else attribute
-
-
-def _check_tied(units: list[Unit]) -> None:
-    """Modules that share a parameter have to be of one unit, and share it when that is made: it has one place in one buffer.
-
-    Tied afterwards, it can have several if each rank has the same part of all of them, as with plain ``Shard`` placements.
-    """
-    homes: dict[int, GroupParam] = {}
-    for group in (group for unit in units for group in unit.groups):
-        for param in group.params:
-            installed = param.installed()
-            if installed is not None and (installed is param.sharded or id(installed) not in homes):
-                homes[id(installed)] = param
-    for group in (group for unit in units for group in unit.groups):
-        for param in group.params:
-            installed = param.installed()
-            if installed is None:
-                continue
-            if param.tied is not None and installed is param.tied:
-                raise ValueError(
-                    f"Parameter {param.fqn!r} is shared with a parameter already managed by another FSDP group: the modules are tied. Put "
-                    f"them into one unit, as fully_shard([module_a, module_b]), or leave both to the root"
-                )
-            home = homes[id(installed)]
-            if home is not param and not group.lodge(param, home):
-                raise ValueError(
-                    f"Parameter {param.fqn!r} is shared with a parameter already managed by another FSDP group: it was tied to "
-                    f"{home.fqn!r} after fully_shard. Tie the modules first, then put them into one unit, as fully_shard([module_a, "
-                    f"module_b])"
-                )
-
-
-def _check_materialized(units: list[Unit]) -> None:
-    for unit in units:
-        on_meta = [param.fqn for group in unit.groups for param in group.params if param.sharded.is_meta]
-        if on_meta:
-            raise RuntimeError(
-                f"FSDP parameters should be materialized from meta device before training, but the following were still on meta device: "
-                f"{on_meta}; call module.to_empty(device=...) and set their values before the first forward"
-            )
-
-
-def _check_hooks(units: list[Unit]) -> None:
-    """All-gather hooks decide how a parameter is sharded, and can't come later."""
-    for unit in units:
-        for param in (param for group in unit.groups for param in group.params if not group.hooked):
-            if hasattr(param.local, "fsdp_pre_all_gather"):
-                raise RuntimeError(
-                    f"parameter {param.fqn!r} got all-gather hooks after fully_shard: give it a tensor class with fsdp_pre_all_gather and "
-                    f"fsdp_post_all_gather before"
-                )
 
 
 def _to_device(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -117,8 +117,8 @@ class Unit:
 
     @property
     def gathered(self) -> bool:
-        """Or being gathered."""
-        return all(group.residency is not group.residency.SHARDED for group in self.groups)
+        """Or being gathered, or kept."""
+        return all(group.at_hand for group in self.groups)
 
     def set_phase(self, phase: Phase) -> None:
         check_transition(self.name, self.phase, phase)
@@ -140,7 +140,7 @@ class Unit:
                 self.set_phase(Phase.RECOMPUTE)
                 self.unshard(backward=True)
             else:
-                args, kwargs = schedule.enter_forward(self, args, kwargs)
+                args, kwargs = schedule.enter_forward(self, module, args, kwargs)
                 self.set_phase(Phase.FORWARD)
                 self.keeps_graph = False
                 self._waiting = {id(m()) for m in self.modules}
@@ -197,9 +197,13 @@ class Unit:
         """The forward is over, or as much of it as the model's forward ran."""
         self._waiting.clear()
         self.set_phase(Phase.RESTING)
-        if reshard and self.resharding_after_forward:
+        trains = torch.is_grad_enabled()
+        if reshard and (self.resharding_after_forward or not trains):
+            # Without gradients no backward needs the parameters. The modules get the sharded ones back, so that an optimizer that is built
+            # now, or weights that are written now, reach these. What was gathered is kept for the next forward where it is to be.
+            keep = not self.resharding_after_forward
             with outside_transforms():
-                self._each(lambda group: group.rest(after_forward=torch.is_grad_enabled()))
+                self._each(lambda group: group.rest(after_forward=trains, keep=keep and not group.hooked))
             if self.schedule is not None:
                 self.schedule.leaves_unit()
 

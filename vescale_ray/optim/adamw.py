@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vescale_ray.optim.loading import StrictLoading
-from vescale_ray.optim.parameters import refuse_replaced
+from vescale_ray.optim.parameters import take_sharded
 
 
 class AdamW(StrictLoading, torch.optim.AdamW):
@@ -19,5 +19,5 @@ class AdamW(StrictLoading, torch.optim.AdamW):
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        refuse_replaced(param_group)
+        take_sharded(param_group)
         super().add_param_group(param_group)

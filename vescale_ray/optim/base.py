@@ -15,7 +15,7 @@ from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.dtensor_spec import sharding_of
 from vescale_ray.optim.agree import Agreement, Decision, goes_on
 from vescale_ray.optim.loading import InPlaceLoading
-from vescale_ray.optim.parameters import check_number, local_of, named_of, refuse_replaced, refuse_switches
+from vescale_ray.optim.parameters import check_number, local_of, named_of, refuse_switches, take_sharded
 
 
 class BlockOptimizer(InPlaceLoading, ABC):
@@ -61,7 +61,7 @@ class BlockOptimizer(InPlaceLoading, ABC):
         Raises:
             ValueError: a parameter that can't be stepped here; then no group was added.
         """
-        refuse_replaced(param_group)
+        take_sharded(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

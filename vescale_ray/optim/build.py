@@ -20,6 +20,7 @@ from vescale_ray.optim.agree import Agreement, Decision, goes_on
 from vescale_ray.optim.base import BlockOptimizer
 from vescale_ray.optim.loading import completed
 from vescale_ray.optim.muon import Muon
+from vescale_ray.optim.parameters import sharded_of
 from vescale_ray.optim.routing import Name, OptimizerConfig, Route, Routing, optimizer_class, route_parameters
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def build_optimizer(
     """
     chosen = OptimizerConfig.of(config)
     routing = routing or route_parameters(model, chosen)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named = {name: sharded_of(p) for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         raise ValueError("the model has no trainable parameter: there is nothing to optimize")
     on_meta = next((name for name, p in named.items() if p.is_meta), None)

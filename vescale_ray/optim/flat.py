@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.optim.loading import StrictLoading
-from vescale_ray.optim.parameters import local_of, refuse_replaced
+from vescale_ray.optim.parameters import local_of, take_sharded
 from vescale_ray.planner import START_BYTES
 
 _SCALARS = {"step", "mu_product", "eta", "mu"}
@@ -110,7 +110,7 @@ class Flat(StrictLoading):
         self._build()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        refuse_replaced(param_group)
+        take_sharded(param_group)
         super().add_param_group(param_group)
         if self._inner is not None:
             states = self.state_dict()["state"]

@@ -25,7 +25,7 @@ from vescale_ray.optim.loading import InPlaceLoading
 from vescale_ray.optim.matrices import Holding, MatrixSpan, RowBlocks, check_gradient, flat_local, flat_values, holding, matrices, wide
 from vescale_ray.optim.newton_schulz import KELLER_JORDAN, NewtonSchulz, coefficients
 from vescale_ray.optim.normuon import RowMoments
-from vescale_ray.optim.parameters import check_number, named_of, refuse_replaced, refuse_switches
+from vescale_ray.optim.parameters import check_number, named_of, refuse_switches, take_sharded
 
 __all__ = ["SCALES", "Muon", "NonFiniteGradients"]
 
@@ -112,7 +112,7 @@ class Muon(InPlaceLoading):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; checks the parameters and makes their states."""
-        refuse_replaced(param_group)
+        take_sharded(param_group)
         group = {**self.defaults, **param_group}
         refuse_switches(group, "Muon")
         _check_numbers(group)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from vescale_ray.fsdp.parameters import GATHERED_OF, REPLACED
 from vescale_ray.redistribute import arrived
 
 
@@ -17,8 +18,17 @@ def local_of(tensor: Tensor) -> Tensor:
     return arrived(tensor._local_tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def refuse_replaced(param_group: dict[str, Any]) -> None:
-    """Make ``param_group["params"]`` a list; refuse parameters that ``fully_shard`` has replaced: they would train nothing.
+def sharded_of(parameter: Tensor) -> Tensor:
+    """The sharded parameter that a gathered one belongs to; any other tensor itself."""
+    owner = getattr(parameter, GATHERED_OF, None)
+    param = None if owner is None else owner()
+    return parameter if param is None else param.sharded
+
+
+def take_sharded(param_group: dict[str, Any]) -> None:
+    """Make ``param_group["params"]`` a list, with sharded parameters in the place of gathered ones.
+
+    Parameters that ``fully_shard`` has replaced are refused: they would train nothing.
 
     Raises:
         ValueError: naming how many parameters are such originals.
@@ -26,13 +36,13 @@ def refuse_replaced(param_group: dict[str, Any]) -> None:
     params = param_group["params"]
     params = [params] if isinstance(params, Tensor) else list(params)
     tensors = [p[1] if isinstance(p, tuple) else p for p in params]
-    stale = sum(bool(getattr(p, "_vescale_replaced", False)) for p in tensors)
+    stale = sum(bool(getattr(p, REPLACED, False)) for p in tensors)
     if stale:
         raise ValueError(
             f"{stale} of {len(tensors)} parameters are not in the model any more, since fully_shard replaced them by sharded ones: "
             f"build the optimizer after fully_shard, from model.parameters()"
         )
-    param_group["params"] = params
+    param_group["params"] = [(p[0], sharded_of(p[1]), *p[2:]) if isinstance(p, tuple) else sharded_of(p) for p in params]
 
 
 def named_of(group: Mapping[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,339 @@
+"""Who holds a parameter holds the sharded one, or is told: optimizers, averaged weights, replaced and added parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.fsdp.units import unit_of
+from tests.ranks import run_gloo, run_threads
+from vescale_ray import fully_shard
+from vescale_ray.optim import SOAP, AdamW, AdamW8bit, Flat, Muon, OptimizerConfig, Shampoo, build_optimizer
+
+
+class Net(nn.Module):
+    """Matrices of one shape, so that every optimizer takes all of them; the head is the root's."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2))
+        self.head = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def models(width: int = 8, **options: Any) -> tuple[Any, Any]:
+    """A sharded model, and the same one alone."""
+    generator = torch.Generator().manual_seed(3)
+    alone = Net(width)
+    with torch.no_grad():
+        for p in alone.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) / width**0.5)
+    ours = copy.deepcopy(alone)
+    for layer in ours.layers:
+        fully_shard(layer, **options)
+    return fully_shard(ours, **options), alone
+
+
+def batch(width: int = 8) -> torch.Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(5))
+
+
+def full(p: Any) -> torch.Tensor:
+    return p.detach().full_tensor()
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        model(batch(model.head.in_features)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_same(ours: Any, alone: Any) -> None:
+    ours.reshard()
+    for (name, p), q in zip(ours.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(p), q.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "torch SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    "torch AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1),
+    "torch Adam, fused": lambda m: torch.optim.Adam(m.parameters(), lr=0.1, fused=True),
+    "build adamw": lambda m: build_optimizer(m, OptimizerConfig("adamw", lr=0.1), log=None),
+    "build muon": lambda m: build_optimizer(m, OptimizerConfig("muon", lr=0.1), log=None),
+    "Flat": lambda m: Flat(m.parameters(), torch.optim.AdamW, lr=0.1),
+    "AdamW": lambda m: AdamW(m.parameters(), lr=0.1),
+    "AdamW8bit": lambda m: AdamW8bit(m.named_parameters(), lr=0.1),
+    "Muon": lambda m: Muon(m.parameters(), lr=0.1),
+    "Shampoo": lambda m: Shampoo(m.parameters(), lr=0.1),
+    "SOAP": lambda m: SOAP(m.parameters(), lr=0.1),
+}
+WHOLE = {"block_policy": lambda name, param: __import__("vescale_ray").Block.tensor()}
+
+
+def after_evaluation(rank: int, world: int, names: list[str]) -> None:
+    for name in names:
+        for context in (torch.no_grad, torch.inference_mode):
+            for options in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": True}):
+                ours, alone = models(**WHOLE, **options)
+                with context():
+                    ours(batch())
+                optimizers = [OPTIMIZERS[name](model) for model in (ours, alone)]
+                for model, optimizer in zip((ours, alone), optimizers, strict=True):
+                    train(model, optimizer)
+                assert_same(ours, alone)
+
+
+@pytest.mark.parametrize("names", [[n] for n in OPTIMIZERS])
+def test_an_optimizer_built_after_an_evaluation_trains_everything(names: list[str]) -> None:
+    run_threads(2, after_evaluation, names)
+
+
+def in_the_middle(rank: int, world: int) -> None:
+    """Between forward and backward the root is gathered, as with FSDP2; and a unit that the user gathered."""
+    for gather in (lambda m: m(batch()).square().mean(), lambda m: [m.unshard(), *(layer.unshard() for layer in m.layers)]):
+        for name, build in OPTIMIZERS.items():
+            ours, alone = models(**WHOLE)
+            loss = gather(ours)
+            optimizer = build(ours)
+            if isinstance(loss, torch.Tensor):
+                loss.backward()
+                ours.zero_grad()
+            if name.startswith("torch"):
+                ours(batch()).square().mean().backward()
+                with pytest.raises(RuntimeError, match=r"holds the gathered parameter '(head|layers.0).weight'.* after reshard\(\)"):
+                    optimizer.step()
+                continue
+            train(ours, optimizer)
+            train(alone, build(alone))
+            assert_same(ours, alone)
+
+
+def test_an_optimizer_built_in_the_middle_of_a_step_is_right_or_told() -> None:
+    run_threads(2, in_the_middle)
+
+
+def too_early(rank: int, world: int) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(model)
+    model(batch()).sum().backward()
+    with pytest.raises(RuntimeError, match="a sharded one has replaced.*build the optimizer after fully_shard"):
+        optimizer.step()
+    # A parameter that is exchanged for another sharded one after the optimizer was built.
+    model = fully_shard(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone() * 2)
+    model(batch()).sum().backward()
+    with pytest.raises(RuntimeError, match="a sharded one has replaced"):
+        optimizer.step()
+    before = full(model.head.weight)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not torch.equal(before, full(model.head.weight))
+
+
+def test_an_optimizer_that_holds_what_is_not_in_the_model_is_told() -> None:
+    run_threads(2, too_early)
+
+
+WRITES: dict[str, Callable[[Any, dict[str, torch.Tensor]], object]] = {
+    "copy": lambda m, values: [p.copy_(values[k]) for k, p in m.named_parameters()],
+    "in place": lambda m, values: [p.mul_(0).add_(values[k]) for k, p in m.named_parameters()],
+    "interpolation": lambda m, values: [p.lerp_(values[k], 1.0) for k, p in m.named_parameters()],
+    "state dict": lambda m, values: m.load_state_dict(values),
+    "for each": lambda m, values: torch._foreach_copy_(list(m.parameters()), list(values.values())),
+}
+
+
+def averaged(rank: int, world: int) -> None:
+    for width in (6, 300):
+        for options in ({}, {"reshard_after_forward": False}):
+            for way, write in WRITES.items():
+                ours, alone = models(width, **options)
+                ours(batch(width)).square().mean().backward()
+                ours.zero_grad()
+                keep = {k: p.detach().clone() for k, p in ours.named_parameters()}
+                average = {k: v * 0.5 for k, v in keep.items()}
+                with torch.no_grad():
+                    for p in alone.parameters():
+                        p.mul_(0.5)
+                    for values, factor in ((average, 1.0), (keep, 2.0), (average, 0.5), (keep, 2.0)):
+                        for p in alone.parameters():
+                            p.mul_(factor)
+                        write(ours, values)
+                        out = ours(batch(width))
+                        torch.testing.assert_close(out, alone(batch(width)), rtol=1e-5, atol=1e-6, msg=f"{way} {width}")
+                assert_same(ours, alone)
+
+
+def test_averaged_weights_go_in_and_out_around_evaluations() -> None:
+    run_gloo(2, averaged)
+
+
+def written_while_gathered(rank: int, world: int) -> None:
+    for width in (6, 300):
+        for then in ("backward", "forward", "reshard"):
+            ours, _ = models(width)
+            loss = ours(batch(width)).sum()
+            with torch.no_grad():
+                ours.head.weight.mul_(2)
+            said = r"written in place, which is lost.*: head.weight\. Call reshard"
+            said = "modified by an inplace operation" if then == "backward" else said
+            with pytest.raises(RuntimeError, match=said):
+                loss.backward() if then == "backward" else ours(batch(width)) if then == "forward" else ours.reshard()
+
+
+def test_a_write_to_a_gathered_parameter_is_told_at_any_size() -> None:
+    run_gloo(2, written_while_gathered)
+
+
+class Gathers(TorchDispatchMode):
+    """Counts all-gathers."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "allgather" in str(func)
+        return func(*args, **kwargs or {})
+
+
+def kept_over_evaluations(rank: int, world: int) -> None:
+    ours, theirs = Net(), Net()
+    for model, how in ((ours, fully_shard), (theirs, torch_fully_shard)):
+        for layer in model.layers:
+            how(layer)  # type: ignore[operator]
+        how(model)  # type: ignore[operator]
+    with torch.no_grad():
+        ours(batch())
+        theirs(batch())
+        lane = unit_of(ours).lanes.gather  # type: ignore[union-attr]
+        before = lane.issued
+        with Gathers() as theirs_gathers:
+            for _ in range(3):
+                theirs(batch())
+        for _ in range(3):
+            ours(batch())
+        assert lane.issued - before == theirs_gathers.count == 3 * 2
+
+
+def test_an_evaluation_gathers_the_root_no_more_often_than_fsdp2() -> None:
+    run_gloo(2, kept_over_evaluations)
+
+
+class Adapter(nn.Module):
+    def __init__(self, inner: nn.Module, rank: int = 2) -> None:
+        super().__init__()
+        self.inner, self.down, self.up = inner, nn.Linear(8, rank), nn.Linear(rank, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x) + self.up(self.down(x))
+        return out
+
+
+def _set(model: Any, name: str, value: Any) -> None:
+    module, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(module), attribute, value)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "another value": (lambda m: _set(m, "head.weight", nn.Parameter(torch.ones(8, 8))), "'head.weight' was replaced"),
+    "in a layer": (lambda m: _set(m, "layers.1.weight", nn.Parameter(torch.ones(8, 8))), "'layers.1.weight' was replaced"),
+    "frozen": (lambda m: _set(m, "head.weight", nn.Parameter(torch.ones(8, 8), requires_grad=False)), "'head.weight' was replaced"),
+    "none": (lambda m: _set(m, "head.weight", None), "'head.weight' was removed"),
+    "deleted": (lambda m: delattr(m.head, "weight"), "'head.weight' was removed"),
+    "new head": (lambda m: _set(m, "head", nn.Linear(8, 8)), "'head.weight' was added"),
+    "new layer": (lambda m: m.layers.append(nn.Linear(8, 8)), "'layers.2.(weight|bias)' was added"),
+    "adapter": (lambda m: _set(m, "layers.0", Adapter(m.layers[0])), "'layers.0.(up|down).(weight|bias)' was added"),
+    "new parameter": (lambda m: m.layers[0].register_parameter("scale", nn.Parameter(torch.ones(8))), "'layers.0.scale' was added"),
+    "bias that was none": (lambda m: _set(m, "head.bias", nn.Parameter(torch.ones(8))), "'head.bias' was added"),
+    "parametrized": (lambda m: nn.utils.parametrizations.weight_norm(m.head), "'head.weight' was removed"),
+    "tied": (lambda m: _set(m, "head.weight", m.layers[0].weight), "'head.weight' (was replaced|is shared)"),
+}
+
+
+def changed(rank: int, world: int, before: bool) -> None:
+    for what, (change, message) in CHANGES.items():
+        for training in (True, False):
+            ours, _ = models()
+            if not before:
+                with nullcontext() if training else torch.no_grad():
+                    out = ours(batch())
+                if training:
+                    out.sum().backward()
+                    ours.zero_grad()
+            change(ours)
+            with pytest.raises(ValueError, match=message), nullcontext() if training else torch.no_grad():
+                ours(batch())
+                raise AssertionError(what)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_parameter_that_is_changed_after_sharding_is_named_by_the_next_forward(before: bool) -> None:
+    run_threads(2, changed, before)
+
+
+def remedies(rank: int, world: int) -> None:
+    for before in (True, False):
+        # Write into it.
+        ours, alone = models()
+        if not before:
+            ours(batch()).sum().backward()
+            ours.zero_grad()
+        with torch.no_grad():
+            ours.head.weight.copy_(torch.full((8, 8), 0.5))
+            alone.head.weight.fill_(0.5)
+        for model in (ours, alone):
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert_same(ours, alone)
+        # Load it.
+        ours, alone = models()
+        ours.load_state_dict({k: p.detach() * 0.5 for k, p in ours.named_parameters()}, assign=True)
+        alone.load_state_dict({k: p.detach() * 0.5 for k, p in alone.named_parameters()})
+        for model in (ours, alone):
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert_same(ours, alone)
+        # Shard what was added.
+        ours, alone = models()
+        if not before:
+            ours(batch()).sum().backward()
+            ours.zero_grad()
+        torch.manual_seed(1)
+        adapter = Adapter(nn.Identity())
+        for model in (ours, alone):
+            mine = copy.deepcopy(adapter)
+            mine.inner = model.layers[0]
+            model.layers[0] = mine
+            if model is ours:
+                fully_shard(mine)
+        for model in (ours, alone):
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
+        assert_same(ours, alone)
+        # Frozen, what was added is the same on every rank for good.
+        ours, alone = models()
+        for model in (ours, alone):
+            model.layers.append(nn.Linear(8, 8).requires_grad_(False))
+            model.layers[-1].load_state_dict({"weight": torch.eye(8), "bias": torch.ones(8)})
+            train(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    # Ignored parameters may be exchanged: they are not managed.
+    free = Net()
+    fully_shard(free, ignored_params={free.head.weight})
+    free.head.weight = nn.Parameter(torch.eye(8))
+    free(batch()).sum().backward()
+    assert free.head.weight.grad is not None
+
+
+def test_each_remedy_that_the_refusals_name_works() -> None:
+    run_threads(2, remedies)

@@ -1,0 +1,44 @@
+"""How the parameters of a unit are divided into groups: one buffer, one all-gather and one reduce-scatter each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from vescale_ray.fsdp.division import Chunks, Cuts, Division
+from vescale_ray.fsdp.parameters import Source
+from vescale_ray.planner import Bundle, TensorSpec, plan_layout
+
+
+def plan_groups(
+    sources: Sequence[Source], rank: int, world: int, policy: MixedPrecisionPolicy
+) -> list[tuple[list[Source], Division]]:
+    """The groups of parameters of one dtype and one ``requires_grad``: one, or several where that saves much padding; with gaps
+    behind the matrices of stacks that may have them, where that does. Those that have a dimension to be sharded along are a group of
+    their own.
+
+    Raises:
+        ValueError: a block that does not fit its parameter; a dimension that is not there.
+        NotImplementedError: a dimension that can't be sharded evenly.
+    """
+    orig = sources[0].param.dtype
+    narrowest = min((orig, *compute_and_reduce_dtypes(orig, policy)), key=lambda d: d.itemsize)
+    by_name = {source.name: source for source in sources}
+    free = [s for s in sources if s.shard_dim is None]
+    specs = tuple(TensorSpec(s.name, s.shape, s.block, narrowest) for s in free)
+    bundle = Bundle(specs, frozenset(s.name for s in free if s.gaps))
+    divisions: list[Division] = [Cuts(layout, rank, bundle) for layout in bundle.layouts(world)]
+    dims = {s.name: s.shard_dim for s in sources if s.shard_dim is not None}
+    if dims:
+        whole = plan_layout([TensorSpec(name, by_name[name].shape, None, narrowest) for name in dims], 1, order="given")
+        divisions.append(Chunks(whole, dims, rank, world))
+    return [([by_name[spec.name] for spec in division.layout.specs], division) for division in divisions]
+
+
+def compute_and_reduce_dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype]:
+    """Compute and reduce dtype; the policy is for floating-point parameters only."""
+    floating = orig.is_floating_point
+    compute = policy.param_dtype if floating and policy.param_dtype is not None else orig
+    return compute, policy.reduce_dtype if floating and policy.reduce_dtype is not None else compute
