@@ -21,7 +21,7 @@ sys.meta_path.insert(0, NoRay())
 SCRIPT = """
 import torch, torch.distributed as dist
 from torch import nn
-from vescale_ray import MixedPrecisionPolicy, explain, fully_shard
+from vescale_ray import MixedPrecisionPolicy, explain, fully_shard, gloo
 from vescale_ray.optim import AdamW, clip_grad_norm_
 
 try:
@@ -31,7 +31,7 @@ except ImportError:
 else:
     raise SystemExit("the blocker does not work")
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
+gloo.init_process_group("gloo")
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(20, 36), nn.Tanh(), nn.Linear(36, 7))
 for layer in (model[0], model[2]):
