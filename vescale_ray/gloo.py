@@ -51,13 +51,13 @@ def single_threaded(backend: str | None) -> str | None:
 
 def create(store: Any, rank: int, size: int, timeout: timedelta = _TORCHS_TIMEOUT) -> Any:
     """A ``ProcessGroupGloo`` with one worker thread, of the interfaces that ``GLOO_SOCKET_IFNAME`` names or else the machine's name."""
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     # As torch reads it (ProcessGroupGloo::Options::create_default): a name of one character is none.
     made = [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")] if len(names) > 1 else []
     options._devices = made or [dist.ProcessGroupGloo.create_default_device()]
     options._timeout, options._threads = timeout, 1
-    return dist.ProcessGroupGloo(store, rank, size, options)  # type: ignore[arg-type]
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
@@ -72,7 +72,9 @@ def worker_threads(group: dist.ProcessGroup) -> int:
     backend: Any = group._get_backend(torch.device("cpu"))
     while hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
         backend = backend.wrapped_pg
-    return int(backend.options._threads) if isinstance(backend, dist.ProcessGroupGloo) else 0
+    if not isinstance(backend, dist.ProcessGroupGloo):
+        return 0
+    return int(backend.options._threads)  # type: ignore[attr-defined]
 
 
 def warn_of_threads(groups: Sequence[dist.ProcessGroup]) -> None:

@@ -33,6 +33,10 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 
 
+def default_group() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
+
+
 def ways(rank: int, world: int) -> dict[str, list[int]]:
     def threads(*made: Any) -> list[int]:
         return [gloo.worker_threads(group) for group in made]
@@ -42,9 +46,10 @@ def ways(rank: int, world: int) -> dict[str, list[int]]:
     grid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("a", "b"))
     row = init_device_mesh("cpu", (world,), mesh_dim_names=("all",))
     wide = fully_shard(nn.Linear(8, 8), mesh=grid, sharding=Sharding("b", "b", ("a", "b")))
+    pair = dist.new_group([0, 1])
     found = {
-        "the default group": threads(dist.group.WORLD),
-        "new_group": threads(dist.new_group(), dist.new_group([0, 1]) if rank < 2 else dist.new_group([0, 1]) and dist.group.WORLD),
+        "the default group": threads(default_group()),
+        "new_group": threads(dist.new_group(), pair if rank < 2 else default_group()),
         "new_group by the ranks in it": threads(dist.new_group([rank], use_local_synchronization=True)),
         "new_group by name": threads(dist.new_group(backend=gloo.BACKEND)),
         "new_subgroups": threads(dist.new_subgroups(2)[0]),
@@ -55,7 +60,7 @@ def ways(rank: int, world: int) -> dict[str, list[int]]:
         "a group of reduce-scatters": threads(*(group.grads.group for group in unit_of(model).groups)),
         "the groups of a sharding": threads(*(group.place.shard_group for group in unit_of(wide).groups)),
     }
-    assert is_pairwise(dist.group.WORLD, CPU), "the engine exchanges messages between pairs on this back end"
+    assert is_pairwise(default_group(), CPU), "the engine exchanges messages between pairs on this back end"
     return found
 
 
@@ -96,7 +101,7 @@ def test_a_group_of_each_specification_has_one_thread(backend: str | None) -> No
         pytest.skip("the accelerator's back end is the default")
     gloo.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert gloo.worker_threads(dist.group.WORLD) == 1
+        assert gloo.worker_threads(default_group()) == 1
         assert gloo.worker_threads(dist.new_group()) == 1
         found = torch.ones(2)
         dist.all_reduce(found)
@@ -113,7 +118,7 @@ def test_groups_of_workers_have_one_thread() -> None:
     groups.form("127.0.0.1", store.port, "test/one", 0, 1, "gloo", 5.0)
     try:
         transfer = groups.open_transfer("127.0.0.1", store.port, "test/move", 0, 1, 5.0)
-        assert gloo.worker_threads(dist.group.WORLD) == transfer.options._threads == 1
+        assert gloo.worker_threads(default_group()) == transfer.options._threads == 1
         assert transfer.options._timeout == timedelta(seconds=5)
     finally:
         groups.dissolve()
@@ -124,7 +129,7 @@ def test_the_group_of_a_rehearsal_has_one_thread(monkeypatch: pytest.MonkeyPatch
     dissolve = groups.dissolve
 
     def looks() -> None:
-        found.append(gloo.worker_threads(dist.group.WORLD))
+        found.append(gloo.worker_threads(default_group()))
         dissolve()
 
     monkeypatch.setattr(groups, "dissolve", looks)
