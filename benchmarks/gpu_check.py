@@ -31,6 +31,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from benchmarks.gpu_rescale import GLOO, Skip, check_abort, check_generations, check_moves, check_refused
 from benchmarks.ranks import join
+from vescale_ray import gloo
 
 LAYERS, VOCAB, BATCH, SEQ = 6, 1000, 4, 128
 WIDTH = {"cuda": 512, "cpu": 64}
@@ -333,6 +334,7 @@ def main() -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         join(f"{folder}/store", 0, 1, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        assert gloo.worker_threads(dist.distributed_c10d._get_default_group()) == 1
         for title, check in checks.items():
             start = time.perf_counter()
             try:

@@ -52,10 +52,11 @@ def single_threaded(backend: str | None) -> str | None:
 def create(store: Any, rank: int, size: int, timeout: timedelta = _TORCHS_TIMEOUT) -> Any:
     """A ``ProcessGroupGloo`` with one worker thread, of the interfaces that ``GLOO_SOCKET_IFNAME`` names or else the machine's name."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    # As torch reads it (ProcessGroupGloo::Options::create_default): a name of one character is none.
-    made = [dist.ProcessGroupGloo.create_device(interface=name) for name in names.split(",")] if len(names) > 1 else []
-    options._devices = made or [dist.ProcessGroupGloo.create_default_device()]
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    # As torch reads it (ProcessGroupGloo::Options::create_default): a single character is no name, and a comma may end the list.
+    names = [name for name in named.split(",") if name] if len(named) > 1 else []
+    devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
+    options._devices = devices or [dist.ProcessGroupGloo.create_default_device()]
     options._timeout, options._threads = timeout, 1
     return dist.ProcessGroupGloo(store, rank, size, options)
 
@@ -90,7 +91,8 @@ def warn_of_threads(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _register() -> None:
-    """Not at import: torch picks another default back end for groups of other specifications once any plugin is registered."""
+    """Make the back end known to torch, at its first use. A mere import must not: torch gives groups of specifications such as
+    ``"cpu:gloo"`` no default back end once any plugin is registered."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create_for_torch, extended_api=True, devices=["cpu", "cuda"])
 

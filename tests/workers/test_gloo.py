@@ -137,7 +137,7 @@ def test_the_group_of_a_rehearsal_has_one_thread(monkeypatch: pytest.MonkeyPatch
     assert found == [1]
 
 
-@pytest.mark.parametrize("names", ["", "x", "lo", "lo,lo"])
+@pytest.mark.parametrize("names", ["", "x", "lo", "lo,", "lo,lo"])
 def test_interfaces_and_timeout_are_those_of_torchs_group(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
     limit = timedelta(seconds=7)
