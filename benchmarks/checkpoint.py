@@ -31,12 +31,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.ranks import join
 from benchmarks.reporting import figure, write
 
 RATIOS: dict[str, tuple[str, str, str, str | None, str]] = {
@@ -132,7 +132,7 @@ def rank_main(rank: int, world: int, store: str, folder: str, mib: int, rounds: 
     from vescale_ray.checkpoint.staging import SlabPool
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=300))
+    join(store, rank, world)
     mesh = init_device_mesh("cpu", (world,))
     count = 16
     rows = world * max(1, mib * (1 << 20) // 4 // 4096 // count // world)

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import join, run_ranks
 from benchmarks.reporting import figure, write
 
 MODELS = {
@@ -243,7 +243,7 @@ def time_rank(rank: int, world: int, store: str, name: str, rounds: int, steps: 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    join(store, rank, world)
     run = {system: stepper(name, shard(name, system), rank, flat=system == "ours_flat") for system in SYSTEMS}
     gate = {system: [run[system](i) for i in range(4)] for system in SYSTEMS}
     run.update(references(name, rank, world))
@@ -276,7 +276,7 @@ def memory_rank(rank: int, world: int, store: str, name: str, system: str, out: 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    join(store, rank, world)
     warm = torch.nn.Linear(8, 8)  # what a first backward and optimizer step load is not the system's
     warm(torch.zeros(1, 8)).sum().backward()
     torch.optim.AdamW(warm.parameters()).step()

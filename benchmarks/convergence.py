@@ -29,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.ranks import join
 from benchmarks.reporting import write
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -165,7 +166,7 @@ def main() -> int:
     corpus = load_corpus(data.corpus, data.seq_len, data.heldout)
     curves: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", store=dist.FileStore(os.path.join(folder, "store"), 1), rank=0, world_size=1)
+        join(os.path.join(folder, "store"), 0, 1)
         print(f"{'optimizer':<12}{'schedule':>9}{'seed':>6}{'held-out':>10}{'bits/byte':>10}{'train':>8}{'s/step':>8}")
         for seed in range(options.first_seed, options.first_seed + seeds):
             for name, run in runs.items():

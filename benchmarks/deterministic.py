@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import join, run_ranks
 from benchmarks.reporting import figure, write
 
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
@@ -64,7 +64,7 @@ def rank_main(rank: int, world: int, store: str, optimizer: str, slots: int, rou
     from vescale_ray.data.corpus import load_corpus
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    join(store, rank, world)
     corpus = load_corpus("stdlib", 128, 0.05)
     steps = rounds + WARM
     chosen = {"deterministic": True} if world == 1 else SYSTEMS

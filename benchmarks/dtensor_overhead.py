@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.ranks import join
 from benchmarks.reporting import figure, write
 
 GOAL = "<= 1.0"
@@ -96,7 +97,7 @@ def main() -> int:
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", store=dist.FileStore(os.path.join(folder, "store"), 1), rank=0, world_size=1)
+        join(os.path.join(folder, "store"), 0, 1)
         made = build(options.parameters, init_device_mesh("cpu", (1,)))
         runs = {name: cases(params, name) for name, params in made.items()}
         worst = 0.0

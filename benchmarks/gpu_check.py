@@ -30,6 +30,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from benchmarks.gpu_rescale import GLOO, Skip, check_abort, check_generations, check_moves, check_refused
+from benchmarks.ranks import join
+from vescale_ray import gloo
 
 LAYERS, VOCAB, BATCH, SEQ = 6, 1000, 4, 128
 WIDTH = {"cuda": 512, "cpu": 64}
@@ -204,7 +206,7 @@ def _two_ranks(rank: int, store: str, results: Any) -> None:
 
     try:
         torch.cuda.set_device(0)
-        dist.init_process_group(GLOO, store=dist.FileStore(store, 2), rank=rank, world_size=2)
+        join(store, rank, 2, GLOO)
         device = torch.device("cuda", 0)
         losses = train(shard(build(device), fully_shard), device, steps=6)
         results.put(("ok", rank, losses))
@@ -331,8 +333,8 @@ def main() -> int:
     print(f"torch {torch.__version__}, {name}")
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        join(f"{folder}/store", 0, 1, "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        assert gloo.worker_threads(dist.distributed_c10d._get_default_group()) == 1
         for title, check in checks.items():
             start = time.perf_counter()
             try:

@@ -39,7 +39,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import join, run_ranks
 from benchmarks.reporting import figure, write
 
 GOAL = "< 0.005"
@@ -133,7 +133,7 @@ def rank_main(rank: int, world: int, store: str, rounds: int, out: Any) -> None:
     from vescale_ray.workers.trainer import Trainer
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    join(store, rank, world)
     config = config_of(world, "/nowhere")
     trainer = Trainer(config, rank, world, 1, "cpu", load_corpus("stdlib", config.data.seq_len, config.data.heldout))
     trainer.initialize()

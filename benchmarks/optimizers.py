@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import join, run_ranks
 from benchmarks.reporting import figure, write
 
 WIDTH, FFN, LAYERS = 256, 768, 4
@@ -184,7 +184,7 @@ def rank_main(rank: int, world: int, store: str, name: str, rounds: int, out: An
     from torch.distributed.tensor.debug import CommDebugMode
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    join(store, rank, world)
     case = CASES[name]
     systems = {"ours": (case.ours, "ours", case.policy()), "peer": (case.peer, case.peer_shards, None)}
     models = {key: sharded(who, policy, world) for key, (_, who, policy) in systems.items()}

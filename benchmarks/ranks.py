@@ -1,4 +1,4 @@
-"""Fresh processes for the ranks of a benchmark: nothing of another system, or of this process, is in them."""
+"""Fresh processes for the ranks of a benchmark: nothing of another system, or of this process, is in them. And their process group."""
 
 from __future__ import annotations
 
@@ -56,3 +56,12 @@ def run_ranks(
                 process.kill()
         for key, value in before.items():
             os.environ.pop(key, None) if value is None else os.environ.__setitem__(key, value)
+
+
+def join(store: str, rank: int, world: int, backend: str = "gloo") -> None:
+    """Initialise the default process group, of the ranks that meet at the file ``store``."""
+    import torch.distributed as dist
+
+    from vescale_ray import gloo
+
+    gloo.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world)

@@ -44,7 +44,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import join, run_ranks
 from benchmarks.reporting import figure, write
 
 MODEL = {"dim": 384, "layers": 10, "heads": 6, "kv_heads": 6, "ffn": 1024}
@@ -519,7 +519,7 @@ def _exchange(rank: int, world: int, store: str, rounds: int, queue: Any) -> Non
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    join(store, rank, world)
     splits = [0 if r == rank else LOAD // (world - 1) for r in range(world)]
     sent, received = torch.ones(sum(splits), dtype=torch.uint8), torch.zeros(sum(splits), dtype=torch.uint8)
     seconds = []

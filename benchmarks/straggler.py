@@ -35,7 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import join, run_ranks
 from benchmarks.reporting import figure, write
 
 SLOW_RANK = 1
@@ -115,7 +115,7 @@ def rank_main(rank: int, world: int, store: str, slots: int, way: str, steps: in
     from vescale_ray.data.corpus import load_corpus
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    join(store, rank, world)
     more = TINY if way == "sleep" else ()
     corpus = load_corpus("stdlib", 32 if more else 128, 0.05)
     trainers = {mode: trainer(rank, world, slots, mode, corpus, more) for mode in ("report", "relieve")}

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vescale_ray import gloo
+
 
 class RankFailed(AssertionError):
     """One or more ranks raised; the message holds their tracebacks."""
@@ -71,6 +73,11 @@ def run_gloo(world: int, function: Callable[..., Any], *args: Any, timeout: floa
                     process.join()
 
 
+def join(store: dist.Store, rank: int, world: int, timeout: float) -> None:
+    """Initialise the default process group, on gloo. For ranks that :func:`run_gloo` has not started."""
+    gloo.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+
+
 def run_threads(world: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
     """Call ``function(rank, world, *args)`` in ``world`` threads with torch's threaded process group; return results by rank.
 
@@ -112,10 +119,10 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=max(5.0, timeout))
-        )
+        join(dist.FileStore(store, world), rank, world, max(5.0, timeout))
         value = function(rank, world, *args)
+        racing = {dist.get_backend(group) for group in dist.distributed_c10d._world.pg_map if gloo.worker_threads(group) > 1}
+        assert not racing, f"process groups of {racing} have several worker threads: make them by vescale_ray.gloo"
         dist.destroy_process_group()
         results.put((rank, True, value))
     except BaseException:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from vescale_ray import waits
+from vescale_ray import gloo, waits
 
 
 class Clock(Protocol):
@@ -91,6 +91,11 @@ class Messages:
         group = self._group() if self._under_way else None
         if group is not None and group not in self._failed:
             self._dropped.setdefault(group, []).extend(self._under_way)
+
+
+def is_pairwise(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether collectives of this group consist of messages between pairs of ranks: several ranks on gloo, in host memory."""
+    return device.type == "cpu" and group.size() > 1 and gloo.is_gloo(group)
 
 
 def all_to_all(

@@ -33,6 +33,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch._C._distributed_c10d import AllgatherOptions, BarrierOptions
 
+from vescale_ray import gloo
 from vescale_ray.messages import Messages
 from vescale_ray.workers.lines import Lines
 
@@ -127,7 +128,7 @@ def form(
             with lines.paused():
                 _meet(store, world, form_timeout_s, closed)
             _count_groups_anew()
-            dist.init_process_group(
+            gloo.init_process_group(
                 "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
                 store=store,
                 rank=rank,
@@ -162,11 +163,9 @@ def dissolve() -> None:
     """
     if dist.is_initialized():
         try:
-            group = dist.distributed_c10d._get_default_group()
-            if "nccl" in str(dist.get_backend_config(group)):
+            if "nccl" in str(dist.get_backend_config()):
                 # NCCL can be aborted, and without an abort destroy waits for kernels that never finish.
                 dist.distributed_c10d._abort_process_group()
-            del group
         except Exception as error:
             describe(error)
         try:
@@ -273,7 +272,7 @@ def open_transfer(
             store = _store(store_host, store_port, prefix, form_timeout_s)
             with lines.paused():
                 _meet(store, world, meet_timeout_s, closed)
-            group: Any = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=form_timeout_s))
+            group = gloo.create(store, rank, world, timedelta(seconds=form_timeout_s))
         group.set_timeout(timedelta(seconds=timeout_s))
         return group
     except Exception as error:

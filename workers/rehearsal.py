@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from vescale_ray import gloo
 from vescale_ray.data.corpus import Corpus
 from vescale_ray.workers import groups
 from vescale_ray.workers.reshard import execute
@@ -56,7 +57,7 @@ def _small(config: RunConfig) -> RunConfig:
 
 def _rehearse(config: RunConfig, device: torch.device) -> None:
     # A store of this process, and gloo, which has nothing to set up on a device.
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    gloo.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     text = np.arange(4 * _SEQ_LEN, dtype=np.uint8)
     corpus = Corpus(text, text[:0], _SEQ_LEN, "rehearsal", 1, len(text), "", 0)
     copies = Snapshots(1)

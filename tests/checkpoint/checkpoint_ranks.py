@@ -6,7 +6,6 @@ import os
 import re
 import time
 from collections import OrderedDict
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.ranks import join
 from vescale_ray import checkpoint as ckpt
 from vescale_ray import fsdp
 
@@ -274,7 +274,7 @@ def killed_rank(rank: int, world: int, store: str, root: str, point: str, report
     torch.set_num_threads(1)
     if rank == 1:
         os.environ[ckpt.FAULT_ENV] = point
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=20))
+    join(dist.FileStore(store, world), rank, world, 20.0)
     try:
         outcome = ckpt.save({"model": {"w": torch.full((10,), 2.0)}}, root, 8, timeout_s=1.0).commit.name
     except ckpt.SaveFailed as error:
@@ -449,7 +449,7 @@ def async_failing_rank(rank: int, world: int, root: str) -> Any:
         told["gone"] = str(error)
     # Made anew over a store in which another group has left its words.
     again = dist.PrefixStore("again", dist.FileStore(f"{root}/../store", world))
-    dist.init_process_group("gloo", store=again, rank=rank, world_size=world, timeout=timedelta(seconds=20))
+    join(again, rank, world, 20.0)
     told["anew"] = [saver.async_save(state, 42).wait(20).step, ckpt.save(state, store, 43, timeout_s=20).step]
     assert saver._accord is not None and saver._accord._group is dist.group.WORLD, "the store of the group before may be gone"
     saver.close()
@@ -475,7 +475,7 @@ def async_killed_rank(rank: int, world: int, store: str, root: str, report: str,
     torch.set_num_threads(1)
     if rank == victim:
         os.environ[ckpt.FAULT_ENV] = point
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=20))
+    join(dist.FileStore(store, world), rank, world, 20.0)
     saver = ckpt.Saver(root, timeout_s=1.0)
     handle = saver.async_save({"model": {"w": torch.full((10,), 2.0)}}, 8)
     began = time.monotonic()

@@ -259,7 +259,7 @@ def _with_fsdp2(rank: int, world: int, folder: str) -> None:
         net = make()
         optimizer = trained(net)
         state = {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)}
-        saving: Any = dcp.async_save(state, checkpoint_id=str(Path(folder) / name), process_group=dist.new_group(backend="gloo"))
+        saving: Any = dcp.async_save(state, checkpoint_id=str(Path(folder) / name), process_group=dist.new_group())
         with torch.no_grad():
             for p in net.parameters():
                 p.zero_()  # what is being saved is a copy

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fsdp.transformer import build
-from tests.ranks import run_gloo, run_threads
+from tests.ranks import join, run_gloo, run_threads
 from vescale_ray.fsdp import explain, fully_shard
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.schedule import Schedule, unit_of
@@ -344,7 +343,7 @@ def survives_a_lost_rank(rank, world, folder):
     dist.destroy_process_group()
     gc.collect()
     alive = group_ref() is not None
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/again", 1), rank=0, world_size=1, timeout=timedelta(seconds=20))
+    join(dist.FileStore(f"{folder}/again", 1), 0, 1, 20.0)
     again = sharded()
     step(again, torch.optim.AdamW(again.parameters()))
     return bool(failed), left, alive

@@ -21,7 +21,7 @@ sys.meta_path.insert(0, NoRay())
 SCRIPT = """
 import torch, torch.distributed as dist
 from torch import nn
-from vescale_ray import MixedPrecisionPolicy, explain, fully_shard
+from vescale_ray import MixedPrecisionPolicy, explain, fully_shard, gloo
 from vescale_ray.optim import AdamW, clip_grad_norm_
 
 try:
@@ -31,12 +31,12 @@ except ImportError:
 else:
     raise SystemExit("the blocker does not work")
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(20, 36), nn.Tanh(), nn.Linear(36, 7))
 for layer in (model[0], model[2]):
     fully_shard(layer)
-fully_shard(model)
+fully_shard(model)  # makes the process group, since there is none
+assert gloo.worker_threads(dist.group.WORLD) == (0 if torch.accelerator.is_available() else 1)
 optimizer = AdamW(model.parameters(), lr=1e-2)
 x = torch.randn(8, 20, generator=torch.Generator().manual_seed(dist.get_rank()))
 losses = []

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # From the bottom to the top; a part may import its own layer and those below it.
 LAYERS: list[set[str]] = [
-    {"errors", "geometry", "compat", "waiting", "waits"},
+    {"errors", "geometry", "compat", "gloo", "waiting", "waits"},
     {"planner", "placement"},
     {"dtensor", "collectives", "messages", "redistribute", "transfer", "dbuffer", "emulation", "runfolder", "schedule"},
     {"fsdp", "models", "data", "config", "checkpoint", "client", "state_dict"},

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.workers.fleet import Fleet, State
+from vescale_ray import gloo
 from vescale_ray.workers import groups
 from vescale_ray.workers.groups import GroupFailed
 from vescale_ray.workers.lines import Lines
@@ -94,18 +95,16 @@ def test_survivors_of_a_sigkill_are_out_within_two_seconds_and_meet_again_twenty
 
 def _fail_to_form(state: State, port: int, prefix: str) -> str:
     """In the middle of it, as when a rank is lost while the others connect to it."""
-    real = dist.distributed_c10d.ProcessGroupGloo
 
     def lost(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("Gloo connectFullMesh failed with: Connection closed by peer")
 
-    dist.distributed_c10d.ProcessGroupGloo = lost  # type: ignore[assignment, misc]
-    try:
-        groups.form(HOST, port, prefix, 0, 1, "gloo", 30.0)
-    except GroupFailed as failure:
-        return str(failure)
-    finally:
-        dist.distributed_c10d.ProcessGroupGloo = real  # type: ignore[misc]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo, "create", lost)
+        try:
+            groups.form(HOST, port, prefix, 0, 1, "gloo", 30.0)
+        except GroupFailed as failure:
+            return str(failure)
     return ""
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.workers.fleet import Fleet, State
-from vescale_ray import waits
+from vescale_ray import gloo, waits
 from vescale_ray.messages import Messages
 from vescale_ray.optim import newton_schulz
 from vescale_ray.optim.exchange import Exchange, Job, plan
@@ -205,7 +205,7 @@ def _pair() -> dict[int, dist.ProcessGroupGloo]:
     pair: dict[int, dist.ProcessGroupGloo] = {}
 
     def join(rank: int) -> None:
-        pair[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+        pair[rank] = gloo.create(store, rank, 2, timedelta(seconds=30))
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
     for thread in threads:

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
+from vescale_ray import gloo
 from vescale_ray.dtensor_spec import enclose
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.checks import remember_parameters
@@ -28,7 +28,7 @@ from vescale_ray.fsdp.module import FSDPModule, sharded_class
 from vescale_ray.fsdp.parameters import REPLACED, Owner, Parallel, Source, local_of
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.schedule import Lanes, unit_of
-from vescale_ray.fsdp.sharding import Sharding, flattened, plan_sharding
+from vescale_ray.fsdp.sharding import Sharding, default_mesh, flattened, plan_sharding
 from vescale_ray.fsdp.torch_state import is_replicated, leave_state, state_of
 from vescale_ray.fsdp.unit import Unit
 from vescale_ray.geometry import Block
@@ -97,7 +97,7 @@ def fully_shard(
     whole_mesh = None
     if dp_mesh_dims is not None:
         whole_mesh, mesh = mesh, _data_mesh(mesh, dp_mesh_dims)
-    mesh = mesh if mesh is not None else _default_mesh()
+    mesh = mesh if mesh is not None else default_mesh()
     axes = None
     if sharding is not None:
         if dp_mesh_dims is not None or (reshard_after_forward is not None and not isinstance(reshard_after_forward, bool)):
@@ -110,6 +110,8 @@ def fully_shard(
         raise BadArgument("Please init the 2D mesh for HSDP with mesh_dim_names specified, as ('replicate', 'shard')")
     default = Data(mesh, whole_mesh, dp_mesh_dims)
     device = _device_of(mesh)
+    if device.type == "cpu" or type(offload_policy) is not OffloadPolicy:  # shards in host memory
+        gloo.warn_of_threads(mesh.get_all_groups())
     ignored = ignored_params or set()
 
     managed = _managed_modules(modules)
@@ -432,14 +434,6 @@ def _reshard_after_forward(value: bool | int | None, shard_size: int) -> tuple[b
             f"If passing reshard_after_forward as an int, it should be a factor of {shard_size}, not {value}: it must divide the shard size"
         )
     return value != 1, value if 1 < value < shard_size else None
-
-
-def _default_mesh() -> DeviceMesh:
-    """All ranks, on the accelerator if there is one. As torch, initialises the default process group from the environment if need be."""
-    if not dist.is_initialized():
-        dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

@@ -139,11 +139,6 @@ def current_event(device: torch.device) -> Any:
     return None if device.type == "cpu" else current_stream(device).record_event()
 
 
-def is_pairwise(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the collectives of this group are pairwise exchanges: several ranks on gloo, in host memory."""
-    return device.type == "cpu" and group.size() > 1 and dist.get_backend(group) == "gloo"
-
-
 def allocate(custom: Comm, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A buffer of a user's collective, as bytes.
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.dtensor_spec import contiguous_stride, enclose, make_spec
-from vescale_ray.fsdp.comm import is_pairwise
 from vescale_ray.geometry import Block
+from vescale_ray.messages import is_pairwise
 from vescale_ray.placement import RaggedShard
 
 Owner = tuple["weakref.ref[nn.Module]", str]

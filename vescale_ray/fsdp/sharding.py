@@ -30,8 +30,11 @@ import math
 import weakref
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from vescale_ray import gloo
 
 Dims = tuple[str, ...]
 
@@ -76,6 +79,14 @@ class Sharding:
     def zero3(cls, *dims: str) -> Sharding:
         """Everything sharded: what ``fully_shard`` does without a ``sharding``."""
         return cls(dims or ("shard",), dims or ("shard",), dims or ("shard",))
+
+
+def default_mesh() -> DeviceMesh:
+    """All ranks, on the accelerator if there is one. As torch, initialises the default process group from the environment if need be."""
+    if not dist.is_initialized():
+        gloo.init_process_group()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
 
 
 @dataclass(frozen=True)

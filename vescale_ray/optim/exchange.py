@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_ray import waiting
-from vescale_ray.fsdp.comm import is_pairwise
-from vescale_ray.messages import all_to_all
+from vescale_ray.messages import all_to_all, is_pairwise
 from vescale_ray.optim.matrices import Holding, MatrixSpan, held_numel
 from vescale_ray.optim.newton_schulz import Coefficients, NewtonSchulz, flops
 from vescale_ray.optim.roots import Roots, assign_buckets, assign_roots

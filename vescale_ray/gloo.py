@@ -1,0 +1,104 @@
+"""Gloo process groups with one worker thread each.
+
+torch gives a gloo group two worker threads. Both assign the group's ``lastCompletedWorkName``, a ``std::string``, without a lock
+(``ProcessGroupGloo::runLoop``), so that they corrupt the heap about once in a million collectives. One thread has nobody to race with.
+``docs/gloo.md`` has the details, and how a script uses this.
+
+``init_process_group("gloo")`` of torch takes no number of threads. So this module registers a back end of its own with torch, whose
+groups are torch's ``ProcessGroupGloo`` with other options. Every group of this project comes from here.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+BACKEND = "vescale_gloo"
+"""The back end's name in torch, as in ``new_group(backend=..)``. Known to torch from the first :func:`init_process_group` on."""
+
+_TORCHS = "gloo"
+_TORCHS_TIMEOUT = timedelta(minutes=30)
+
+
+def init_process_group(backend: str | None = None, init_method: str | None = None, **options: Any) -> None:
+    """As ``torch.distributed.init_process_group``, with one worker thread wherever ``backend`` says gloo.
+
+    Groups that are made from this one (``new_group``, ``init_device_mesh``) have one, too, unless they ask for ``"gloo"`` by name.
+
+    Args:
+        backend: ``"gloo"``, ``"cpu:gloo,cuda:nccl"``, or any other of torch's; None: as torch, the one of the accelerator, or gloo.
+    """
+    dist.init_process_group(single_threaded(backend), init_method, **options)
+
+
+def single_threaded(backend: str | None) -> str | None:
+    """The name for torch of the back end that is called ``backend`` there, with our gloo for torch's."""
+    _register()
+    if backend is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return BACKEND if accelerator is None else None
+    parts = [part.rpartition(":") for part in backend.lower().split(",")]
+    if all(name == _TORCHS for _, _, name in parts):
+        return BACKEND  # for "cpu:gloo", too: torch gives a group of one custom back end no default unless it has its plain name
+    return ",".join(device + colon + (BACKEND if name == _TORCHS else name) for device, colon, name in parts)
+
+
+def create(store: Any, rank: int, size: int, timeout: timedelta = _TORCHS_TIMEOUT) -> Any:
+    """A ``ProcessGroupGloo`` with one worker thread, of the interfaces that ``GLOO_SOCKET_IFNAME`` names or else the machine's name."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    # As torch reads it (ProcessGroupGloo::Options::create_default): a single character is no name, and a comma may end the list.
+    names = [name for name in named.split(",") if name] if len(named) > 1 else []
+    devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
+    options._devices = devices or [dist.ProcessGroupGloo.create_default_device()]
+    options._timeout, options._threads = timeout, 1
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether all of the group's communication is gloo's, torch's or ours."""
+    return dist.get_backend(group) in (_TORCHS, BACKEND)
+
+
+def worker_threads(group: dist.ProcessGroup) -> int:
+    """How many threads carry out the group's gloo collectives on host memory; 0 if another back end does, or none."""
+    if torch.device("cpu") not in group._device_types:
+        return 0
+    backend: Any = group._get_backend(torch.device("cpu"))
+    while hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        backend = backend.wrapped_pg
+    if not isinstance(backend, dist.ProcessGroupGloo):
+        return 0
+    return int(backend.options._threads)  # type: ignore[attr-defined]
+
+
+def warn_of_threads(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Warn, once in a process, if a group has worker threads that race."""
+    threads = max(map(worker_threads, groups), default=0)
+    if threads > 1:
+        warnings.warn(
+            f"a process group of the mesh has {threads} gloo worker threads, a race of which in torch can corrupt the heap: make the "
+            f"default group with vescale_ray.gloo.init_process_group(..), which takes what torch's takes (docs/gloo.md)",
+            RuntimeWarning,
+            stacklevel=1,  # one place for all calls of fully_shard, so that Python shows it once
+        )
+
+
+def _register() -> None:
+    """Make the back end known to torch, at its first use. A mere import must not: torch gives groups of specifications such as
+    ``"cpu:gloo"`` no default back end once any plugin is registered."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _create_for_torch, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create_for_torch(asked: Any, _options: Any) -> Any:
+    made = create(asked.store, asked.group_rank, asked.group_size, asked.timeout)
+    # As torch does for its own; both show in the flight recorder.
+    made.options.global_ranks_in_group, made.options.group_name = asked.global_ranks_in_group, asked.group_id
+    return made
