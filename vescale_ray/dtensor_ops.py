@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
+from vescale_ray.compat.core import tree_map
 from vescale_ray.dtensor_fallback import HIDDEN_WRITES, Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target
 from vescale_ray.dtensor_operands import gathered, operand, schema_facts, spread, written
 from vescale_ray.dtensor_pending import any_pending, on_pending

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
+from vescale_ray.compat.fsdp import DataParallelMeshDims, FSDPMeshInfo, ShardPlacementResult
 from vescale_ray.dtensor_spec import enclose
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.group import Group, Retain, plan_groups

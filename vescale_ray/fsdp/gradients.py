@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
 from vescale_ray import waiting
+from vescale_ray.compat.core import current_graph_task_id, disable_dynamo
+from vescale_ray.compat.fsdp import ReduceScatter
 from vescale_ray.dbuffer import DBuffer, KeptShard
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.division import Division
@@ -123,7 +124,7 @@ class Gradients:
         """Take in the gradient of unsharded parameter ``index`` whenever it is complete."""
         mine = weakref.ref(self)  # autograd keeps the hook as long as the leaf, and the leaf is ours
 
-        @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+        @disable_dynamo  # type: ignore[untyped-decorator]
         def hook(_: torch.Tensor) -> None:
             owner = mine()
             if owner is not None:
@@ -147,7 +148,7 @@ class Gradients:
         view = self._views[index]
         if view.dtype != like.dtype or view.device != like.device:
             return None
-        self._claims[index] = torch._C._current_graph_task_id()
+        self._claims[index] = current_graph_task_id()
         self._writes(index)
         return view
 
@@ -176,7 +177,7 @@ class Gradients:
                 self._writes(index)
                 view.zero_()
             self._arrives(index)
-        elif claim is not None and claim != torch._C._current_graph_task_id():
+        elif claim is not None and claim != current_graph_task_id():
             # What was written there is still on its way, maybe already as a part of a sum. Not to be touched.
             held = self._aside.get(index)
             self._aside[index] = grad if held is None else held + grad

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale_ray import waiting
+from vescale_ray.compat.fsdp import AllGather
 from vescale_ray.dbuffer import KeptShard
 from vescale_ray.dtensor import distribute_tensor
 from vescale_ray.fsdp import comm

@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+
+from vescale_ray.compat.fsdp import (
+    AllGather,
     ProcessGroupAllocAllGather,
     ProcessGroupAllocReduceScatter,
+    ReduceScatter,
     SymmMemAllGather,
     SymmMemReduceScatter,
 )
-
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.phases import Phase, PhaseError

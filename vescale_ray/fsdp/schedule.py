@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import _disable_current_modes
 
+from vescale_ray.compat.core import disable_current_modes, disable_dynamo
 from vescale_ray.fsdp.comm import Lane
 from vescale_ray.fsdp.debug import agree
 from vescale_ray.fsdp.group import Group
@@ -120,7 +120,7 @@ class Schedule:
                 group.adopt()
         _check_materialized(units)
         _check_hooks(units)
-        with _disable_current_modes():  # not a part of the step that a mode may be counting or recording
+        with disable_current_modes():  # not a part of the step that a mode may be counting or recording
             check_same_plan(units)
         root.is_root, schedule.is_last_backward = True, root.is_last_backward
         for unit in units:
@@ -267,7 +267,7 @@ class Schedule:
         group.grads.reduce(self.lanes.reduce)
         self._reducing.append(group)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    @disable_dynamo  # type: ignore[untyped-decorator]
     def end_backward(self) -> None:
         """Autograd calls this when the backward is over."""
         log("root_post_backward")

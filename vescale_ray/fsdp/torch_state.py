@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
 from torch.utils.hooks import RemovableHandle
 
+from vescale_ray.compat.fsdp import REGISTRY_KEY, STATE_KEY, ParamModuleInfo, RegistryItem, TrainingState
 from vescale_ray.fsdp.phases import Phase, Residency
 from vescale_ray.fsdp.schedule import Schedule, unit_of
 

@@ -19,10 +19,10 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo  # what _disable_dynamo needs; imported at the first hook, it would keep the frames of the first forward alive
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from vescale_ray.compat.core import DisableFuncTorch, are_functorch_transforms_active, current_graph_task_id, disable_dynamo
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.labels import log, span
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def outside_transforms() -> Any:
     """Parameters are gathered as plain tensors also inside ``torch.func`` transforms, which would wrap what is made there."""
-    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else _NO_TRANSFORM
+    return DisableFuncTorch() if are_functorch_transforms_active() else _NO_TRANSFORM
 
 
 _NO_TRANSFORM: Any = nullcontext()
@@ -44,7 +44,7 @@ _NO_TRANSFORM: Any = nullcontext()
 
 def in_backward() -> bool:
     """Whether the calling thread is inside a backward."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 class Call:
@@ -62,7 +62,7 @@ class Call:
         self.consumed = False
         self.loads = unit.loads
 
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    @disable_dynamo  # type: ignore[untyped-decorator]
     def pre_backward(self, _grad: Any) -> None:
         unit = self.unit()
         if unit is not None:
@@ -148,7 +148,7 @@ class Unit:
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    @disable_dynamo  # type: ignore[untyped-decorator]
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.schedule is None:
             from vescale_ray.fsdp.schedule import Schedule
@@ -182,7 +182,7 @@ class Unit:
                 args, kwargs = self._mark_inputs(args, kwargs)
         return args, kwargs
 
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    @disable_dynamo  # type: ignore[untyped-decorator]
     def post_forward(self, module: nn.Module, _args: Any, output: Any) -> Any:
         if output is None and sys.exc_info()[0] is not None:
             self._abandon_forward()
@@ -510,7 +510,7 @@ class _InputMark(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    @disable_dynamo  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         unit = ctx.unit()
         if unit is not None:
