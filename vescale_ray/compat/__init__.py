@@ -32,9 +32,15 @@ def check_version() -> None:
         ImportError: one sentence with the version and the remedy.
     """
     version = installed_version()
-    release = re.match(r"\d+\.\d+", version or "")
-    if release and release[0] not in RELEASES:
+    release = installed_release()
+    if release and "{}.{}".format(*release) not in RELEASES:
         raise ImportError(f"vescale-ray supports {SUPPORTED}, but torch {version} is installed: {_remedy()}")
+
+
+def installed_release() -> tuple[int, ...]:
+    """``(2, 15)`` of version 2.15.1; empty if the version is not known."""
+    found = re.match(r"(\d+)\.(\d+)", installed_version() or "")
+    return (int(found[1]), int(found[2])) if found else ()
 
 
 def installed_version() -> str | None:
@@ -102,7 +108,8 @@ def _exists(name: str) -> bool:
             owner = reduce(getattr, words[end:-1], module)
         except AttributeError:
             return False
-        annotated = any(words[-1] in getattr(base, "__annotations__", ()) for base in getattr(owner, "__mro__", ()))
+        # Of its own __dict__: a class without annotations would be given some by the look at them.
+        annotated = any(words[-1] in base.__dict__.get("__annotations__", ()) for base in getattr(owner, "__mro__", ()))
         return end == len(words) or annotated or hasattr(owner, words[-1])
     return False
 

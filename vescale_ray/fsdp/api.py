@@ -24,6 +24,7 @@ from vescale_ray.fsdp.linear import adopt_linear
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
 from vescale_ray.fsdp.parameters import Owner, Parallel, Source, local_of
 from vescale_ray.fsdp.phases import Phase, PhaseError
+from vescale_ray.fsdp.policy import policy_of
 from vescale_ray.fsdp.schedule import Lanes, unit_of
 from vescale_ray.fsdp.sharding import Sharding, flattened, plan_sharding
 from vescale_ray.fsdp.torch_state import is_replicated, leave_state, state_of
@@ -141,7 +142,7 @@ def fully_shard(
         raise ValueError(f"parameter {on_meta[0]!r} is on the meta device but {real!r} is not: a unit is built on one or the other")
     _move_buffers(managed, device)
 
-    by_kind: dict[tuple[torch.dtype, bool, bool, Ranks], list[Source]] = {}
+    by_kind: dict[tuple[MixedPrecisionPolicy, torch.dtype, bool, bool, Ranks], list[Source]] = {}
     for param, (fqn, where) in owners.items():
         block = block_policy(fqn, param) if block_policy is not None else None
         gaps = param.dim() >= 3 and bool(allow_gaps(fqn, param) if callable(allow_gaps) else allow_gaps)
@@ -152,10 +153,10 @@ def fully_shard(
         if block is not None and shard_dim is not None:
             why = "shard_placement_fn" if kept_apart is None or kept_apart.even else "its uneven tensor parallelism"
             raise ValueError(f"{fqn!r} has Shard({shard_dim}) from {why} and {block} from block_policy: give it one of them")
-        hooked = _has_hooks(fqn, param, block, shard_dim)
-        tied = bool(param.__dict__.get("_vescale_replaced"))
+        hooked, tied = _has_hooks(fqn, param, block, shard_dim), bool(param.__dict__.get("_vescale_replaced"))
         source = Source(fqn, param, tuple(where), block, parallel[param], gaps, 0 if hooked else shard_dim, hooked, tied)
-        by_kind.setdefault((param.dtype, param.requires_grad, hooked, ranks_of[id(data)]), []).append(source)
+        kind = (policy_of(fqn, param, mp_policy), param.dtype, param.requires_grad, hooked, ranks_of[id(data)])
+        by_kind.setdefault(kind, []).append(source)
     name = type(modules[0]).__name__
     groups = [
         (HookedGroup if members[0].hooked else Group)(
@@ -163,15 +164,15 @@ def fully_shard(
             members,
             division,
             meshes[key],
-            mp_policy,
+            policy,
             offload_policy,
             device,
             retain=retain,
             neighbours=reshards[key][1],
             to_empty=to_empty,
         )
-        for (_, _, _, key), sources in by_kind.items()
-        for members, division in plan_groups(sources, *_shard_position(meshes[key]), mp_policy)
+        for (policy, _, _, _, key), sources in by_kind.items()
+        for members, division in plan_groups(sources, *_shard_position(meshes[key]), policy)
     ]
     for param in owners:
         # The original is out of the model now. Whoever still holds it (an optimizer, a module tied to it) can be told so.

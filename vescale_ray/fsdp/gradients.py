@@ -73,7 +73,7 @@ class Gradients:
         self._written: set[int] = set()
         """Parameters whose part of a new buffer was written."""
         self._reductions: list[Reduction] = []
-        self._partial: torch.Tensor | None = None
+        self.partial: torch.Tensor | None = None
         self._partial_used: set[int] = set()
 
         # Set by the user through FSDPModule.
@@ -348,12 +348,12 @@ class Gradients:
         """HSDP: the sum over the replicas, or nothing yet if the user wants it only later."""
         out = reduction.out
         if self.place.replicate_group is not None:
-            if self._partial is not None:
-                out.add_(self._partial)
+            if self.partial is not None:
+                out.add_(self.partial)
                 reduction.used = sorted(self._partial_used.union(reduction.used))
-                self._partial, self._partial_used = None, set()
+                self.partial, self._partial_used = None, set()
             if not self.all_reduce:
-                self._partial, self._partial_used = out, set(reduction.used)
+                self.partial, self._partial_used = out, set(reduction.used)
                 return None
             if self.place.replicas > 1:
                 with waiting.counted("all_reduce"):
@@ -478,7 +478,7 @@ class Gradients:
         """Forget everything of an unfinished step."""
         self.end_window()
         reductions, self._reductions = self._reductions, []
-        buffer, self._partial = self._buffer, None
+        buffer, self.partial = self._buffer, None
         self._clear()
         for param in self.params:
             if param.unsharded is not None:

@@ -28,6 +28,7 @@ from vescale_ray.fsdp.labels import span
 from vescale_ray.fsdp.memory import NOWHERE, Buffer, Pool, may_stay
 from vescale_ray.fsdp.parameters import GroupParam, Place, Source, Subgroup, as_dtensor, local_of
 from vescale_ray.fsdp.phases import Residency
+from vescale_ray.fsdp.policy import dtypes
 from vescale_ray.planner import Bundle, TensorSpec, plan_layout
 
 
@@ -52,7 +53,7 @@ def plan_groups(
         NotImplementedError: a dimension that can't be sharded evenly.
     """
     orig = sources[0].param.dtype
-    narrowest = min((orig, *_dtypes(orig, policy)), key=lambda d: d.itemsize)
+    narrowest = min((orig, *dtypes(orig, policy)), key=lambda d: d.itemsize)
     by_name = {source.name: source for source in sources}
     free = [s for s in sources if s.shard_dim is None]
     specs = tuple(TensorSpec(s.name, s.shape, s.block, narrowest) for s in free)
@@ -63,13 +64,6 @@ def plan_groups(
         whole = plan_layout([TensorSpec(name, by_name[name].shape, None, narrowest) for name in dims], 1, order="given")
         divisions.append(Chunks(whole, dims, rank, world))
     return [([by_name[spec.name] for spec in division.layout.specs], division) for division in divisions]
-
-
-def _dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype]:
-    """Compute and reduce dtype; the policy is for floating-point parameters only."""
-    floating = orig.is_floating_point
-    compute = policy.param_dtype if floating and policy.param_dtype is not None else orig
-    return compute, policy.reduce_dtype if floating and policy.reduce_dtype is not None else compute
 
 
 class Group:
@@ -108,7 +102,7 @@ class Group:
         self.offload = isinstance(offload, CPUOffloadPolicy) and device.type != "cpu"
         self.pin_memory = self.offload and bool(getattr(offload, "pin_memory", False))
         self.orig_dtype = sources[0].param.dtype
-        self.compute_dtype, self.reduce_dtype = _dtypes(self.orig_dtype, policy)
+        self.compute_dtype, self.reduce_dtype = dtypes(self.orig_dtype, policy)
         self.division, self.layout = division, division.layout
         alone = self.place.world == 1 and not division.copies
         self.in_place = not self.offload and (alone or not division.part_numel)
@@ -157,7 +151,7 @@ class Group:
         """The parameters are of this dtype from now on."""
         if dtype != self.orig_dtype:
             self.orig_dtype = dtype
-            self.compute_dtype, self.reduce_dtype = _dtypes(dtype, self.policy)
+            self.compute_dtype, self.reduce_dtype = dtypes(dtype, self.policy)
             self._cast = None
             self._tell_gradients()
 

@@ -101,15 +101,16 @@ class State:
     @property
     def is_last_backward(self) -> bool:
         """Of ``_state_ctx``."""
-        unit = self._unit
-        return unit.is_last_backward if unit.schedule is None else unit.schedule.is_last_backward
+        return self._unit.ending.is_last
 
     @is_last_backward.setter
     def is_last_backward(self, last: bool) -> None:
-        unit = self._unit
-        unit.is_last_backward = last
-        if unit.schedule is not None:
-            unit.schedule.is_last_backward = last
+        self._unit.ending.is_last = last
+
+    @property
+    def _comm_ctx(self) -> object:
+        """The same object for states that share streams and buffers (``share_comm_ctx``), another one for others."""
+        return self._unit.lanes or self
 
     @property
     def _modules_to_run_forward(self) -> set[nn.Module]:

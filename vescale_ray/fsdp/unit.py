@@ -26,7 +26,7 @@ from vescale_ray.compat.core import DisableFuncTorch, are_functorch_transforms_a
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.labels import log, span
-from vescale_ray.fsdp.phases import Phase, PhaseError, check_transition
+from vescale_ray.fsdp.phases import Ending, Phase, PhaseError, check_transition
 from vescale_ray.fsdp.tree import cast_floating, grad_tensors, map_tensors
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Unit:
         self.is_root = False
         self.last_call: Call | None = None
         self.torch_state: State | None = None
-        self.is_last_backward = True
+        self.ending = Ending()
         self.post_optim_event: Any = None
         """Both count on the root."""
 
