@@ -195,10 +195,11 @@ def test_all_missing_names_are_told_in_one_sentence() -> None:
     assert "During handling" not in done.stderr
 
 
-def test_a_torch_that_does_not_load_keeps_its_own_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", ["from vescale_ray import fully_shard", "import vescale_ray.compat.core"])
+def test_a_torch_that_does_not_load_keeps_its_own_error(tmp_path: Path, code: str) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
-    done = run("from vescale_ray import fully_shard", tmp_path)
+    done = run(code, tmp_path)
     assert done.stderr.splitlines()[-1] == "ImportError: libcudart.so.13: cannot open shared object file"
 
 

@@ -9,7 +9,6 @@ This file imports no torch: ``import vescale_ray`` and the command line read it.
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import re
 import sys
@@ -68,8 +67,10 @@ def private_names() -> Iterator[None]:
     try:
         yield
     except (ImportError, AttributeError):
+        if "torch" not in sys.modules:  # it is not there, or does not load
+            raise
         missing = sorted({name for path in Path(__file__).parent.glob("*.py") for name in names_of(path) if not _exists(name)})
-        if not missing:  # a torch that does not even load
+        if not missing:
             raise
         raise ImportError(
             f"torch {installed_version()} lacks {', '.join(missing)}, which vescale-ray needs (it supports {SUPPORTED}): {_remedy()}"
@@ -85,6 +86,8 @@ def need(owner: str, *attributes: str) -> None:
 
 def names_of(path: Path) -> Iterator[str]:
     """The full names that the :func:`private_names` blocks of a theme import or :func:`need`, read from its source."""
+    import ast  # here: the command line imports this file, and needs it only when something is wrong
+
     blocks = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.With)]
     for statement in (statement for block in blocks for statement in block.body):
         if isinstance(statement, ast.ImportFrom):
