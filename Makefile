@@ -8,17 +8,20 @@ STAMP  := $(VENV)/.installed
 TYPES  := build/types
 # For the tests of rules and metrics; Debian's package starts no service in a container.
 PROMETHEUS := test "$$(id -u)" = 0 && command -v apt-get && timeout 120 apt-get install -y --no-install-recommends prometheus
+FIT    := $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	{ echo "$$($(PYTHON) --version) found; Python 3.11 to 3.13 is needed: make PYTHON=python3.11 ..."; exit 1; }
 OURS   := vescale_ray controller workers checkpoint deploy benchmarks tests
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help install demo test test-slow grafana-types gpu-check manifests lint types clean
+.PHONY: help install demo test test-slow test-torch grafana-types gpu-check manifests lint types clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a Llama on 3 workers, kill one, grow back (2-4 minutes)"
 	@echo "make test       lint, types and all tests but the slow ones"
 	@echo "make test-slow  the slow ones: chaos, scale, whole demo, a soak of VESCALE_SOAK_MINUTES (30)"
+	@echo "make test-torch TORCH=2.15.0 [PYTHON=python3.13]   what uses torch's private names, with that torch, in build/"
 	@echo "make gpu-check  everything that needs a GPU; skipped without one"
 	@echo "make manifests  write deploy/kuberay and deploy/grafana from the code that makes them"
 	@echo "make lint       ruff and mypy only"
@@ -27,8 +30,7 @@ help:
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
-		{ echo "$$($(PYTHON) --version) found; Python 3.11 to 3.13 is needed: make PYTHON=python3.11 ..."; exit 1; }
+	@$(FIT)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,plots]"
 	@command -v promtool >/dev/null || { $(PROMETHEUS); } >/dev/null 2>&1 || \
@@ -44,6 +46,26 @@ test: lint
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow --timeout 900
+
+# Another torch, and Python, in an environment of its own: several GB where pip finds only CUDA builds. Everything else is as pinned;
+# PIP_CONSTRAINT and not -c, so that a limit on torch in this machine's pip.conf does not count here.
+ifdef TORCH
+OTHER := build/torch-$(TORCH)-python-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
+$(OTHER)/.installed: pyproject.toml constraints.txt
+	@$(FIT)
+	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	@grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	PIP_CONSTRAINT=$(OTHER)/constraints.txt $(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev]" torch==$(TORCH)
+	@touch $@
+
+test-torch: $(OTHER)/.installed
+	$(OTHER)/bin/python -m pytest -q -m "not slow" -n 2 --dist loadfile -p no:cacheprovider \
+		tests/packaging/test_compat.py tests/fsdp tests/dtensor tests/optim tests/checkpoint $(ARGS)
+else
+test-torch:
+	@echo "say with which torch: make test-torch TORCH=2.15.0 [PYTHON=python3.13] [ARGS='-k pipelining']"; exit 2
+endif
 
 # For the test that compares the dashboard with Grafana's own types.
 grafana-types:

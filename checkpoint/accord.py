@@ -25,7 +25,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from vescale_ray.compat.distributed import get_process_group_store
 
 from .digest import digest_of
 from .errors import STAGES, SaveAborted, SaveFailed
@@ -86,11 +87,11 @@ class Accord:
         self._over: list[tuple[str, bool]] = []
         """Saves whose verdict stands in the store; whether every word on them was taken from it."""
         if world > 1:
-            # The store that the group itself was made with; torch has no public name for it that all releases since 2.11 share.
+            # The store that the group itself was made with.
             self._group = here = group or dist.group.WORLD
             assert here is not None
             try:
-                shared: Any = distributed_c10d._get_process_group_store(here)
+                shared: Any = get_process_group_store(here)
             except KeyError:
                 raise ValueError("the process group of this save was destroyed; make a new one, and a new saver with it") from None
             text = os.fspath(root) if isinstance(root, (str, os.PathLike)) else root.describe()

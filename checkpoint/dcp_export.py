@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+
+from vescale_ray.compat.checkpoint import StorageInfo, flatten_state_dict
 
 from .api import from_first, ranks_of, together
 from .commits import Commit
@@ -192,7 +192,7 @@ def _write_items(
                     value = _chunk(checkpoint, item)
                     digest = xxhash.xxh3_128_digest(view_of(as_bytes(value.view(-1))))
                 torch.save(value, file)
-                written.append((item, _StorageInfo(name, offset, file.tell() - offset), digest))
+                written.append((item, StorageInfo(name, offset, file.tell() - offset), digest))
                 if progress is not None and item.ref is not None:
                     progress(value.numel() * item.ref.dtype.itemsize)
             file.flush()

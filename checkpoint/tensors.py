@@ -15,10 +15,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch.nn.parameter import is_lazy
 
+from vescale_ray.compat.tensor import StridedShard, compute_local_shape_and_global_offset
 from vescale_ray.geometry import Box, intervals
 
 from .tiling import ROWS, Tiling, rows_of
@@ -178,7 +178,7 @@ def _tiling(shape: tuple[int, ...], mesh: Any, placements: Sequence[Placement]) 
     """
     parts: dict[int, list[int]] = {}
     for mesh_dim, placement in enumerate(placements):
-        if not isinstance(placement, (Shard, _StridedShard)) or not (dim := placement.dim % len(shape)):
+        if not isinstance(placement, (Shard, StridedShard)) or not (dim := placement.dim % len(shape)):
             continue
         if type(placement) is not Shard:
             return ROWS
@@ -195,7 +195,7 @@ def _chunks(size: int, count: int) -> list[int]:
 
 def _dtensor(name: str, tensor: DTensor, world: int) -> LocalPart:
     placements = tuple(tensor.placements)
-    if any(type(p) not in (Shard, _StridedShard) and not isinstance(p, Replicate) for p in placements):
+    if any(type(p) not in (Shard, StridedShard) and not isinstance(p, Replicate) for p in placements):
         raise ValueError(
             f"tensor {name!r} has placements {placements}: only Shard and Replicate say which elements a rank holds; redistribute it to "
             "Shard(0) on one mesh dimension, with Replicate on the others, before saving or loading"
@@ -204,7 +204,7 @@ def _dtensor(name: str, tensor: DTensor, world: int) -> LocalPart:
     local = tensor.to_local().detach()
     if mesh.get_coordinate() is None:  # others' tensor: this rank is not in its mesh
         return LocalPart(shape, local.dtype, [], local.new_empty(0), 1, 0, apart=True)
-    if any(isinstance(p, _StridedShard) for p in placements):
+    if any(isinstance(p, StridedShard) for p in placements):
         tiling, held = ROWS, _strided(shape, mesh, placements)
     else:
         sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
@@ -217,7 +217,7 @@ def _strided(shape: tuple[int, ...], mesh: Any, placements: tuple[Placement, ...
     pieces is sharded by itself, and a rank's parts of them are put together. torch tells only where the first of them begins."""
     held = [torch.arange(n) for n in shape]
     for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, (Shard, _StridedShard)):
+        if isinstance(placement, (Shard, StridedShard)):
             pieces = held[placement.dim].chunk(int(getattr(placement, "split_factor", 1)))
             count, mine = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
             held[placement.dim] = torch.cat([part for piece in pieces for part in piece.chunk(count)[mine : mine + 1]] or [torch.arange(0)])

@@ -16,10 +16,12 @@ from typing import IO, Any
 
 import torch
 
+from vescale_ray.compat.core import dtype_to_storage_type_map
+
 from .dcp_pickle import MAX_BYTES, MAX_DIMS, OPCODES, Global, Machine, short
 from .errors import ForeignFileError
 
-_STORAGES = {("torch", name): dtype for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
+_STORAGES = {("torch", name): dtype for dtype, name in dtype_to_storage_type_map().items()}
 _UNTYPED = ("torch.storage", "UntypedStorage")
 _CALLS = {
     ("collections", "OrderedDict"),

@@ -28,13 +28,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from vescale_ray import compat
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.local_ray import silence
 from vescale_ray.runfolder import unlockable
 
 Verdict = Literal["ok", "warn", "fail"]
-TESTED = {"torch": "2.13", "ray": "2.60"}
-"""What the tests run with (constraints.txt). Private parts of both are used, each with a way round: another release is a warning."""
+TESTED = {"torch": compat.RELEASES, "ray": ("2.60",)}
+"""The releases that the tests run with, the oldest first. Another one of Ray is a warning; another torch is refused at import."""
 SHM_BYTES = 1 << 30
 FILES = 65536
 SKEW_S = 5.0
@@ -93,11 +94,10 @@ def package(name: str) -> Finding:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, "fail", "is not installed", f"pip install -c constraints.txt {name}")
-    if version.startswith(f"{TESTED[name]}."):
+    if ".".join(version.split(".")[:2]) in TESTED[name]:
         return Finding(name, "ok", version)
-    return Finding(
-        name, "warn", f"{version}; tested with {TESTED[name]}", f"pip install '{name}=={TESTED[name]}.*', or run the tests with this one"
-    )
+    tested, newest = " to ".join(dict.fromkeys((TESTED[name][0], TESTED[name][-1]))), TESTED[name][-1]
+    return Finding(name, "warn", f"{version}; tested with {tested}", f"pip install '{name}=={newest}.*', or run the tests with this one")
 
 
 def gpus() -> Finding:

@@ -10,6 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vescale_ray.compat import check_version
+
 __version__ = "0.1.0"
 
 # In a source checkout the sub-packages controller/, workers/, checkpoint/ and deploy/ lie beside this folder; in a wheel,
@@ -17,6 +19,8 @@ __version__ = "0.1.0"
 _root = Path(__file__).resolve().parent.parent
 if (_root / "controller" / "__init__.py").is_file() and (_root / "pyproject.toml").is_file():
     __path__.append(str(_root))
+
+check_version()
 
 _PUBLIC = {
     "Block": "vescale_ray.geometry",

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as functional
 
-from vescale_ray.compat import all_gather_single, reduce_scatter_single
+from vescale_ray.compat.distributed import are_we_tracing, functional
 
 Group = dist.ProcessGroup | None
 
@@ -31,7 +30,7 @@ def all_to_all(out: Tensor, given: Tensor, out_sizes: Sequence[int], given_sizes
 def all_gather(out: Tensor, given: Tensor, group: Group) -> Any:
     """Equal ``given`` of all ranks, one after the other; a handle as :func:`all_to_all`."""
     if not _traced():
-        return all_gather_single(out, given, group=group, async_op=True)
+        return dist.all_gather_single(out, given, group=group, async_op=True)
     out.copy_(functional.all_gather_tensor(given, 0, _named(group)))
     return None
 
@@ -39,7 +38,7 @@ def all_gather(out: Tensor, given: Tensor, group: Group) -> Any:
 def reduce_scatter(out: Tensor, given: Tensor, group: Group) -> Any:
     """This rank's equal part of the sum; a handle as :func:`all_to_all`."""
     if not _traced():
-        return reduce_scatter_single(out, given, op=dist.ReduceOp.SUM, group=group, async_op=True)
+        return dist.reduce_scatter_single(out, given, op=dist.ReduceOp.SUM, group=group, async_op=True)
     out.copy_(functional.reduce_scatter_tensor(given, "sum", 0, _named(group)))
     return None
 
@@ -65,7 +64,7 @@ _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min
 
 
 def _traced() -> bool:
-    return torch.compiler.is_compiling() or functional._are_we_tracing()
+    return torch.compiler.is_compiling() or are_we_tracing()
 
 
 def _named(group: Group) -> dist.ProcessGroup:

@@ -22,12 +22,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor import distribute_tensor as _torch_distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._ops._math_ops import _NormPartial
-from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
-from torch.optim.optimizer import _global_optimizer_pre_hooks
-from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types
 
+from vescale_ray.compat.core import global_optimizer_pre_hooks, optim_foreach_types, util_foreach_types
+from vescale_ray.compat.tensor import DTensorSpec, NormPartial
 from vescale_ray.dtensor_autograd import FromLocal, Redistribute, ToLocal, whole_of
 from vescale_ray.dtensor_operands import TENSOR_DATA, formatted, stable_hash_on_this_rank, unpickled_derived
 from vescale_ray.dtensor_ops import RaggedFallbackWarning, dispatch, wrap
@@ -419,8 +416,8 @@ def _describe(value: Any) -> str:
 
 # -- registration: the same lists that torch.distributed.tensor registers DTensor in, and a hook that torch has for it ------
 
-torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, _rebuild, unpickled_derived, _NormPartial])
-for _types in (_optim_foreach_types, _util_foreach_types):
+torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, _rebuild, unpickled_derived, NormPartial])
+for _types in (optim_foreach_types, util_foreach_types):
     if RaggedDTensor not in _types:
         _types.append(RaggedDTensor)  # type: ignore[arg-type]
 
@@ -438,4 +435,4 @@ def _refuse_muon(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 # Into the dictionary itself: register_optimizer_step_pre_hook would count up an attribute of a class of torch's.
-_global_optimizer_pre_hooks[-1] = _refuse_muon
+global_optimizer_pre_hooks[-1] = _refuse_muon

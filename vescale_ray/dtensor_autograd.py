@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from vescale_ray.compat.tensor import DTensorSpec
 from vescale_ray.dtensor_spec import contiguous_stride, make_spec, ragged_mesh_dim, replicated, settled_placements, wrap
 from vescale_ray.redistribute import move, plain_spec, start
 from vescale_ray.transfer import ArrivingTensor, arrived

@@ -13,10 +13,17 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_leaves, tree_map
 
 from vescale_ray.collectives import broadcast
+from vescale_ray.compat.core import (
+    DispatchKey,
+    ForceDispatchKeyGuard,
+    dispatch_tls_local_exclude_set,
+    dispatch_tls_local_include_set,
+    tree_leaves,
+    tree_map,
+)
+from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor_operands import GatheredView, derived, gathered, in_torchs_backward, read_only, refuse_leaf, written
 from vescale_ray.dtensor_spec import replicated, sharding_of
 from vescale_ray.redistribute import move
@@ -133,10 +140,10 @@ def _lazy_conjugation(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
+    excluded = dispatch_tls_local_exclude_set()
+    for key in (DispatchKey.Conjugate, DispatchKey.Negative):
         excluded = excluded.remove(key)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+    with ForceDispatchKeyGuard(dispatch_tls_local_include_set(), excluded):
         yield
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.utils._pytree import tree_leaves, tree_map
 
+from vescale_ray.compat.core import TensorBase, current_autograd_node, tree_leaves, tree_map
+from vescale_ray.compat.tensor import DTensorSpec
 from vescale_ray.dtensor_autograd import whole_of
 from vescale_ray.dtensor_spec import Sharding, pending_spec, replicated, sharding_of, wrap
 from vescale_ray.redistribute import move
@@ -62,7 +62,7 @@ def in_torchs_backward() -> bool:
     """Whether a derivative formula of torch's own is running: a plain tensor that it made (ones to join with a gradient) is whole, and the
     same on every rank. Not so for a Function of the user's, nor for what hooks do; and the formula for a product over a dimension is
     another one for tensor subclasses, which gives 0 where that for plain tensors gives NaN."""
-    node = torch._C._current_autograd_node()
+    node = current_autograd_node()
     if node is None or isinstance(node, BackwardCFunction):
         return False
     return not any(name in node.name() for name in ("AccumulateGrad", "ProdBackward"))
@@ -168,7 +168,7 @@ class GatheredView(DTensor):
         return super().redistribute(*args, **kwargs)
 
 
-TENSOR_DATA = cast(Any, torch.Tensor.__dict__.get("data") or torch._C.TensorBase.__dict__["data"])
+TENSOR_DATA = cast(Any, torch.Tensor.__dict__.get("data") or TensorBase.__dict__["data"])
 
 
 def stable_hash_on_this_rank(tensor: DTensor, base: str) -> str:

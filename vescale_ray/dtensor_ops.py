@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
+from vescale_ray.compat.core import tree_map
 from vescale_ray.dtensor_fallback import HIDDEN_WRITES, Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target
 from vescale_ray.dtensor_operands import gathered, operand, schema_facts, spread, written
 from vescale_ray.dtensor_pending import any_pending, on_pending
@@ -177,23 +177,23 @@ def _wrapped(cls: Cls, result: Any, sharding: Sharding) -> Any:
 
 
 def _mask_put(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """``x[mask] = number`` with a mask of x's shape: element-wise. Any other index_put_ is not.
+    """``x[mask] = number`` with a mask of x's shape: element-wise. Any other index_put_ or index_fill_ is not.
 
-    For an x without dimensions torch makes an index of the mask: [0] or [] into x seen as one element.
+    For an x without dimensions torch makes an index of the mask, [0] or [] into x seen as one element; since 2.15 for index_fill_.
     """
-    x, indices, value = args[:3]
-    if isinstance(x, cls) and x.shape == (1,) and len(indices) == 1 and isinstance(indices[0], Tensor) and value.numel() == 1:
-        index = indices[0]
-        if type(index) is Tensor and index.dtype is torch.int64 and index.tolist() in ([], [0]) and not (len(args) > 3 and args[3]):
-            if index.numel():
-                x._local_tensor.fill_(_whole(cls, value).reshape(()).to(x._local_tensor.dtype))
-            return x
-    simple = isinstance(x, cls) and len(indices) == 1 and isinstance(indices[0], DTensor) and indices[0].dtype is torch.bool
-    if not simple or indices[0].shape != x.shape or value.numel() != 1 or (len(args) > 3 and args[3]):
+    fills = func._schema.name == "aten::index_fill_"
+    x, indices, value, accumulate = (args[0], [args[2]], args[3], False) if fills else (*args[:3], len(args) > 3 and args[3])
+    if not isinstance(x, cls) or len(indices) != 1 or accumulate or (isinstance(value, Tensor) and value.numel() != 1):
         return NotImplemented
-    sharding = sharding_of(x._spec)
-    mask = operand(cls, indices[0], sharding, str(func))
-    x._local_tensor.masked_fill_(mask, _whole(cls, value).reshape(()).to(x._local_tensor.dtype))
+    index = indices[0]
+    number = _whole(cls, value).reshape(()).to(x._local_tensor.dtype) if isinstance(value, Tensor) else value
+    if x.shape == (1,) and type(index) is Tensor and index.dtype is torch.int64 and index.tolist() in ([], [0]):
+        if index.numel():
+            x._local_tensor.fill_(number)
+        return x
+    if not isinstance(index, DTensor) or index.dtype is not torch.bool or index.shape != x.shape:
+        return NotImplemented
+    x._local_tensor.masked_fill_(operand(cls, index, sharding_of(x._spec), str(func)), number)
     return x
 
 
@@ -418,7 +418,7 @@ def _ask_local(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 # Their last argument must be a tensor without dimensions, or a number.
 _SCALAR_VALUE = frozenset({"aten::fill_", "aten::fill", "aten::masked_fill", "aten::masked_fill_"})
-# Element-wise, but not tagged so in torch 2.11 to 2.13 (in-place, out= and backward forms mostly).
+# Element-wise, but not tagged so by torch (in-place, out= and backward forms mostly).
 _ELEMENTWISE = frozenset(
     "abs_ copysign_ eq_ ne_ gt_ ge_ lt_ le_ gcd_ lcm_ heaviside_ gelu_ mish_ threshold_ xlogy_ fill fill_ masked_fill masked_fill_ "
     "floor_divide floor_divide_ hardswish hardswish_ rsub where isclose complex polar add sub mul div relu celu elu gelu mish softplus "
@@ -441,7 +441,7 @@ _HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(REDUCTIONS, reduce_op),
     "max": reduce_op,
     "copy_": _copy,
-    "index_put_": _mask_put,
+    **dict.fromkeys(("index_put_", "index_fill_"), _mask_put),
     "equal": equal,
     "allclose": allclose,
     "_local_scalar_dense": scalar,

@@ -21,13 +21,11 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._ops._math_ops import _NormPartial
 
+from vescale_ray.compat.core import FakeTensor, FunctionalTensor
+from vescale_ray.compat.tensor import DTensorSpec, NormPartial, TensorMeta
 from vescale_ray.geometry import Box, Shape, boxes
 from vescale_ray.placement import RaggedShard
 
@@ -337,7 +335,7 @@ def norm_partial(order: float) -> Placement:
         return Partial("min")
     if order == 0:
         return Partial("sum")
-    return _NormPartial(order)
+    return NormPartial(order)
 
 
 def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale_ray.planner.cost import HARDWARE, Hardware, collective_time
 
@@ -237,6 +236,10 @@ def _calibrate(module: Any) -> float:
     return float(cycles / (start.elapsed_time(end) / 1e3))
 
 
+class _NoStore(dist.Store):
+    """Nobody else is there to meet."""
+
+
 def _create(store: Any, rank: int, world: int, timeout: Any) -> EmulatedGroup:
     return EmulatedGroup(rank, world, _WIRE[-1])
 
@@ -261,7 +264,7 @@ def emulated_world(world: int, hardware: str | Hardware = "h100", *, scale: floa
     wire = Wire(HARDWARE[hardware] if isinstance(hardware, str) else hardware, scale)
     _WIRE.append(wire)
     try:
-        dist.init_process_group(BACKEND, rank=0, world_size=world, store=FakeStore())
+        dist.init_process_group(BACKEND, rank=0, world_size=world, store=_NoStore())
         yield wire
     finally:
         if dist.is_initialized():

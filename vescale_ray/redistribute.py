@@ -26,10 +26,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
 from vescale_ray.collectives import all_reduce
+from vescale_ray.compat.tensor import DTensorSpec, TensorMeta, redistribute_local_tensor
 from vescale_ray.dtensor_spec import Placements, Sharding, contiguous_stride, layout_of, positive_dims, ragged_mesh_dim, section
 from vescale_ray.geometry import Shape
 from vescale_ray.placement import RaggedShard

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 
 from vescale_ray import collectives
 from vescale_ray.collectives import all_gather, all_to_all, broadcast
+from vescale_ray.compat.core import tree_map_only
+from vescale_ray.compat.distributed import AsyncCollectiveTensor
 from vescale_ray.dtensor_spec import Placements, Sharding, holding, ragged_mesh_dim, section
 from vescale_ray.geometry import Box, Shape
 from vescale_ray.placement import RaggedShard

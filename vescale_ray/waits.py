@@ -149,9 +149,9 @@ def _symbols() -> _Symbols | None:
 
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        platform = f"system_libstdcpp_gxx_abi_1xxx_use_cxx11_abi_{int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+        platform = f"system_libstdcpp_gxx_abi_1xxx_use_cxx11_abi_{int(torch.compiled_with_cxx11_abi())}"
         symbols = _Symbols(library, platform.encode())
         # One that is no gloo message shows whether the conduit is as expected.
-        return symbols if symbols.pointer(torch._C._distributed_c10d.Work()) else None
+        return symbols if symbols.pointer(torch.distributed.Work()) else None
     except (OSError, AttributeError, ValueError, TypeError, RuntimeError):
         return None

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import gc
 import importlib
-import operator
 import os
 import re
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -31,9 +29,10 @@ import torch.distributed as dist
 # torch.distributed.nn.functional has `group=group.WORLD` as default arguments, and the first DTensor of a process imports it. If that
 # happens while a group exists, the function objects keep that group, and its sockets, for ever. So: now, before any group.
 import torch.distributed.nn.functional
-from torch._C._distributed_c10d import AllgatherOptions, BarrierOptions
 
 from vescale_ray import gloo
+from vescale_ray.compat.distributed import AllgatherOptions, BarrierOptions, abort_process_group, count_groups_anew, get_default_group
+from vescale_ray.compat.optional import clear_mesh_caches
 from vescale_ray.messages import Messages
 from vescale_ray.workers.lines import Lines
 
@@ -75,7 +74,7 @@ def prepare() -> None:
     The first makes a joiner's first step as fast as its others; the second makes the ``gc.collect`` of :func:`dissolve` take
     4 to 15 ms instead of 120 to 580 ms with torch loaded.
     """
-    for module in ("numpy.ma", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.checkpoint"):
+    for module in ("numpy.ma", "vescale_ray.compat.fsdp", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.checkpoint"):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
@@ -127,7 +126,7 @@ def form(
             store = _store(store_host, store_port, prefix, form_timeout_s)
             with lines.paused():
                 _meet(store, world, form_timeout_s, closed)
-            _count_groups_anew()
+            count_groups_anew()
             gloo.init_process_group(
                 "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
                 store=store,
@@ -136,7 +135,7 @@ def form(
                 timeout=timedelta(seconds=form_timeout_s),
                 device_id=torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None,
             )
-        made = dist.distributed_c10d._get_default_group()
+        made = get_default_group()
         made.set_timeout(timedelta(seconds=timeout_s))
         if backend == "nccl":
             lines.hold(made._get_backend(torch.device("cuda")))
@@ -149,13 +148,6 @@ def form(
     return lines
 
 
-def _count_groups_anew() -> None:
-    """torch names groups by how many a process has made, and ranks meet under that name. It counts anew when the default group is
-    destroyed, and not where forming it has failed: so ranks that have got further than others, and joiners, would look for each other in
-    vain, in every generation from then on."""
-    dist.distributed_c10d._world.group_count = 0
-
-
 def dissolve() -> None:
     """Destroy the default process group, if any, and collect, so that its sockets close now. Never raises.
 
@@ -163,16 +155,18 @@ def dissolve() -> None:
     """
     if dist.is_initialized():
         try:
-            if "nccl" in str(dist.get_backend_config()):
+            group = get_default_group()
+            if "nccl" in str(dist.get_backend_config(group)):
                 # NCCL can be aborted, and without an abort destroy waits for kernels that never finish.
-                dist.distributed_c10d._abort_process_group()
+                abort_process_group()
+            del group
         except Exception as error:
             describe(error)
         try:
             dist.destroy_process_group()
         except Exception as error:
             describe(error)
-    _forget_meshes()
+    clear_mesh_caches()
     gc.collect()
 
 
@@ -359,29 +353,7 @@ def messages(group: Any = None) -> Messages:
 
 def _group(group: Any) -> Any:
     """The back end's own methods serve the default group and a transfer group alike; ``torch.distributed``'s need a registered group."""
-    return dist.distributed_c10d._get_default_group() if group is None else group
-
-
-_MESH_CACHES = (
-    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear",
-    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached.cache_clear",
-    "torch.distributed.tensor._redistribute:_gen_transform_infos.cache_clear",
-    "torch.distributed.tensor._redistribute:clear_redistribute_planner_cache",
-    "torch.distributed.tensor._collective_utils:MeshTopoInfo.build_from_mesh.cache_clear",
-    "torch._C:_clear_DTensor_sharding_propagator_cache",
-)
-"""Torch's caches of DTensor dispatch. Their keys hold device meshes, these hold their group, and a group that is held keeps
-its sockets open. Private names: one that a torch release lacks is passed over, and the test of dissolved groups tells."""
-
-
-def _forget_meshes() -> None:
-    for entry in _MESH_CACHES:
-        module, _, path = entry.partition(":")
-        if module in sys.modules:
-            try:
-                operator.attrgetter(path)(sys.modules[module])()
-            except AttributeError:
-                continue
+    return get_default_group() if group is None else group
 
 
 def _meet(store: Any, world: int, bound_s: float, closed: Callable[[], bool] | None) -> None:

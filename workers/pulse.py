@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from vescale_ray import waits
+from vescale_ray.compat.optional import flight_record
 from vescale_ray.waiting import awaited, passed
 
 IN = "in: "
@@ -125,7 +126,7 @@ def where(frame: FrameType, depth: int = 4) -> Where:
 
 def recorded() -> str | None:
     """The newest collective of torch's own that this process has begun and not ended, as its flight recorder tells (:data:`RECORDER`)."""
-    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
+    dump = flight_record()
     entries = json.loads(dump()).get("entries", []) if dump is not None else []
     for entry in reversed(entries):
         if not entry.get("retired", True) and entry.get("state") != "completed":

@@ -464,9 +464,9 @@ def _agree(everyone: Sequence[Mapping[str, Any]]) -> tuple[int, int, int]:
 
 
 def _my_index(group: Any) -> int:
-    from torch.distributed import distributed_c10d
+    from vescale_ray.compat.distributed import get_default_group
 
-    return int((distributed_c10d._get_default_group() if group is None else group).rank())
+    return int((get_default_group() if group is None else group).rank())
 
 
 def _slice(pieces: Sequence[Piece], index: int, offset: int, numel: int) -> Tensor:

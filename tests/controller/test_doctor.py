@@ -81,11 +81,15 @@ def test_a_folder_that_can_not_be_written_is_found(tmp_path: Path) -> None:
 
 
 def test_packages_that_are_missing_or_of_another_release_are_found(monkeypatch) -> None:
-    for name, release in doctor.TESTED.items():
-        assert f"\n{name}=={release}." in CONSTRAINTS, "what the tests run with"
+    for name, releases in doctor.TESTED.items():
+        assert any(f"\n{name}=={release}." in CONSTRAINTS for release in releases), "what the tests run with"
         assert doctor.package(name).verdict == "ok"
+    for version in ("2.13.0", "2.14.1+cu130", "2.15.2"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
+        assert doctor.package("torch") == doctor.Finding("torch", "ok", version)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.0")
-    assert doctor.package("torch") == doctor.Finding("torch", "warn", "9.0; tested with 2.13", doctor.package("torch").remedy)
+    assert doctor.package("torch") == doctor.Finding("torch", "warn", "9.0; tested with 2.13 to 2.15", doctor.package("torch").remedy)
+    assert doctor.package("ray").text == "9.0; tested with 2.60"
 
     def gone(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, shard_tower
 from tests.ranks import run_gloo, run_threads
@@ -95,8 +96,7 @@ def test_the_environment_switches_it_on(value, expected):
 
 
 def test_nothing_is_exchanged_without_it(monkeypatch):
-    from vescale_ray import compat
     from vescale_ray.fsdp.debug import agree
 
-    monkeypatch.setattr(compat, "all_gather_single", None)
+    monkeypatch.setattr(dist, "all_gather_single", None)
     agree("all-gather of nothing", None, torch.device("cpu"))  # type: ignore[arg-type]

@@ -22,7 +22,6 @@ from torch.distributed.tensor import Shard
 from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, shard_tower
 from tests.fsdp.units import unit_of
 from tests.ranks import run_gloo, run_threads
-from vescale_ray import compat
 from vescale_ray.fsdp import Sharding, comm, memory
 from vescale_ray.fsdp.division import Chunks
 from vescale_ray.fsdp.gradients import Gradients
@@ -160,7 +159,7 @@ def streams(monkeypatch):
 
     original_join, original_split = Chunks.join, Chunks.split
     original_pool, original_allocate, original_free = Pool.__init__, Buffer.allocate, Buffer.free
-    original_gather, original_scatter = compat.all_gather_single, compat.reduce_scatter_single
+    original_gather, original_scatter = dist.all_gather_single, dist.reduce_scatter_single
     original_accumulate, original_deliver = Gradients.accumulate, Gradients._deliver
     monkeypatch.setattr(Chunks, "join", join)
     monkeypatch.setattr(Chunks, "split", split)
@@ -172,9 +171,9 @@ def streams(monkeypatch):
     monkeypatch.setattr(comm.Lane, "context", on)
     monkeypatch.setattr(comm, "current_stream", lambda device: here().current)
     monkeypatch.setattr(comm, "current_event", lambda device: here().current.record_event())
-    monkeypatch.setattr(compat, "all_gather_single", gather)
-    monkeypatch.setattr(compat, "all_gather_many", gather_many)
-    monkeypatch.setattr(compat, "reduce_scatter_single", scatter)
+    monkeypatch.setattr(dist, "all_gather_single", gather)
+    monkeypatch.setattr(comm, "all_gather_many", gather_many)
+    monkeypatch.setattr(dist, "reduce_scatter_single", scatter)
     monkeypatch.setattr(Gradients, "accumulate", accumulate)
     monkeypatch.setattr(Gradients, "_deliver", deliver)
     return here
@@ -262,7 +261,7 @@ def many(rank, world):
     outputs = [torch.empty(world * n) for n in (3, 5)]
     world_group = dist.group.WORLD
     assert world_group is not None
-    compat.all_gather_many(list(zip(outputs, inputs, strict=True)), group=world_group)
+    comm.all_gather_many(list(zip(outputs, inputs, strict=True)), group=world_group)
     for n, out in zip((3, 5), outputs, strict=True):
         assert torch.equal(out, torch.cat([torch.full((n,), float(r * 10 + n)) for r in range(world)]))
 

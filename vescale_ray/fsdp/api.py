@@ -12,14 +12,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale_ray import gloo
+from vescale_ray.compat.fsdp import DataParallelMeshDims, FSDPMeshInfo, ShardPlacementResult
 from vescale_ray.dtensor_spec import enclose
 from vescale_ray.errors import BadArgument
-from vescale_ray.fsdp.checks import remember_parameters
+from vescale_ray.fsdp.checks import is_replicated, remember_parameters
 from vescale_ray.fsdp.group import Group, Retain
 from vescale_ray.fsdp.grouping import plan_groups
 from vescale_ray.fsdp.hooked import HookedGroup, has_gather_hooks
@@ -27,9 +26,10 @@ from vescale_ray.fsdp.marks import watch_modules
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
 from vescale_ray.fsdp.parameters import REPLACED, Owner, Parallel, Source, local_of
 from vescale_ray.fsdp.phases import Phase, PhaseError
+from vescale_ray.fsdp.policy import policy_of
 from vescale_ray.fsdp.schedule import Lanes, unit_of
 from vescale_ray.fsdp.sharding import Sharding, default_mesh, flattened, plan_sharding
-from vescale_ray.fsdp.torch_state import is_replicated, leave_state, state_of
+from vescale_ray.fsdp.torch_state import leave_state, state_of
 from vescale_ray.fsdp.unit import Unit
 from vescale_ray.geometry import Block
 
@@ -146,7 +146,7 @@ def fully_shard(
         raise ValueError(f"parameter {on_meta[0]!r} is on the meta device but {real!r} is not: a unit is built on one or the other")
     _move_buffers(managed, device)
 
-    by_kind: dict[tuple[torch.dtype, bool, bool, Ranks], list[Source]] = {}
+    by_kind: dict[tuple[MixedPrecisionPolicy, torch.dtype, bool, bool, Ranks], list[Source]] = {}
     for param, (fqn, where) in owners.items():
         block = block_policy(fqn, param) if block_policy is not None else None
         gaps = param.dim() >= 3 and bool(allow_gaps(fqn, param) if callable(allow_gaps) else allow_gaps)
@@ -157,10 +157,10 @@ def fully_shard(
         if block is not None and shard_dim is not None:
             why = "shard_placement_fn" if kept_apart is None or kept_apart.even else "its uneven tensor parallelism"
             raise ValueError(f"{fqn!r} has Shard({shard_dim}) from {why} and {block} from block_policy: give it one of them")
-        hooked = _has_hooks(fqn, param, block, shard_dim)
-        tied = bool(param.__dict__.get(REPLACED))
+        hooked, tied = _has_hooks(fqn, param, block, shard_dim), bool(param.__dict__.get(REPLACED))
         source = Source(fqn, param, tuple(where), block, parallel[param], gaps, 0 if hooked else shard_dim, hooked, tied)
-        by_kind.setdefault((param.dtype, param.requires_grad, hooked, ranks_of[id(data)]), []).append(source)
+        kind = (policy_of(fqn, param, mp_policy), param.dtype, param.requires_grad, hooked, ranks_of[id(data)])
+        by_kind.setdefault(kind, []).append(source)
     name = type(modules[0]).__name__
     groups = [
         (HookedGroup if members[0].hooked else Group)(
@@ -168,15 +168,15 @@ def fully_shard(
             members,
             division,
             meshes[key],
-            mp_policy,
+            policy,
             offload_policy,
             device,
             retain=retain,
             neighbours=reshards[key][1],
             to_empty=to_empty,
         )
-        for (_, _, _, key), sources in by_kind.items()
-        for members, division in plan_groups(sources, *_shard_position(meshes[key]), mp_policy)
+        for (policy, _, _, _, key), sources in by_kind.items()
+        for members, division in plan_groups(sources, *_shard_position(meshes[key]), policy)
     ]
     for param in owners:
         # The original is out of the model now. Whoever still holds it (an optimizer, a module tied to it) can be told so.

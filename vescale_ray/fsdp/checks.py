@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.tensor import DTensor
 
+from vescale_ray.compat.fsdp import REGISTRY_KEY
 from vescale_ray.fsdp.parameters import GATHERED_OF, REPLACED, GroupParam
 from vescale_ray.fsdp.phases import Residency
 
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from vescale_ray.fsdp.unit import Unit
 
 _NAMES = "_vescale_parameter_names"
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether torch's ``replicate`` was applied to this very module: its parameters are not ours to shard."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
 def remember_parameters(managed: Iterable[nn.Module]) -> None:
@@ -54,11 +59,11 @@ def check_parameters(units: Sequence[Unit], root: nn.Module) -> list[nn.Module]:
     late, stack, seen = [], [root], set()
     while stack:
         module = stack.pop()
-        if module in seen or "replicate" in module.__dict__.get(REGISTRY_KEY, ()):
+        if module in seen or is_replicated(module):
             continue
         seen.add(module)
-        unit = module.__dict__.get("_vescale_unit")
-        if unit is not None and unit.schedule is None:
+        own: Unit | None = module.__dict__.get("_vescale_unit")
+        if own is not None and own.schedule is None:
             late.append(module)
         if module._parameters:
             names = module.__dict__.get(_NAMES, ())

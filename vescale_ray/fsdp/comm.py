@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, ReduceScatter
 
-from vescale_ray import compat
+from vescale_ray.compat.distributed import all_gather_many
+from vescale_ray.compat.fsdp import AllGather, Comm, ReduceScatter
 from vescale_ray.fsdp.memory import NOWHERE, Buffer, Pool, may_stay
 from vescale_ray.messages import Messages
 
@@ -90,9 +90,9 @@ class Together:
         for group, members in asked.items():
             with self._lane.context():
                 if len(members) == 1:
-                    compat.all_gather_single(members[0][0], members[0][1], group=group)
+                    dist.all_gather_single(members[0][0], members[0][1], group=group)
                 else:
-                    compat.all_gather_many([(out, shard) for out, shard, _ in members], group=group)
+                    all_gather_many([(out, shard) for out, shard, _ in members], group=group)
                 event = self._lane.stream.record_event()
             for _, _, pending in members:
                 pending._event = event
@@ -186,7 +186,7 @@ def all_gather(
             own.copy_(shard)
         return messages
     if lane.stream is None:
-        return Works(lane, compat.all_gather_single(out, shard, group=group, async_op=True))
+        return Works(lane, dist.all_gather_single(out, shard, group=group, async_op=True))
     return together.add(out, shard, group, out.device)
 
 
@@ -230,7 +230,7 @@ def reduce_scatter(
         return _ExchangeAndSum(out, full, group, lane, pool, factor, leaves_out)
     if lane.stream is None:
         target = out if out.dtype == full.dtype else torch.empty_like(out, dtype=full.dtype)
-        work = compat.reduce_scatter_single(target, full, group=group, async_op=True) if world > 1 else None
+        work = dist.reduce_scatter_single(target, full, group=group, async_op=True) if world > 1 else None
         if work is None:
             target.copy_(full)
         return _CastAndScale(None if work is None else Works(lane, work), out, target, factor)
@@ -246,7 +246,7 @@ def reduce_scatter(
             op, factor = dist.ReduceOp.AVG, 1.0
         target = out if out.dtype == full.dtype else torch.empty_like(out, dtype=full.dtype)
         if world > 1:
-            compat.reduce_scatter_single(target, full, op=op, group=group)
+            dist.reduce_scatter_single(target, full, op=op, group=group)
         else:
             target.copy_(full)
         if target is not out:

@@ -13,8 +13,6 @@ import os
 import torch
 import torch.distributed as dist
 
-from vescale_ray import compat
-
 _TEXT = 256
 _enabled = os.environ.get("VESCALE_RAY_FSDP_DEBUG", "0") not in ("", "0")
 
@@ -46,7 +44,7 @@ def agree(what: str, group: dist.ProcessGroup, device: torch.device) -> None:
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     mine = mine.to(device)
     out = mine.repeat(group.size())
-    compat.all_gather_single(out, mine, group=group)
+    dist.all_gather_single(out, mine, group=group)
     said = [bytes(part.tolist()).rstrip(b"\0").decode(errors="replace") for part in out.cpu().view(group.size(), _TEXT)]
     rank = group.rank()
     # Every rank names the same pair, so that one log tells as much as all of them.

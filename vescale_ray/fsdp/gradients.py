@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
 from vescale_ray import waiting
+from vescale_ray.compat.core import current_graph_task_id, disable_dynamo
+from vescale_ray.compat.fsdp import ReduceScatter
 from vescale_ray.dbuffer import DBuffer, KeptShard
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.division import Division
@@ -72,7 +73,7 @@ class Gradients:
         self._written: set[int] = set()
         """Parameters whose part of a new buffer was written."""
         self._reductions: list[Reduction] = []
-        self._partial: torch.Tensor | None = None
+        self.partial: torch.Tensor | None = None
         self._partial_used: set[int] = set()
 
         # Set by the user through FSDPModule.
@@ -123,7 +124,7 @@ class Gradients:
         """Take in the gradient of unsharded parameter ``index`` whenever it is complete."""
         mine = weakref.ref(self)  # autograd keeps the hook as long as the leaf, and the leaf is ours
 
-        @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+        @disable_dynamo  # type: ignore[untyped-decorator]
         def hook(_: torch.Tensor) -> None:
             owner = mine()
             if owner is not None:
@@ -147,7 +148,7 @@ class Gradients:
         view = self._views[index]
         if view.dtype != like.dtype or view.device != like.device:
             return None
-        self._claims[index] = torch._C._current_graph_task_id()
+        self._claims[index] = current_graph_task_id()
         self._writes(index)
         return view
 
@@ -176,7 +177,7 @@ class Gradients:
                 self._writes(index)
                 view.zero_()
             self._arrives(index)
-        elif claim is not None and claim != torch._C._current_graph_task_id():
+        elif claim is not None and claim != current_graph_task_id():
             # What was written there is still on its way, maybe already as a part of a sum. Not to be touched.
             held = self._aside.get(index)
             self._aside[index] = grad if held is None else held + grad
@@ -347,12 +348,12 @@ class Gradients:
         """HSDP: the sum over the replicas, or nothing yet if the user wants it only later."""
         out = reduction.out
         if self.place.replicate_group is not None:
-            if self._partial is not None:
-                out.add_(self._partial)
+            if self.partial is not None:
+                out.add_(self.partial)
                 reduction.used = sorted(self._partial_used.union(reduction.used))
-                self._partial, self._partial_used = None, set()
+                self.partial, self._partial_used = None, set()
             if not self.all_reduce:
-                self._partial, self._partial_used = out, set(reduction.used)
+                self.partial, self._partial_used = out, set(reduction.used)
                 return None
             if self.place.replicas > 1:
                 with waiting.counted("all_reduce"):
@@ -477,7 +478,7 @@ class Gradients:
         """Forget everything of an unfinished step."""
         self.end_window()
         reductions, self._reductions = self._reductions, []
-        buffer, self._partial = self._buffer, None
+        buffer, self.partial = self._buffer, None
         self._clear()
         for param in self.params:
             if param.unsharded is not None:

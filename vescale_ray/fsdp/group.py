@@ -14,21 +14,21 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale_ray import waiting
+from vescale_ray.compat.fsdp import AllGather
 from vescale_ray.dbuffer import KeptShard
 from vescale_ray.dtensor import distribute_tensor
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.debug import agree
 from vescale_ray.fsdp.division import Division
 from vescale_ray.fsdp.gradients import Gradients
-from vescale_ray.fsdp.grouping import compute_and_reduce_dtypes
 from vescale_ray.fsdp.labels import span
 from vescale_ray.fsdp.memory import NOWHERE, Buffer, Pool, may_stay
 from vescale_ray.fsdp.parameters import REPLACED, GroupParam, Place, Source, Subgroup, as_dtensor, local_of
 from vescale_ray.fsdp.phases import Residency
+from vescale_ray.fsdp.policy import dtypes
 
 
 class Retain(Enum):
@@ -76,7 +76,7 @@ class Group:
         self.offload = isinstance(offload, CPUOffloadPolicy) and device.type != "cpu"
         self.pin_memory = self.offload and bool(getattr(offload, "pin_memory", False))
         self.orig_dtype = sources[0].param.dtype
-        self.compute_dtype, self.reduce_dtype = compute_and_reduce_dtypes(self.orig_dtype, policy)
+        self.compute_dtype, self.reduce_dtype = dtypes(self.orig_dtype, policy)
         self.division, self.layout = division, division.layout
         alone = self.place.world == 1 and not division.copies
         self.in_place = not self.offload and (alone or not division.part_numel)
@@ -126,7 +126,7 @@ class Group:
         """The parameters are of this dtype from now on."""
         if dtype != self.orig_dtype:
             self.orig_dtype = dtype
-            self.compute_dtype, self.reduce_dtype = compute_and_reduce_dtypes(dtype, self.policy)
+            self.compute_dtype, self.reduce_dtype = dtypes(dtype, self.policy)
             self._cast = None
             self._tell_gradients()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_ray.fsdp.division import Chunks, Cuts, Division
 from vescale_ray.fsdp.parameters import Source
+from vescale_ray.fsdp.policy import dtypes
 from vescale_ray.planner import Bundle, TensorSpec, plan_layout
 
 
@@ -24,7 +24,7 @@ def plan_groups(
         NotImplementedError: a dimension that can't be sharded evenly.
     """
     orig = sources[0].param.dtype
-    narrowest = min((orig, *compute_and_reduce_dtypes(orig, policy)), key=lambda d: d.itemsize)
+    narrowest = min((orig, *dtypes(orig, policy)), key=lambda d: d.itemsize)
     by_name = {source.name: source for source in sources}
     free = [s for s in sources if s.shard_dim is None]
     specs = tuple(TensorSpec(s.name, s.shape, s.block, narrowest) for s in free)
@@ -35,10 +35,3 @@ def plan_groups(
         whole = plan_layout([TensorSpec(name, by_name[name].shape, None, narrowest) for name in dims], 1, order="given")
         divisions.append(Chunks(whole, dims, rank, world))
     return [([by_name[spec.name] for spec in division.layout.specs], division) for division in divisions]
-
-
-def compute_and_reduce_dtypes(orig: torch.dtype, policy: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype]:
-    """Compute and reduce dtype; the policy is for floating-point parameters only."""
-    floating = orig.is_floating_point
-    compute = policy.param_dtype if floating and policy.param_dtype is not None else orig
-    return compute, policy.reduce_dtype if floating and policy.reduce_dtype is not None else compute

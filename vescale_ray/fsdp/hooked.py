@@ -12,10 +12,10 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale_ray import compat
 from vescale_ray.dtensor_spec import contiguous_stride
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.debug import agree
@@ -155,7 +155,7 @@ class HookedGroup(Group):
                     flat = one.contiguous().view(-1)
                     self._inputs.append(flat)
                     to, what, group = movable(output), movable(flat), self.place.shard_group
-                    works.append(compat.all_gather_single(to, what, group=group, async_op=lane.stream is None))
+                    works.append(dist.all_gather_single(to, what, group=group, async_op=lane.stream is None))
                     lane.issued += 1
         self._gather = comm.Works(lane, *works) if lane.stream is None else lane.mark()
         self._gathered_of = self._spmd_version()

@@ -9,8 +9,16 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
+
+from vescale_ray.compat.core import (
+    construct_storage_from_data_pointer,
+    set_throw_on_mutable_data_ptr,
+    set_warn_deprecated_on_mutable_data_ptr,
+)
+from vescale_ray.compat.optional import storage_access_error_setter
 
 _MESSAGE = (
     "gathered parameters are read after their unit was resharded: return what the loss needs from the unit's forward, or apply "
@@ -35,26 +43,27 @@ class Guard:
     def invalidate(self) -> None:
         """Let torch refuse every read and write until :meth:`validate`. The memory stays where it is."""
         if self.valid:
-            self._storage._swap_data_ptr_(self._aside)
+            self._storage._swap_data_ptr_(self._aside)  # type: ignore[attr-defined]
             self.valid = False
 
     def validate(self) -> None:
         """Undo :meth:`invalidate`."""
         if not self.valid:
-            self._storage._swap_data_ptr_(self._aside)
+            self._storage._swap_data_ptr_(self._aside)  # type: ignore[attr-defined]
             self.valid = True
 
 
 def _invalid_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
     """A storage of ``nbytes`` bytes without memory, which torch refuses to read or write."""
-    storage: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(0, device, nbytes)  # type: ignore[attr-defined]
-    official = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+    storage: Any = construct_storage_from_data_pointer(0, device, nbytes)
+    official = storage_access_error_setter()
     if official is not None:
         official(storage._cdata, _MESSAGE)
     else:
         for offset in _flag_offsets():
             ctypes.c_uint8.from_address(storage._cdata + offset).value = 1
-    return storage
+    invalid: torch.UntypedStorage = storage
+    return invalid
 
 
 @cache
@@ -64,8 +73,8 @@ def _flag_offsets() -> tuple[int, int]:
     Raises:
         RuntimeError: this torch has another layout.
     """
-    checked_and_mutable = _changed_by(torch._C._set_throw_on_mutable_data_ptr)
-    checked_and_deprecated = _changed_by(torch._C._set_warn_deprecated_on_mutable_data_ptr)  # type: ignore[attr-defined]
+    checked_and_mutable = _changed_by(set_throw_on_mutable_data_ptr)
+    checked_and_deprecated = _changed_by(set_warn_deprecated_on_mutable_data_ptr)
     checked = checked_and_mutable & checked_and_deprecated
     mutable, deprecated = checked_and_mutable - checked, checked_and_deprecated - checked
     if len(checked) == len(mutable) == len(deprecated) == 1 and max(deprecated) == max(mutable) + 2:

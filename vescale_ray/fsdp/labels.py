@@ -10,8 +10,9 @@ import logging
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch.profiler import record_function
+
+from vescale_ray.compat.core import profiler_enabled
 
 _LOG = logging.getLogger("torch.distributed.fsdp.fully_shard")
 _UNSEEN: Any = nullcontext()
@@ -22,7 +23,7 @@ def span(label: str, unit: str = "", *, logged: bool = False) -> Any:
     line of the log."""
     if logged:
         log(label, unit)
-    return record_function(_named(label, unit)) if torch.autograd._profiler_enabled() else _UNSEEN
+    return record_function(_named(label, unit)) if profiler_enabled() else _UNSEEN
 
 
 def log(label: str, unit: str = "") -> None:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vescale_ray.compat.core import disable_dynamo, peek_interpreter_stack, will_engine_execute_node
+
 if TYPE_CHECKING:
     from vescale_ray.fsdp.gradients import Gradients
     from vescale_ray.fsdp.marks import Call
@@ -99,7 +101,7 @@ def _pays(input: torch.Tensor, weight: torch.Tensor) -> bool:
         and input.layout is torch.strided
         and type(input) in (torch.Tensor, nn.Parameter)
         and not torch.is_autocast_enabled(input.device.type)
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and peek_interpreter_stack() is None
     )
 
 
@@ -118,7 +120,7 @@ class _Linear(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    @disable_dynamo  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
         if ctx.call is not None:
@@ -144,6 +146,6 @@ class _Linear(torch.autograd.Function):
 def _will_accumulate(node: Any) -> bool | None:
     """Whether the backward that runs will add to ``.grad`` of the leaf behind ``node``; None: it hands the gradient to its caller."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+        return bool(will_engine_execute_node(node))
     except RuntimeError:  # what torch says of a leaf in autograd.grad
         return None

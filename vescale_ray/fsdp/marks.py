@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import skip_code
 
+from vescale_ray.compat.core import disable_dynamo, skip_code
 from vescale_ray.fsdp.linear import adopt_linear
 from vescale_ray.fsdp.tree import grad_tensors, map_tensors
 
@@ -146,7 +146,7 @@ class _InputMark(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    @disable_dynamo  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         unit = ctx.unit()
         if unit is not None:

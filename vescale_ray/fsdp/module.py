@@ -12,23 +12,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+
+from vescale_ray.compat.fsdp import (
+    AllGather,
     ProcessGroupAllocAllGather,
     ProcessGroupAllocReduceScatter,
+    ReduceScatter,
     SymmMemAllGather,
     SymmMemReduceScatter,
 )
-
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.errors import BadArgument
+from vescale_ray.fsdp.finalize import FinalizesBackward
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.schedule import Lanes, unit_of
 from vescale_ray.fsdp.torch_state import state_of_unit
 from vescale_ray.fsdp.unit import Unit
 
 
-class FSDPModule(TorchFSDPModule):
+class FSDPModule(FinalizesBackward, TorchFSDPModule):
     """Mixed into the class of every module that :func:`fully_shard` was applied to.
 
     A subclass of torch's, so that ``isinstance`` checks elsewhere (pipelining, Hugging Face) hold; every method of it is
@@ -37,7 +39,7 @@ class FSDPModule(TorchFSDPModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Build the original class: some containers construct their own type anew, for example when they are sliced."""
-        original: Any = cls.__mro__[3]  # FSDP<Original>, FSDPModule, torch's FSDPModule, Original
+        original: Any = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
         self = original.__new__(original)
         self.__init__(*args, **kwargs)  # type: ignore[misc]
         return self
@@ -111,10 +113,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last of the step: after the last one all reductions are waited for."""
-        unit = _unit(self)
-        unit.is_last_backward = is_last_backward
-        if unit.schedule is not None:
-            unit.schedule.is_last_backward = is_last_backward
+        _unit(self).ending.is_last = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. Without, they add up in the unsharded buffers, in the reduce dtype."""

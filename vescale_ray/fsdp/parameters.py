@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from vescale_ray.compat.distributed import AsyncCollectiveTensor
+from vescale_ray.compat.tensor import DTensorSpec, StridedShard, TensorMeta
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.dtensor_spec import contiguous_stride, enclose, make_spec
 from vescale_ray.geometry import Block
@@ -112,7 +111,7 @@ class Place:
         """The layout of a sharded parameter: ours on the data-parallel mesh, and beside it what tensor or expert parallelism did."""
         ragged = isinstance(own, RaggedShard)
         if parallel is not None and isinstance(own, Shard) and (split := parallel.parts_along(own.dim)) > 1:
-            own = _StridedShard(own.dim, split_factor=split)  # ours comes first in the mesh, but cuts what the others have left
+            own = StridedShard(own.dim, split_factor=split)  # ours comes first in the mesh, but cuts what the others have left
         placements: tuple[Placement, ...] = (own,) if self.replicate_group is None else (Replicate(), own)
         if parallel is None:
             if ragged:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -40,6 +41,29 @@ _WHY = {
     (Phase.BACKWARD, Phase.FORWARD): "a forward starts although its backward has not ended (did the last backward raise an exception?)",
     (Phase.RECOMPUTE, Phase.FORWARD): "a forward starts in the middle of a recomputation (did the last backward raise an exception?)",
 }
+
+
+@dataclass
+class Ending:
+    """How the backwards of a root end: which of them waits for all reductions, and whether the user calls ``finalize_backward()``."""
+
+    is_last: bool = True
+    by_hand: bool = False
+    active: bool | None = None
+    """``by_hand`` as it was when the first backward of the step started; None between steps."""
+    pending: bool = False
+    """``finalize_backward(async_op=True)`` was called, and its handle was not waited on."""
+    step: int = 0
+    """Counts steps that are over: a handle is good for one."""
+
+    def begin(self) -> None:
+        """A backward starts."""
+        if self.active is None:
+            self.active = self.by_hand
+
+    def over(self) -> None:
+        """The step's gradients are delivered, or lost."""
+        self.active, self.pending, self.step = None, False, self.step + 1
 
 
 class PhaseError(RuntimeError):

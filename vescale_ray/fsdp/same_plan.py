@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from vescale_ray import compat
 from vescale_ray.fsdp.parameters import Place
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class _Ranks:
         mine = mine.to(self.device)
         # Every part starts as this rank's own: a process group that only pretends to communicate leaves it so.
         out = mine.repeat(self.size)
-        compat.all_gather_single(out, mine, group=self.group)
+        dist.all_gather_single(out, mine, group=self.group)
         parts = out.cpu().view(self.size, size)
         return [bytes(part.tolist()) for part in parts]
 

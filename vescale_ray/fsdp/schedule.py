@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
 
+from vescale_ray.compat.core import disable_current_modes, disable_dynamo
 from vescale_ray.fsdp.checks import (
     check_hooks,
     check_materialized,
@@ -33,9 +33,9 @@ from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.labels import log, span
 from vescale_ray.fsdp.marks import Call
 from vescale_ray.fsdp.memory import Pool
-from vescale_ray.fsdp.phases import Phase, PhaseError
+from vescale_ray.fsdp.phases import Ending, Phase, PhaseError
 from vescale_ray.fsdp.same_plan import check_same_plan
-from vescale_ray.fsdp.tree import map_tensors
+from vescale_ray.fsdp.tree import to_device
 from vescale_ray.fsdp.unit import Unit
 
 
@@ -59,7 +59,7 @@ class Schedule:
         """The unit whose forward is the outermost one now."""
         self.last_call: Call | None = None
         """The last one of the forward that is running."""
-        self.is_last_backward = True
+        self.ending = Ending()
         self.max_reductions = 1
         self._reducing: list[Group] = []
         self._orders: dict[tuple[int, bool], list[weakref.ref[Unit]]] = {}
@@ -117,9 +117,11 @@ class Schedule:
                     f"FSDP state has already been lazily initialized for {fqn}\n"
                     f"FSDP requires running forward through the root module first, so that all units share one schedule"
                 )
+            if unit is not root and unit.ending.by_hand:
+                raise RuntimeError(f"set_manual_backward_finalization must be called on the root FSDP module, and {fqn!r} is not it")
             found.setdefault(id(unit), (unit, []))[1].append(fqn)
         schedule = cls(root.lanes or Lanes(root.device))
-        root.is_root, schedule.is_last_backward = True, root.is_last_backward
+        root.is_root, schedule.ending = True, root.ending
         schedule._take_in(found, fqns)
         # An optimizer's step may write our masters with kernels that no version counter sees.
         mine = weakref.ref(schedule)
@@ -148,10 +150,10 @@ class Schedule:
                 group.adopt()
         check_materialized(units)
         check_hooks(units)
-        with _disable_current_modes():  # not a part of the step that a mode may be counting or recording
+        with disable_current_modes():  # not a part of the step that a mode may be counting or recording
             check_same_plan(units)
         for unit in units:
-            unit.schedule, unit.lanes = self, self.lanes
+            unit.schedule, unit.lanes, unit.ending = self, self.lanes, self.ending
             self._units.append(weakref.ref(unit))
             self.max_reductions = max(self.max_reductions, unit.max_reductions)
             for group in unit.groups:
@@ -182,6 +184,8 @@ class Schedule:
         if self.forward_root is not None:
             self._record(unit)
             return args, kwargs
+        if self.ending.pending:
+            raise PhaseError(f"a forward of {unit.name!r} starts while finalize_backward(async_op=True) is under way: wait on its handle")
         if self._in_backward:
             raise PhaseError(
                 f"a forward of {unit.name!r} starts, but the last backward did not end (an exception?): call reset_iter_state() on the root"
@@ -196,7 +200,7 @@ class Schedule:
                 else:
                     self.lanes.gather.after_current()
                 with span("inputs_to_device"):
-                    args, kwargs = _to_device(args, kwargs, unit.device)
+                    args, kwargs = to_device(args, kwargs, unit.device)
         self._running = []
         self._repeats = True
         self.last_call = None
@@ -261,6 +265,7 @@ class Schedule:
         nearly all activations are alive still, as never again in this backward."""
         if not self._in_backward:
             self._in_backward, self._creates_graph = True, torch.is_grad_enabled()
+            self.ending.begin()
             self._below_root = False
             Variable._execution_engine.queue_callback(self.end_backward)
         first = not self._below_root and not unit.is_root
@@ -308,21 +313,22 @@ class Schedule:
         group.grads.reduce(self.lanes.reduce)
         self._reducing.append(group)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    @disable_dynamo  # type: ignore[untyped-decorator]
     def end_backward(self) -> None:
         """Autograd calls this when the backward is over."""
         log("root_post_backward")
         with span("root_post_backward_callback"):
-            self._end_backward()
+            for unit in reversed(self.units):
+                unit.end_backward(creates_graph=self._creates_graph)
+            self.settle(wait=self.ending.is_last and not self.ending.active)
 
-    def _end_backward(self) -> None:
-        units = self.units
-        for unit in reversed(units):
-            unit.end_backward(creates_graph=self._creates_graph)
-        if self.is_last_backward:
+    def settle(self, *, wait: bool) -> None:
+        """Nothing of a backward is to come. ``wait``: the step's last one, whose reductions are waited for."""
+        if wait:
             while self._reducing:
                 self._reducing.pop(0).grads.finish()
-        for unit in units:
+            self.ending.over()
+        for unit in self.units:
             for group in unit.groups:
                 group.drop_prefetch()
         self.last_call = None
@@ -365,6 +371,7 @@ class Schedule:
     def reset(self) -> None:
         """After an exception in a step: everything at rest, parameters sharded, the step's gradients lost."""
         self.forward_root, self._in_backward = None, False
+        self.ending.over()
         self.last_call = None
         self._orders.clear()  # the ranks may have seen different ones
         self._reducing.clear()
@@ -399,9 +406,3 @@ def unit_of(module: nn.Module) -> Unit | None:
     return unit if isinstance(unit, Unit) else None
 
 
-def _to_device(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs of the root on the accelerator, as DDP and FSDP2 do."""
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, non_blocking=True) if tensor.device != device else tensor
-
-    return map_tensors(move, args), map_tensors(move, kwargs)

@@ -29,9 +29,9 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor
 from torch import nn
-from torch.distributed import _state_dict_utils
 from torch.distributed.tensor import Shard
 
+from vescale_ray.compat.fsdp import distribute_tensors
 from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
 from vescale_ray.fsdp.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 
@@ -74,7 +74,7 @@ def stand_in_for_torch(*, plain_shards: bool = False) -> StandIn:
     stand_in._replace("register_fsdp_forward_method", torch.distributed.fsdp.register_fsdp_forward_method, register_fsdp_forward_method)
     stand_in._replace("share_comm_ctx", torch.distributed.fsdp.share_comm_ctx, share_comm_ctx)
     stand_in._replace("distribute_tensor", torch.distributed.tensor.distribute_tensor, distribute_tensor)
-    stand_in._replace("_distribute_tensors", _state_dict_utils._distribute_tensors, _distribute_tensors)
+    stand_in._replace("_distribute_tensors", distribute_tensors, _distribute_tensors)
     return stand_in
 
 
@@ -85,9 +85,6 @@ def _with_plain_shards(module: Any, *, shard_placement_fn: Callable[[nn.Paramete
         return Shard(0) if chosen is None and param.dim() else chosen
 
     return fully_shard(module, shard_placement_fn=placed, **options)
-
-
-_torchs_distribute_tensors = _state_dict_utils._distribute_tensors
 
 
 def _distribute_tensors(local_state_dict: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None) -> None:
@@ -105,4 +102,4 @@ def _distribute_tensors(local_state_dict: dict[str, Any], keys: list[str], devic
         else:
             sharded.to_local().copy_(mine.to_local())
             local_state_dict[key] = sharded
-    _torchs_distribute_tensors(local_state_dict, others, device, pg)
+    distribute_tensors(local_state_dict, others, device, pg)

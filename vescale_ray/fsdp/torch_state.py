@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
 from torch.utils.hooks import RemovableHandle
 
+from vescale_ray.compat.fsdp import REGISTRY_KEY, STATE_KEY, ParamModuleInfo, RegistryItem, TrainingState
 from vescale_ray.fsdp.phases import Phase, Residency
 from vescale_ray.fsdp.schedule import Schedule, unit_of
 
@@ -103,15 +101,16 @@ class State:
     @property
     def is_last_backward(self) -> bool:
         """Of ``_state_ctx``."""
-        unit = self._unit
-        return unit.is_last_backward if unit.schedule is None else unit.schedule.is_last_backward
+        return self._unit.ending.is_last
 
     @is_last_backward.setter
     def is_last_backward(self, last: bool) -> None:
-        unit = self._unit
-        unit.is_last_backward = last
-        if unit.schedule is not None:
-            unit.schedule.is_last_backward = last
+        self._unit.ending.is_last = last
+
+    @property
+    def _comm_ctx(self) -> object:
+        """The same object for states that share streams and buffers (``share_comm_ctx``), another one for others."""
+        return self._unit.lanes or self
 
     @property
     def _modules_to_run_forward(self) -> set[nn.Module]:
@@ -256,11 +255,6 @@ def leave_state(module: nn.Module, unit: Unit) -> None:
     """Let torch's ``fully_shard.state(module)`` find the unit, and other composable functions that the module is sharded."""
     module.__dict__.setdefault(STATE_KEY, OrderedDict())[inspect.unwrap(torch_fully_shard)] = state_of_unit(unit)
     module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
-
-
-def is_replicated(module: nn.Module) -> bool:
-    """Whether torch's ``replicate`` was applied to this very module: its parameters are not ours to shard."""
-    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
 def state_of_unit(unit: Unit) -> State:

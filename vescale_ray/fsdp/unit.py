@@ -18,15 +18,15 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo  # what _disable_dynamo needs; imported at the first hook, it would keep the frames of the first forward alive
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from vescale_ray.compat.core import DisableFuncTorch, are_functorch_transforms_active, current_graph_task_id, disable_dynamo
 from vescale_ray.fsdp import comm
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.labels import log, span
 from vescale_ray.fsdp.marks import Call, kept_tensors, mark_inputs
-from vescale_ray.fsdp.phases import Phase, PhaseError, check_transition
+from vescale_ray.fsdp.phases import Ending, Phase, PhaseError, check_transition
 from vescale_ray.fsdp.tree import cast_floating, grad_tensors
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def outside_transforms() -> Any:
     """Parameters are gathered as plain tensors also inside ``torch.func`` transforms, which would wrap what is made there."""
-    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else _NO_TRANSFORM
+    return DisableFuncTorch() if are_functorch_transforms_active() else _NO_TRANSFORM
 
 
 _NO_TRANSFORM: Any = nullcontext()
@@ -44,7 +44,7 @@ _NO_TRANSFORM: Any = nullcontext()
 
 def in_backward() -> bool:
     """Whether the calling thread is inside a backward."""
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 class Unit:
@@ -72,7 +72,7 @@ class Unit:
         self.is_root = False
         self.last_call: Call | None = None
         self.torch_state: State | None = None
-        self.is_last_backward = True
+        self.ending = Ending()
         self.post_optim_event: Any = None
         """Both count on the root."""
 
@@ -126,7 +126,7 @@ class Unit:
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    @disable_dynamo  # type: ignore[untyped-decorator]
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.schedule is None:
             from vescale_ray.fsdp.schedule import Schedule
@@ -163,7 +163,7 @@ class Unit:
             self.call.marked = self._marked
         return args, kwargs
 
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    @disable_dynamo  # type: ignore[untyped-decorator]
     def post_forward(self, module: nn.Module, _args: Any, output: Any) -> Any:
         if output is None and sys.exc_info()[0] is not None:
             self._abandon_forward()
@@ -243,7 +243,7 @@ class Unit:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    @disable_dynamo  # type: ignore[untyped-decorator]
     def pre_backward(self, call: Call) -> None:
         """A backward has reached the part of the graph that ``call`` made."""
         replaced = self.torch_state.replaced("pre_backward") if self.torch_state is not None else None

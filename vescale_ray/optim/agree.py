@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale_ray import waiting
+from vescale_ray.compat.core import foreach_norm
 from vescale_ray.optim.parameters import local_of
 
 _HERE, _MISSING = 0, 1  # columns of what is reduced; both set: on some ranks only
@@ -189,7 +190,7 @@ def _all_finite(grads: Sequence[Tensor]) -> bool:
             kinds.setdefault(local.device, []).append(local)
     for held in kinds.values():
         # The largest magnitude is NaN if there is one. (A sum or an L2 norm could overflow without any fault.)
-        largest = torch.stack([norm.to(torch.float32) for norm in torch._foreach_norm(held, float("inf"))])
+        largest = torch.stack([norm.to(torch.float32) for norm in foreach_norm(held, float("inf"))])
         if not bool(torch.isfinite(largest).all()):
             return False
     return True

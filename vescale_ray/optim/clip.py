@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale_ray import waiting
+from vescale_ray.compat.core import foreach_mul_, foreach_norm
 from vescale_ray.optim.agree import largest_of_ranks
 from vescale_ray.optim.exact_sum import sum_of_squares
 from vescale_ray.optim.parameters import local_of
@@ -64,7 +65,7 @@ def clip_grad_norm_(
             by_kind.setdefault((local.device, local.dtype), []).append(local)
     with torch.no_grad():
         for (device, _), locals_ in by_kind.items():
-            torch._foreach_mul_(locals_, scale.to(device=device, dtype=torch.float32))
+            foreach_mul_(locals_, scale.to(device=device, dtype=torch.float32))
     return norm.to(torch.float32)
 
 
@@ -101,7 +102,7 @@ def _norm(tensors: list[tuple[torch.Tensor, bool]], norm_type: float, exact: boo
                 continue
             part = torch.zeros((), dtype=torch.float64, device=device)
             if held:
-                norms = torch.stack([n.to(device) for n in torch._foreach_norm(held, norm_type, dtype=torch.float64)])
+                norms = torch.stack([n.to(device) for n in foreach_norm(held, norm_type, dtype=torch.float64)])
                 part = norms.amax() if infinite else norms.pow(norm_type).sum()
             for group in groups:
                 part = largest_of_ranks(part, group) if infinite else _sum(part, group)

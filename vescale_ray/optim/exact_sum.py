@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_ray import waiting
+from vescale_ray.compat.core import foreach_norm
 from vescale_ray.optim.agree import largest_of_ranks
 
 _BITS, _LEVELS = 28, 2
@@ -35,7 +36,7 @@ def sum_of_squares(tensors: Sequence[torch.Tensor], groups: Sequence[dist.Proces
     largest = torch.zeros((), dtype=torch.float64, device=device)
     tensors = [t.detach() for t in tensors if t.numel()]
     if tensors:
-        norms = torch._foreach_norm(tensors, math.inf, dtype=torch.float64)
+        norms = foreach_norm(tensors, math.inf, dtype=torch.float64)
         largest = torch.stack([n.to(device) for n in norms]).amax()
     for group in groups:
         largest = largest_of_ranks(largest, group)

@@ -18,7 +18,7 @@ def local_of(tensor: Tensor) -> Tensor:
     return arrived(tensor._local_tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def sharded_of(parameter: Tensor) -> Tensor:
+def sharded_of(parameter: Any) -> Any:
     """The sharded parameter that a gathered one belongs to; any other tensor itself."""
     owner = getattr(parameter, GATHERED_OF, None)
     param = None if owner is None else owner()

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.utils.weak import WeakIdKeyDictionary
 
+from vescale_ray.compat.core import ConvNd
 from vescale_ray.geometry import Block
 from vescale_ray.optim.matrices import RowBlocks
 
@@ -242,7 +242,7 @@ def _role(parameter: Tensor, owners: list[tuple[str, nn.Module]]) -> Role:
         return "embedding"
     if parameter.ndim < 2:
         return "norm" if any(type(module).__name__.lower().rstrip("123d").endswith("norm") for _, module in owners) else "vector"
-    if any(isinstance(module, _ConvNd) for _, module in owners):
+    if any(isinstance(module, ConvNd) for _, module in owners):
         return "other"  # a filter [out, in, k] is no stack of matrices
     if parameter.ndim == 2 and any(_is_head(name) for name, _ in owners):
         return "head"

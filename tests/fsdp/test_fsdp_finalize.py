@@ -1,0 +1,264 @@
+"""The end of a step by hand (``finalize_backward``), and mixed precision policies: as the torch that is installed has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, shard_tower
+from tests.fsdp.transformer import full
+from tests.fsdp.units import unit_of
+from tests.ranks import run_threads
+from vescale_ray.errors import BadArgument
+from vescale_ray.fsdp import MixedPrecisionPolicy, PhaseError, fully_shard
+
+since_2_15 = pytest.mark.skipif(
+    not hasattr(TorchFSDPModule, "finalize_backward"), reason="torch before 2.15 has no finalize_backward and no dtypes by parameter"
+)
+
+
+def whole_step(model: Any, steps: range, world: int) -> None:
+    """The gradients of ours: the mean over ranks, the sum over micro-batches."""
+    for step in steps:
+        model(inputs(0, 1, step)).square().mean().backward()
+
+
+def by_hand(rank: int, world: int, asynchronous: bool, reduces_at_once: bool) -> None:
+    ours, alone = shard_tower(seeded(Tower)), seeded(Tower)
+    assert ours.finalize_backward(async_op=True).wait() is None and ours.finalize_backward() is None, "nothing before the first forward"
+    for optimizer_step in range(3):
+        ours.set_manual_backward_finalization(True)
+        ours.set_is_last_backward(False)  # superseded
+        ours.set_reshard_after_backward(False)
+        ours.set_requires_gradient_sync(reduces_at_once)
+        micro = range(2 * optimizer_step, 2 * optimizer_step + 2)
+        for step in micro:
+            ours(inputs(rank, world, step)).square().mean().backward()
+        if not reduces_at_once:
+            assert all(p.grad is None for p in ours.layers[0].parameters()), "only added up so far"
+        ours.set_requires_gradient_sync(True)
+        ours.set_reshard_after_backward(True)
+        handle = ours.finalize_backward(async_op=asynchronous)
+        if asynchronous:
+            with pytest.raises(PhaseError, match="wait on its handle"):
+                ours(inputs(rank, world, 0))
+            with pytest.raises(PhaseError, match="wait on its handle before the next"):
+                ours.finalize_backward()
+            handle.wait()
+            handle.wait()
+        whole_step(alone, micro, world)
+        same(grads(ours), grads(alone))
+        assert not unit_of(ours.layers[0]).gathered, "resharded"
+        for model in (ours, alone):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+    ours.set_manual_backward_finalization(False)
+    ours.set_is_last_backward(True)
+    ours(inputs(rank, world, 9)).square().mean().backward()
+    whole_step(alone, range(9, 10), world)
+    same(grads(ours), grads(alone))
+
+
+@pytest.mark.parametrize("reduces_at_once", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_step_that_is_finalized_by_hand_has_the_gradients_of_the_whole_model(asynchronous: bool, reduces_at_once: bool) -> None:
+    run_threads(2, by_hand, asynchronous, reduces_at_once)
+
+
+def one_layer_assigned(rank: int, world: int) -> None:
+    """Weights' gradients that autograd.grad computed and the caller assigned, as in zero-bubble pipelines."""
+    ours, alone = shard_tower(seeded(Tower), reshard_after_forward=False), seeded(Tower)
+    ours.set_manual_backward_finalization(True)
+    ours.set_requires_gradient_sync(False)
+    ours.set_reshard_after_backward(False)
+    out = ours(inputs(rank, world)).square().mean()
+    weights = list(ours.parameters())
+    for weight, grad in zip(weights, torch.autograd.grad(out, weights), strict=True):
+        weight.grad = grad
+    ours.set_requires_gradient_sync(True)
+    ours.set_reshard_after_backward(True)
+    ours.finalize_backward()
+    whole_step(alone, range(1), world)
+    same(grads(ours), grads(alone))
+
+
+def test_assigned_gradients_are_taken_in_when_the_step_is_finalized() -> None:
+    run_threads(2, one_layer_assigned)
+
+
+def raised(call: Any) -> str:
+    """The type of what was raised, PhaseError being a RuntimeError; empty if nothing was."""
+    try:
+        call()
+    except RuntimeError:
+        return "RuntimeError"
+    return ""
+
+
+def refusals(rank: int, world: int, how: Any) -> list[str]:
+    model = shard_tower(seeded(Tower), how)
+    seen = [raised(lambda: model.set_manual_backward_finalization(False))]
+    model(inputs(rank, world)).sum().backward()
+    seen.append(raised(lambda: model.layers[0].set_manual_backward_finalization(True)))
+    seen.append(raised(lambda: model.layers[0].finalize_backward()))
+    seen.append(raised(lambda: model.finalize_backward()))  # not asked for
+    model.set_manual_backward_finalization(True)
+    out = model.layers[2].register_forward_hook(
+        lambda _module, _args, output: output.register_hook(lambda _: seen.append(raised(lambda: model.finalize_backward()))) and None
+    )
+    model(inputs(rank, world)).sum().backward()
+    out.remove()
+    seen.append(raised(lambda: model.set_manual_backward_finalization(True)))
+    seen.append(raised(lambda: model.set_manual_backward_finalization(False)))
+    model.finalize_backward()
+    model.set_manual_backward_finalization(False)
+    model(inputs(rank, world)).sum().backward()
+    model.set_manual_backward_finalization(True)
+    model(inputs(rank, world)).sum().backward()
+    handle = model.finalize_backward(async_op=True)
+    seen.append(raised(lambda: model(inputs(rank, world))))
+    model.reset_iter_state()
+    seen.append(raised(handle.wait))
+    lost = shard_tower(seeded(Tower), how)
+    lost.layers[1].set_manual_backward_finalization(True)
+    seen.append(raised(lambda: lost(inputs(rank, world))))
+    return seen
+
+
+def refused_alone(rank: int, world: int) -> list[str]:
+    return refusals(rank, world, fully_shard)
+
+
+EXPECTED = ["", *["RuntimeError"] * 3, "RuntimeError", "", *["RuntimeError"] * 4]
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    assert run_threads(2, refused_alone)[0] == EXPECTED
+
+
+@since_2_15
+def test_torch_refuses_the_same() -> None:
+    assert run_threads(2, refusals, torch_fully_shard)[0] == EXPECTED
+
+
+def replicas_left_out(rank: int, world: int, how: Any) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard_tower(seeded(Tower), how, mesh=mesh)
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    model(inputs(rank, world)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model.set_requires_all_reduce(False)
+    seen = [raised(lambda: model.finalize_backward())]
+    model.set_requires_all_reduce(True)
+    seen.append(raised(lambda: model.finalize_backward()))
+    alone = seeded(Tower)
+    alone(inputs(0, 1)).sum().div(world).backward()
+    same(grads(model), grads(alone))
+    return seen
+
+
+def test_gradients_are_not_finalized_without_the_sum_over_replicas() -> None:
+    assert run_threads(4, replicas_left_out, fully_shard)[0] == ["RuntimeError", ""]
+
+
+@since_2_15
+def test_torch_refuses_to_leave_out_the_replicas() -> None:
+    assert run_threads(4, replicas_left_out, torch_fully_shard)[0] == ["RuntimeError", ""]
+
+
+def kept(rank: int, world: int) -> None:
+    model = shard_tower(seeded(Tower))
+    model.set_keep_unsharded_storage(False)
+    with pytest.raises(BadArgument, match=r"call set_reshard_after_forward\(False\) and set_reshard_after_backward\(False\)"):
+        model.set_keep_unsharded_storage(True)
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    places = []
+    for step in range(2):
+        model(inputs(rank, world, step)).sum().backward()
+        places.append([layer[0].weight.data_ptr() for layer in model.layers])
+        assert all(unit_of(layer).gathered for layer in model.layers)
+    assert places[0] == places[1]
+
+
+def test_memory_that_can_not_be_kept_is_refused_and_the_remedy_keeps_it() -> None:
+    run_threads(2, kept)
+
+
+# -- policies ---------------------------------------------------------------------------------------------------------------
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.low.dtype, self.high.dtype
+        return (x.to(self.low.dtype) * self.low).sum() + (x.to(self.high.dtype) * self.high).sum()
+
+
+def small_and_large(rank: int, world: int, how: Any, options: dict[str, Any]) -> Any:
+    """The gradients' sum is 1 + 2**-9, which bfloat16 does not have: 1 there."""
+    model = how(Sum(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, **options))
+    model(torch.full((4,), 1.0 if rank == 0 else 2.0**-9)).backward()
+    return model.seen, full(model.low.grad).tolist(), full(model.high.grad).tolist()
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16, torch.float32])
+def test_without_a_reduce_dtype_gradients_are_summed_as_the_installed_torch_does(reduce_dtype: torch.dtype | None) -> None:
+    ours, theirs = (run_threads(2, small_and_large, how, {"reduce_dtype": reduce_dtype}) for how in (fully_shard, torch_fully_shard))
+    assert ours == theirs
+    own_dtype = reduce_dtype is torch.float32 or (reduce_dtype is None and hasattr(TorchFSDPModule, "finalize_backward"))
+    assert ours[0][1] == [(1 + 2.0**-9 if own_dtype else 1.0) / 2] * 4
+
+
+def leave_high(param: nn.Parameter, high: Any) -> Any:
+    return high if param.shape == (5,) else None
+
+
+class Uneven(Sum):
+    def __init__(self) -> None:
+        super().__init__()
+        self.high = nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.low.dtype, self.high.dtype
+        return (x.to(self.low.dtype) * self.low).sum() + self.high.sum() * (1 + 2.0**-9)
+
+
+def by_parameter(rank: int, world: int, how: Any, high: Any) -> Any:
+    policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda p: leave_high(p, high))  # type: ignore[call-arg]
+    try:
+        model = how(Uneven(), mp_policy=policy)
+    except ValueError:
+        return "refused"
+    model(torch.full((4,), 1.0)).backward()
+    return model.seen, full(model.low.grad).tolist(), full(model.high.grad).tolist()
+
+
+@since_2_15
+@pytest.mark.parametrize("high", [torch.float32, torch.bfloat16, None, torch.float16])
+def test_a_policy_leaves_single_parameters_in_their_dtype(high: Any) -> None:
+    ours, theirs = (run_threads(2, by_parameter, how, high) for how in (fully_shard, torch_fully_shard))
+    assert ours == theirs
+    assert ours[0] == "refused" if high is torch.float16 else ours[0][0] == (torch.bfloat16, high or torch.bfloat16)
+
+
+def own_gradient_dtype(rank: int, world: int) -> None:
+    model = seeded(Tower)
+    model.head.weight.grad_dtype = torch.bfloat16
+    with pytest.raises(BadArgument, match=r"'head.weight' is torch.float32 with grad_dtype torch.bfloat16: .* leave grad_dtype alone"):
+        fully_shard(model)
+    assert type(model) is Tower and type(model.head.weight) is nn.Parameter, "nothing was changed"
+
+
+def test_a_parameter_whose_gradients_have_another_dtype_is_refused() -> None:
+    run_threads(2, own_gradient_dtype)

@@ -1,0 +1,219 @@
+"""Private names of torch are in ``vescale_ray/compat`` and nowhere else, and a torch without them is refused in one sentence."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.test_imports import ROOT, SOURCES
+from vescale_ray import compat
+
+COMPAT = ROOT / "vescale_ray" / "compat"
+THEMES = sorted(COMPAT.glob("*.py"))
+PRODUCT = [path for part, path in SOURCES if part != "compat"] + [ROOT / "vescale_ray" / "__init__.py"]
+# Pickles name the classes and functions that wrote them; these readers compare the names and import none of them.
+FILE_FORMATS = {"checkpoint/torch_archive.py", "checkpoint/dcp_pickle.py"}
+# Of Python and of pybind11, not of torch.
+NOT_TORCHS = {"_exit", "_current_frames", "_pybind11_conduit_v1_"}
+
+
+def private(name: str) -> bool:
+    return any(word.startswith("_") and not word.endswith("__") and word != "_" for word in name.split("."))
+
+
+def chain(node: ast.AST) -> str:
+    """``a.b.c`` of nested attributes; empty for others."""
+    if isinstance(node, ast.Name):
+        return node.id
+    base = chain(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{base}.{node.attr}" if base and isinstance(node, ast.Attribute) else ""
+
+
+def torch_names(tree: ast.AST) -> dict[str, str]:
+    """What a file has imported from torch, by the name that it has there."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    found[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch" and not node.level:
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def private_names_in(source: str) -> Iterator[str]:
+    """Private names of torch that a file imports, reaches through what it has imported, or holds as the text of a path."""
+    tree = ast.parse(source)
+    known = torch_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) and not node.level else ""
+            for alias in node.names:
+                if (module + alias.name).split(".")[0] == "torch" and private(module + alias.name):
+                    yield module + alias.name
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            root, _, rest = chain(node).partition(".")
+            full = f"{known[root]}.{rest}" if root in known else ""
+            if private(full) and not full.startswith("torch.ops."):
+                yield full
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"torch([.:]\w+)+", node.value):
+            if private(node.value.replace(":", ".")):
+                yield node.value
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch._dynamo", ["torch._dynamo"]),
+        ("import torch\ntorch._foreach_norm([])", ["torch._foreach_norm"]),
+        ("def f():\n    from torch.utils._pytree import tree_map", ["torch.utils._pytree.tree_map"]),
+        ("from torch.optim.optimizer import _hooks as hooks", ["torch.optim.optimizer._hooks"]),
+        ("import torch.distributed as dist\ndist.x._world", ["torch.distributed.x._world"]),
+        ("import importlib\nimportlib.import_module('torch._dynamo')", ["torch._dynamo"]),
+        ("import torch\ntorch.ops.aten._unsafe_view, torch.__version__, torch.add", []),
+        ("from .torch import _mine", []),
+    ],
+)
+def test_the_search_for_private_names_finds_each_kind(source: str, expected: list[str]) -> None:
+    assert list(private_names_in(source)) == expected
+
+
+def listed() -> set[str]:
+    return {name for path in THEMES for name in compat.names_of(path)}
+
+
+def test_private_names_of_torch_are_in_compat_alone() -> None:
+    known = {name for name in listed() if name.split(".")[-2][0].isupper()}  # attributes of classes are used where the objects are
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in PRODUCT
+        if path.relative_to(ROOT).as_posix() not in FILE_FORMATS
+        for name in private_names_in(path.read_text(encoding="utf-8"))
+        if name not in known
+    }
+    assert not found, "import them in vescale_ray/compat, with the reason, and from there"
+
+
+def test_private_attributes_of_torchs_objects_are_listed_in_compat() -> None:
+    """An attribute with an underscore that the product reads of an object and defines nowhere is torch's."""
+    used: dict[str, str] = {}
+    defined: set[str] = set()
+    for path in PRODUCT:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id)
+            elif isinstance(node, ast.Attribute) and private(node.attr):
+                if isinstance(node.ctx, ast.Store):
+                    defined.add(node.attr)
+                elif not chain(node).startswith("torch.ops."):
+                    used[node.attr] = f"{path.relative_to(ROOT)}:{node.lineno}"
+    known = {name.rpartition(".")[2] for name in listed()}
+    assert not {f"{where}: {name}" for name, where in used.items() if name not in defined | known | NOT_TORCHS}
+
+
+def test_every_name_in_compat_is_used() -> None:
+    imported: dict[str, set[str]] = defaultdict(set)
+    attributes: set[str] = set()
+    for path in [*PRODUCT, *THEMES]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vescale_ray.compat."):
+                imported[str(node.module).rpartition(".")[2]] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.Attribute):
+                attributes.add(node.attr)
+            elif isinstance(node, ast.Constant) and path not in THEMES:
+                attributes.add(str(node.value))  # getattr(parameter, "_post_accumulate_grad_hooks", None)
+    for path in THEMES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        here = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        for block in (node for node in tree.body if isinstance(node, ast.With)):
+            for statement in block.body:
+                if isinstance(statement, ast.ImportFrom):
+                    names = {alias.asname or alias.name for alias in statement.names}
+                    assert names <= imported[path.stem] | here, path
+                elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+                    needed = {ast.literal_eval(argument) for argument in statement.value.args[1:]}
+                    assert needed <= attributes, (path, needed - attributes)
+
+
+def run(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
+    start = f"import sys; sys.path[:0] = {[str(one) for one in path]!r}\n"
+    return subprocess.run([sys.executable, "-c", start + code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.2.0", "2.12.1", "2.16.0a0+git12ab34c", "3.0.0"])
+def test_a_torch_out_of_range_is_refused_before_it_is_imported(tmp_path: Path, version: str) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
+    (tmp_path / "torch" / "version.py").write_text(f"__all__ = ['__version__']\n__version__ = '{version}'\n")
+    done = run("import vescale_ray", tmp_path)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
+        f"ImportError: vescale-ray supports torch 2.13 to 2.15, but torch {version} is installed: pip install 'torch==2.15.*'"
+    )
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "2.14.1+cu130", "2.15.0a0+git12ab34c", "", None])
+def test_a_torch_in_range_or_none_at_all_passes(monkeypatch, version: str | None) -> None:
+    monkeypatch.setattr(compat, "installed_version", lambda: version)
+    compat.check_version()
+
+
+def test_the_version_is_the_one_that_an_import_gives(monkeypatch) -> None:
+    import torch
+
+    assert compat.installed_version() == torch.__version__
+    monkeypatch.delitem(sys.modules, "torch")
+    assert compat.installed_version() == torch.__version__, "read from its file"
+
+
+def test_all_missing_names_are_told_in_one_sentence() -> None:
+    """Names of three themes are taken away: a function, a class's method, a module's class; the first import tells of all."""
+    done = run(
+        "import torch, torch.distributed.tensor as t, torch.distributed.checkpoint._nested_dict as n\n"
+        "del torch._C._current_graph_task_id, n.flatten_state_dict, t.DTensor._stable_hash_for_caching\n"
+        "from vescale_ray import fully_shard\n"
+    )
+    assert done.returncode == 1
+    found = re.fullmatch(
+        r"ImportError: torch (\S+) lacks (.*), which vescale-ray needs \(it supports torch 2.13 to 2.15\): pip install 'torch==2.15.\*'",
+        done.stderr.splitlines()[-1],
+    )
+    assert found and found[2].split(", ") == [
+        "torch._C._current_graph_task_id",
+        "torch.distributed.checkpoint._nested_dict.flatten_state_dict",
+        "torch.distributed.tensor.DTensor._stable_hash_for_caching",
+    ]
+    assert "During handling" not in done.stderr
+
+
+@pytest.mark.parametrize("code", ["from vescale_ray import fully_shard", "import vescale_ray.compat.core"])
+def test_a_torch_that_does_not_load_keeps_its_own_error(tmp_path: Path, code: str) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
+    done = run(code, tmp_path)
+    assert done.stderr.splitlines()[-1] == "ImportError: libcudart.so.13: cannot open shared object file"
+
+
+@pytest.mark.parametrize(
+    ("theme", "spared"),
+    [("core", "torch.distributed.tensor"), ("distributed", "torch.distributed.tensor"), ("tensor", "torch._dynamo"), ("optional", "torch")],
+)
+def test_a_theme_imports_no_more_of_torch_than_it_needs(theme: str, spared: str) -> None:
+    done = run(f"import vescale_ray.compat.{theme}, sys; print({spared!r} in sys.modules)")
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_the_range_is_the_same_for_pip() -> None:
+    oldest, newest = compat.RELEASES[0], compat.RELEASES[-1]
+    after = f"{newest.split('.')[0]}.{int(newest.split('.')[1]) + 1}"
+    assert f'"torch>={oldest},<{after}",' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert [int(release.split(".")[1]) for release in compat.RELEASES] == list(range(int(oldest[2:]), int(newest[2:]) + 1))

@@ -1,0 +1,83 @@
+"""Private names of torch itself: autograd, dispatch, modules, optimizers. Importing them imports torch and no more."""
+
+from __future__ import annotations
+
+from vescale_ray.compat import need, private_names
+
+with private_names():
+    # Keeps torch.compile out of hooks, as torch's own fully_shard does.
+    from torch import _disable_dynamo as disable_dynamo  # type: ignore[attr-defined]
+
+    # The same for one function, without a wrapper around each call.
+    from torch._dynamo.eval_frame import skip_code
+
+    # One kernel for a list of tensors of several dtypes; torch.nn.utils has norms of one dtype.
+    from torch import _foreach_mul_ as foreach_mul_
+    from torch import _foreach_norm as foreach_norm
+
+    # functorch transforms wrap what is made inside them; gathered parameters must be plain tensors.
+    from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
+    from torch._C import _DisableFuncTorch as DisableFuncTorch
+
+    # None outside of functorch transforms, where linear layers may write gradients in place.
+    from torch._C._functorch import peek_interpreter_stack
+
+    # A storage without memory, which takes the place of one that must not be read; two flags that are beside the one for that.
+    from torch._C import _construct_storage_from_data_pointer as construct_storage_from_data_pointer  # type: ignore[attr-defined]
+    from torch._C import _set_throw_on_mutable_data_ptr as set_throw_on_mutable_data_ptr
+    from torch._C import _set_warn_deprecated_on_mutable_data_ptr as set_warn_deprecated_on_mutable_data_ptr  # type: ignore[attr-defined]
+
+    # The node whose backward runs: gradients of a custom function take the type of its inputs.
+    from torch._C import _current_autograd_node as current_autograd_node
+
+    # The number of the backward that this thread runs, or -1: gradients of two backwards are told apart.
+    from torch._C import _current_graph_task_id as current_graph_task_id
+
+    # Whether this backward adds to a leaf's gradient, or gives it to the caller of torch.autograd.grad.
+    from torch._C import _will_engine_execute_node as will_engine_execute_node  # type: ignore[attr-defined]
+
+    # Dispatch keys of this thread: a gathered operation conjugates lazily, as outside of __torch_dispatch__.
+    from torch._C import DispatchKey
+    from torch._C import _dispatch_tls_local_exclude_set as dispatch_tls_local_exclude_set
+    from torch._C import _dispatch_tls_local_include_set as dispatch_tls_local_include_set
+    from torch._C import _ForceDispatchKeyGuard as ForceDispatchKeyGuard
+
+    # Defines Tensor.data in some releases; a subclass that overrides the property calls the original setter.
+    from torch._C import TensorBase
+
+    # Stand for a tensor while torch.compile traces: the ragged tensor around them has to be traceable, too.
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    # Profiler labels cost nothing while no profiler runs.
+    from torch.autograd import _profiler_enabled as profiler_enabled
+
+    # The common base of convolutions: build_optimizer routes their weights as matrices.
+    from torch.nn.modules.conv import _ConvNd as ConvNd
+
+    # Optimizers take their fast path for the tensor types in these lists; RaggedDTensor joins both.
+    from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
+    from torch.utils._foreach_utils import _foreach_supported_types as util_foreach_types
+
+    # Hooks before every optimizer's step; the public function to add one changes a counter on a class of torch.
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
+
+    # The names of storage classes in files of torch.save.
+    from torch.storage import _dtype_to_storage_type_map as dtype_to_storage_type_map
+
+    # What the first forward exchanges is not the user's: modes that count or record do not see it.
+    from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+    # Nested arguments and results of operations.
+    from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+    need("torch.autograd.Variable", "_execution_engine")  # queue_callback calls a function at the end of a backward
+    need("torch.Tensor", "_version", "_base", "_is_view")  # writes are counted, and views followed to their base
+    need("torch.Tensor", "_backward_hooks", "_post_accumulate_grad_hooks")  # a user's hook sees the gradient that torch would give it
+    need("torch.UntypedStorage", "_cdata")  # the identity of a storage, also while it has no memory
+    need("torch.UntypedStorage", "_swap_data_ptr_")  # makes a storage invalid and valid again
+    need("torch.nn.Module", "_parameters", "_buffers", "_apply")  # parameters are exchanged in every forward, without __setattr__
+    need("torch.optim.AdamW", "_init_group")  # makes an optimizer's states before its first step
+    need("torch.optim.Optimizer", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")  # called as torch does
+    need("torch.ops.aten.add.Tensor", "_schema")  # an operation's name, its arguments and which of them it writes
+    need("torch.cuda", "_sleep")  # a kernel of known length, for the emulated wire

@@ -1,0 +1,32 @@
+"""Private names of torch's ``fully_shard``, which ours takes the arguments, the hooks and the state of."""
+
+from __future__ import annotations
+
+from vescale_ray.compat import private_names
+
+with private_names():
+    # disable_dynamo imports it at the first hook, where it would keep the frames of the first forward alive.
+    import torch._dynamo
+
+    # The registry in which composable functions leave a module's state, and look for that of others.
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+
+    # What set_model_state_dict and set_optimizer_state_dict cut full tensors with; the stand-in replaces it.
+    from torch.distributed._state_dict_utils import _distribute_tensors as distribute_tensors
+
+    # Types of fully_shard's arguments and of custom communications.
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, Comm, DataParallelMeshDims, ReduceScatter
+
+    # Communications that torch offers to set_custom_all_gather and set_custom_reduce_scatter.
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        ProcessGroupAllocAllGather,
+        ProcessGroupAllocReduceScatter,
+        SymmMemAllGather,
+        SymmMemReduceScatter,
+    )
+
+    # What shard_placement_fn may return, and the phases that tools ask a module's state for.
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult, TrainingState
+
+    # Where a parameter is, in the state that tools read.
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo

@@ -1,0 +1,39 @@
+"""Private names that a torch may lack: the caller does without. This file imports no torch, and looks at what is loaded only."""
+
+from __future__ import annotations
+
+import sys
+from operator import attrgetter
+from typing import Any
+
+MESH_CACHES = (
+    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear",
+    "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached.cache_clear",
+    "torch.distributed.tensor._redistribute:_gen_transform_infos.cache_clear",
+    "torch.distributed.tensor._redistribute:clear_redistribute_planner_cache",
+    "torch.distributed.tensor._collective_utils:MeshTopoInfo.build_from_mesh.cache_clear",
+    "torch._C:_clear_DTensor_sharding_propagator_cache",
+)
+"""Torch's caches of DTensor dispatch. Their keys hold device meshes, these hold their group, and a group that is held keeps
+its sockets open. One that a torch release lacks is passed over, and the test of dissolved groups tells."""
+
+
+def clear_mesh_caches() -> None:
+    """Empty the caches that hold device meshes."""
+    for entry in MESH_CACHES:
+        module, _, path = entry.partition(":")
+        if module in sys.modules:
+            try:
+                attrgetter(path)(sys.modules[module])()
+            except AttributeError:
+                continue
+
+
+def storage_access_error_setter() -> Any:
+    """The function that lets every access to a storage raise, with a message; None in CPU builds of torch."""
+    return getattr(sys.modules.get("torch._C"), "_set_storage_data_ptr_access_error_msg", None)
+
+
+def flight_record() -> Any:
+    """The function that dumps torch's flight recorder as JSON; None before torch is loaded, and where it has none."""
+    return getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)

@@ -1,0 +1,122 @@
+"""The end of a step by hand: methods of FSDPModule that torch has since 2.15, here with every torch.
+
+A schedule of micro-batches (torch's pipelines) runs several backwards, some of which autograd does not see as one, and says itself when
+the gradients are complete: ``set_manual_backward_finalization(True)``, forwards and backwards, ``finalize_backward()``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed.fsdp
+
+from vescale_ray.errors import BadArgument
+from vescale_ray.fsdp.phases import PhaseError
+from vescale_ray.fsdp.schedule import Schedule, unit_of
+from vescale_ray.fsdp.unit import Unit, in_backward
+
+_Base: Any = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)  # for isinstance, where torch has it
+
+
+class ReductionHandle(_Base):
+    """The reductions that ``finalize_backward(async_op=True)`` has started; nothing is to be waited for if ``schedule`` is None."""
+
+    def __init__(self, schedule: Schedule | None) -> None:
+        self._schedule = schedule
+        self._step = None if schedule is None else schedule.ending.step
+
+    def wait(self) -> None:
+        """Wait until the gradients are there. Again: nothing.
+
+        Raises:
+            PhaseError: ``reset_iter_state()`` has given the step up.
+        """
+        schedule, self._schedule = self._schedule, None
+        if schedule is None:
+            return
+        if not schedule.ending.pending or schedule.ending.step != self._step:
+            raise PhaseError("the step of this handle was given up by reset_iter_state(): its gradients are lost, run it again")
+        schedule.settle(wait=True)
+
+
+class FinalizesBackward:
+    """Mixed into FSDPModule."""
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether reductions are waited for by :meth:`finalize_backward` alone, whatever ``set_is_last_backward`` says. On the root.
+
+        Raises:
+            PhaseError: called on a unit below the root; a step has begun, in which backwards end in the other way.
+        """
+        unit = _root(self, "set_manual_backward_finalization")
+        begun = unit.ending.by_hand if unit.ending.active is None and in_backward() else unit.ending.active
+        if begun is not None and begun != enabled:
+            raise PhaseError(
+                f"set_manual_backward_finalization({enabled}) in the middle of a step: call finalize_backward() or reset_iter_state() first"
+                if begun
+                else f"set_manual_backward_finalization({enabled}) in the middle of a step: call it before the step's first backward"
+            )
+        unit.ending.by_hand = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> ReductionHandle | None:
+        """All backwards of the step are through: reduce what they have added up and reshard, as the settings say now. On the root.
+
+        Every rank calls it, after ``set_requires_gradient_sync(True)`` if the backwards ran without. Nothing before the first forward.
+
+        Args:
+            async_op: only start the reductions; wait on the handle before gradients are used and before the next forward.
+
+        Raises:
+            PhaseError: called on a unit below the root, inside a backward, without :meth:`set_manual_backward_finalization`, or before
+                the last handle was waited on; gradients that are not to be summed over the replicas (HSDP) yet.
+        """
+        unit = _root(self, "finalize_backward")
+        schedule = unit.schedule
+        if schedule is None:
+            return ReductionHandle(None) if async_op else None
+        _check(schedule)
+        for one in reversed(schedule.units):
+            one.take_in_gradients()
+            one.close()
+        schedule.settle(wait=not async_op)
+        if not async_op:
+            return None
+        schedule.ending.pending = True
+        return ReductionHandle(schedule)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Torch's switch to keep the memory of gathered parameters after resharding. Ours is shared by units, and can't be kept.
+
+        Raises:
+            BadArgument: ``keep`` is true.
+        """
+        if keep:
+            raise BadArgument(
+                "set_keep_unsharded_storage(True) is not supported: units share the memory that they gather into; "
+                "call set_reshard_after_forward(False) and set_reshard_after_backward(False) to keep parameters gathered"
+            )
+
+
+def _root(module: Any, method: str) -> Unit:
+    unit = unit_of(module)
+    if unit is None:
+        raise AssertionError(f"{type(module).__name__} has lost its sharding state: was it copied?")
+    if unit.schedule is not None and not unit.is_root:
+        raise PhaseError(f"{method} must be called on the root FSDP module, and unit {unit.name!r} is not it")
+    return unit
+
+
+def _check(schedule: Schedule) -> None:
+    ending = schedule.ending
+    if ending.pending:
+        raise PhaseError("finalize_backward(async_op=True) is under way: wait on its handle before the next finalize_backward()")
+    if not (ending.by_hand if ending.active is None else ending.active):
+        raise PhaseError("finalize_backward needs set_manual_backward_finalization(True) before the step's first backward")
+    if schedule.running or in_backward():
+        raise PhaseError("finalize_backward is called inside a forward or a backward: call it when all backwards are through")
+    for group in (group for unit in schedule.units if unit.gradient_sync for group in unit.groups):
+        held_back = group.place.replicate_group is not None and group.grads.arrived_count and not group.grads.all_reduce
+        if held_back or group.grads.partial is not None:
+            raise PhaseError(
+                f"gradients of {group.name!r} are not summed over the replicas: call set_requires_all_reduce(True) before the backwards"
+            )
