@@ -310,8 +310,10 @@ def remedies(rank: int, world: int) -> None:
         if not before:
             ours(batch()).sum().backward()
             ours.zero_grad()
-        torch.manual_seed(1)
         adapter = Adapter(nn.Identity())
+        generator = torch.Generator().manual_seed(1)
+        for p in adapter.parameters():
+            nn.init.normal_(p, generator=generator)
         for model in (ours, alone):
             mine = copy.deepcopy(adapter)
             mine.inner = model.layers[0]

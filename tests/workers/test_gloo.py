@@ -195,7 +195,7 @@ def unsafe(code: str) -> Iterator[tuple[int, str]]:
         owner = getattr(getattr(node.func, "value", None), "id", "")
         text = ast.unparse(node)
         if (
-            (name == "init_process_group" and owner != "gloo" and "FakeStore" not in text)
+            (name == "init_process_group" and owner != "gloo" and "FakeStore" not in text and "BACKEND" not in text)
             or name == "ProcessGroupGloo"
             or (name in ("new_group", "new_subgroups", "init_device_mesh") and re.search(r"['\"][^'\"]*\bgloo\b", text))
         ):

@@ -8,9 +8,6 @@ with private_names():
     # Keeps torch.compile out of hooks, as torch's own fully_shard does.
     from torch import _disable_dynamo as disable_dynamo  # type: ignore[attr-defined]
 
-    # The same for one function, without a wrapper around each call.
-    from torch._dynamo.eval_frame import skip_code
-
     # One kernel for a list of tensors of several dtypes; torch.nn.utils has norms of one dtype.
     from torch import _foreach_mul_ as foreach_mul_
     from torch import _foreach_norm as foreach_norm

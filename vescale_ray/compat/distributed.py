@@ -32,7 +32,8 @@ with private_names():
     from torch.distributed.distributed_c10d import _get_process_group_store as get_process_group_store
 
     need("torch.distributed.distributed_c10d", "_world")  # its count of groups names the next one
-    need("torch.distributed.ProcessGroup", "_get_backend")  # gloo's half and NCCL's half of one group
+    need("torch.distributed.ProcessGroup", "_get_backend", "_device_types")  # gloo's half and NCCL's half of one group
+    need("torch.distributed.ProcessGroupGloo", "_Options")  # the number of worker threads, which init_process_group does not take
     need("torch._C._distributed_c10d.Backend.Options", "_timeout")  # the limit of a group's collectives
     need("torch.distributed.device_mesh.DeviceMesh", "_flatten", "_unflatten", "_concatenate")  # meshes of several parallelisms
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from vescale_ray.compat import private_names
+from vescale_ray.compat import need, private_names
 
 with private_names():
     # disable_dynamo imports it at the first hook, where it would keep the frames of the first forward alive.
     import torch._dynamo
+
+    # Keeps torch.compile out of one function, without a wrapper around each call as disable_dynamo has it.
+    from torch._dynamo.eval_frame import skip_code
 
     # The registry in which composable functions leave a module's state, and look for that of others.
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
@@ -30,3 +33,5 @@ with private_names():
 
     # Where a parameter is, in the state that tools read.
     from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
+
+    need("torch.autograd.graph.Node", "_register_hook_dict")  # a tensor hook without a handle to remove it, at a quarter of the time

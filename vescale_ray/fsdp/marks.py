@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vescale_ray.compat.core import disable_dynamo, skip_code
+from vescale_ray.compat.core import disable_dynamo
+from vescale_ray.compat.fsdp import skip_code
 from vescale_ray.fsdp.linear import adopt_linear
 from vescale_ray.fsdp.tree import grad_tensors, map_tensors
 
