@@ -113,7 +113,7 @@ def local_folder(folder: str | os.PathLike[str], what: str) -> Path:
     text = os.fspath(folder)
     if not text or "://" in text:
         raise ValueError(f"{what} {text!r} is {'a URL' if text else 'empty'}; give a folder of this machine")
-    return Path(text)
+    return Path(text).absolute()
 
 
 def new_folder(folder: str | os.PathLike[str]) -> list[Path]:

@@ -414,8 +414,9 @@ def _fits(config: RunConfig, cluster: Tree, head: Tree, workers: Sequence[tuple[
         claims = {one["name"] for one in pod.get("volumes") or () if "persistentVolumeClaim" in one}
         roots = [m["mountPath"].rstrip("/") + "/" for m in pod["containers"][0].get("volumeMounts") or () if m["name"] in claims]
         for key, path in paths.items():
-            if path and "://" not in path and not (key == "data.corpus" and path == "stdlib"):
-                if not any(f"{path}/".startswith(root) for root in roots):
+            there = re.sub("^(file|local)://", "", path or "") if key == "checkpoint.dir" else path
+            if there and not ("://" in there and key == "checkpoint.dir") and not (key == "data.corpus" and path == "stdlib"):
+                if not any(f"{there}/".startswith(root) for root in roots):
                     yield f"{where}: {key} = {path} is not on a volume that it mounts"
 
 
