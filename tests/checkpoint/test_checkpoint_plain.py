@@ -291,7 +291,8 @@ ARRAY = {"dtype": "<i8", "shape": [100], "data": [0, 800]}
     ],
 )
 def test_values_that_are_malformed_or_of_a_later_version_are_refused_cheaply(value, words):
-    store, into = forged({"values": {"x": value}}), {"model": {"w": torch.zeros(2)}, "x": None}
+    store = forged({"values": {"x": value}})
+    into: dict[str, Any] = {"model": {"w": torch.zeros(2)}, "x": None}
     tracemalloc.start()
     try:
         with pytest.raises(ckpt.CheckpointMismatch, match=words) as caught:
