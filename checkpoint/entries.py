@@ -46,11 +46,11 @@ def check_entries(where: str, state: Mapping[str, Any], holder: Saved, flat: Fla
 
 
 def _sorts(meta: Mapping[str, Any]) -> dict[str, str]:
-    values = (*meta.get("state", {}), *meta.get("values", {}))
+    values, optimizers = (*meta.get("state", {}), *meta.get("values", {})), meta.get("optimizers", {})
     return {
         **dict.fromkeys(meta.get("models", ["model"]), _TENSORS),
         **dict.fromkeys(values, _PLAIN),
-        **dict.fromkeys(meta.get("optimizers", {}), _OPTIMIZER),
+        **dict.fromkeys(optimizers if isinstance(optimizers, Mapping) else (), _OPTIMIZER),  # not checked where none is wanted
     }
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import base64
 import datetime
+import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ _MOST_DEEP = 100
 _MOST_BITS = 4096
 """Of an int in decimal digits; readers of JSON, Python's among them, refuse some thousand digits."""
 _TAGS = ("float", "items", "counter", "tensor")
+_DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}(generic|[YMWDhms]|[munpfa]s)\])?", re.ASCII)
 _KINDS = "biufcmMSU"
 """NumPy's kinds of dtypes whose elements are bytes of one meaning; not objects and records."""
 
@@ -51,7 +54,7 @@ class Packed:
 
     @property
     def digest(self) -> str:
-        return digest_of(repr(self.json).encode(errors="backslashreplace") + self.data)
+        return digest_of(json.dumps(self.json, sort_keys=True).encode()) + digest_of(self.data)
 
 
 def data_name(key: str) -> str:
@@ -273,7 +276,9 @@ def _shape(raw: Any) -> tuple[int, ...]:
 
 
 def _numpy(about: Any, shape: tuple[int, ...], data: Data) -> np.ndarray:
-    dtype = np.dtype(str(about["dtype"]))
+    if _DTYPE.fullmatch(about["dtype"]) is None:  # NumPy would take it for a program
+        raise ValueError(f"{about['dtype'][:80]!r} is no dtype of an array that is stored")
+    dtype = np.dtype(about["dtype"])
     _check_dtype("it", dtype)
     raw = data.take(about["data"])
     if len(raw) != math.prod(shape) * dtype.itemsize:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from .layout import dtype_name, dtype_of
@@ -20,13 +21,15 @@ def encode(what: str, value: Any) -> Any:
         for _ in range(value.dim()):
             number = [number]
         return {"dtype": dtype_name(value.dtype), "value": number}
+    if isinstance(value, (np.bool_, np.integer, np.floating)):  # as Python's, which are equal
+        value = float(value) if isinstance(value, np.floating) else value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
     if isinstance(value, (list, tuple)):
         return [encode(what, item) for item in value]
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
-    raise ValueError(f"{what} is a {type(value).__name__}, which JSON can't hold")
+    raise ValueError(f"{what} is a {type(value).__name__}, which JSON can't hold; give numbers, texts, lists or tensors of one element")
 
 
 def decode(value: Any, like: Any = None) -> Any:

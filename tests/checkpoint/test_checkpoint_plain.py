@@ -282,7 +282,9 @@ ARRAY = {"dtype": "<i8", "shape": [100], "data": [0, 800]}
         ({"$array": {**ARRAY, "shape": [1 << 40, 1 << 40]}}, "is no shape"),
         ({"$array": {**ARRAY, "shape": [1 << 40]}}, "800 bytes for an array of shape"),
         ({"$tensor": {**ARRAY, "dtype": "int64", "shape": [1 << 40]}}, "800 bytes for a tensor of shape"),
-        ({"$array": {**ARRAY, "dtype": "|O"}}, "NumPy's dtype object"),
+        ({"$array": {**ARRAY, "dtype": "|O"}}, "'.O' is no dtype of an array"),
+        ({"$array": {**ARRAY, "dtype": "01"}}, "'01' is no dtype of an array"),
+        ({"$array": {**ARRAY, "dtype": 8}}, "can't be taken back"),
         ({"$tensor": {"dtype": "qint8", "shape": [0], "data": ""}}, "qint8"),
         ({"$array": {}}, "KeyError"),
         ({"$bytes": "&"}, "can't be taken back"),
@@ -338,6 +340,19 @@ def test_a_stranger_can_read_an_array_by_the_page_on_the_format_alone(root):
     start, end = (kind["offset"][0] + at for at in about["data"])
     raw = (root / manifest["objects"][kind["object"][0]]["key"]).read_bytes()[start:end]
     assert np.array_equal(np.frombuffer(raw, about["dtype"]).reshape(about["shape"]), array)
+
+
+def test_numpys_numbers_are_hyperparameters_too(root):
+    def made(**options: Any) -> tuple[Module, torch.optim.Optimizer]:
+        net = Module()
+        return net, torch.optim.SGD([{"params": [net.w], "limit": np.float64("inf"), "flag": np.bool_(True)}], **options)
+
+    net, optimizer = made(lr=np.float32(0.3), momentum=np.float64(0.9))
+    ckpt.save({"model": net, "optimizer": optimizer}, root, 1)
+    other, resumed = made(lr=1.0)
+    ckpt.load({"model": other, "optimizer": resumed}, root)
+    [group] = resumed.param_groups
+    assert (group["lr"], group["momentum"], group["limit"], group["flag"]) == (np.float32(0.3), 0.9, math.inf, True)
 
 
 class Module(torch.nn.Module):
