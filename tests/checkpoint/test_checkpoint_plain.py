@@ -25,6 +25,7 @@ from tests.checkpoint.test_checkpoint_safety import sealed
 from tests.ranks import run_gloo
 from vescale_ray import checkpoint as ckpt
 from vescale_ray.checkpoint.plain import INLINE_BYTES
+from vescale_ray.cli import main
 
 
 @pytest.fixture
@@ -353,6 +354,19 @@ def test_numpys_numbers_are_hyperparameters_too(root):
     ckpt.load({"model": other, "optimizer": resumed}, root)
     [group] = resumed.param_groups
     assert (group["lr"], group["momentum"], group["limit"], group["flag"]) == (np.float32(0.3), 0.9, math.inf, True)
+
+
+def test_the_command_line_shows_and_compares_what_a_loader_keeps(root, capsys):
+    for step in (1, 2):
+        ckpt.save({"model": {"w": torch.ones(2)}, "loader": loader_state(step)}, root, step)
+    before, _ = ckpt.ls(root)
+    assert main(["ckpt", "show", str(root), "--tensors"]) == 0
+    kept = loader_state(2)
+    size = len(kept["cursor"]) + kept["sampler"]["generator"].numel() + kept["numpy"][1].nbytes
+    assert f"state.loader  [{size}]  plain uint8" in capsys.readouterr().out
+    assert main(["ckpt", "diff", f"{root}@{before.name}", str(root)]) == 1
+    out = capsys.readouterr().out
+    assert "plain of 'state.loader'" in out and "1 tensors equal bit for bit" in out
 
 
 class Module(torch.nn.Module):
