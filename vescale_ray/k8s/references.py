@@ -415,9 +415,9 @@ def _fits(config: RunConfig, cluster: Tree, head: Tree, workers: Sequence[tuple[
         roots = [m["mountPath"].rstrip("/") + "/" for m in pod["containers"][0].get("volumeMounts") or () if m["name"] in claims]
         for key, path in paths.items():
             there = re.sub("^(file|local)://", "", path or "") if key == "checkpoint.dir" else path
-            if there and not ("://" in there and key == "checkpoint.dir") and not (key == "data.corpus" and path == "stdlib"):
-                if not any(f"{there}/".startswith(root) for root in roots):
-                    yield f"{where}: {key} = {path} is not on a volume that it mounts"
+            elsewhere = not there or (key, there) == ("data.corpus", "stdlib") or (key == "checkpoint.dir" and "://" in there)
+            if not elsewhere and not any(f"{there}/".startswith(root) for root in roots):
+                yield f"{where}: {key} = {path} is not on a volume that it mounts"
 
 
 def _claims(pod: Tree) -> set[tuple[str, str, str]]:
