@@ -6,11 +6,11 @@ twice. The format is in ``docs/checkpoint-format.md``.
 
 Layers, each in its file: ``store`` (the seam) and its back ends ``posix``, ``s3``, ``fsspec_store``, ``memory``, ``faulty``; ``digest``;
 ``layout`` (a rank's object) and ``manifest`` (the commit object); ``shard``, ``copies``, ``commits``, ``reader``, ``compare``, ``scrub``,
-``proof``, ``retention``, ``rollback`` (what is done with them); ``tensors``, ``state``, ``scalars``, ``saved_meta``, ``rng``, ``api`` and
-``loading`` with ``names``, ``matching``, ``materialize``, ``saver`` with ``staging``, ``handle``, ``accord``, ``voting``, ``bounded`` and
-``polling`` (a training script's state); ``interval``; ``foreign`` and, on it, ``huggingface`` with ``safetensors_file``, ``dcp`` with
-``dcp_export``, ``dcp_state``, ``dcp_files`` and ``dcp_pickle`` (other programs' formats). May import ``vescale_ray.geometry``, torch,
-numpy, xxhash, and inside a back end its client library; neither Ray nor fsdp.
+``proof``, ``retention``, ``rollback`` (what is done with them); ``tensors``, ``state``, ``plain``, ``entries``, ``scalars``,
+``saved_meta``, ``rng``, ``api`` and ``loading`` with ``names``, ``matching``, ``materialize``, ``saver`` with ``staging``, ``handle``,
+``accord``, ``voting``, ``bounded`` and ``polling`` (a training script's state); ``interval``; ``foreign`` and, on it, ``huggingface`` with
+``safetensors_file``, ``dcp`` with ``dcp_export``, ``dcp_state``, ``dcp_files`` and ``dcp_pickle`` (other programs' formats). May import
+``vescale_ray.geometry``, ``vescale_ray.lasting``, torch, numpy, xxhash, and inside a back end its client library; neither Ray nor fsdp.
 """
 
 from .api import save

@@ -19,9 +19,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -43,7 +43,7 @@ _warned: set[str] = set()
 class Word:
     """What one rank has to say of a save: it is ready (none of the first three), still busy with earlier ones, can't take part for a
     ``problem`` of its state, or has ``left`` it before it was begun. ``alike``: a digest of what every rank's state must have the same;
-    ``plain``: the names of its entries without tensors, of which rank 0's are stored for all. ``copies``: of the tensors that are taken to
+    ``plain``: digests of its plain values, by entry, of which rank 0's are stored for all. ``copies``: of the tensors that are taken to
     be the same on all ranks, eight hexadecimal digits of their names and of a sample of each; ``names``: their names, not told to others.
     """
 
@@ -51,7 +51,7 @@ class Word:
     busy: bool = False
     left: str | None = None
     alike: str = ""
-    plain: Sequence[str] = ()
+    plain: Mapping[str, str] = field(default_factory=dict)
     copies: str = ""
     names: Sequence[str] = ()
 
@@ -261,6 +261,17 @@ class Accord:
 def _warn_of_others(words: Sequence[Word]) -> None:
     """No reason to fail: running statistics of ranks that don't tell each other differ, and that one rank's are stored may be meant."""
     own = words[0]
+    values = {key: rank for rank, word in enumerate(words) for key in word.plain if word.plain[key] != own.plain.get(key)}
+    for key, rank in values.items():
+        if f"plain {key}" not in _warned:
+            _warned.add(f"plain {key}")
+            _log.warning(
+                "the plain value %r is not the same on ranks 0 and %d: rank 0's is stored for all ranks; if it is a rank's own (a data "
+                "loader's position, a random state), give it as aux={%r: ..}, which each rank gets back",
+                key,
+                rank,
+                key,
+            )
     unlike: dict[str, int] = {}
     for rank, word in enumerate(words):
         if word.copies != own.copies and word.copies[:8] == own.copies[:8]:

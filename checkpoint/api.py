@@ -14,7 +14,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ from .handle import SaveHandle
 from .layout import ShardPiece
 from .manifest import check_meta, parse_commit_name
 from .matching import Pair, label
+from .plain import KIND, Packed, data_name, pack
 from .proof import prove
 from .retention import Retention, tend
 from .rng import capture_rng
@@ -68,8 +69,8 @@ def save(
         step: completed steps.
         epoch: the incarnation of the run. By default the newest commit's, one higher if ``step`` is not beyond it (the run
             went back): the new checkpoint is always the newest.
-        meta: JSON-able, the same on all ranks; rank 0's is stored. aux: JSON-able, this rank's own. The random generators are
-            stored in any case.
+        meta: JSON-able, the same on all ranks; rank 0's is stored. aux: plain values, this rank's own (a data loader's state, for
+            one). The random generators are stored in any case.
         metrics: of this step, by name; what :class:`Retention` calls the best is told by them. Rank 0's are stored; NaN and infinities
             are left out, with a warning.
         retention: delete what it does not keep, after this one is committed.
@@ -162,13 +163,14 @@ def look_after(store: ObjectStore, retention: Retention, made: Commit, vote: Vot
 @dataclass(frozen=True)
 class Prepared:
     """One rank's share of a save, taken apart and checked; nothing is written. ``pieces`` are views of the live tensors, everything
-    else is a copy of this moment. ``copied``: names of tensors that are taken to be on all ranks, and the same; ``copies``: a sample of
-    each."""
+    else is a copy of this moment. ``plain``: digests of the plain values. ``copied``: names of tensors that are taken to be on all ranks,
+    and the same; ``copies``: a sample of each."""
 
     pieces: list[ShardPiece]
     document: Mapping[str, Any]
     aliases: Mapping[str, str]
     aux: Mapping[str, Any]
+    plain: Mapping[str, str] = field(default_factory=dict)
     copied: Sequence[str] = ()
     copies: str = ""
 
@@ -178,7 +180,7 @@ class Prepared:
         named = {key: [sorted(group["params"]) for group in saved["groups"]] for key, saved in self.document["optimizers"].items()}
         alike = digest_of(json.dumps(named, sort_keys=True).encode())
         order = digest_of("\n".join(self.copied).encode())[:8]
-        return Word(alike=alike, plain=sorted(self.document["state"]), copies=order + self.copies, names=self.copied)
+        return Word(alike=alike, plain=self.plain, copies=order + self.copies, names=self.copied)
 
 
 def prepare(
@@ -205,19 +207,35 @@ def prepare(
     check_meta(finite, "metrics")
     for name, value in finite.items():
         of_type(f"metrics.{name}", value, (int, float), "give a number")
-    check_meta(aux or {}, "aux")
+    own = pack("aux", dict(aux or {}), inline=math.inf)
     flat = flatten(state)
     parts = {pair: local_part(pair[0], tensor, world, rank) for pair, tensor in flat.tensors.items()}
-    pieces = _pieces(parts)
+    pieces = _pieces(parts) + (_data(flat.values) if rank == 0 else [])
     # Which ranks hold a plain tensor nobody can tell: all, it is assumed, and the same.
     plain = {label(*pair): part for pair, part in parts.items() if part.replicas == world > 1 and not part.among and part.shared}
-    document = {"models": flat.models, "state": flat.values, "optimizers": flat.optimizers, "meta": dict(meta or {})}
+    values = {key: value.json for key, value in flat.values.items() if value.extended}
+    state_json = {key: value.json for key, value in flat.values.items() if not value.extended}
+    document = {"models": flat.models, "state": state_json, "optimizers": flat.optimizers, "meta": dict(meta or {})}
+    if values:
+        document["values"] = values
     if finite:
         document["metrics"] = finite
     # Through JSON: the values may be live objects of the training, which goes on.
     frozen = json.loads(json.dumps(document, allow_nan=False))
-    own = {"rng": capture_rng(), "user": json.loads(json.dumps(dict(aux or {})))}
-    return Prepared(pieces, frozen, dict(flat.aliases), own, list(plain), sampled([part.flat() for part in plain.values()]))
+    # Without a tag it is what it is in JSON, and stands there as it always did.
+    beside = {"rng": capture_rng(), "values" if own.tags else "user": json.loads(json.dumps(own.json))}
+    digests = {key: value.digest for key, value in flat.values.items()}
+    return Prepared(pieces, frozen, dict(flat.aliases), beside, digests, list(plain), sampled([part.flat() for part in plain.values()]))
+
+
+def _data(values: Mapping[str, Packed]) -> list[ShardPiece]:
+    """The bytes of plain values, on rank 0: one tensor for each entry that has any."""
+    pieces = []
+    for key, value in values.items():
+        if size := len(value.data):
+            data = torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
+            pieces.append(ShardPiece(data_name(key), KIND, 0, size, (size,), torch.uint8, data))
+    return pieces
 
 
 def _pieces(parts: Mapping[Pair, LocalPart]) -> list[ShardPiece]:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from vescale_ray.geometry import Extent, FlatSpace, merge_adjacent
+from vescale_ray.lasting import REMEDY, goes_with
 
 from .copies import Held, contradiction, each_once
 from .errors import STAGES, CheckpointCorrupt, CommitExists, CommitRefused, NoCheckpoint, SaveFailed
@@ -45,6 +46,8 @@ from .store import KeyExists, KeyMissing, ObjectStore, Root, out_of_reach, store
 from .tiling import ROWS, Tiling
 
 _log = logging.getLogger(__name__)
+_told: set[str] = set()
+"""Roots that were named in a warning: once, not at each commit."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,14 @@ def commit(
 
     Raises:
         CommitRefused: votes missing, of another attempt, not tiling a tensor exactly, or with copies that differ; objects missing or of
-            another size;
-            or a newer (epoch, step) is committed already. CommitExists: another attempt committed this (epoch, step).
+            another size; or a newer (epoch, step) is committed already. CommitExists: another attempt committed this (epoch, step).
         SaveFailed: the storage refused. Whatever is raised, earlier commits are untouched.
     """
     check_meta(meta)
     store = store_of(root)
+    if (reason := goes_with(store.describe())) is not None and store.describe() not in _told:
+        _told.add(store.describe())
+        _log.warning("checkpoints in %s will be lost: it lies in %s; %s, or a URL", store.describe(), reason, REMEDY)
     votes = _in_one_order(votes)
     manifest = _assemble(votes, step, epoch, attempt, world, meta, aliases or {})
     raw = _encoded(manifest)

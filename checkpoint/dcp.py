@@ -43,6 +43,7 @@ from .api import from_first, together
 from .commits import Commit
 from .dcp_state import DcpSource
 from .digest import as_bytes
+from .entries import PlainValues
 from .errors import CheckpointMismatch
 from .foreign import OBJECT_BYTES, Imported, Progress, into_commit, into_state, is_root, state_of
 from .layout import dtype_name
@@ -51,7 +52,7 @@ from .names import Globs, NameTable, entry_of, globs, table_of
 from .read_plan import Range
 from .reader import BUDGET_BYTES, Checkpoint, open_checkpoint
 from .saved_meta import check_saved_meta
-from .scalars import decode, unpack
+from .scalars import decode
 from .store import Root
 from .tiling import Tiling
 
@@ -77,7 +78,8 @@ def nested(checkpoint: Checkpoint, entries: Mapping[str, str] | None = None) -> 
     """The state that the checkpoint holds, as torch's ``get_*_state_dict`` would give it, a :class:`Ref` for every tensor."""
     called = {**ENTRIES, **(entries or {})}
     meta = checkpoint.meta
-    check_saved_meta(f"checkpoint {checkpoint.commit.path}", meta)
+    where = f"checkpoint {checkpoint.commit.path}"
+    check_saved_meta(where, meta)
     state: dict[str, Any] = {}
     for key in meta.get("models", ["model"]):
         names = checkpoint.names(key)
@@ -93,8 +95,8 @@ def nested(checkpoint: Checkpoint, entries: Mapping[str, str] | None = None) -> 
             for group in saved["groups"]
         ]
         state[called.get(key, key)] = {"state": {_local(checkpoint, n): s for n, s in per_param.items()}, "param_groups": groups}
-    for key, value in meta.get("state", {}).items():
-        state.setdefault(called.get(key, key), unpack(value))
+    for key, value in PlainValues(where, checkpoint).items():
+        state.setdefault(called.get(key, key), value)
     return state
 
 

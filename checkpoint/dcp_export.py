@@ -153,7 +153,8 @@ def _items(leaves: Mapping[str, Any]) -> Iterator[_Item]:
             for _, offsets, sizes in _boxes(key, leaf):
                 yield _Item(key, leaf, offsets, sizes)
         else:
-            yield _Item(key, None)
+            whole = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
+            yield _Item(key, None, (0,) * len(whole), whole)
 
 
 def _boxes(key: str, leaf: Ref | torch.Tensor) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:

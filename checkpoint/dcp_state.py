@@ -22,7 +22,8 @@ from .dcp_files import DcpFiles
 from .errors import CheckpointMismatch, ForeignFileError
 from .matching import StoredTensor
 from .names import chosen
-from .scalars import encode, pack
+from .plain import KIND, Packed, data_name, pack
+from .scalars import encode
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})", re.ASCII)
 
@@ -61,6 +62,7 @@ class DcpSource:
         self._values: dict[tuple[Any, ...], str] = {}
         states: list[tuple[str, str, str, str]] = []  # our optimizer, name, state key, DCP's key
         bare = not any(len(path) > 1 and self._entry(path) == "model" for path in self._files.paths.values())
+        mixed = self._mixed()
         for key, path in self._files.paths.items():
             entry = self._entry(path)
             inner = [str(part) for part in path[1:]]
@@ -74,7 +76,7 @@ class DcpSource:
                     states.append((entry, name, field, key))
                 else:
                     found.groups.setdefault(name, {})[field] = key
-            elif key in self._files.tensors:
+            elif key in self._files.tensors and not (len(path) > 1 and entry in mixed):
                 if len(path) == 1 and not bare:
                     if chosen(key, include, exclude):
                         raise ForeignFileError(f"{folder}: the tensor {key!r} belongs to no entry of the state dict: exclude it")
@@ -87,7 +89,8 @@ class DcpSource:
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        return self._tensors
+        data = {data_name(key): len(value.data) for key, value in self._packed.items() if value.data}
+        return {**self._tensors, **{name: StoredTensor((size,), {KIND: torch.uint8}) for name, size in data.items()}}
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -106,23 +109,50 @@ class DcpSource:
         self._files.check_room(self._keys.values())
 
     def read_into(self, name: str, kind: str, start: int, out: torch.Tensor) -> None:
-        self._files.read_into(self._keys[name, kind], start, out)
+        if kind == KIND:
+            raw = next(value.data for key, value in self._packed.items() if data_name(key) == name)
+            out.copy_(torch.frombuffer(bytearray(raw[start : start + len(out)]), dtype=torch.uint8))
+        else:
+            self._files.read_into(self._keys[name, kind], start, out)
+
+    @cached_property
+    def _packed(self) -> dict[str, Packed]:
+        """The plain values; reads the small objects, and the tensors among them."""
+        values = _Node()
+        for path, key in self._values.items():
+            if chosen(str(path[0]), self._include, self._exclude):
+                _put(values, [self._entry(path), *path[1:]], self._value(key))
+        try:
+            return {key: pack(f"state.{key}", _whole(value)) for key, value in values.items()}
+        except ValueError as error:
+            raise ForeignFileError(f"{self.describe()}: {error}; exclude it to import the rest") from None
+
+    def _value(self, key: str) -> Any:
+        tensor = self._files.tensors.get(key)
+        if tensor is None:
+            return self._files.object(key)
+        self._files.check_room([key])
+        out = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._files.read_into(key, 0, out.view(-1))
+        return out
+
+    def _mixed(self) -> set[str]:
+        """Entries of tensors among other values, which are one plain value here: a data loader's state, for one. Not a module's with its
+        extra state."""
+        sorts: dict[str, set[bool]] = {}
+        for key, path in self._files.paths.items():
+            if len(path) > 1 and _optimizer_part([str(part) for part in path[1:]]) is None and not str(path[-1]).endswith("_extra_state"):
+                sorts.setdefault(self._entry(path), set()).add(key in self._files.tensors)
+        return {entry for entry, found in sorts.items() if len(found) == 2 and entry != "model"}
 
     @cached_property
     def meta(self) -> dict[str, Any]:
         """What ``save`` would have put into the manifest's meta; reads the small objects."""
-        values = _Node()
-        for path, key in self._values.items():
-            if not chosen(str(path[0]), self._include, self._exclude):
-                continue
-            _put(values, [self._entry(path), *path[1:]], self._files.object(key))
-        try:
-            state = {key: pack(f"state.{key}", _whole(value)) for key, value in values.items()}
-        except ValueError as error:
-            raise ForeignFileError(f"{self.describe()}: {error}; exclude it to import the rest") from None
+        values = {key: value.json for key, value in self._packed.items() if value.extended}
         return {
             "models": self._models or ["model"],
-            "state": state,
+            "state": {key: value.json for key, value in self._packed.items() if not value.extended},
+            **({"values": values} if values else {}),
             "optimizers": {key: self._optimizer_meta(key, found) for key, found in self._optimizers.items()},
             "meta": {"imported": {"from": self.describe(), "format": "dcp"}},
         }

@@ -24,6 +24,7 @@ from .api import from_first, newest_order, next_epoch, ranks_of, together
 from .arguments import nbytes, order
 from .commits import Commit, commit
 from .digest import CHUNK_BYTES, as_bytes, view_of
+from .entries import restore_values
 from .errors import CheckpointMismatch, CommitExists, CommitRefused, ForeignFileError
 from .layout import ShardPiece
 from .loading import PARTLY, prepared
@@ -32,7 +33,7 @@ from .matching import StoredTensor
 from .names import Globs, NameTable, globs, table_of
 from .posix import sync_folder
 from .shard import Vote, new_attempt, write_shard
-from .state import Choice, State, restore_values
+from .state import Choice, State
 from .store import ObjectStore, Root, store_of
 from .tensors import local_part
 
@@ -90,6 +91,19 @@ def fill(source: Source, name: str, kind: str, start: int, out: torch.Tensor) ->
         target.copy_(part)
 
 
+class _Whole:
+    """A source of which whole tensors can be read, as what a state is loaded from."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self.tensors, self.aliases, self.meta = source, source.tensors, source.aliases, source.meta
+
+    def read(self, name: str, kind: str) -> torch.Tensor:
+        stored = self.tensors[name]
+        whole = torch.empty(stored.shape, dtype=stored.kinds[kind])
+        self._source.read_into(name, kind, 0, whole.view(-1))
+        return whole
+
+
 def local_folder(folder: str | os.PathLike[str], what: str) -> Path:
     """``folder`` as a path of this machine.
 
@@ -99,7 +113,7 @@ def local_folder(folder: str | os.PathLike[str], what: str) -> Path:
     text = os.fspath(folder)
     if not text or "://" in text:
         raise ValueError(f"{what} {text!r} is {'a URL' if text else 'empty'}; give a folder of this machine")
-    return Path(text)
+    return Path(text).absolute()
 
 
 def new_folder(folder: str | os.PathLike[str]) -> list[Path]:
@@ -162,7 +176,9 @@ def into_state(
     choice = Choice(globs(include), globs(exclude), globs(allow_missing), globs(allow_unexpected), table_of(rename))
 
     def work() -> Imported:
-        flat, there = prepared(state, source, source.describe(), choice, cast, None if device is None else torch.device(device))
+        whole_source = _Whole(source)
+        place = None if device is None else torch.device(device)
+        flat, there, values = prepared(state, whole_source, source.describe(), choice, cast, place)
         done = 0
         with torch.no_grad():
             for pair, (name, kind) in there.items():
@@ -179,7 +195,7 @@ def into_state(
                         progress(size)
                 if not part.shared:
                     part.local.copy_(whole.view(part.local.shape))
-        restore_values(state, source, flat, choice)
+        restore_values(state, values, whole_source, flat, choice)
         missing = tuple(dict.fromkeys(pair[0] for pair in flat.tensors if pair not in there and choice.takes_pair(pair, flat)))
         return Imported(tuple(dict.fromkeys(pair[0] for pair in there)), done, missing)
 

@@ -21,26 +21,25 @@ from torch import nn
 from .api import from_first, ranks_of, together
 from .arguments import device_of, nbytes, state_of
 from .commits import Commit, newest_first
+from .entries import PlainValues, check_entries, plain_values, restore_values
 from .errors import CheckpointCorrupt, CheckpointMismatch, NoCheckpoint
 from .matching import Pair, match, some
 from .materialize import materialize, on_meta
 from .names import Globs, NameTable, globs, matches, table_of
+from .plain import Data, unpack
 from .read_plan import Range, ReadPlan
 from .reader import BUDGET_BYTES, Checkpoint, open_checkpoint
 from .rng import derive_rng, restore_rng
 from .saved_meta import check_saved_meta
-from .scalars import unpack
 from .state import (
     Choice,
     Flat,
     Holder,
     Saved,
     State,
-    check_values,
     created_states,
     flatten_models,
     flatten_targets,
-    restore_values,
     stored_pairs,
 )
 from .store import ObjectStore, Root, store_of
@@ -52,9 +51,9 @@ PARTLY = "the state holds parts of it now: load again before it is used"
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load found beside the tensors: ``values`` are the plain entries saved, ``aux`` this rank's own (``None`` if the
-    number of ranks has changed), ``skipped`` damaged newer commits that were passed over, ``missing`` names that ``allow_missing`` left as
-    they were, ``read`` the bytes and requests of this rank."""
+    """What a load found beside the tensors: ``values`` are the plain entries saved (each access reads one anew), ``aux`` this rank's own
+    (``None`` if the number of ranks has changed), ``skipped`` damaged newer commits that were passed over, ``missing`` names that
+    ``allow_missing`` left as they were, ``read`` the bytes and requests of this rank."""
 
     commit: Commit
     step: int
@@ -156,14 +155,16 @@ def _load_one(
         raise CheckpointCorrupt(chosen.key, None, ("manifest",), f"rank {rank} sees another commit object than rank 0")
     choice = request.choice
     aux = checkpoint.aux(rank) if checkpoint.world == world else None
-    flat, there = prepared(state, checkpoint, f"checkpoint {checkpoint.commit.path}", choice, request.cast, request.device)
+    where = f"checkpoint {checkpoint.commit.path}"
+    own = _own(where, rank, aux)
+    flat, there, values = prepared(state, checkpoint, where, choice, request.cast, request.device)
     try:
         plan = _fill(checkpoint, flat, there, request, world, rank)
     except CheckpointCorrupt as error:
         raise CheckpointCorrupt(error.object, error.block, error.tensors, f"{error.reason}; {PARTLY}") from error
     except OSError as error:
         raise OSError(error.errno or errno.EIO, f"{error.strerror or error}; {PARTLY}") from error
-    restore_values(state, checkpoint, flat, choice)
+    restore_values(state, values, checkpoint, flat, choice)
     if request.rng:
         if aux is not None and "rng" in aux:
             try:
@@ -181,25 +182,36 @@ def _load_one(
                     world,
                     checkpoint.world,
                 )
-    user = aux.get("user") if isinstance(aux, dict) else None
     meta = checkpoint.meta.get("meta", checkpoint.meta)
     missing = tuple(dict.fromkeys(pair[0] for pair in flat.tensors if pair not in there and choice.takes_pair(pair, flat)))
-    values = {key: unpack(value) for key, value in checkpoint.meta.get("state", {}).items()}
-    return Loaded(chosen, checkpoint.step, checkpoint.epoch, meta, values, user, skipped, missing, plan)
+    kept = PlainValues(where, checkpoint, values)
+    return Loaded(chosen, checkpoint.step, checkpoint.epoch, meta, kept, own, skipped, missing, plan)
+
+
+def _own(where: str, rank: int, aux: Any) -> Any:
+    """What this rank gave as ``aux``. Raises CheckpointMismatch."""
+    if not isinstance(aux, dict) or "values" not in aux:
+        return aux.get("user") if isinstance(aux, dict) else None
+    try:
+        return unpack(aux["values"], Data())
+    except ValueError as error:
+        raise CheckpointMismatch(f"{where}, rank {rank}: its aux can't be taken back: {error}") from error
 
 
 def prepared(
     state: Mapping[str, Any], holder: Saved, where: str, choice: Choice, cast: bool, device: torch.device | None
-) -> tuple[Flat, dict[Pair, Pair]]:
+) -> tuple[Flat, dict[Pair, Pair], dict[str, Any]]:
     """Make ``state`` ready to be read into: names, shapes and dtypes agree with what ``holder`` has; what is on the meta device gets
-    storage; optimizer states that it lacks are made. Returns the state taken apart, and ``{pair here: pair stored}`` of what is to be read.
+    storage; optimizer states that it lacks are made. Returns the state taken apart, ``{pair here: pair stored}`` of what is to be read, and
+    the values of its plain entries.
 
     Raises:
         CheckpointMismatch: nothing was changed, but that models on the meta device may have got storage.
         ValueError: a parameter or buffer on the meta device that would get no value.
     """
     check_saved_meta(where, holder.meta, optimizers=any(isinstance(value, torch.optim.Optimizer) for value in state.values()))
-    check_values(state, holder.meta, choice)
+    check_entries(where, state, holder, flatten_models(state), choice)
+    values = plain_values(where, state, holder)
     models = [value for value in state.values() if isinstance(value, nn.Module) and on_meta(value)]
     if models:
         # The weights are checked before anything gets storage; with the optimizers once more below, which need it.
@@ -211,7 +223,7 @@ def prepared(
             materialize(model, device, optimizers)
     with created_states() as created:
         flat = flatten_targets(state, holder, choice, created)
-        return flat, _agreed(where, holder, stored_pairs(state, holder), flat, choice, cast)
+        return flat, _agreed(where, holder, stored_pairs(state, holder), flat, choice, cast), values
 
 
 def _agreed(where: str, holder: Holder, among: Set[Pair], flat: Flat, choice: Choice, cast: bool) -> dict[Pair, Pair]:
@@ -251,6 +263,7 @@ def _agreed(where: str, holder: Holder, among: Set[Pair], flat: Flat, choice: Ch
         allow_missing=choice.allow_missing,
         allow_unexpected=choice.allow_unexpected,
         cast=cast,
+        models=flat.models,
     )
 
 

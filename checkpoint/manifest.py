@@ -29,7 +29,7 @@ from .tiling import ROWS, Tiling
 TILED = "rcp/2"
 """The format of a manifest with tensors that are stored tile by tile; that of all others is ``rcp/1``."""
 _MOST_DEEP = 400
-"""Lists and objects within each other: JSON's own readers stop at some hundred more. Values of a state (100 deep) have tags between."""
+"""Lists and objects within each other: JSON's readers stop at some hundred more. Values of a state (100 deep) have tags between."""
 _DATA_KEY = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]{0,127}/r[0-9]{5,9}\.safetensors")
 _AUX_KEY = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]{0,127}/r[0-9]{5,9}\.aux\.json")
 _ATTEMPT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
@@ -257,7 +257,7 @@ def check_meta(meta: Mapping[str, Any], what: str = "meta") -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{path} is {value}, which JSON has no number for; store it as a string")
         if value is not None and not isinstance(value, (str, bool, int, float)):
-            raise ValueError(f"{path} is a {type(value).__name__}, which JSON can't hold; give numbers, strings, lists and dicts")
+            raise ValueError(f"{path} is a {type(value).__name__}, which JSON can't hold; give Python's numbers, strings, lists and dicts")
 
 
 def _leaves(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:

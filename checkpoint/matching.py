@@ -9,7 +9,7 @@ import torch
 
 from .errors import CheckpointMismatch
 from .layout import dtype_name
-from .names import matches, nearest
+from .names import entry_of, matches, nearest
 
 Pair = tuple[str, str]
 """(name, kind)."""
@@ -34,6 +34,7 @@ def match(
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
     cast: bool = False,
+    models: Sequence[str] = (),
 ) -> dict[Pair, Pair]:
     """``{wanted pair: stored pair}`` of those that are there.
 
@@ -44,6 +45,7 @@ def match(
         source: the stored pair of each wanted one, where the names differ.
         allow_missing: globs of wanted names that may be lacking. allow_unexpected: of stored names that may be left over.
         cast: dtypes of the same sort (floating point, or integer) may differ.
+        models: entries of the state that are tensors; the message tells the model's from others'.
 
     Raises:
         CheckpointMismatch: one line naming the first differences of each sort.
@@ -52,7 +54,7 @@ def match(
     stored = {(name, kind) for name, tensor in tensors.items() for kind in tensor.kinds}
     kinds = {kind for _, kind in wanted}
     there: dict[Pair, Pair] = {}
-    missing, wrong = [], []
+    missing, wrong, odd = [], [], []
     for pair, (shape, dtype) in wanted.items():
         name, kind = source.get(pair, pair)
         found = (aliases.get(name, name), kind)
@@ -60,10 +62,13 @@ def match(
             if not matches(pair[0], allow_missing):
                 renamed = "" if name == pair[0] else f" (stored as {name!r})"
                 missing.append((label(*pair) + renamed, name))
+                odd.append(pair[0])
             continue
         there[pair] = found
         tensor = tensors[found[0]]
         kept = tensor.kinds[kind]
+        if tuple(shape) != tensor.shape or (dtype != kept and not (cast and castable(kept, dtype))):
+            odd.append(pair[0])
         if tuple(shape) != tensor.shape:
             wrong.append(f"{label(*pair)} has shape {tensor.shape}, wanted {tuple(shape)}")
         elif dtype != kept and not (cast and castable(kept, dtype)):
@@ -83,7 +88,8 @@ def match(
         parts.append("it also has " + some([label(*pair) for pair in unexpected]))
     if wrong:
         parts.append(some(wrong))
-    raise CheckpointMismatch(f"{where} is of another model: {'; '.join(parts)}")
+    model = any(entry_of(name, models) == "model" for name in (*odd, *(name for name, _ in unexpected)))
+    raise CheckpointMismatch(f"{where} {'is of another model' if model else 'does not fit the state'}: {'; '.join(parts)}")
 
 
 def castable(stored: torch.dtype, wanted: torch.dtype) -> bool:

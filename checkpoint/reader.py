@@ -21,11 +21,12 @@ from torch.autograd.graph import increment_version
 from .arguments import device_of, nbytes, of_type
 from .commits import Commit, find, read_manifest, unreachable
 from .digest import as_bytes, block_sums, copy_bytes, digest_of, view_of
+from .entries import entry_names
 from .errors import CheckpointCorrupt, CheckpointMismatch
 from .layout import dtype_name
 from .manifest import Extents, Manifest, ManifestError, TensorEntry
 from .matching import Pair, StoredTensor, castable, label, match, some
-from .names import Globs, chosen, entry_of, globs, nearest
+from .names import Globs, chosen, globs, nearest
 from .pages import transfer_buffers
 from .read_plan import Block, Range, ReadPlan, Segment, Wanted, batches, plan_reads
 from .saved_meta import check_saved_meta
@@ -91,11 +92,7 @@ class Checkpoint:
     def names(self, key: str = "model") -> dict[str, str]:
         """``{name within the entry: stored name}`` of one entry of the state that was saved, aliases of tied tensors included."""
         check_saved_meta(f"checkpoint {self.commit.path}", self.meta, optimizers=False)
-        found = {}
-        for name, stored in [*((n, n) for n in self.tensors), *self.aliases.items()]:
-            if entry_of(name, self.meta.get("models", ["model"])) == key and "param" in self.tensors[stored].kinds:
-                found[name if key == "model" else name.removeprefix(f"{key}/")] = stored
-        return found
+        return entry_names(self, key)
 
     def read(self, name: str, kind: str = "param", *, device: torch.device | str = "cpu", budget_bytes: int = BUDGET_BYTES) -> torch.Tensor:
         """A whole tensor, verified."""

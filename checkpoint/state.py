@@ -5,8 +5,8 @@
     other key: module or {fqn: tensor}          tensors `key/fqn`, kind "param"
     torch optimizer                             kinds `exp_avg`, .. of its parameters' tensors; 0-d states, numbers and
                                                 hyperparameters as JSON under meta["optimizers"][key]
-    anything with state_dict()/load_state_dict  JSON under meta["state"][key]   (schedulers, data loaders)
-    numbers, texts, lists and dicts of them     JSON under meta["state"][key]
+    anything with state_dict()/load_state_dict  a plain value (schedulers, data loaders)
+    any other: a plain value (``plain.py``)     JSON under meta["state"][key], or meta["values"][key] and tensor `state.key`, kind "plain"
 
 Names are the module's own, whatever wraps it (activation checkpointing, torch.compile), so that a checkpoint does not
 depend on how a run was set up. Tied tensors are stored once, with a list of aliases.
@@ -25,7 +25,8 @@ from torch import nn
 from .errors import CheckpointMismatch
 from .matching import Pair, StoredTensor
 from .names import NameTable, chosen, entry_of, matches
-from .scalars import decode, encode, pack, unpack
+from .plain import Packed, data_name, pack
+from .scalars import decode, encode
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 State = MutableMapping[str, Any]
@@ -39,7 +40,7 @@ class Flat:
     aliases: dict[str, str] = field(default_factory=dict)
     models: list[str] = field(default_factory=list)
     optimizers: dict[str, Any] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Packed] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     """id of a parameter -> its name; the parameters are alive in ``tensors``."""
 
@@ -64,6 +65,8 @@ class Saved(Holder, Protocol):
 
     @property
     def meta(self) -> Mapping[str, Any]: ...
+
+    def read(self, name: str, kind: str) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -115,15 +118,10 @@ def flatten(state: Mapping[str, Any]) -> Flat:
             flat.optimizers[key] = _flatten_optimizer(key, value, flat)
     # A tensor's kinds stand together in the order given: first the models' tensors, then each optimizer's.
     for key, value in state.items():
-        if not _is_tensors(value) and not isinstance(value, torch.optim.Optimizer):
-            plain = value.state_dict() if _is_stateful(value) else value
-            try:
-                flat.values[key] = pack(f"state.{key}", plain)
-            except ValueError as error:
-                raise ValueError(
-                    f"{error}; state entries are modules, dicts of tensors, optimizers, or plain values: give the objects, as "
-                    '{"model": model, "optimizer": optimizer}, and not their state_dict()'
-                ) from None
+        if not is_tensors(key, value) and not isinstance(value, torch.optim.Optimizer):
+            packed = flat.values[key] = pack(f"state.{key}", value.state_dict() if is_stateful(value) else value)
+            if packed.data and any(data_name(key) == name for name in (*flat.aliases, *(name for name, _ in flat.tensors))):
+                raise ValueError(f"tensor {data_name(key)!r} has the name that the bytes of the entry {key!r} are stored under: rename one")
     return flat
 
 
@@ -150,14 +148,12 @@ def flatten_targets(state: Mapping[str, Any], checkpoint: Saved, choice: Choice,
     ``created``.
 
     Raises:
-        CheckpointMismatch: the checkpoint has no such optimizer, or its parameter groups differ.
+        CheckpointMismatch: the parameter groups of an optimizer differ.
     """
     flat = flatten_models(state)
     optimizers = checkpoint.meta.get("optimizers", {})
     for key, value in state.items():
         if isinstance(value, torch.optim.Optimizer):
-            if key not in optimizers:
-                raise CheckpointMismatch(f"the checkpoint has no optimizer {key!r}; it has {sorted(optimizers) or 'none'}")
             saved = optimizers[key]
             _check_groups(key, value, saved, flat, checkpoint, choice)
             _create_states(key, value, saved, flat, checkpoint, choice, created)
@@ -169,7 +165,7 @@ def stored_pairs(state: Mapping[str, Any], checkpoint: Saved) -> set[Pair]:
     """The stored (name, kind) pairs that belong to the entries of ``state``: what a strict load must find a place for."""
     meta = checkpoint.meta
     models = meta.get("models", ["model"])
-    wanted = {key for key, value in state.items() if _is_tensors(value)}
+    wanted = {key for key, value in state.items() if is_tensors(key, value)}
     kinds = {
         _kind(key, state_key)
         for key, value in state.items()
@@ -185,42 +181,11 @@ def stored_pairs(state: Mapping[str, Any], checkpoint: Saved) -> set[Pair]:
     return pairs
 
 
-def check_values(state: Mapping[str, Any], meta: Mapping[str, Any], choice: Choice) -> None:
-    """Raises CheckpointMismatch if the checkpoint has no value for an entry of the state that is no tensor and no optimizer."""
-    values = meta.get("state", {})
-    for key, value in state.items():
-        if _is_tensors(value) or isinstance(value, torch.optim.Optimizer) or matches(key, choice.allow_missing):
-            continue
-        if key not in values:
-            raise CheckpointMismatch(f"the checkpoint has no state {key!r}; it has {sorted(values) or 'none'}")
-
-
-def restore_values(state: State, checkpoint: Saved, flat: Flat, choice: Choice) -> None:
-    """Set what is not a tensor: hyperparameters and scalars of optimizers, stateful objects, plain values (in ``state`` itself)."""
-    values = checkpoint.meta.get("state", {})
-    for key, value in list(state.items()):
-        if isinstance(value, torch.optim.Optimizer):
-            _restore_optimizer(key, value, checkpoint.meta["optimizers"][key], flat, checkpoint, choice)
-        elif not _is_tensors(value):
-            if key not in values:
-                continue
-            if _is_stateful(value):
-                try:
-                    value.load_state_dict(unpack(values[key]))
-                except Exception as error:  # it is the caller's class; what it says of a state that it can't take is the reason
-                    raise CheckpointMismatch(
-                        f"{type(value).__name__}.load_state_dict of the entry {key!r} failed on what the checkpoint has of it: "
-                        f"{type(error).__name__}: {error}; tensors were loaded before"
-                    ) from error
-            else:
-                state[key] = unpack(values[key])
-
-
 def flatten_models(state: Mapping[str, Any]) -> Flat:
     """The tensors of a state's modules and dicts of tensors, by name."""
     flat, owner = Flat(), dict[str, str]()
     for key, value in state.items():
-        if not _is_tensors(value):
+        if not is_tensors(key, value):
             continue
         flat.models.append(key)
         prefix = "" if key == "model" else f"{key}/"
@@ -249,13 +214,16 @@ def canonical(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _is_tensors(value: Any) -> bool:
-    return isinstance(value, nn.Module) or (
-        isinstance(value, Mapping) and bool(value) and any(isinstance(v, torch.Tensor) for v in value.values())
-    )
+def is_tensors(key: str, value: Any) -> bool:
+    """Whether an entry is stored tensor by tensor: a module, or a dict of tensors alone. Of tensors among others rank 0's are stored, as of
+    all plain values; no model is kept like that."""
+    if not isinstance(value, Mapping):
+        return isinstance(value, nn.Module)
+    tensors = [isinstance(one, torch.Tensor) for one in value.values()]
+    return any(tensors) and (key == "model" or (all(tensors) and all(isinstance(name, str) for name in value)))
 
 
-def _is_stateful(value: Any) -> bool:
+def is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
@@ -419,7 +387,7 @@ def _create_states(
             created.append((optimizer, param, state_key))
 
 
-def _restore_optimizer(
+def restore_optimizer(
     key: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], flat: Flat, checkpoint: Saved, choice: Choice
 ) -> None:
     params: dict[str, torch.Tensor] = {}

@@ -30,7 +30,8 @@ from typing import Any, ClassVar, Literal
 
 from vescale_ray import compat
 from vescale_ray.config import RunConfig
-from vescale_ray.controller.local_ray import silence
+from vescale_ray.controller.local_ray import address_of, silence
+from vescale_ray.lasting import REMEDY, goes_with, in_temporary_folder
 from vescale_ray.runfolder import unlockable
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -209,6 +210,10 @@ def clock() -> Finding:
 def run_folder(config: RunConfig) -> Finding:
     """Whether lines can be written there, and how much room there is."""
     folder = config.run_folder
+    if (reason := goes_with(folder)) is not None:
+        return Finding("run folder", "fail", f"{folder} lies in {reason}", f"set run.dir: {REMEDY}")
+    if in_temporary_folder(folder) and address_of(config) != "local":
+        return Finding("run folder", "warn", f"{folder} lies in this node's folder for temporary files", f"set run.dir: {REMEDY}")
     at = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=at) as file:  # rights alone don't tell: file systems may be read-only, or full of files
@@ -230,6 +235,8 @@ def storage(root: str) -> Finding:
     """Write, read, list, delete; a second creation of one name must be refused; the store's clock."""
     from vescale_ray.checkpoint.store import store_of
 
+    if (reason := goes_with(root)) is not None:
+        return Finding("storage", "fail", f"{root} lies in {reason}", f"set checkpoint.dir: {REMEDY}, or a URL")
     key = f"attempts/doctor-{uuid.uuid4().hex}/probe.json"
     try:
         store = store_of(root)

@@ -6,7 +6,7 @@ Everything raises ``BadInput`` (its kinds) with one line. :func:`foresee` change
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from vescale_ray.config import RunConfig
 from vescale_ray.controller.local_ray import address_of, knock
 from vescale_ray.controller.protocol import RunRefused, Source
 from vescale_ray.errors import BadInput
+from vescale_ray.lasting import REMEDY, check_lasting, in_temporary_folder
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Origin
 
@@ -44,11 +45,12 @@ class _Expected(NamedTuple):
 @dataclass(frozen=True)
 class Foreseen:
     """What was found out without touching a folder. ``config``: with absolute paths; ``stream``: what makes the order of samples;
-    ``expected``: of each parameter, what a checkpoint has to hold."""
+    ``expected``: of each parameter, what a checkpoint has to hold; ``warnings``: of what the run may begin with all the same."""
 
     config: RunConfig
     stream: Mapping[str, Any]
     expected: Mapping[str, _Expected]
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,18 +74,19 @@ class Preflight:
 
 
 def foresee(config: RunConfig) -> Foreseen:
-    """What can be checked before anything is made: addresses, text, model.
+    """What can be checked before anything is made: folders that do not last, addresses, text, model.
 
     Raises:
         BadInput: with one line, for the first thing that is wrong.
     """
+    warnings = tuple(_lasting(config))
     config = absolute(config)
     knock(address_of(config))
     _check_port(config.metrics.host, config.metrics.port)
     from vescale_ray.data.corpus import load_corpus
 
     corpus = load_corpus(config.data.corpus, config.data.seq_len, config.data.heldout)
-    return Foreseen(config, stream_of(config, corpus), _expected(config))
+    return Foreseen(config, stream_of(config, corpus), _expected(config), warnings)
 
 
 def check(config: RunConfig, foreseen: Foreseen | None = None, oldest: int | None = None) -> Preflight:
@@ -102,6 +105,19 @@ def check(config: RunConfig, foreseen: Foreseen | None = None, oldest: int | Non
     source, first = _resume(config, found.stream, found.expected, oldest)
     never = config.checkpoint.resume == "never"
     return Preflight(config, source, first, found.stream, oldest if oldest is not None else first if never else 0)
+
+
+def _lasting(config: RunConfig) -> Iterator[str]:
+    """Warnings of folders that other nodes don't see. Raises BadInput for those that go with the job, and for a URL as the run's folder."""
+    if "://" in config.run.dir:
+        raise RunRefused(f"run.dir = {config.run.dir}: run folders are no URLs; {REMEDY}, and the URL as checkpoint.dir")
+    check_lasting(f"run.dir = {config.run.dir}", config.run_folder)
+    check_lasting(f"checkpoint.dir = {config.checkpoint.dir}", config.checkpoint_root, f"{REMEDY}, or a URL")
+    if address_of(config) == "local":  # all processes are on this machine
+        return
+    for key, path in (("run.dir", str(config.run_folder)), ("checkpoint.dir", config.checkpoint_root)):
+        if in_temporary_folder(path) and not (key == "checkpoint.dir" and config.checkpoint.dir is None):
+            yield f"{key}: {path} lies in this node's folder for temporary files, which other nodes and a new pod don't see; {REMEDY}"
 
 
 def absolute(config: RunConfig) -> RunConfig:

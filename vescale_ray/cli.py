@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vescale_ray import __version__
-from vescale_ray.cli_base import BAD_INPUT, FAILED, INTERRUPTED, OK, Failed, Group
+from vescale_ray.cli_base import BAD_INPUT, FAILED, INTERRUPTED, OK, Failed, Group, lasting_path
 from vescale_ray.cli_k8s import k8s
 from vescale_ray.cli_rollback import ckpt
 from vescale_ray.errors import BadInput
@@ -121,8 +121,7 @@ def train(file: str, overrides: tuple[str, ...]) -> int:
 
     if "=" in file and not Path(file).exists():
         raise ConfigError(f"{file}: give the run's YAML file first, then the overrides")
-    code, _ = _train(load_config(file, overrides))
-    return code
+    return _train(load_config(file, overrides))[0]
 
 
 @cli.command()
@@ -152,12 +151,14 @@ def _train(config: RunConfig, schedule: Sequence[ScheduledAction] = ()) -> tuple
     from vescale_ray.runfolder import RunFolder
 
     foreseen = preflight.foresee(config)  # before there is a folder
+    for warning in foreseen.warnings:
+        _log(f"vescale-ray: warning: {warning}", err=True)
     config = foreseen.config  # with absolute paths, so that config.yaml means the same from any folder
     folder = RunFolder(config.run_folder)
     new = not folder.path.exists()
-    resume = f"vescale-ray train {report.shown(folder.create().config_path)}"
+    resume = f"vescale-ray train {folder.create().config_path}"
     with folder.claim(), _written_config(folder, config.to_yaml(), new):
-        starting = f"starting {config.elastic.workers} workers: {config.train.steps} steps, folder {report.shown(folder.path)}"
+        starting = f"starting {config.elastic.workers} workers: {config.train.steps} steps, folder {folder.path}"
         try:
             with Progress(folder, config.train.steps, config.metrics.interval_s):
                 result = driver.run(config, schedule=schedule, on_ready=lambda: _log(starting), foreseen=foreseen)
@@ -217,7 +218,7 @@ def _folder(path: str | None) -> RunFolder:
         return newest_run()
     folder = RunFolder(path)
     if not folder.is_run():
-        raise RunFolderError(f"{path}: is not a run's folder; `vescale-ray ls` lists those under ./runs")
+        raise RunFolderError(f"{folder.path}: is not a run's folder; `vescale-ray ls` lists those under ./runs")
     return folder
 
 
@@ -268,8 +269,7 @@ def status(run_folder: str | None, as_json: bool) -> int:
         click.echo(f"newest checkpoint: step {merged['checkpoint_step']}")
     if merged.get("checkpoint_interval_text"):
         click.echo(f"checkpoint interval: {merged['checkpoint_interval_text']}")
-    control = folder.read_control() or {}
-    click.echo(f"metrics {control.get('url')}/metrics")
+    click.echo(f"metrics {(folder.read_control() or {}).get('url')}/metrics, folder {folder.path}")
     return OK
 
 
@@ -331,7 +331,7 @@ def rescale(workers: int, run_folder: str | None) -> int:
 
 @cli.command()
 @click.argument("run_folder", required=False)
-@click.option("--out", type=click.Path(dir_okay=False), help="The file to write; dash.html in the run's folder by default.")
+@click.option("--out", type=click.Path(dir_okay=False), callback=lasting_path, help="The file to write; or dash.html in the run's folder.")
 @click.option("--prometheus", metavar="URL", help="Take the data from a Prometheus that has scraped the run, not from the run's folder.")
 @click.option("--run", "name", help="With --prometheus: the run's name.")
 @click.option("--hours", type=click.FloatRange(min=0.01), default=24.0, show_default=True, help="With --prometheus: how far back.")
@@ -358,11 +358,11 @@ def dash(
         if name is not None or where:
             raise BadInput("--run, --namespace and --cluster go with --prometheus URL; without it, give the run's folder")
         folder = _folder(run_folder)
-        page, path = gather.from_folder(folder), Path(out or folder.path / "dash.html")
+        page, path = gather.from_folder(folder), Path(out or folder.path / "dash.html").absolute()
     else:
         if run_folder is not None or name is None:
             raise BadInput("with --prometheus URL give the run's name as --run NAME, and no folder")
-        page, path = gather.from_prometheus(prometheus, name, hours, where), Path(out or f"{name}.html")
+        page, path = gather.from_prometheus(prometheus, name, hours, where), Path(out or f"{name}.html").absolute()
     try:
         path.write_text(render(page), encoding="utf-8", errors="backslashreplace")  # names of files need not be text
     except OSError as error:
@@ -404,7 +404,7 @@ def ls(runs: str, as_json: bool) -> int:
     from vescale_ray.runfolder import RunFolderError, list_runs
 
     if not Path(runs).is_dir() and runs != "runs":
-        raise BadInput(f"{runs}: no such folder")
+        raise BadInput(f"{Path(runs).absolute()}: no such folder")
     code = OK
     for folder in list_runs(runs):
         try:
@@ -448,7 +448,7 @@ def ls(runs: str, as_json: bool) -> int:
 @click.option("--tokens", type=int, default=8192, show_default=True, help="Of one device and micro-batch.")
 @click.option("--keep-activations", is_flag=True, help="No recomputation in backward.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("--html", "html_file", default=None, metavar="FILE", help="Write a page with pictures of layout and memory.")
+@click.option("--html", "html_file", default=None, metavar="FILE", callback=lasting_path, help="Write a page with pictures, too.")
 def plan(
     model: str,
     devices: int,

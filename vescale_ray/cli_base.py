@@ -6,11 +6,20 @@ import difflib
 
 import click
 
+from vescale_ray.lasting import check_lasting
+
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 class Failed(Exception):
     """The command did not do what it was asked; the message is one line. Exit code 1."""
+
+
+def lasting_path(_: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Callback of a parameter that names what is to be written: refuses what goes with a Ray job."""
+    if value is not None:
+        check_lasting(f"{parameter.human_readable_name} = {value}", value)
+    return value
 
 
 class Group(click.Group):

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from vescale_ray.cli_base import FAILED, OK, Failed, Group
+from vescale_ray.cli_base import FAILED, OK, Failed, Group, lasting_path
 from vescale_ray.errors import BadInput
+from vescale_ray.lasting import check_lasting
 
 if TYPE_CHECKING:
     import torch
@@ -290,7 +291,7 @@ def _pinned(root: Target, commit: str, name: str, pinned: bool, as_json: bool) -
 
 @ckpt.command("export-hf")
 @click.argument("path")
-@click.argument("folder")
+@click.argument("folder", callback=lasting_path)
 @_names
 @_includes
 @_excludes
@@ -373,7 +374,7 @@ def import_hf(
 
 @ckpt.command("export-dcp")
 @click.argument("path")
-@click.argument("folder")
+@click.argument("folder", callback=lasting_path)
 @_includes
 @_excludes
 @_as_json
@@ -431,15 +432,9 @@ def import_dcp(
 
 
 def _told(where: Target, about: Mapping[str, Any], as_json: bool) -> int:
-    if as_json:
-        click.echo(json.dumps({"path": str(where), **about}))
-    else:
-        files = f", {len(about['files'])} files" if "files" in about else ""
-        click.echo(
-            f"{where}: {about['commit']}, {_size(about['bytes'])}{files}, read back and compared"
-            if files
-            else f"{where}: {about['commit']}"
-        )
+    place = where if "://" in str(where) else os.path.abspath(where)
+    files = f", {_size(about['bytes'])}, {len(about['files'])} files, read back and compared" if "files" in about else ""
+    click.echo(json.dumps({"path": str(place), **about}) if as_json else f"{place}: {about['commit']}{files}")
     return OK
 
 
@@ -463,7 +458,9 @@ def _root(path: str | None, *, must_exist: bool = True) -> Target:
             return config.checkpoint.dir
         root = Path(config.checkpoint_root) if config.checkpoint.dir else folder.checkpoints
     if must_exist and not root.is_dir():
-        raise BadInput(f"{path or root}: no such folder of checkpoints, and no run of that name under ./runs; `vescale-ray ls` lists runs")
+        raise BadInput(f"{root}: no such folder of checkpoints, and no run of that name under ./runs; `vescale-ray ls` lists runs")
+    if not must_exist:
+        check_lasting(f"PATH = {path}", root)
     return root
 
 

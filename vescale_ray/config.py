@@ -56,7 +56,7 @@ class RunSection(_Section):
     """Identity of the run. Runs are known by name: the same name in the same folder is the same run, and resumes."""
 
     name: str = Field(default="demo", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$", description="name of the run and of its folder")
-    dir: str = Field(default="runs", min_length=1, description="folder that holds the run folders")
+    dir: str = Field(default="runs", min_length=1, description="folder of the run folders; on a cluster an absolute path that nodes share")
     seed: CountOrZero = Field(default=0, description="seeds the initial parameters and the order of the samples")
 
 
@@ -282,16 +282,16 @@ class RunConfig(_Section):
 
     @property
     def run_folder(self) -> Path:
-        """``run.dir/run.name``, with ``~`` expanded."""
-        return Path(self.run.dir).expanduser() / self.run.name
+        """``run.dir/run.name``, absolute, with ``~`` expanded."""
+        return Path(self.run.dir).expanduser().absolute() / self.run.name
 
     @property
     def checkpoint_root(self) -> str:
-        """``checkpoint.dir``, a path or a URL (``s3://bucket/prefix``), or ``checkpoints`` in the run's folder."""
+        """``checkpoint.dir``, an absolute path or a URL (``s3://bucket/prefix``), or ``checkpoints`` in the run's folder."""
         given = self.checkpoint.dir
         if given and "://" in given:
             return given
-        return str(Path(given).expanduser() if given else self.run_folder / "checkpoints")
+        return str(Path(given).expanduser().absolute() if given else self.run_folder / "checkpoints")
 
     @property
     def max_workers(self) -> int:

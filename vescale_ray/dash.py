@@ -84,7 +84,7 @@ def _told(folder: RunFolder) -> Page:
         ("tokens", f"{int(last.get('tokens') or 0):,}"),
         ("workers", str(last.get("world") or state.get("world") or 0)),
         ("rescales", str(len(marks))),
-        ("checkpoint", report.shown(str(state["checkpoint"])) if state.get("checkpoint") else "none"),
+        ("checkpoint", str(state["checkpoint"]) if state.get("checkpoint") else "none"),
     ]
     if state.get("error"):
         facts.append(("error", report.one_line(state["error"])))

@@ -192,7 +192,7 @@ def table(run: RunFolder | str | Path, summary: Summary | None = None) -> str:
         named.insert(0, "..")
     rows.append(("worker processes", f"{len(s.processes)} started: " + ", ".join(named)))
     if len(s.events) > MOST_EVENTS:
-        rows.append(("earlier events", f"{len(s.events) - MOST_EVENTS}, in {shown(folder.path)}/events.jsonl"))
+        rows.append(("earlier events", f"{len(s.events) - MOST_EVENTS}, in {folder.path}/events.jsonl"))
     for index, (elapsed, step, what, pause) in enumerate(s.events[-MOST_EVENTS:]):
         at = f"step {step}" if step is not None else ""
         paused = f"  paused {pause:.2f} s" if pause is not None else ""
@@ -205,10 +205,10 @@ def table(run: RunFolder | str | Path, summary: Summary | None = None) -> str:
         rows.append(("left out", s.left_out))
     if s.checkpoint:
         verdict = "verified, every checksum right" if not s.checkpoint_problems else "DAMAGED: " + "; ".join(s.checkpoint_problems[:3])
-        rows.append(("checkpoint", f"{shown(s.checkpoint)}: {verdict}"))
+        rows.append(("checkpoint", f"{s.checkpoint}: {verdict}"))
     if folder.curve_path.is_file():
-        rows.append(("picture", shown(folder.curve_path)))
-    rows.append(("folder", shown(folder.path)))
+        rows.append(("picture", str(folder.curve_path)))
+    rows.append(("folder", str(folder.path)))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
@@ -227,7 +227,7 @@ def draw(run: RunFolder | str | Path) -> Path:
     folder = _folder(run)
     if _is_long(folder):
         size = _gigabytes(folder, "metrics.jsonl")
-        raise RunFolderError(f"{folder.path}: metrics.jsonl has {size}; vescale-ray dash {shown(folder.path)} draws so many")
+        raise RunFolderError(f"{folder.path}: metrics.jsonl has {size}; vescale-ray dash {folder.path} draws so many")
     written = [_few(line) for line in folder.each_metrics()]
     metrics, events = committed(written), folder.read_events()
     if not metrics:
@@ -282,12 +282,6 @@ def draw(run: RunFolder | str | Path) -> Path:
 # ---------------------------------------------------------------------------------------------------------------- helpers
 
 
-def shown(path: str | Path) -> str:
-    """The path as a person would type it from where they are."""
-    whole, here = Path(path), Path.cwd()
-    return str(whole.relative_to(here)) if whole.is_relative_to(here) else str(whole)
-
-
 def _folder(run: RunFolder | str | Path) -> RunFolder:
     return run if isinstance(run, RunFolder) else RunFolder(run)
 
@@ -310,7 +304,7 @@ def _lines_to_sum_up(folder: RunFolder) -> tuple[list[Record], list[str]]:
     if not _is_long(folder):
         return committed([_few(line) for line in folder.each_metrics()]), []
     ends = [_few(line) for line in (next(folder.each_metrics(), None), folder.last_metrics()) if line is not None]
-    return ends, [f"metrics.jsonl ({_gigabytes(folder, 'metrics.jsonl')}) was not read: vescale-ray dash {shown(folder.path)} shows it"]
+    return ends, [f"metrics.jsonl ({_gigabytes(folder, 'metrics.jsonl')}) was not read: vescale-ray dash {folder.path} shows it"]
 
 
 def _processes(events: Sequence[Record]) -> tuple[tuple[str, int], ...]:

@@ -61,7 +61,7 @@ class RunFolder:
     """Readers and writers of one run's files. Holds nothing but the path: any number may exist, in any process."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -415,7 +415,7 @@ def newest_run(folder: str | os.PathLike[str] = "runs") -> RunFolder:
     """
     runs = list_runs(folder)
     if not runs:
-        raise RunFolderError(f"{folder}: holds no run; give a run's folder, or start one with `vescale-ray demo`")
+        raise RunFolderError(f"{os.path.abspath(folder)}: holds no run; give a run's folder, or start one with `vescale-ray demo`")
     return runs[-1]
 
 

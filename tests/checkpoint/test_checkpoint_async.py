@@ -211,7 +211,7 @@ def test_a_save_that_fails_before_its_own_call_returns_is_told_by_its_handle(roo
 
 def test_what_can_not_be_stored_is_refused_before_anything_is_written(root):
     with ckpt.Saver(root) as saver:
-        with pytest.raises(ValueError, match="JSON can't hold"):
+        with pytest.raises(ValueError, match="a checkpoint can't hold"):
             saver.async_save({"model": {"w": torch.ones(3)}, "odd": object()}, 1)
         with pytest.raises(ValueError, match="step is -1"):
             saver.async_save({"model": {"w": torch.ones(3)}}, -1)

@@ -279,7 +279,7 @@ def test_an_import_into_a_state_is_as_strict_as_a_load(folder):
     for state, words in (
         ({"model": other, "optimizer": sgd}, "is SGD, the checkpoint's is another: they differ in the hyperparameters"),
         ({"model": other, "optimizer": adam(other), "stream": None}, "has no state 'stream'"),
-        ({"model": other, "momentum": adam(other)}, "has no optimizer 'momentum'; it has"),
+        ({"model": other, "momentum": adam(other)}, "has no state 'momentum'; it has"),
     ):
         with pytest.raises(ckpt.CheckpointMismatch, match=words):
             ckpt.import_dcp(folder, state, tied=tied)

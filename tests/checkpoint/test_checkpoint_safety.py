@@ -155,7 +155,9 @@ def test_whatever_stands_in_meta_a_load_takes_it_or_says_what_is_wrong(seed):
     train(net, optimizer, 2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     store = ckpt.MemoryStore()
-    state = {"model": net, "optimizer": optimizer, "scheduler": scheduler, "stream": {"consumed": 5}, "ema": {"w": torch.ones(3)}}
+    loader = {"at": (1, np.int64(2)), "order": np.arange(40), "generator": [torch.arange(50)], "raw": b"x", "far": 1 << 5000, "z": 1j}
+    plain = {"stream": {"consumed": 5}, "loader": loader}
+    state = {"model": net, "optimizer": optimizer, "scheduler": scheduler, **plain, "ema": {"w": torch.ones(3)}}
     made = ckpt.save(state, store, 2).wait()
     raw, when = store.objects[made.key]
     document = json.loads(raw[:-65])
@@ -164,7 +166,7 @@ def test_whatever_stands_in_meta_a_load_takes_it_or_says_what_is_wrong(seed):
     def whole() -> None:
         other = Net(1)
         fresh = adam(other)
-        into = {"scheduler": torch.optim.lr_scheduler.StepLR(fresh, 1), "stream": None, "ema": {"w": torch.zeros(3)}}
+        into = {"scheduler": torch.optim.lr_scheduler.StepLR(fresh, 1), "stream": None, "loader": None, "ema": {"w": torch.zeros(3)}}
         ckpt.load({"model": other, "optimizer": fresh, **into}, store)
 
     def weights() -> None:

@@ -88,7 +88,7 @@ def test_plain_values_come_back_as_they_were_whatever_looks_like_what_stands_for
     ckpt.save({"model": {"w": torch.zeros(1)}, "x": values}, root, 1)
     state: dict[str, Any] = {"model": {"w": torch.ones(1)}, "x": None}
     loaded = ckpt.load(state, root)
-    assert repr(state["x"]) == repr(values).replace("()", "[]") == repr(loaded.values["x"]), "tuples become lists, nothing else changes"
+    assert repr(state["x"]) == repr(values) == repr(loaded.values["x"])
 
 
 def test_a_generator_of_numpys_of_another_sort_is_refused_with_the_remedy(root):
@@ -263,7 +263,7 @@ def test_an_optimizer_with_other_groups_or_states_is_refused(root):
     with pytest.raises(ckpt.CheckpointMismatch, match="has 1 parameter groups, 2 in the checkpoint"):
         ckpt.load({"model": other, "optimizer": torch.optim.AdamW(other.parameters())}, root)
     momentum = torch.optim.SGD([{"params": g["params"]} for g in adam(other).param_groups], lr=1.0, momentum=0.9)
-    with pytest.raises(ckpt.CheckpointMismatch, match="no optimizer 'momentum'; it has \\['optimizer'\\]"):
+    with pytest.raises(ckpt.CheckpointMismatch, match="no state 'momentum'; it has 'model' .tensors., 'optimizer' .an optimizer."):
         ckpt.load({"model": other, "momentum": momentum}, root)
     before = copy.deepcopy(momentum.state_dict())
     for trained in (False, True):
@@ -421,9 +421,9 @@ def test_random_generators_come_back(root):
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ({"model": Net(0), "x": object()}, "state.x is a object, which JSON can't hold"),
+        ({"model": Net(0), "x": object()}, "state.x is a object, which a checkpoint can't hold; give numbers, .* with state_dict"),
         ({"model": Net(0), "optimizer": {"state": {"w": {"exp_avg": torch.zeros(2)}}}}, "give the objects, .* and not their state_dict"),
-        ({"model": Net(0), "x": {"a": {(1, 2): 3}}}, r"state.x.a has the key \(1, 2\); give texts or numbers"),
+        ({"model": Net(0), "x": {"a": {frozenset({1}): 3}}}, r"the key frozenset\(\{1\}\) of state.x.a is a frozenset, which"),
         ({"model": {"a": torch.zeros(2), "b": 3}}, "'b' of state entry 'model' is a int"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(2))])}, "belongs to no module in the state"),
         ({"model": {"a": torch.zeros(2, 2).to_sparse()}}, "only dense tensors"),

@@ -168,8 +168,8 @@ def test_a_failing_slow_unfit_or_missing_rank_means_the_same_to_all_ranks_withou
         assert heard["skipped"] == [False, False, True] and heard["steps"] == [2, 3, 10, 11, 20, 33, 34]
         assert heard["skipped at once"] == (rank == 1)
         assert heard["single"] == [20, "the checkpoint of step 21 is skipped: ranks [1] are still writing the ones before", True]
-        assert "rank 1: " * (rank != 1) in heard["unfit"] and "JSON can't hold" in heard["unfit"]
-        assert heard["unfit sync"].startswith("ValueError") and "JSON can't hold" in heard["unfit sync"]
+        assert "rank 1: " * (rank != 1) in heard["unfit"] and "a checkpoint can't hold" in heard["unfit"]
+        assert heard["unfit sync"].startswith("ValueError") and "a checkpoint can't hold" in heard["unfit sync"]
         assert heard["back"] == [33, 34] and heard["files"] == 7, "what failed, or was skipped, has left no object on any rank"
         assert heard["outside"] == (
             "nothing" if rank < 2 else "rank 2 is not in the process group that was given; only its members save or load with it"

@@ -225,7 +225,7 @@ def test_status_shows_the_newest_checkpoint_and_the_interval_that_was_chosen(
 
 
 def test_status_names_slow_workers_and_the_slots_that_they_do(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "slow" not in said(capsys, "status")[1]
+    assert "slow: " not in said(capsys, "status")[1]
     slow = {"w4": {"rank": 1, "factor": 2.96, "since_step": 7, "node": "n"}}
     alive.snapshot = replace(alive.snapshot, stragglers=slow)
     assert "slow: worker w4 (rank 1) takes 3.0 times as long for a slot as the others since step 7\n" in said(capsys, "status")[1]
@@ -235,13 +235,14 @@ def test_status_names_slow_workers_and_the_slots_that_they_do(alive: Controller,
 
 def test_status_as_json_is_one_object(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
     status = json.loads(said(capsys, "status", "--json", "runs/live")[1])
-    assert (status["alive"], status["state"], status["step"], status["world"], status["folder"]) == (True, "RUNNING", 12, 3, "runs/live")
+    assert (status["alive"], status["state"], status["step"], status["world"]) == (True, "RUNNING", 12, 3)
+    assert status["folder"] == str(Path("runs/live").absolute())
 
 
 def test_stop_and_rescale_reach_the_run(alive: Controller, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "rescale", "2")[0] == 0
     code, out, _ = said(capsys, "stop")
-    assert code == 0 and "vescale-ray train runs/live/config.yaml" in out
+    assert code == 0 and f"vescale-ray train {Path('runs/live/config.yaml').absolute()}" in out
     assert alive.commands == [("rescale", {"workers": 2}), ("stop", {})]
 
 
@@ -267,7 +268,7 @@ def test_the_newest_run_is_meant_when_none_is_named(alive: Controller, elsewhere
     ("state", "words"),
     [
         ({"state": "DONE", "step": 50}, "it is done, with 50 steps"),
-        ({"state": "FAILED", "step": 7}, "FAILED at step 7; resume it with `vescale-ray train runs/x/config.yaml`"),
+        ({"state": "FAILED", "step": 7}, "FAILED at step 7; resume it with `vescale-ray train {here}/runs/x/config.yaml`"),
         ({"state": "RUNNING", "step": 7}, "nothing answers, its last known state is RUNNING at step 7; resume it with"),
         ({}, "never got to its first state"),
     ],
@@ -276,7 +277,7 @@ def test_a_command_to_a_run_that_is_not_alive_says_so_and_how_to_go_on(
     command: list[str], state: dict[str, Any], words: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = made_run(elsewhere / "runs" / "x", **state)
-    run.path = Path("runs/x")
+    words = words.replace("{here}", str(Path.cwd()))
     run.write_control("http://127.0.0.1:9", "t")  # the discard port: nothing listens
     code, out, err = said(capsys, *command)
     assert code == 1 and words in err and len(err.splitlines()) == 1 and out == ""
@@ -303,7 +304,8 @@ def test_ls_lists_runs_with_the_newest_last(elsewhere: Path, capsys: pytest.Capt
     lines = said(capsys, "ls")[1].splitlines()
     assert [line.split("/")[-1] for line in lines] == ["one", "two", "new"]
     assert "DONE" in lines[0] and "1/50 steps" in lines[1] and "NEW" in lines[2]
-    assert [json.loads(line)["folder"] for line in said(capsys, "ls", "--json")[1].splitlines()] == ["runs/one", "runs/two", "runs/new"]
+    folders = [json.loads(line)["folder"] for line in said(capsys, "ls", "--json")[1].splitlines()]
+    assert folders == [str(Path("runs", name).absolute()) for name in ("one", "two", "new")]
 
 
 def test_a_damaged_run_hides_no_other_and_is_told_of(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,8 +313,9 @@ def test_a_damaged_run_hides_no_other_and_is_told_of(elsewhere: Path, capsys: py
         made_run(elsewhere / "runs" / name, state="DONE", step=1)
     (elsewhere / "runs" / "b" / "run.json").write_text('{"step": 1')
     code, out, err = said(capsys, "ls")
-    assert code == 1 and err == "vescale-ray: runs/b/run.json: is not JSON; the file was changed from outside"
-    assert sorted(line.split()[-1] for line in out.splitlines()) == ["runs/a", "runs/b", "runs/c"] and "UNREADABLE" in out
+    assert code == 1 and err == f"vescale-ray: {Path('runs/b/run.json').absolute()}: is not JSON; the file was changed from outside"
+    assert sorted(line.split()[-1] for line in out.splitlines()) == [str(Path("runs", name).absolute()) for name in "abc"]
+    assert "UNREADABLE" in out
     code, out, _ = said(capsys, "ls", "--json")
     assert code == 1 and sorted(json.loads(line)["state"] for line in out.splitlines()) == ["DONE", "DONE", "UNREADABLE"]
 

@@ -181,7 +181,7 @@ def test_weights_go_to_hugging_face_and_come_back_as_a_checkpoint(run, capsys):
     assert len(files) > 1 and any("model.layers.0.self_attn.q_proj.weight" in load_file(f"hf/{name}") for name in files)
     assert "give a folder without model files" in refused(capsys, "export-hf", "x", "hf")
     about = json.loads(said(capsys, "import-hf", "hf", "fresh", "--names", "llama", "--step", "3", "--json")[1])
-    assert about["commit"] == "e0000-s000000000003" and about["path"] == "fresh"
+    assert about["commit"] == "e0000-s000000000003" and about["path"] == str(Path("fresh").absolute())
     got, want = checkpoint.open("fresh").to_state_dict(), checkpoint.open(run.checkpoints, BEFORE).to_state_dict(dtype=torch.bfloat16)
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
     assert said(capsys, "import-hf", "hf", "x", "--names", "llama")[0] == 0
@@ -226,7 +226,7 @@ def test_a_checkpoint_goes_to_dcp_and_comes_back_with_its_optimizer(run, capsys)
 def test_old_checkpoints_are_collected_but_for_pinned_ones(run, capsys):
     assert f"{BEFORE} pinned (cli)" in said(capsys, "pin", f"x@{BEFORE}")[1]
     assert json.loads(said(capsys, "pin", "x", "--as", "eval", "--json")[1]) == {
-        "path": "runs/x/checkpoints",
+        "path": str(Path("runs/x/checkpoints").absolute()),
         "commit": NEWEST,
         "pin": "eval",
         "pinned": True,

@@ -101,6 +101,8 @@ def test_json_holds_the_same_documents(kind: str, capsys: pytest.CaptureFixture[
         ([CLUSTER, "--prometheus", "http://u:pw@p:9090"], "--prometheus: a manifest is no place for a password"),
         ([CLUSTER, "run.dir=/mnt/shared/../scratch"], "run.dir = /mnt/shared/../scratch is not on the volume"),
         ([CLUSTER, "run.dir=/mnt/shared2"], "run.dir = /mnt/shared2 is not on the volume"),
+        ([CLUSTER, "run.dir=runs"], "run.dir = runs is not on the volume"),
+        ([CLUSTER, "run.dir=file:///mnt/shared/runs"], "run.dir = file:///mnt/shared/runs: is read as a file or folder"),
         ([CLUSTER, "checkpoint.dir=file:///scratch/ck"], "checkpoint.dir = file:///scratch/ck is not on the volume"),
         ([CLUSTER, "data.corpus=s3://bucket/text"], "data.corpus = s3://bucket/text: is read as a file or folder"),
         ([CLUSTER, "checkpoint.dir=s3://b/p?endpoint=http://minio:99999"], "the endpoint's port is none"),

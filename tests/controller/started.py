@@ -45,12 +45,13 @@ class Started:
     Attributes:
         address: of the control store, for ``ray.address``.
         dashboard: its URL, for ``ray job submit``.
+        folder: of its sessions.
         head: the process that ended ends the cluster.
     """
 
     def __init__(self, cpus: int, env: Mapping[str, str] = NOTHING, *, autoscaled: int = 0) -> None:
         self._mark = uuid.uuid4().hex
-        self._folder = tempfile.mkdtemp(prefix="rs-", dir="/tmp")  # short: its sockets' names may have 107 bytes
+        self.folder = tempfile.mkdtemp(prefix="rs-", dir="/tmp")  # short: its sockets' names may have 107 bytes
         # A head that is told to go would drain itself first, for half a minute.
         self._env = environment(**{"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0", **env, "STARTED_TEST": self._mark})
         self._env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{self._env['PATH']}"
@@ -59,13 +60,13 @@ class Started:
         self._nodes: list[subprocess.Popen[bytes]] = []
         more: list[str] = []
         if autoscaled:
-            more.append(f"--autoscaling-config={self._folder}/autoscaling.json")
-            Path(self._folder, "autoscaling.json").write_text(json.dumps(_autoscaling(self.address, autoscaled)))
+            more.append(f"--autoscaling-config={self.folder}/autoscaling.json")
+            Path(self.folder, "autoscaling.json").write_text(json.dumps(_autoscaling(self.address, autoscaled)))
             self._env |= AUTOSCALER
         try:
             self.head = self._start(
                 more,
-                ["--head", f"--port={port}", f"--temp-dir={self._folder}", f"--num-cpus={cpus}", "--include-dashboard=true"],
+                ["--head", f"--port={port}", f"--temp-dir={self.folder}", f"--num-cpus={cpus}", "--include-dashboard=true"],
                 ["--dashboard-host=127.0.0.1", f"--dashboard-port={board}"],
             )
             until(self._answers, UP_S, "the dashboard")
@@ -77,7 +78,7 @@ class Started:
         (agent,) = free_ports(1)
         common = ["--block", "--node-ip-address=127.0.0.1", f"--dashboard-agent-listen-port={agent}", f"--object-store-memory={STORE}"]
         command = ["ray", "start", *common, *(word for group in words for word in group)]
-        with open(f"{self._folder}.txt", "ab") as out:
+        with open(f"{self.folder}.txt", "ab") as out:
             process = subprocess.Popen(command, env={**self._env, **env}, stdout=out, stderr=out, start_new_session=True)
         self._nodes.append(process)
         return process
@@ -117,7 +118,7 @@ class Started:
 
     def text(self) -> str:
         """What all ``ray start`` have said."""
-        return Path(f"{self._folder}.txt").read_text()
+        return Path(f"{self.folder}.txt").read_text()
 
     def processes(self) -> dict[int, str]:
         """All living processes of the cluster and its jobs, with their titles: the mark in their environment says so."""
@@ -147,8 +148,8 @@ class Started:
         end_all(self.processes, lambda: [process.poll() for process in self._nodes])
         for process in self._nodes:
             process.wait(10)
-        shutil.rmtree(self._folder, ignore_errors=True)
-        Path(f"{self._folder}.txt").unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        Path(f"{self.folder}.txt").unlink(missing_ok=True)
 
 
 def _autoscaling(address: str, nodes: int) -> dict[str, object]:

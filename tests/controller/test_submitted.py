@@ -28,7 +28,7 @@ def ray_job(cluster: Started, *words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_a_folder_is_submitted_stopped_with_a_checkpoint_and_resumed_by_the_runs_name_under_another_submission_id(tmp_path: Path) -> None:
     from ray.job_submission import JobSubmissionClient
 
@@ -51,10 +51,10 @@ def test_a_folder_is_submitted_stopped_with_a_checkpoint_and_resumed_by_the_runs
     (folder / "run.yaml").write_text(yaml.safe_dump(yaml.safe_load(config.to_yaml())))
     run = RunFolder(config.run_folder)
 
-    def submitted(job: str, slowly: str) -> tuple[str, ...]:
+    def submitted(job: str, slowly: str, *overrides: str) -> tuple[str, ...]:
         env = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60", SLOWLY: slowly}})
         how = ("--no-wait", "--working-dir", str(folder), "--runtime-env-json", env, "--submission-id", job)
-        return ("submit", *how, "--", "vescale-ray", "train", "run.yaml")
+        return ("submit", *how, "--", "vescale-ray", "train", "run.yaml", *overrides)
 
     def steps() -> int:
         return max((int(line["step"]) for line in run.read_metrics()), default=0)
@@ -71,6 +71,15 @@ def test_a_folder_is_submitted_stopped_with_a_checkpoint_and_resumed_by_the_runs
         def under_way() -> bool:
             assert not ended("first"), client.get_job_logs("first")
             return steps() >= 5
+
+        # A relative folder would be in the package of this one submission, and its checkpoints with it.
+        ray_job(cluster, *submitted("relative", "0", "run.dir=runs"))
+        until(lambda: ended("relative"), 90, "the refusal")
+        said = client.get_job_logs("relative")
+        assert status("relative") == "FAILED" and "run.dir = runs: /" in said and "/_ray_pkg_" in said, said
+        assert "lies in the package that Ray has unpacked for this job" in said and "give an absolute path" in said
+        packages = list(Path(cluster.folder).glob("session_*/runtime_resources/working_dir_files/_ray_pkg_*"))
+        assert packages and not any((package / "runs").exists() for package in packages)
 
         ray_job(cluster, *submitted("first", "0.4"))  # `ray job stop` itself takes seconds to start: steps are left by then
         until(under_way, 90, "some steps")

@@ -285,6 +285,8 @@ BETWEEN = [
         ),
         ("an override with a mistyped key", put(JOB, entrypoint=f"{RUN} train.stps=5"), "did you mean train.steps"),
         ("an override that leaves the volume", put(JOB, entrypoint=f"{RUN} run.dir=/data"), "is not on a volume"),
+        ("checkpoints off the volume", put(JOB, entrypoint=f"{RUN} checkpoint.dir=file:///data"), "= file:///data is not on a"),
+        ("a relative folder", put(JOB, entrypoint=f"{RUN} run.dir=runs"), "run.dir = runs is not on a volume"),
         ("an option that is none", put(JOB, entrypoint=f"{RUN} --resum auto"), "can't be read"),
         (
             "another name for the run's file",

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS: list[set[str]] = [
     {"errors", "geometry", "compat", "gloo", "waiting", "waits"},
     {"planner", "placement"},
-    {"dtensor", "collectives", "messages", "redistribute", "transfer", "dbuffer", "emulation", "runfolder", "schedule"},
+    {"dtensor", "collectives", "messages", "redistribute", "transfer", "dbuffer", "emulation", "lasting", "runfolder", "schedule"},
     {"fsdp", "models", "data", "config", "checkpoint", "client", "state_dict"},
     {"optim"},
     {"report", "page", "k8s", "prometheus"},
@@ -29,7 +29,7 @@ DATA_ONLY = {"configs"}
 RANK = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 MAY_IMPORT_RAY = {"controller", "workers"}
 TORCH_FREE = {"geometry", "errors", "config", "schedule", "runfolder", "client", "progress", "report", "demo", "page", "dash", "top"}
-TORCH_FREE |= {"prometheus", "deploy", "cli", "cli_base", "cli_ckpt", "cli_k8s", "cli_rollback", "k8s"}
+TORCH_FREE |= {"lasting", "prometheus", "deploy", "cli", "cli_base", "cli_ckpt", "cli_k8s", "cli_rollback", "k8s"}
 
 
 def part_of(module: str) -> str:

@@ -338,7 +338,7 @@ def _misfits(c: RunConfig, o: Options, kind: str) -> Iterator[str]:
                 yield f"{key} = {path}: the endpoint's port is none; give one from 1 to 65535"
             yield from _no_store(key, path)
             continue
-        if "://" in path and not path.startswith(ON_A_DISK):
+        if "://" in path and key != "checkpoint.dir":
             yield f"{key} = {path}: is read as a file or folder; put it on the volume that all pods share, below {mount}"
         elif not f"{posixpath.normpath(re.sub('^(file|local)://', '', path))}/".startswith(f"{mount}/"):
             yield f"{key} = {path} is not on the volume that all pods share: set {key}={mount}/.. or --mount"

@@ -406,7 +406,8 @@ def _fits(config: RunConfig, cluster: Tree, head: Tree, workers: Sequence[tuple[
     if len(stay) < len(bounds) and room < config.elastic.min_workers:
         least = f"elastic.min_workers of the run is {config.elastic.min_workers}"
         yield f"minReplicas on nodes that stay make room for {room} workers, {least}: without so many it waits"
-    paths = {"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir, "data.corpus": config.data.corpus}
+    corpus = config.data.corpus if config.data.corpus != "stdlib" else None
+    paths = {"run.dir": config.run.dir, "checkpoint.dir": config.checkpoint.dir, "data.corpus": corpus}
     for where, pod in workers:
         if _claims(pod) != _claims(head):
             yield f"{where}: it mounts a claim at another place, or another part of it, than the head: they would not meet"
@@ -414,9 +415,9 @@ def _fits(config: RunConfig, cluster: Tree, head: Tree, workers: Sequence[tuple[
         claims = {one["name"] for one in pod.get("volumes") or () if "persistentVolumeClaim" in one}
         roots = [m["mountPath"].rstrip("/") + "/" for m in pod["containers"][0].get("volumeMounts") or () if m["name"] in claims]
         for key, path in paths.items():
-            if path and "://" not in path and not (key == "data.corpus" and path == "stdlib"):
-                if not any(f"{path}/".startswith(root) for root in roots):
-                    yield f"{where}: {key} = {path} is not on a volume that it mounts"
+            there = re.sub("^(file|local)://", "", path or "") if key == "checkpoint.dir" else path
+            if there and not (key == "checkpoint.dir" and "://" in there or any(f"{there}/".startswith(root) for root in roots)):
+                yield f"{where}: {key} = {path} is not on a volume that it mounts"
 
 
 def _claims(pod: Tree) -> set[tuple[str, str, str]]:

@@ -1,0 +1,178 @@
+"""Folders that go with a Ray job or session are refused before anything is made; every command names folders by absolute paths."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from vescale_ray import checkpoint as ckpt
+from vescale_ray import lasting
+from vescale_ray.cli import main
+from vescale_ray.config import load_config
+from vescale_ray.controller import doctor, preflight
+from vescale_ray.controller.protocol import RunRefused
+from vescale_ray.errors import BadInput
+
+SESSION = "session_2026-11-26_16-33-59_356303_41018"
+PACKAGE = f"ray/{SESSION}/runtime_resources/working_dir_files/_ray_pkg_029f88d5ecc55e1e4d64fc6e388fd103"
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """The working directory of a job that was submitted with `--working-dir`, and in it a run's file."""
+    folder = tmp_path / PACKAGE
+    folder.mkdir(parents=True)
+    (folder / "text.txt").write_text("A text of some length, again and again. " * 400)
+    (folder / "run.yaml").write_text(yaml.safe_dump({"run": {"name": "j1"}, "data": {"corpus": "text.txt"}}))
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return folder
+
+
+def files(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        (f"/tmp/{PACKAGE}/runs", "package"),
+        (f"/scratch/{PACKAGE}", "package"),
+        ("/tmp/ray/x/runtime_resources/working_dir_files/bucket_code_zip/runs", "package"),
+        ("/tmp/ray/x/runtime_resources/py_modules_files/_ray_pkg_0a/mine/runs", "package"),
+        (f"file:///tmp/{PACKAGE}/ckpt", "package"),
+        (f"/tmp/ray/{SESSION}/artifacts", "session"),
+        ("/mnt/shared/runs", None),
+        ("/tmp/ray_results/run", None),
+        ("/home/a/session_notes/_ray_pkg/runs", None),
+        ("s3://bucket/_ray_pkg_0a/runs", None),
+        ("memory://x/_ray_pkg_0a", None),
+    ],
+)
+def test_a_path_tells_what_takes_its_folder_along(path, what):
+    reason = lasting.goes_with(path)
+    assert (what is None) == (reason is None) and (what or "") in (reason or "")
+
+
+def test_a_link_into_a_session_is_followed(tmp_path):
+    (tmp_path / SESSION / "runs").mkdir(parents=True)
+    (tmp_path / "session_latest").symlink_to(tmp_path / SESSION)
+    assert "session" in str(lasting.goes_with(tmp_path / "session_latest" / "runs"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "where"),
+    [
+        ((), "run.dir = runs", "runs/j1"),
+        (("run.dir=./deep/runs",), "run.dir = ./deep/runs", "deep/runs/j1"),
+        (("run.dir=/{tmp}/lasting", "checkpoint.dir=kept"), "checkpoint.dir = kept", "kept"),
+        (("run.dir=/{tmp}/lasting", "checkpoint.dir=file://{cwd}/kept"), "checkpoint.dir = file://", "kept"),
+    ],
+)
+def test_a_run_that_would_write_into_a_jobs_package_is_refused_before_anything_is_made(package, tmp_path, capsys, overrides, key, where):
+    given = [one.format(tmp=str(tmp_path).lstrip("/"), cwd=package) for one in overrides]
+    before = files(tmp_path)
+    assert main(["train", "run.yaml", *given]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and key in said and f"{package / where} lies in the package that Ray has unpacked for this job" in said
+    assert "give an absolute path on storage that all nodes share" in said and ("or a URL" in said) == ("checkpoint" in key)
+    assert files(tmp_path) == before
+
+
+def test_the_remedy_of_a_refused_folder_works(package, tmp_path):
+    with pytest.raises(BadInput):
+        preflight.foresee(load_config("run.yaml"))
+    found = preflight.foresee(load_config("run.yaml", [f"run.dir={tmp_path}/shared", "checkpoint.dir=s3://bucket/runs"]))
+    assert found.config.run_folder == tmp_path / "shared" / "j1" and found.warnings == ()
+
+
+def test_a_url_as_the_runs_folder_is_refused_with_what_takes_one(package):
+    with pytest.raises(
+        RunRefused, match=r"run.dir = s3://bucket/runs: run folders are no URLs; give an absolute path .* as checkpoint.dir"
+    ):
+        preflight.foresee(load_config("run.yaml", ["run.dir=s3://bucket/runs"]))
+
+
+def test_a_temporary_folder_is_warned_of_on_a_cluster_and_not_on_ones_own_machine(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    text = tmp_path / "text.txt"
+    text.write_text("A text of some length, again and again. " * 400)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    config = load_config(None, [f"run.dir={tmp_path}/temporary/runs", f"data.corpus={text}"])
+    assert preflight.foresee(config).warnings == ()
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    [warning] = preflight.foresee(config).warnings
+    assert warning.startswith(f"run.dir: {config.run_folder} lies in this node's folder for temporary files")
+    assert preflight.foresee(load_config(None, [f"run.dir={tmp_path}/kept", f"data.corpus={text}"])).warnings == ()
+    both = preflight.foresee(
+        load_config(None, [f"run.dir={tmp_path}/kept", f"checkpoint.dir={tmp_path}/temporary/c", f"data.corpus={text}"])
+    )
+    assert len(both.warnings) == 1 and both.warnings[0].startswith(f"checkpoint.dir: {tmp_path}/temporary/c lies")
+    assert doctor.run_folder(config).verdict == "warn"
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert doctor.run_folder(config).verdict == "ok"
+
+
+def test_the_doctor_says_so_too(package):
+    config = load_config("run.yaml")
+    for finding in (doctor.run_folder(config), doctor.storage(config.checkpoint_root)):
+        assert finding.verdict == "fail" and str(package / "runs/j1") in finding.text and "absolute path" in finding.remedy
+    assert not (package / "runs").exists()
+
+
+def test_an_export_into_a_jobs_package_is_refused_before_anything_is_written(package, tmp_path, capsys):
+    ckpt.save({"model": {"w": torch.ones(2)}}, tmp_path / "c", 1)
+    before = files(tmp_path)
+    for words in (["export-hf", str(tmp_path / "c"), "out"], ["export-dcp", str(tmp_path / "c"), "out"], ["import-dcp", "text.txt", "new"]):
+        assert main(["ckpt", *words]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and f"{package / words[-1]} lies in the package" in said, said
+    assert main(["plan", "--model", "llama-3-8b", "--devices", "8", "--html", "plan.html"]) == 2
+    assert f"{package}/plan.html lies in the package" in capsys.readouterr().err
+    assert files(tmp_path) == before
+
+
+def test_a_script_that_saves_into_a_jobs_package_is_warned_once(package, caplog):
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            ckpt.save({"model": {"w": torch.ones(2)}}, "checkpoints", step)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"checkpoints in {package}/checkpoints will be lost: it lies in the package") and said.endswith("or a URL")
+
+
+def test_commands_name_folders_by_absolute_paths(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "one"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(load_config(None, ["run.name=one"]).to_yaml())
+    (run / "run.json").write_text(json.dumps({"run": "one", "state": "DONE", "step": 3, "steps": 3}))
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "time": 1e9 + step, "loss": 1.0}) + "\n" for step in (1, 2, 3)))
+    ckpt.save({"model": {"w": torch.ones(2)}}, "runs/one/checkpoints", 3)
+
+    def said(*words: str, code: int = 0) -> str:
+        assert main(list(words)) == code
+        out = capsys.readouterr()
+        return out.out + out.err
+
+    assert str(run) in said("ls") and str(run) in said("ls", "runs", "--json")
+    assert json.loads(said("status", "runs/one", "--json"))["folder"] == str(run)
+    assert (
+        said("dash", "runs/one") == f"wrote {run / 'dash.html'}\n"
+        and said("dash", "runs/one", "--out", "x.html") == f"wrote {tmp_path}/x.html\n"
+    )
+    for words in (["export-hf", "one", "out"], ["export-dcp", "runs/one", "dcp"]):
+        assert str(tmp_path / words[-1]) in said("ckpt", *words)
+    for words in (["show", "one"], ["ls", "runs/one", "--json"], ["verify", "one"]):
+        text = said("ckpt", *words)
+        assert "runs/one" not in text or str(run) in text
+    assert str(tmp_path / "nowhere") in said("status", "nowhere", code=2)
+    assert str(tmp_path / "nowhere") in said("ls", "nowhere", code=2)
+    assert str(tmp_path / "nowhere") in said("ckpt", "ls", "nowhere", code=2)
+    monkeypatch.chdir(tmp_path / "out")
+    assert str(tmp_path / "out" / "runs") in said("status", code=2)

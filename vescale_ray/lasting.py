@@ -1,0 +1,55 @@
+"""Whether a folder outlives the job, the session and the node that write into it.
+
+`ray job submit --working-dir` unpacks the submitted folder into Ray's package cache, and the job's working directory is there. A relative
+path then names a folder that no other submission sees and that Ray deletes when it needs room.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from vescale_ray.errors import BadInput
+
+_PACKAGE = re.compile(r"_ray_pkg_[0-9a-f]+|working_dir_files|py_modules_files")
+_SESSION = re.compile(r"session_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d+_\d+")
+_ON_A_DISK = re.compile(r"(file|local)://")
+REMEDY = "give an absolute path on storage that all nodes share"
+
+
+class NotLasting(BadInput):
+    """The folder goes with the job or with Ray's session; the message is one sentence with its absolute path and the remedy."""
+
+
+def whole(path: str | os.PathLike[str]) -> str:
+    """``path`` as an absolute path without ``~``, links followed; any URL but that of a local file as it is."""
+    text = _ON_A_DISK.sub("", os.fspath(path))
+    return text if "://" in text else str(Path(text).expanduser().resolve())
+
+
+def goes_with(path: str | os.PathLike[str]) -> str | None:
+    """What of Ray's takes the folder along when it goes; None: nothing that its path tells."""
+    text = whole(path)
+    parts = () if "://" in text else Path(text).parts
+    if any(_PACKAGE.fullmatch(part) for part in parts):
+        return "the package that Ray has unpacked for this job, which no other submission sees"
+    return "the folder of a Ray session, which goes with the cluster" if any(_SESSION.fullmatch(part) for part in parts) else None
+
+
+def check_lasting(what: str, path: str | os.PathLike[str], remedy: str = REMEDY) -> None:
+    """Raises NotLasting for a folder below a package or session of Ray's.
+
+    Args:
+        what: the setting that names it.
+    """
+    reason = goes_with(path)
+    if reason is not None:
+        raise NotLasting(f"{what}: {whole(path)} lies in {reason}; {remedy}")
+
+
+def in_temporary_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether it lies in this machine's folder for temporary files, which other nodes do not see and which a new pod begins without."""
+    text = whole(path)
+    return "://" not in text and Path(text).is_relative_to(Path(tempfile.gettempdir()).resolve())
