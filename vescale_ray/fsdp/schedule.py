@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vescale_ray.fsdp.comm import Lane
-from vescale_ray.fsdp.debug import agree
+from vescale_ray.fsdp.debug import agree, debugging
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.labels import log, span
 from vescale_ray.fsdp.memory import Pool
@@ -26,6 +26,7 @@ from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.same_plan import check_same_plan
 from vescale_ray.fsdp.tree import map_tensors
 from vescale_ray.fsdp.unit import Call, Unit
+from vescale_ray.fsdp.uses import Uses
 
 
 class Lanes:
@@ -51,6 +52,7 @@ class Schedule:
         self.is_last_backward = True
         self.max_reductions = 1
         self._reducing: list[Group] = []
+        self._uses = Uses()
         self._orders: dict[tuple[int, bool], list[weakref.ref[Unit]]] = {}
         """The last forward, by its outermost unit and whether it made a graph."""
         self._running: list[weakref.ref[Unit]] = []
@@ -260,12 +262,16 @@ class Schedule:
         while len(self._reducing) >= self.max_reductions:
             self._reducing.pop(0).grads.finish()
 
-    def reduce(self, group: Group) -> None:
-        """Start a group's reduce-scatter; at most ``max_reductions`` are under way at a time."""
+    def reduce(self, group: Group, *, asks: bool) -> None:
+        """Start a group's reduce-scatter; at most ``max_reductions`` are under way at a time. ``asks``: ranks may have used different
+        parameters of it."""
         self.finish_reductions()
         agree(f"reduce-scatter of {group.name!r}", group.grads.group, group.place.device)
-        group.grads.reduce(self.lanes.reduce)
+        asks = asks or debugging()
+        group.grads.reduce(self.lanes.reduce, asks=asks)
         self._reducing.append(group)
+        if asks and group.grads.delivers:
+            self._uses.add(group)
 
     @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
     def end_backward(self) -> None:
@@ -279,8 +285,10 @@ class Schedule:
         for unit in reversed(units):
             unit.end_backward(creates_graph=self._creates_graph)
         if self.is_last_backward:
+            self._uses.ask(self.lanes.reduce)
             while self._reducing:
                 self._reducing.pop(0).grads.finish()
+            self._uses.deliver(self.lanes.reduce)
         for unit in units:
             for group in unit.groups:
                 group.drop_prefetch()
@@ -318,6 +326,7 @@ class Schedule:
         self.last_call = None
         self._orders.clear()  # the ranks may have seen different ones
         self._reducing.clear()
+        self._uses.discard()
         self._running = []
         for unit in self.units:
             unit.reset()

@@ -6,8 +6,9 @@
     close         the gradients of the inputs are there: reshard, start the reduce-scatter
 
 Marking an output is a tensor hook; marking inputs is an identity node in the graph, so that its backward runs when this
-unit's part of the graph is through, wherever else the same input is used. Units whose inputs need no gradient reduce theirs
-when the last parameter's has come; what is left open is closed at the end of backward.
+unit's part of the graph is through, wherever else the same input is used. What is left open, as units whose inputs need no
+gradient, is closed at the end of backward. When a unit reduces never depends on which of its parameters a rank used, since ranks
+may differ in that, and every rank has to start the same reductions in the same order.
 """
 
 from __future__ import annotations
@@ -54,13 +55,26 @@ class Call:
     a rank happens to keep alive must not change the order of its collectives.
     """
 
-    __slots__ = ("__weakref__", "consumed", "loads", "marked", "previous", "unit")
+    __slots__ = ("__weakref__", "consumed", "earlier", "forward", "loads", "marked", "previous", "unit")
 
     def __init__(self, unit: Unit, marked: bool, previous: Call | None) -> None:
         self.unit = weakref.ref(unit)
         self.marked, self.previous = marked, previous
         self.consumed = False
         self.loads = unit.loads
+        self.forward = previous.forward if previous is not None else object()
+        """The same for all calls of one forward of the outermost unit."""
+        last = unit.last_call
+        self.earlier = last if last is not None and last.forward is self.forward else None
+        """The call of the same unit before this one."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether backward has reached all earlier calls of this unit. Until then more gradients are to come, on some ranks maybe only."""
+        earlier = self.earlier
+        while earlier is not None and earlier.consumed:
+            earlier = earlier.earlier
+        return earlier is None
 
     @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
     def pre_backward(self, _grad: Any) -> None:
@@ -349,6 +363,8 @@ class Unit:
                 self._each(lambda group: group.rest(after_forward=False, keep=self.keeps_graph))
         if call is not None and self.schedule is not None and _is_nearly_first(call):
             self.schedule.trim(scratch=False)  # no unit is to come that could gather into what this one has given back
+        if call is not None and not call.is_first:
+            return
         if self.reduce_unused and (self.gradient_sync or not self.hold_gradients):
             self._open_unused()
         self.reduce()
@@ -372,11 +388,18 @@ class Unit:
             return
         self.prefetch_backward()
         assert self.schedule is not None
+        if not any(group.grads.arrived_count for group in self.groups):
+            return
         for group in reversed(self.groups):
-            if group.grads.arrived_count and not group.grads.awaits_claimed:
+            # A group of which this rank used nothing, too: another rank may have used it.
+            if (group.grads.arrived_count or group.grads.trainable_count) and not group.grads.awaits_claimed:
                 with span("post_backward_reduce", self.fqn):
-                    self.schedule.reduce(group)
+                    self.schedule.reduce(group, asks=self._trainable_count > 1 and not self.reduce_unused)
                 self.reduced = True
+
+    @property
+    def _trainable_count(self) -> int:
+        return sum(group.grads.trainable_count for group in self.groups)
 
     def end_backward(self, *, creates_graph: bool) -> None:
         """The whole backward is over: close what is still open. ``creates_graph``: another one may follow, through its graph."""
@@ -460,16 +483,15 @@ def _is_nearly_first(call: Call) -> bool:
 
 
 def _reduce_if_complete(unit_ref: weakref.ref[Unit]) -> None:
-    """Every parameter of a group has its gradient. If all have, and no mark on an input is still to come, send them off.
+    """The unit's only trainable parameter has its gradient: send it off, if no mark on an input is still to come. With several
+    parameters, those that a rank uses may differ, and no rank knows when another one has all of its gradients.
 
     The unit stays open: frozen parameters of it, units inside, or a reentrant checkpoint may still need its parameters.
     """
     unit = unit_ref()
-    if unit is None or unit.phase is not Phase.BACKWARD or unit._awaited_marks:
+    if unit is None or unit.phase is not Phase.BACKWARD or unit._awaited_marks or unit.reduce_unused:
         return
-    if unit.reduce_unused:
-        return  # another rank's may never be complete, and reductions are in the same order everywhere
-    if all(g.grads.seen_count == g.grads.trainable_count for g in unit.groups):
+    if unit._trainable_count == 1:
         unit.reduce()
 
 
