@@ -24,8 +24,8 @@ from tests.fsdp.units import unit_of
 from tests.ranks import run_gloo, run_threads
 from vescale_ray import compat
 from vescale_ray.fsdp import Sharding, comm, memory
-from vescale_ray.fsdp.division import Chunks
 from vescale_ray.fsdp.delivery import Delivery
+from vescale_ray.fsdp.division import Chunks
 from vescale_ray.fsdp.gradients import Gradients
 from vescale_ray.fsdp.memory import Buffer, Pool
 

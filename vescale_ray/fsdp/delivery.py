@@ -51,7 +51,7 @@ class Delivery:
         self._add([(index, self._local_view(shard, index)) for index in used])
 
     def added(self, flat: torch.Tensor, used: Sequence[int]) -> None:
-        """A reduction was added to ``flat``, the gradients that are delivered already: those not used here count only if others used them."""
+        """A reduction was added to ``flat``, where all gradients are: hooks hear of those not used here if others used them."""
         shard = KeptShard(self.kept, flat)
         for index in self._trainable_but(used):
             self._rest[index] = self._local_view(shard, index)

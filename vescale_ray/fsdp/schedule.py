@@ -24,7 +24,7 @@ from vescale_ray.fsdp.memory import Pool
 from vescale_ray.fsdp.parameters import GroupParam
 from vescale_ray.fsdp.phases import Phase, PhaseError
 from vescale_ray.fsdp.same_plan import check_same_plan
-from vescale_ray.fsdp.tree import map_tensors
+from vescale_ray.fsdp.tree import to_device
 from vescale_ray.fsdp.unit import Call, Unit
 from vescale_ray.fsdp.uses import Uses
 
@@ -157,7 +157,7 @@ class Schedule:
                 else:
                     self.lanes.gather.after_current()
                 with span("inputs_to_device"):
-                    args, kwargs = _to_device(args, kwargs, unit.device)
+                    args, kwargs = to_device(args, kwargs, unit.device)
         self._running = []
         self._repeats = True
         self.last_call = None
@@ -404,11 +404,3 @@ def _check_hooks(units: list[Unit]) -> None:
                     f"parameter {param.fqn!r} got all-gather hooks after fully_shard: give it a tensor class with fsdp_pre_all_gather and "
                     f"fsdp_post_all_gather before"
                 )
-
-
-def _to_device(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs of the root on the accelerator, as DDP and FSDP2 do."""
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, non_blocking=True) if tensor.device != device else tensor
-
-    return map_tensors(move, args), map_tensors(move, kwargs)

@@ -67,3 +67,12 @@ def grad_tensors(tree: Any) -> list[torch.Tensor]:
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     """Floating-point tensors cast to ``dtype``; everything else as it is."""
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, tree)
+
+
+def to_device(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs of the root on the accelerator, as DDP and FSDP2 do."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=True) if tensor.device != device else tensor
+
+    return map_tensors(move, args), map_tensors(move, kwargs)

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_ray.fsdp import comm
+from vescale_ray.fsdp.arrivals import in_backward, listen
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.labels import log, span
 from vescale_ray.fsdp.phases import Phase, PhaseError, check_transition
@@ -43,11 +44,6 @@ def outside_transforms() -> Any:
 _NO_TRANSFORM: Any = nullcontext()
 
 
-def in_backward() -> bool:
-    """Whether the calling thread is inside a backward."""
-    return torch._C._current_graph_task_id() != -1
-
-
 class Call:
     """One forward of a unit that has a graph, and which call ran before it.
 
@@ -62,7 +58,7 @@ class Call:
         self.marked, self.previous = marked, previous
         self.consumed = False
         self.loads = unit.loads
-        self.forward = previous.forward if previous is not None else object()
+        self.forward: object = previous.forward if previous is not None else object()
         """The same for all calls of one forward of the outermost unit."""
         last = unit.last_call
         self.earlier = last if last is not None and last.forward is self.forward else None
@@ -145,11 +141,7 @@ class Unit:
         """How often a state dict was loaded."""
         self.pre_hooks = [module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True) for module in modules]
         self.post_hooks = [module.register_forward_hook(self.post_forward, prepend=False, always_call=True) for module in modules]
-        mine = weakref.ref(self)
-        for group in groups:
-            group.grads.on_first = lambda: _prefetch_at_first_gradient(mine)
-            group.grads.on_most = lambda: _prefetch_at_most_gradients(mine)
-            group.grads.on_complete = lambda: _reduce_if_complete(mine)
+        listen(self)
 
     @property
     def gathered(self) -> bool:
@@ -394,11 +386,11 @@ class Unit:
             # A group of which this rank used nothing, too: another rank may have used it.
             if (group.grads.arrived_count or group.grads.trainable_count) and not group.grads.awaits_claimed:
                 with span("post_backward_reduce", self.fqn):
-                    self.schedule.reduce(group, asks=self._trainable_count > 1 and not self.reduce_unused)
+                    self.schedule.reduce(group, asks=self.trainable_count > 1 and not self.reduce_unused)
                 self.reduced = True
 
     @property
-    def _trainable_count(self) -> int:
+    def trainable_count(self) -> int:
         return sum(group.grads.trainable_count for group in self.groups)
 
     def end_backward(self, *, creates_graph: bool) -> None:
@@ -480,41 +472,6 @@ def _is_nearly_first(call: Call) -> bool:
         return True
     unit = earlier.unit()
     return earlier.previous is None and unit is not None and unit.gathered
-
-
-def _reduce_if_complete(unit_ref: weakref.ref[Unit]) -> None:
-    """The unit's only trainable parameter has its gradient: send it off, if no mark on an input is still to come. With several
-    parameters, those that a rank uses may differ, and no rank knows when another one has all of its gradients.
-
-    The unit stays open: frozen parameters of it, units inside, or a reentrant checkpoint may still need its parameters.
-    """
-    unit = unit_ref()
-    if unit is None or unit.phase is not Phase.BACKWARD or unit._awaited_marks or unit.reduce_unused:
-        return
-    if unit._trainable_count == 1:
-        unit.reduce()
-
-
-def _prefetch_at_first_gradient(unit_ref: weakref.ref[Unit]) -> None:
-    """A gradient buffer is about to be filled: where there is one for all units, the last reduce-scatter has to be through."""
-    unit = unit_ref()
-    if unit is None or unit.schedule is None:
-        return
-    if in_backward():
-        # The graph of a backward with create_graph=True has no hooks of ours: its parameters' gradients are the first that we hear of it.
-        unit.schedule.enter_backward(unit)
-    if not unit.schedule.overlaps:
-        unit.schedule.finish_reductions()
-        if not unit._prefetches_late:
-            unit.prefetch_backward()
-        if unit._open_call is not None and unit._open_call.previous is None:
-            unit.schedule.trim(scratch=False)
-
-
-def _prefetch_at_most_gradients(unit_ref: weakref.ref[Unit]) -> None:
-    unit = unit_ref()
-    if unit is not None and unit.phase is Phase.BACKWARD:
-        unit.prefetch_backward()
 
 
 class _InputMark(torch.autograd.Function):
