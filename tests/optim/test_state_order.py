@@ -106,4 +106,4 @@ def gathers(rank: int, world: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_whole_states_are_gathered_in_parameter_order(kind: str) -> None:
-    run_gloo(2, gathers, kind, timeout=20)
+    run_gloo(2, gathers, kind)
