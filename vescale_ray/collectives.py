@@ -7,7 +7,7 @@ complete when they return.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -73,3 +73,14 @@ def _named(group: Group) -> dist.ProcessGroup:
         assert world is not None
         return world
     return group
+
+
+def in_parameter_order(states: MutableMapping[Any, Any], parameters: Iterable[Tensor]) -> None:
+    """Reorder an optimizer's ``states`` by the position of their parameters; what belongs to none of them comes last.
+
+    States that are gathered one by one must come in the same order on every rank. The order in which they were made can differ: by the
+    division of buffers, or by a set of parameters that an optimizer was given.
+    """
+    position = {id(parameter): index for index, parameter in enumerate(parameters)}
+    for key in sorted(states, key=lambda key: position.get(id(key), len(position))):
+        states[key] = states.pop(key)

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
+from vescale_ray.collectives import in_parameter_order
 from vescale_ray.dtensor import RaggedDTensor, RaggedShard, distribute_tensor
 from vescale_ray.transfer import MOVABLE, movable
 
@@ -49,9 +50,15 @@ def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None =
 def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizers, *, options: StateDictOptions | None = None) -> dict[str, Any]:
     """The optimizers' state by parameter name: ``{"state": {name: {..}}, "param_groups": [..]}``, sharded or whole.
 
-    An optimizer that has no state yet gets one, by a step with zero gradients and learning rate (torch's way).
+    An optimizer that has no state yet gets one, by a step with zero gradients and learning rate (torch's way). Whole states are gathered
+    in the order of the model's parameters, whatever the order in which an optimizer has got them: that may differ by rank.
     """
     _rest(model)
+    optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+    if options is not None and options.full_state_dict:
+        torchs.get_optimizer_state_dict(model, optimizers)  # makes the states that are not there yet; nothing is gathered
+        for optimizer in optimizers:
+            in_parameter_order(optimizer.state, model.parameters())
     return torchs.get_optimizer_state_dict(model, optimizers, options=options)
 
 
@@ -101,8 +108,8 @@ def _fill(mine: dict[str, Any], source: _Source, options: StateDictOptions, what
     unexpected = [name for name in source.items if name not in mine]
     _refuse(options, what, missing, unexpected)
     _check({name: (mine[name], entry) for name, entry in source.items.items() if name in mine})
-    for name in mine:
-        if name in source.items:
+    for name in source.items:  # rank 0's order where it sends: the order of ``mine`` may differ by rank
+        if name in mine:
             mine[name] = source.into(name, mine[name])
     return missing, unexpected
 

@@ -77,7 +77,7 @@ class Recorder:
                 self.calls[rank][name] += 1
                 if name != "isend":
                     self.written[rank].add(storage(args[0]))
-                if name != "irecv":
+                if name not in ("irecv", "all_reduce"):
                     self.read[rank].add(storage(args[0] if name == "isend" else args[1]))
             return original(*args, **kwargs)
 
@@ -138,7 +138,8 @@ GATHERS, REDUCTIONS = 2 * LAYERS + 1, LAYERS + 1
 
 def test_a_step_is_one_all_gather_per_unshard_and_one_reduce_scatter_per_group(monkeypatch):
     for per_step, reads_masters, writes_parameters in run_threads(3, counts, Recorder(monkeypatch)):
-        assert per_step == [(GATHERS, REDUCTIONS, {"all_gather_single": GATHERS, "reduce_scatter_single": REDUCTIONS})] * 3
+        calls = {"all_gather_single": GATHERS, "reduce_scatter_single": REDUCTIONS, "all_reduce": 1}
+        assert per_step == [(GATHERS, REDUCTIONS, calls)] * 3, "and which parameters were used, once"
         assert reads_masters, "the all-gather reads the master shards themselves"
         assert writes_parameters, "parameters are views of what the all-gather wrote"
 
@@ -146,7 +147,7 @@ def test_a_step_is_one_all_gather_per_unshard_and_one_reduce_scatter_per_group(m
 def test_on_gloo_a_collective_is_one_message_to_and_from_every_other_rank():
     messages = GATHERS + REDUCTIONS
     for per_step, reads_masters, writes_parameters in run_gloo(2, counts_in_process):
-        assert per_step == [(GATHERS, REDUCTIONS, {"isend": messages, "irecv": messages})] * 3
+        assert per_step == [(GATHERS, REDUCTIONS, {"isend": messages, "irecv": messages, "all_reduce": 1})] * 3
         assert reads_masters and writes_parameters
 
 

@@ -23,6 +23,7 @@ from tests.fsdp.test_fsdp_behaviour import Tower, grads, inputs, same, seeded, s
 from tests.fsdp.units import unit_of
 from tests.ranks import run_gloo, run_threads
 from vescale_ray.fsdp import Sharding, comm, memory
+from vescale_ray.fsdp.delivery import Delivery
 from vescale_ray.fsdp.division import Chunks
 from vescale_ray.fsdp.gradients import Gradients
 from vescale_ray.fsdp.memory import Buffer, Pool
@@ -128,9 +129,9 @@ def streams(monkeypatch):
         if self._flat is not None:
             here().note("gradient written", self._flat, True)
 
-    def deliver(self, out, used):
+    def deliver(self, out, used, **options):
         here().note("gradient shard used", out, True)
-        original_deliver(self, out, used)
+        original_deliver(self, out, used, **options)
 
     def join(self, parts, flat):
         here().note("parts read", parts, False)
@@ -160,7 +161,7 @@ def streams(monkeypatch):
     original_join, original_split = Chunks.join, Chunks.split
     original_pool, original_allocate, original_free = Pool.__init__, Buffer.allocate, Buffer.free
     original_gather, original_scatter = dist.all_gather_single, dist.reduce_scatter_single
-    original_accumulate, original_deliver = Gradients.accumulate, Gradients._deliver
+    original_accumulate, original_deliver = Gradients.accumulate, Delivery.deliver
     monkeypatch.setattr(Chunks, "join", join)
     monkeypatch.setattr(Chunks, "split", split)
     monkeypatch.setattr(memory, "MAPPED_BYTES", 0)
@@ -175,7 +176,7 @@ def streams(monkeypatch):
     monkeypatch.setattr(comm, "all_gather_many", gather_many)
     monkeypatch.setattr(dist, "reduce_scatter_single", scatter)
     monkeypatch.setattr(Gradients, "accumulate", accumulate)
-    monkeypatch.setattr(Gradients, "_deliver", deliver)
+    monkeypatch.setattr(Delivery, "deliver", deliver)
     return here
 
 

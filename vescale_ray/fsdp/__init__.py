@@ -1,11 +1,12 @@
 """Fully sharded data parallelism without copies, behind torch's ``fully_shard`` API ([veScale-FSDP], DBuffer and system parts).
 
-Imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor``; never Ray. One file, one idea: ``api`` (fully_shard),
-``module`` (the methods it adds), ``unit`` (hooks: when), ``group`` (buffers: what), ``division`` (into the ranks' parts), ``sharding``
-(over which mesh dimensions), ``schedule`` (order and streams), ``memory`` (the pool), ``comm`` (the two collectives), ``linear``
-(gradients without a copy), ``hooked`` (tensor classes with all-gather hooks), ``same_plan`` (do all ranks have it?), ``torch_state`` (a
-unit as torch's state of one), ``labels`` (what logs and profilers show), ``stand_in`` (in the place of torch's), ``debug``, ``phases``
-(what is allowed when), ``overview`` (what came of it).
+Imports torch, :mod:`vescale_ray.planner`, ``dbuffer`` and ``dtensor``; never Ray. One file, one idea: ``api`` (fully_shard), ``module``
+(the methods it adds), ``unit`` (hooks: when), ``group`` (buffers: what), ``division`` (into the ranks' parts), ``sharding`` (over which
+mesh dimensions), ``schedule`` (order and streams), ``memory`` (the pool), ``comm`` (the two collectives), ``linear`` (gradients without a
+copy), ``delivery`` (reduced gradients to ``.grad``), ``uses`` (of which parameters, on all ranks alike), ``arrivals`` (what else a
+gradient sets off), ``hooked`` (tensor classes with all-gather hooks), ``same_plan`` (do all ranks have it?), ``torch_state`` (a unit as
+torch's state of one), ``labels`` (what logs and profilers show), ``stand_in`` (in the place of torch's), ``debug``, ``phases`` (what is
+allowed when), ``overview`` (what came of it).
 
 [Note: the tensors of a group]
 P: elements of the group's parameters. W: ranks. S: elements of a rank's shard; W * S >= P, the difference is padding.

@@ -9,6 +9,7 @@ ranks raise alike, naming both collectives. It costs a small all-gather for each
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,13 +40,7 @@ def agree(what: str, group: dist.ProcessGroup, device: torch.device) -> None:
     """
     if not _enabled or group.size() == 1:
         return
-    data = what.encode()[:_TEXT]
-    mine = torch.zeros(_TEXT, dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    mine = mine.to(device)
-    out = mine.repeat(group.size())
-    dist.all_gather_single(out, mine, group=group)
-    said = [bytes(part.tolist()).rstrip(b"\0").decode(errors="replace") for part in out.cpu().view(group.size(), _TEXT)]
+    said = [part.rstrip(b"\0").decode(errors="replace") for part in _gathered(what.encode()[:_TEXT].ljust(_TEXT, b"\0"), group, device)]
     rank = group.rank()
     # Every rank names the same pair, so that one log tells as much as all of them.
     other = next((r for r in range(group.size()) if said[r] != said[0]), None)
@@ -55,3 +50,31 @@ def agree(what: str, group: dist.ProcessGroup, device: torch.device) -> None:
             f"(this is rank {rank}): let every rank take the same path through the model, or gather unused units with "
             f"set_reduce_scatter_unused_params"
         )
+
+
+def agree_on_gradients(params: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Compare which of ``params`` have a gradient with the other ranks of ``group``, once a backward has delivered; nothing outside debug
+    mode. Every rank gives the same parameters.
+
+    Raises:
+        OrderError: a parameter has a gradient on some ranks only. On every rank of the group.
+    """
+    if not _enabled or group.size() == 1:
+        return
+    said = _gathered(bytes(param.grad is not None for _, param in params), group, device)
+    for index, (name, _) in enumerate(params):
+        there = [rank for rank, bits in enumerate(said) if bits[index]]
+        if there and len(there) < group.size():
+            without = next(rank for rank in range(group.size()) if rank not in there)
+            raise OrderError(
+                f"the gradient of {name!r} is there on rank {there[0]} of the group, not on rank {without} (this is rank {group.rank()}): "
+                f"let hooks and other code in a backward set or drop .grad on all ranks alike"
+            )
+
+
+def _gathered(data: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
+    """Every rank's ``data``, all of one size. Collective."""
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    out = mine.repeat(group.size())
+    dist.all_gather_single(out, mine, group=group)
+    return [bytes(part.tolist()) for part in out.cpu().view(group.size(), len(data))]

@@ -1,6 +1,6 @@
 """Gradients: one group's gradients on their way from autograd to the optimizer.
 
-    accumulate (a hook per parameter) -> flat buffer [W * S] -> reduce-scatter -> shard [S] -> ``.grad`` of the sharded parameters
+    accumulate (a hook per parameter) -> flat buffer [W * S] -> reduce-scatter -> shard [S] -> delivery (``delivery.py``)
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from vescale_ray import waiting
 from vescale_ray.compat.core import current_graph_task_id, disable_dynamo
 from vescale_ray.compat.fsdp import ReduceScatter
-from vescale_ray.dbuffer import DBuffer, KeptShard
+from vescale_ray.dbuffer import DBuffer
 from vescale_ray.fsdp import comm
+from vescale_ray.fsdp.delivery import Delivery
 from vescale_ray.fsdp.division import Division
 from vescale_ray.fsdp.linear import offer_sink
 from vescale_ray.fsdp.memory import Buffer, Pool
-from vescale_ray.fsdp.parameters import GroupParam, Place, as_dtensor, local_of
+from vescale_ray.fsdp.parameters import GroupParam, Place
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Reduction:
     out: torch.Tensor
     buffer: Buffer | None
     used: list[int]
+    """Parameters that this rank used."""
 
 
 class Gradients:
@@ -48,7 +49,8 @@ class Gradients:
     def __init__(self, place: Place, division: Division, params: Sequence[GroupParam], *, in_place: bool, offload: bool) -> None:
         self.place, self.division, self.params = place, division, params
         self.layout, self.kept = division.layout, division.kept
-        self.in_place, self.offload = in_place, offload
+        self.in_place = in_place
+        self.delivery = Delivery(params, division.kept, offload=offload)
         self.orig_dtype = self.reduce_dtype = torch.float32
         self.pool: Pool | None = None
         self.group = place.shard_group
@@ -57,6 +59,10 @@ class Gradients:
         self.arrived_count = 0
         """Parameters whose gradients are in the buffer, of this backward or, without sync, an earlier one."""
         self._arrived = [False] * len(params)
+        self._counts: set[int] = set()
+        """Of those, the ones that count: not a stand-in's."""
+        self._used: set[int] = set()
+        """Parameters whose gradients were sent off since the ranks last told each other (:mod:`vescale_ray.fsdp.uses`)."""
         self.seen_count = 0
         """Parameters whose gradient came in the part of a backward that is open."""
         self._seen = [False] * len(params)
@@ -106,6 +112,11 @@ class Gradients:
     @property
     def buffer_bytes(self) -> int:
         return self.layout.numel * self.reduce_dtype.itemsize
+
+    @property
+    def delivers(self) -> bool:
+        """Whether what is reduced now becomes ``.grad``, and is not kept for a later sum over the replicas."""
+        return self.place.replicate_group is None or self.all_reduce
 
     @property
     def why_unordered(self) -> str | None:
@@ -176,7 +187,7 @@ class Gradients:
             if not self._arrived[index]:
                 self._writes(index)
                 view.zero_()
-            self._arrives(index)
+            self._arrives(index, counts=False)
         elif claim is not None and claim != current_graph_task_id():
             # What was written there is still on its way, maybe already as a part of a sum. Not to be touched.
             held = self._aside.get(index)
@@ -204,8 +215,10 @@ class Gradients:
             if self.on_complete is not None and self.seen_count == self.trainable_count:
                 self.on_complete()
 
-    def _arrives(self, index: int) -> None:
+    def _arrives(self, index: int, *, counts: bool = True) -> None:
         """The gradient of unsharded parameter ``index`` is in the buffer."""
+        if counts:
+            self._counts.add(index)
         if not self._arrived[index]:
             self._arrived[index] = True
             self.arrived_count += 1
@@ -243,17 +256,23 @@ class Gradients:
         """Take part in the next reduction with zeros where no gradient came (``set_reduce_scatter_unused_params``)."""
         self._open()
         for index, param in enumerate(self.params):
-            if param.sharded.requires_grad and not self._arrived[index]:
-                self._writes(index)
-                self._views[index].zero_()
+            if param.sharded.requires_grad:
+                if not self._arrived[index]:
+                    self._writes(index)
+                    self._views[index].zero_()
                 self._arrives(index)
 
-    def reduce(self, lane: comm.Lane) -> None:
-        """Start to sum the gradients over the ranks into this rank's shard."""
+    def reduce(self, lane: comm.Lane, *, asks: bool) -> None:
+        """Start to sum the gradients over the ranks into this rank's shard; of those that have not come, this rank's are zero.
+
+        ``asks``: the ranks will tell each other which parameters they used; if not, all of them count as used.
+        """
+        self._open()
         assert self.pool is not None and self._flat is not None
         if self._buffer is not None:
             self.pool.written(self._buffer, self.buffer_bytes)
-        used = [i for i, arrived in enumerate(self._arrived) if arrived]
+        used = sorted(self._counts) if asks else [i for i, param in enumerate(self.params) if param.sharded.requires_grad]
+        self._used.update(used if asks else ())
         # Adding -0.0 changes no number, adding 0.0 changes -0.0: in a fixed order, nothing must not leave a trace.
         nothing = -0.0 if self.ordered else 0.0
         for index, arrived in enumerate(self._arrived):
@@ -313,36 +332,36 @@ class Gradients:
             with torch.no_grad():
                 out = self._over_replicas(reduction)
                 if out is not None:
-                    self._deliver(out, reduction.used)
+                    self.delivery.deliver(out, reduction.used)
             if out is not None:
-                self._call_hooks(reduction.used)
+                self.delivery.call_hooks(reduction.used)
 
     @torch.no_grad()
     def _finish_in_order(self, reduction: Reduction, parts: comm.InOrder) -> None:
         """Go on with the sum where the reduction before ended, which is in the gradients."""
-        out = self._delivered()
+        out = self.delivery.delivered()
         earlier = out is not None and out.device == reduction.out.device
         if out is None or not earlier:
-            out = self._gathered_up(reduction.out)
+            out = self.delivery.gather_up(reduction.out)
         waiting.begin("reduce-scatter", self.params[0].fqn, self.buffer_bytes, self.place.world)
         parts.add_to(out)
         waiting.end()
         self._give_back(reduction.buffer)
         self._call_all_reduce_hook(out)
-        if not earlier:
-            for index in reduction.used:
-                self.params[index].sharded.grad = None
-            self._deliver(out, reduction.used)
-        self._call_hooks(reduction.used)
+        if earlier:
+            self.delivery.added(out, reduction.used)
+        else:
+            self.delivery.deliver(out, reduction.used, replaces=True)
+        self.delivery.call_hooks(reduction.used)
 
-    def _gathered_up(self, out: torch.Tensor) -> torch.Tensor:
-        """``out`` with what earlier reductions left of each gradient, and nothing (-0.0) where none did."""
-        out.fill_(-0.0)
-        shard = KeptShard(self.kept, out)
-        for index, param in enumerate(self.params):
-            if param.sharded.grad is not None:
-                self._local_view(shard, index).copy_(local_of(param.sharded.grad))
-        return out
+    def uses(self) -> list[bool]:
+        """By parameter, whether a gradient of this rank's was sent off since the ranks last told each other, or needs none."""
+        return [index in self._used or not param.sharded.requires_grad for index, param in enumerate(self.params)]
+
+    def deliver_rest(self, used: Sequence[bool]) -> None:
+        """The ranks have told each other which parameters any of them ``used``: deliver those that this rank did not."""
+        self._used.clear()
+        self.delivery.deliver_rest(used, replaces=self.ordered and not self.in_place)
 
     def _over_replicas(self, reduction: Reduction) -> torch.Tensor | None:
         """HSDP: the sum over the replicas, or nothing yet if the user wants it only later."""
@@ -373,68 +392,6 @@ class Gradients:
         with device.stream(stream):
             hook(out)
         current.wait_stream(stream)
-
-    # -- delivery ----------------------------------------------------------------------------------------------------
-
-    def _deliver(self, part: torch.Tensor, used: list[int]) -> None:
-        if self.offload:
-            part = part.to("cpu")
-        shard = self._keep(part)
-        out = shard.flat
-        fresh = [i for i in used if self.params[i].sharded.grad is None]
-        if not fresh and len(used) == len(self.params):
-            earlier = self._delivered()
-            if earlier is not None:
-                earlier.add_(out)  # one kernel for the whole group
-                return
-        for index in used:
-            grad = self.params[index].sharded.grad
-            if grad is not None:
-                local_of(grad).add_(self._local_view(shard, index))
-        for index in fresh:
-            param, view = self.params[index], self._local_view(shard, index)
-            if param.sharded.grad is None:
-                param.sharded.grad = as_dtensor(view, param.spec)
-            else:  # tied to another one of this group after sharding
-                local_of(param.sharded.grad).add_(view)
-
-    def _delivered(self) -> torch.Tensor | None:
-        """The flat shard that all gradients of the parameters lie in, if it is one that was delivered before and none was replaced.
-
-        Only the gradients hold it, so that it is freed when the user drops them.
-        """
-        flat: torch.Tensor | None = None
-        for param in self.params:
-            grad = param.sharded.grad
-            local = local_of(grad) if isinstance(grad, DTensor) else None
-            base = local._base if local is not None else None
-            if local is None or base is None or base.shape != (self.kept.numel,) or (flat is not None and base is not flat):
-                return None
-            flat = base
-            start = flat.storage_offset() + self.kept.offsets[param.name]
-            if local.storage_offset() != start or local.shape != param.local.shape or not local.is_contiguous():
-                return None
-        return flat
-
-    def _call_hooks(self, used: list[int]) -> None:
-        """What the user hung on the sharded parameters: an optimizer step in backward, for example."""
-        for index in used:
-            sharded = self.params[index].sharded
-            hooks: dict[int, Any] = getattr(sharded, "_post_accumulate_grad_hooks", None) or {}
-            for hook in hooks.values():
-                hook(sharded)
-
-    def _keep(self, part: torch.Tensor) -> KeptShard:
-        """This rank's part of the buffer as it is kept: without the gaps inside tensors."""
-        if self.kept.in_place:
-            return KeptShard(self.kept, part)
-        shard = KeptShard(self.kept, part.new_zeros(self.kept.numel))
-        shard.collect(part)
-        return shard
-
-    def _local_view(self, shard: KeptShard, index: int) -> torch.Tensor:
-        param = self.params[index]
-        return shard.tensor(param.name).view(param.local.shape)
 
     # -- the flat buffer ---------------------------------------------------------------------------------------------
 
@@ -469,7 +426,7 @@ class Gradients:
         self._claims, self._aside = {}, {}
         self._flat = self._buffer = None
         self._views, self._written = [], set()
-        self._arrived = [False] * len(self.params)
+        self._arrived, self._counts = [False] * len(self.params), set()
         self.arrived_count = 0
 
     # -- between steps -----------------------------------------------------------------------------------------------
@@ -478,8 +435,10 @@ class Gradients:
         """Forget everything of an unfinished step."""
         self.end_window()
         reductions, self._reductions = self._reductions, []
-        buffer, self.partial = self._buffer, None
+        buffer, self.partial, self._partial_used = self._buffer, None, set()
         self._clear()
+        self._used.clear()
+        self.delivery.discard()
         for param in self.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None

@@ -36,17 +36,34 @@ class Call:
     must not change the order of its collectives.
     """
 
-    __slots__ = ("__weakref__", "consumed", "loads", "marked", "previous", "reachable", "unit")
+    __slots__ = ("__weakref__", "consumed", "earlier", "forward", "loads", "marked", "previous", "reachable", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = weakref.ref(unit)
         self.marked = False
         """Whether the inputs have an exit mark."""
         self.previous: Call | None = None
+        self.earlier: Call | None = None
+        """The call of the same unit before this one, in the same forward of the outermost unit."""
+        self.forward: object = None
+        """The same for all calls of one forward of the outermost unit."""
         self.reachable = False
         """Whether a tensor has an entry mark of this call."""
         self.consumed = False
         self.loads = unit.loads
+
+    def follow(self, previous: Call | None, same_unit: Call | None) -> None:
+        """Come after ``previous``, the last call of any unit, and ``same_unit``, the last one of this unit."""
+        self.previous, self.forward = previous, object() if previous is None else previous.forward
+        self.earlier = same_unit if same_unit is not None and same_unit.forward is self.forward else None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether backward has reached all earlier calls of this unit. Until then more gradients are to come, on some ranks maybe only."""
+        earlier = self.earlier
+        while earlier is not None and earlier.consumed:
+            earlier = earlier.earlier
+        return earlier is None
 
     def mark(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let a backward that reaches one of ``tensors`` enter the unit."""

@@ -175,10 +175,9 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
                 group.grads.contributes = contributes
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Give zero gradients to parameters that took no part in this rank's forward.
+        """Give zero gradients to parameters that no rank used. Without it they keep ``grad`` None on all ranks, as in one process.
 
-        Needed where ranks use different parameters. Without it, as with FSDP2, a parameter that this rank did not use keeps
-        ``grad`` None here whatever the others have, and every rank must use the same ones.
+        Needed only where a rank uses no parameter at all of a unit that others use.
         """
         for unit in _units(self, recurse):
             unit.reduce_unused = reduce_scatter_unused_params

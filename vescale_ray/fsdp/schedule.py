@@ -28,7 +28,7 @@ from vescale_ray.fsdp.checks import (
     name_parameters,
 )
 from vescale_ray.fsdp.comm import Lane
-from vescale_ray.fsdp.debug import agree
+from vescale_ray.fsdp.debug import agree, debugging
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.labels import log, span
 from vescale_ray.fsdp.marks import Call
@@ -37,6 +37,7 @@ from vescale_ray.fsdp.phases import Ending, Phase, PhaseError
 from vescale_ray.fsdp.same_plan import check_same_plan
 from vescale_ray.fsdp.tree import to_device
 from vescale_ray.fsdp.unit import Unit
+from vescale_ray.fsdp.uses import Uses
 
 
 class Lanes:
@@ -62,6 +63,7 @@ class Schedule:
         self.ending = Ending()
         self.max_reductions = 1
         self._reducing: list[Group] = []
+        self._uses = Uses()
         self._orders: dict[tuple[int, bool], list[weakref.ref[Unit]]] = {}
         """The last forward, by its outermost unit and whether it made a graph."""
         self._running: list[weakref.ref[Unit]] = []
@@ -306,12 +308,16 @@ class Schedule:
         while len(self._reducing) >= self.max_reductions:
             self._reducing.pop(0).grads.finish()
 
-    def reduce(self, group: Group) -> None:
-        """Start a group's reduce-scatter; at most ``max_reductions`` are under way at a time."""
+    def reduce(self, group: Group, *, asks: bool) -> None:
+        """Start a group's reduce-scatter; at most ``max_reductions`` are under way at a time. ``asks``: ranks may have used different
+        parameters of it."""
         self.finish_reductions()
         agree(f"reduce-scatter of {group.name!r}", group.grads.group, group.place.device)
-        group.grads.reduce(self.lanes.reduce)
+        asks = asks or debugging()
+        group.grads.reduce(self.lanes.reduce, asks=asks)
         self._reducing.append(group)
+        if asks and group.grads.delivers:
+            self._uses.add(group)
 
     @disable_dynamo  # type: ignore[untyped-decorator]
     def end_backward(self) -> None:
@@ -325,8 +331,10 @@ class Schedule:
     def settle(self, *, wait: bool) -> None:
         """Nothing of a backward is to come. ``wait``: the step's last one, whose reductions are waited for."""
         if wait:
+            self._uses.ask(self.lanes.reduce)
             while self._reducing:
                 self._reducing.pop(0).grads.finish()
+            self._uses.deliver(self.lanes.reduce)
             self.ending.over()
         for unit in self.units:
             for group in unit.groups:
@@ -375,6 +383,7 @@ class Schedule:
         self.last_call = None
         self._orders.clear()  # the ranks may have seen different ones
         self._reducing.clear()
+        self._uses.discard()
         self._running = []
         for unit in self.units:
             unit.reset()

@@ -5,8 +5,9 @@
     pre_backward  the gradient of an output is there: gather, prefetch the unit before
     close         the gradients of the inputs are there: reshard, start the reduce-scatter
 
-The marks are in ``marks``. Units whose inputs need no gradient reduce theirs
-when the last parameter's has come; what is left open is closed at the end of backward.
+The marks are in ``marks``. What is left open, as units whose inputs need no
+gradient, is closed at the end of backward. When a unit reduces never depends on which of its parameters a rank used, since ranks
+may differ in that, and every rank has to start the same reductions in the same order.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from vescale_ray.compat.core import DisableFuncTorch, are_functorch_transforms_active, current_graph_task_id, disable_dynamo
+from vescale_ray.compat.core import DisableFuncTorch, are_functorch_transforms_active, disable_dynamo
 from vescale_ray.fsdp import comm
+from vescale_ray.fsdp.arrivals import in_backward, listen
 from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.labels import log, span
 from vescale_ray.fsdp.marks import Call, kept_tensors, mark_inputs
@@ -42,9 +44,6 @@ def outside_transforms() -> Any:
 _NO_TRANSFORM: Any = nullcontext()
 
 
-def in_backward() -> bool:
-    """Whether the calling thread is inside a backward."""
-    return current_graph_task_id() != -1
 
 
 class Unit:
@@ -109,11 +108,7 @@ class Unit:
         """How often a state dict was loaded."""
         self.pre_hooks = [module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True) for module in modules]
         self.post_hooks = [module.register_forward_hook(self.post_forward, prepend=False, always_call=True) for module in modules]
-        mine = weakref.ref(self)
-        for group in groups:
-            group.grads.on_first = lambda: _prefetch_at_first_gradient(mine)
-            group.grads.on_most = lambda: _prefetch_at_most_gradients(mine)
-            group.grads.on_complete = lambda: _reduce_if_complete(mine)
+        listen(self)
 
     @property
     def gathered(self) -> bool:
@@ -239,7 +234,8 @@ class Unit:
                 call.mark(kept_tensors(module))
         if call.reachable:
             assert self.schedule is not None
-            call.previous, self.last_call, self.schedule.last_call = self.schedule.last_call, call, call
+            call.follow(self.schedule.last_call, self.last_call)
+            self.last_call = self.schedule.last_call = call
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -318,6 +314,8 @@ class Unit:
                 self._each(lambda group: group.rest(after_forward=False, keep=self.keeps_graph))
         if call is not None and self.schedule is not None and _is_nearly_first(call):
             self.schedule.trim(scratch=False)  # no unit is to come that could gather into what this one has given back
+        if call is not None and not call.is_first:
+            return
         if self.reduce_unused and (self.gradient_sync or not self.hold_gradients):
             self._open_unused()
         self.reduce()
@@ -341,11 +339,18 @@ class Unit:
             return
         self.prefetch_backward()
         assert self.schedule is not None
+        if not any(group.grads.arrived_count for group in self.groups):
+            return
         for group in reversed(self.groups):
-            if group.grads.arrived_count and not group.grads.awaits_claimed:
+            # A group of which this rank used nothing, too: another rank may have used it.
+            if (group.grads.arrived_count or group.grads.trainable_count) and not group.grads.awaits_claimed:
                 with span("post_backward_reduce", self.fqn):
-                    self.schedule.reduce(group)
+                    self.schedule.reduce(group, asks=self.trainable_count > 1 and not self.reduce_unused)
                 self.reduced = True
+
+    @property
+    def trainable_count(self) -> int:
+        return sum(group.grads.trainable_count for group in self.groups)
 
     def end_backward(self, *, creates_graph: bool) -> None:
         """The whole backward is over: close what is still open. ``creates_graph``: another one may follow, through its graph."""
@@ -428,37 +433,3 @@ def _is_nearly_first(call: Call) -> bool:
     return earlier.previous is None and unit is not None and unit.gathered
 
 
-def _reduce_if_complete(unit_ref: weakref.ref[Unit]) -> None:
-    """Every parameter of a group has its gradient. If all have, and no mark on an input is still to come, send them off.
-
-    The unit stays open: frozen parameters of it, units inside, or a reentrant checkpoint may still need its parameters.
-    """
-    unit = unit_ref()
-    if unit is None or unit.phase is not Phase.BACKWARD or unit._awaited_marks:
-        return
-    if unit.reduce_unused:
-        return  # another rank's may never be complete, and reductions are in the same order everywhere
-    if all(g.grads.seen_count == g.grads.trainable_count for g in unit.groups):
-        unit.reduce()
-
-
-def _prefetch_at_first_gradient(unit_ref: weakref.ref[Unit]) -> None:
-    """A gradient buffer is about to be filled: where there is one for all units, the last reduce-scatter has to be through."""
-    unit = unit_ref()
-    if unit is None or unit.schedule is None:
-        return
-    if in_backward():
-        # The graph of a backward with create_graph=True has no hooks of ours: its parameters' gradients are the first that we hear of it.
-        unit.schedule.enter_backward(unit)
-    if not unit.schedule.overlaps:
-        unit.schedule.finish_reductions()
-        if not unit._prefetches_late:
-            unit.prefetch_backward()
-        if unit.open_call is not None and unit.open_call.previous is None:
-            unit.schedule.trim(scratch=False)
-
-
-def _prefetch_at_most_gradients(unit_ref: weakref.ref[Unit]) -> None:
-    unit = unit_ref()
-    if unit is not None and unit.phase is Phase.BACKWARD:
-        unit.prefetch_backward()

@@ -8,11 +8,13 @@ where it would take one for each parameter, and no dispatch of DTensors at all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from vescale_ray.collectives import in_parameter_order
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.optim.loading import StrictLoading
 from vescale_ray.optim.parameters import local_of, take_sharded
@@ -46,22 +48,18 @@ class _Piece:
         if (base.untyped_storage()._cdata, base.storage_offset()) != self._from:
             raise RuntimeError("the model's parameters were moved or cast since the Flat optimizer was built: build it again")
 
-    def gradient(self) -> torch.Tensor | None:
-        """The gradients of all members, as one: where they lie if they lie as the parameters do, else copied together.
+    def runs(self, label: Callable[[torch.Tensor], Any]) -> list[tuple[int, _Piece]]:
+        """Neighbours of the same ``label``, each with the start of its memory in this piece's."""
+        found = [list(run) for _, run in groupby(range(len(self.members)), key=lambda index: label(self.members[index]))]
+        return [(int(self.starts[run[0]]), _Piece([self.members[index] for index in run]) if len(found) > 1 else self) for run in found]
 
-        Raises:
-            RuntimeError: some members have a gradient and others have none.
-        """
+    def gradient(self) -> torch.Tensor | None:
+        """The gradients of all members, as one: where they lie if they lie as the parameters do, else copied together. None: there are
+        none."""
         grads = [p.grad for p in self.members]
-        if all(grad is None for grad in grads):
-            return None
-        missing = sum(grad is None for grad in grads)
-        if missing:
-            raise RuntimeError(
-                f"{missing} of {len(grads)} parameters that share a buffer have no gradient: a Flat optimizer steps all or none; use "
-                f"set_reduce_scatter_unused_params(True), or the optimizer itself"
-            )
         locals_ = [local_of(grad) for grad in grads if grad is not None]
+        if not locals_:
+            return None
         base = locals_[0]
         storage = base.untyped_storage()
         together = all(
@@ -74,6 +72,10 @@ class _Piece:
         for grad, start in zip(locals_, self.starts, strict=True):
             whole[start : start + grad.numel()] = grad.reshape(-1)
         return whole
+
+    def holds(self, state: Any) -> bool:
+        """Whether a state has an element for each of ``flat``'s."""
+        return isinstance(state, torch.Tensor) and state.shape == self.flat.shape
 
     def view(self, state: torch.Tensor, index: int) -> torch.Tensor:
         """Member ``index``'s part of a state of ``flat``'s shape, as a tensor like that parameter."""
@@ -145,6 +147,7 @@ class Flat(StrictLoading):
             with torch.enable_grad():
                 loss = closure()
         assert self._inner is not None
+        self._split(lambda p: p.grad is None)
         found = [[piece.gradient() for piece in pieces] for pieces in self._pieces]
         for group, inner, pieces, grads in zip(self.param_groups, self._inner.param_groups, self._pieces, found, strict=True):
             inner.update((key, value) for key, value in group.items() if key not in ("params", "param_names"))
@@ -155,20 +158,45 @@ class Flat(StrictLoading):
         for pieces in self._pieces:
             for piece in pieces:
                 piece.flat.grad = None
-                self._show(piece)
+        self._show()
         return loss
 
-    def _show(self, piece: _Piece) -> None:
-        """Let :attr:`state` of every parameter look into the states of the piece; once, since these stay where they are."""
+    def _split(self, label: Callable[[torch.Tensor], Any]) -> None:
+        """Cut the pieces whose members differ in ``label``, and their states with them: what is not stepped together is no one tensor."""
         assert self._inner is not None
-        states = self._inner.state.get(piece.flat)
-        if not states or all(p in self.state and self.state[p].keys() == states.keys() for p in piece.members):
-            return
-        for index, param in enumerate(piece.members):
-            self.state[param] = {
-                key: piece.view(value, index) if isinstance(value, torch.Tensor) and value.shape == piece.flat.shape else value
-                for key, value in states.items()
-            }
+        for pieces, group in zip(self._pieces, self._inner.param_groups, strict=True):
+            runs = [(piece, piece.runs(label)) for piece in pieces]
+            if len(pieces) == sum(len(parts) for _, parts in runs):
+                continue
+            for piece, parts in runs:
+                states = self._inner.state.pop(piece.flat, {}) if len(parts) > 1 else {}
+                for start, part in parts if states else ():
+                    self._inner.state[part.flat] = {
+                        key: value[start : start + part.numel] if piece.holds(value) else _own(value) for key, value in states.items()
+                    }
+                    for param in part.members:
+                        self.state.pop(param, None)
+            pieces[:] = [part for _, parts in runs for _, part in parts]
+            group["params"] = [piece.flat for piece in pieces]
+        self._show()
+
+    def _show(self) -> None:
+        """Let :attr:`state` of every parameter look into the states of its piece; once, since these stay where they are.
+
+        The states come in the order of the parameters. Which of these are neighbours in memory differs by rank, and whoever gathers
+        states goes through them in this order.
+        """
+        assert self._inner is not None
+        changed = False
+        for piece in (piece for pieces in self._pieces for piece in pieces):
+            states = self._inner.state.get(piece.flat)
+            if not states or all(p in self.state and self.state[p].keys() == states.keys() for p in piece.members):
+                continue
+            changed = True
+            for index, param in enumerate(piece.members):
+                self.state[param] = {key: piece.view(value, index) if piece.holds(value) else value for key, value in states.items()}
+        if changed:
+            in_parameter_order(self.state, self._parameters())
 
     def state_dict(self) -> dict[str, Any]:
         """A state for each parameter, as ``optimizer_class`` over the parameters would have it. Tensors are the states themselves, but
@@ -186,18 +214,13 @@ class Flat(StrictLoading):
         """Takes the state dict of a Flat optimizer, or of ``optimizer_class`` over the same parameters.
 
         Raises:
-            ValueError: parameters that share a buffer have states of different kinds, or at different steps; or as
-                :meth:`StrictLoading.load_state_dict`.
+            ValueError: as :meth:`StrictLoading.load_state_dict`.
         """
         super().load_state_dict(state_dict)
         self._fill({index: dict(self.state[p]) for index, p in enumerate(self._parameters()) if p in self.state})
 
     def adopt_states(self) -> None:
-        """What stands in :attr:`state` (and in the param groups) was put there from outside, by a checkpoint: from now on step from it.
-
-        Raises:
-            ValueError: parameters that share a buffer have states of different kinds, or at different steps.
-        """
+        """What stands in :attr:`state` (and in the param groups) was put there from outside, by a checkpoint: from now on step from it."""
         states = {index: dict(self.state[p]) for index, p in enumerate(self._parameters()) if self.state.get(p)}
         self._build()  # parameters that were on the meta device are others now
         self._fill(states)
@@ -207,13 +230,12 @@ class Flat(StrictLoading):
         """States by the position of the parameter, written into the pieces."""
         assert self._inner is not None
         position = {id(p): index for index, p in enumerate(self._parameters())}
+        self._split(lambda p: _signature(states.get(position[id(p)], {}), p))
         filled: list[tuple[_Piece, dict[str, Any]]] = []
         for piece in (piece for pieces in self._pieces for piece in pieces):
             given = [states.get(position[id(p)], {}) for p in piece.members]
             if not any(given):
                 continue
-            if any(one.keys() != given[0].keys() for one in given):
-                raise ValueError("parameters that share a buffer have states of different kinds: load it into the optimizer itself")
             joined: dict[str, Any] = {}
             for key, value in given[0].items():
                 values = [one[key] for one in given]
@@ -223,14 +245,12 @@ class Flat(StrictLoading):
                         flat[start : start + part.numel()] = part.reshape(-1)
                     joined[key] = flat
                 else:
-                    if any(_number(other) != _number(value) for other in values):
-                        raise ValueError(f"parameters that share a buffer have different {key!r}: load it into the optimizer itself")
-                    joined[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                    joined[key] = _own(value)
             filled.append((piece, joined))
         self.state.clear()
         for piece, joined in filled:
             self._inner.state[piece.flat] = joined
-            self._show(piece)
+        self._show()
 
 
 def _is_like(key: str, values: list[Any], params: list[torch.Tensor]) -> bool:
@@ -241,6 +261,15 @@ def _is_like(key: str, values: list[Any], params: list[torch.Tensor]) -> bool:
         if not param.dim() and not isinstance(param, DTensor) and key in _SCALARS:
             return False
     return True
+
+
+def _signature(states: dict[str, Any], param: torch.Tensor) -> list[Any]:
+    """What parameters must have in common to be stepped as one: the kinds of their states, and those that are no tensors like them."""
+    return [(key, None if _is_like(key, [value], [param]) else _number(value)) for key, value in states.items()]
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _number(value: Any) -> Any:
@@ -258,7 +287,10 @@ def _pieces(params: list[torch.Tensor]) -> list[_Piece]:
     """Neighbours in memory, together. Parameters of which this rank has nothing are pieces of no elements, so that they have states."""
     runs: list[list[torch.Tensor]] = []
     end, where = -1, None
-    for param in sorted(params, key=lambda p: (local_of(p).untyped_storage()._cdata, local_of(p).storage_offset())):
+    buffers: dict[int, int] = {}  # in the order of the parameters: addresses differ by rank
+    for param in params:
+        buffers.setdefault(local_of(param).untyped_storage()._cdata, len(buffers))
+    for param in sorted(params, key=lambda p: (buffers[local_of(p).untyped_storage()._cdata], local_of(p).storage_offset())):
         local = local_of(param)
         if not local.is_contiguous():
             raise ValueError(f"a parameter of shape {tuple(param.shape)} is not contiguous in memory: use the optimizer itself")

@@ -1,0 +1,389 @@
+"""Ranks may use different parameters: all of them deliver the gradients of a single process in double precision, or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
+
+from tests.ranks import run_gloo, run_threads
+from vescale_ray import fully_shard
+from vescale_ray.fsdp import OrderError, set_debug
+from vescale_ray.optim import Flat, clip_grad_norm_
+
+WIDTH, EXPERTS, STEPS = 6, 4, 4
+
+
+class Moe(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, x: torch.Tensor, which: tuple[int, ...]) -> torch.Tensor:
+        share = self.gate(x).softmax(-1)
+        return torch.stack([self.experts[i](x) * share[..., i : i + 1] for i in which]).sum(0)
+
+
+class Model(nn.Module):
+    """The first block's input needs no gradient; the heads, of the root, have theirs before any block."""
+
+    twice = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Moe() for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 1) for _ in range(EXPERTS))
+
+    def forward(self, x: torch.Tensor, which: tuple[int, ...]) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x, which)
+            if self.twice:
+                x = x + block(x, which[:1])
+        return torch.stack([self.heads[i](x) for i in which]).sum(0)
+
+
+def model(twice: bool = False) -> Any:
+    made, generator = Model().double(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.copy_(torch.randn(p.shape, dtype=p.dtype, generator=generator) * 0.4)
+    made.twice = twice
+    return made
+
+
+def chosen(step: int, micro: int, rank: int) -> tuple[int, ...]:
+    """One expert each; all of them on rank 0; the same one on all ranks, so that no rank has the others; two here, three there."""
+    everything = tuple(range(EXPERTS))
+    first = (rank + micro) % EXPERTS
+    return [(first,), everything if rank == 0 else (2,), (1,), everything[: 2 + (rank + micro) % 2]][step % 4]
+
+
+def data(step: int, micro: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    return torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
+
+
+def plain(made: Any) -> Any:
+    for block in made.blocks:
+        fully_shard(block)
+    return fully_shard(made)
+
+
+def with_plain_shards(made: Any) -> Any:
+    for block in made.blocks:
+        fully_shard(block, shard_placement_fn=lambda p: Shard(0))
+    return fully_shard(made, shard_placement_fn=lambda p: Shard(0))
+
+
+def with_replicas(made: Any) -> Any:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    for block in made.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(made, mesh=mesh)
+
+
+def with_experts_elsewhere(made: Any) -> Any:
+    """Experts are sharded over two ranks and replicated, the rest is sharded over all four."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    of_experts = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    for block in made.blocks:
+        experts = set(block.experts.parameters())
+        where = {True: HSDPMeshInfo(of_experts, 1, 0), False: FSDPMeshInfo(mesh, 0)}
+
+        def place(p: nn.Parameter, experts: Any = experts, where: Any = where) -> ShardPlacementResult:
+            return ShardPlacementResult(None, where[p in experts])
+
+        fully_shard(block, mesh=mesh, shard_placement_fn=place)
+    return fully_shard(made, mesh=mesh)
+
+
+def with_groups(made: Any) -> Any:
+    """The experts of a unit in groups of their own: a rank may use none of a group."""
+    for block in made.blocks:
+        block.experts[0].to(torch.float32).register_forward_pre_hook(lambda m, args: args[0].float())
+    return plain(made)
+
+
+class OwnScatter:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output: torch.Tensor, input: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        average = op == dist.ReduceOp.AVG
+        total = input.clone()
+        dist.all_reduce(total, group=group)
+        output.copy_(total.chunk(group.size())[group.rank()])
+        if average:
+            output.div_(group.size())
+
+
+def with_own_scatter(made: Any) -> Any:
+    made = plain(made)
+    for module in (made, *made.blocks):
+        module.set_custom_reduce_scatter(OwnScatter())
+    return made
+
+
+def no_sync_first(made: Any, micro: int) -> None:
+    made.set_requires_gradient_sync(micro == 1)
+
+
+def last_backward_later(made: Any, micro: int) -> None:
+    made.set_is_last_backward(micro == 1)
+
+
+def all_reduce_later(made: Any, micro: int) -> None:
+    made.set_requires_all_reduce(micro == 1)
+
+
+def turns(made: Any, micro: int) -> None:
+    made.set_contributes(micro == 0 or dist.get_rank() == 0)
+
+
+@dataclass(frozen=True)
+class Case:
+    shard: Callable[[Any], Any] = plain
+    setup: Callable[[Any], Any] = lambda made: None
+    micros: int = 1
+    before: Callable[[Any, int], None] = lambda made, micro: None
+    contributes: Callable[[int, int], bool] = lambda micro, rank: True
+    twice: bool = False
+    debug: bool = False
+    tolerance: float = 1e-9
+    optimizer: Callable[..., Any] = field(default=torch.optim.AdamW)
+
+
+CASES = {
+    "plain": Case(),
+    "debug": Case(debug=True),
+    "several reductions under way": Case(setup=lambda m: m.set_reduce_scatter_max_input_buffers(3)),
+    "several backwards": Case(micros=2),
+    "without sync": Case(micros=2, before=no_sync_first),
+    "the last backward": Case(micros=2, before=last_backward_later),
+    "in order": Case(micros=2, setup=lambda m: m.set_ordered_reduction()),
+    "turns": Case(micros=2, before=turns, contributes=lambda micro, rank: micro == 0 or rank == 0),
+    "turns in order": Case(
+        micros=2, before=turns, contributes=lambda micro, rank: micro == 0 or rank == 0, setup=lambda m: m.set_ordered_reduction()
+    ),
+    "plain shards": Case(shard=with_plain_shards),
+    "groups": Case(shard=with_groups, tolerance=1e-4),
+    "groups in debug mode": Case(shard=with_groups, tolerance=1e-4, debug=True),
+    "modules called twice": Case(twice=True),
+    "own reduce-scatter": Case(shard=with_own_scatter),
+    "parameters stay gathered": Case(setup=lambda m: m.set_reshard_after_backward(False)),
+    "replicas": Case(shard=with_replicas),
+    "replicas in debug mode": Case(shard=with_replicas, debug=True),
+    "replicas, all-reduce later": Case(shard=with_replicas, micros=2, before=all_reduce_later),
+    "experts elsewhere, beside replicas": Case(shard=with_experts_elsewhere),
+    "flat": Case(optimizer=Flat),
+}
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().double()
+
+
+def trains(rank: int, world: int, name: str) -> None:
+    case = CASES[name]
+    set_debug(case.debug)
+    try:
+        ours, alone = case.shard(model(case.twice)), model(case.twice)
+        case.setup(ours)
+        held = dict(ours.named_parameters())  # the sharded ones
+        steps = case.optimizer(ours.parameters(), lr=0.05), torch.optim.AdamW(alone.parameters(), lr=0.05)
+        for step in range(STEPS):
+            for micro in range(case.micros):
+                case.before(ours, micro)
+                ours(data(step, micro, rank), chosen(step, micro, rank)).square().mean().backward()
+                for r in range(world):
+                    if case.contributes(micro, r):
+                        (alone(data(step, micro, r), chosen(step, micro, r)).square().mean() / world).backward()
+            for (key, p), q in zip(held.items(), alone.parameters(), strict=True):
+                there: list[Any] = [None] * world
+                dist.all_gather_object(there, p.grad is not None)
+                assert there == [q.grad is not None] * world, (step, key, there)
+                if q.grad is not None:
+                    assert torch.allclose(whole(p.grad), q.grad, rtol=case.tolerance, atol=case.tolerance), (step, key)
+            norms = [clip_grad_norm_(held.values(), 1e9), torch.nn.utils.clip_grad_norm_(alone.parameters(), 1e9)]
+            assert torch.allclose(norms[0].double(), norms[1], rtol=1e-5), (step, norms)
+            for optimizer in steps:
+                optimizer.step()
+                optimizer.zero_grad()
+            for (key, p), q in zip(held.items(), alone.named_parameters(), strict=True):
+                assert torch.allclose(whole(p), q[1], rtol=1e2 * case.tolerance, atol=1e2 * case.tolerance), (step, key)
+    finally:
+        set_debug(False)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "replicas" not in name])
+def test_ranks_that_use_different_parameters_train_as_one_process(name: str) -> None:
+    run_threads(3, trains, name)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "replicas" in name])
+def test_replicas_that_use_different_parameters_train_as_one_process(name: str) -> None:
+    run_threads(4, trains, name)
+
+
+def trains_all(rank: int, world: int, names: list[str]) -> None:
+    for name in names:
+        trains(rank, world, name)
+
+
+def test_the_same_on_gloo() -> None:
+    run_gloo(2, trains_all, [name for name in CASES if "replicas" not in name])
+
+
+def test_the_same_on_gloo_with_replicas() -> None:
+    run_gloo(4, trains_all, ["plain", *(name for name in CASES if "replicas" in name)])
+
+
+def whose_hooks_step(rank: int, world: int) -> None:
+    """An optimizer step in backward, by a hook on each sharded parameter: also where the gradient comes late."""
+    ours, alone = plain(model()), model()
+    held = list(ours.parameters())
+    steps = {p: torch.optim.AdamW([p], lr=0.05) for p in held}
+    called: list[Any] = []
+
+    def hook(p: Any) -> None:
+        called.append(p)
+        steps[p].step()
+        p.grad = None
+
+    for p in held:
+        p.register_post_accumulate_grad_hook(hook)
+    theirs = torch.optim.AdamW(alone.parameters(), lr=0.05)
+    for step in range(STEPS):
+        called.clear()
+        ours(data(step, 0, rank), chosen(step, 0, rank)).square().mean().backward()
+        for r in range(world):
+            (alone(data(step, 0, r), chosen(step, 0, r)).square().mean() / world).backward()
+        used = [p for p, q in zip(held, alone.parameters(), strict=True) if q.grad is not None]
+        assert len(called) == len(used) and set(called) == set(used), "once each"
+        theirs.step()
+        theirs.zero_grad()
+        for p, q in zip(held, alone.parameters(), strict=True):
+            assert torch.allclose(whole(p), q, rtol=1e-7, atol=1e-7), step
+
+
+def test_hooks_are_called_on_all_ranks_once_for_each_gradient() -> None:
+    run_threads(3, whose_hooks_step)
+
+
+def asks(rank: int, world: int) -> None:
+    """How often, and whether the rank waits: only if it may get something."""
+    asked: list[list[int]] = []
+    waits: list[int] = []
+    original = dist.all_reduce
+
+    class Watched:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            waits.append(1)
+            self.work.wait()
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if tensor.dtype is not torch.uint8:
+            return original(tensor, *args, **options)
+        asked.append([tensor.numel(), int(tensor.sum())])
+        return Watched(original(tensor, *args, **options))
+
+    made = plain(model())
+
+    def backward(*which: int) -> tuple[list[list[int]], int]:
+        asked.clear()
+        out = made(data(0, 0, rank), which)
+        waits.clear()
+        out.square().mean().backward()
+        return list(asked), len(waits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", all_reduce)
+        numel = len(list(made.parameters()))
+        everything = range(EXPERTS)
+        assert backward(*everything) == ([[numel, numel]], 0)
+        assert backward(*(everything if rank else (0,))) == ([[numel, numel if rank else numel - 4 * 2 * (EXPERTS - 1)]], 1 if rank else 2)
+        assert backward(*everything)[1] == (1 if rank else 0), "for what was sent in the last backward, if the answer was not heard"
+        made.set_requires_gradient_sync(False)
+        assert backward(rank)[0] == []
+        made.set_requires_gradient_sync(True)
+        made.set_reduce_scatter_unused_params(True)
+        assert backward(rank)[0] == []
+        assert all(p.grad is not None for p in made.parameters())
+        tower = fully_shard(nn.Sequential(*(fully_shard(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(2))))
+        asked.clear()
+        tower(torch.ones(2, WIDTH)).sum().backward()
+        assert asked == [], "units of one parameter"
+
+
+def test_ranks_ask_once_a_backward_and_wait_only_for_what_they_lack() -> None:
+    run_gloo(2, asks)
+
+
+def after_an_exception(rank: int, world: int) -> None:
+    ours, alone = plain(model()), model()
+    x = data(0, 0, rank).requires_grad_()
+    out = ours(x, chosen(0, 0, rank))
+    x.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        out.square().mean().backward()
+    ours.reset_iter_state()
+    ours.zero_grad()
+    ours(data(1, 0, rank), chosen(1, 0, rank)).square().mean().backward()
+    for r in range(world):
+        (alone(data(1, 0, r), chosen(1, 0, r)).square().mean() / world).backward()
+    for p, q in zip(ours.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(whole(p.grad), q.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_a_backward_that_failed_leaves_nothing_behind() -> None:
+    run_threads(2, after_an_exception)
+
+
+def drops_a_gradient(rank: int, world: int) -> None:
+    set_debug(True)
+    try:
+        ours = plain(model())
+        if rank == 1:
+
+            def drop(p: Any) -> None:
+                p.grad = None
+
+            ours.blocks[1].gate.bias.register_post_accumulate_grad_hook(drop)
+        with pytest.raises(OrderError, match=r"gradient of 'blocks.1.gate.bias' is there on rank 0 of the group, not on rank 1"):
+            ours(data(0, 0, rank), (0,)).square().mean().backward()
+    finally:
+        dist.barrier()
+        set_debug(False)
+
+
+def test_debug_mode_names_a_gradient_that_is_there_on_some_ranks_only() -> None:
+    run_gloo(2, drops_a_gradient)
+
+
+def uses_nothing_of_a_unit(rank: int, world: int) -> None:
+    """The one case that is left: see docs/fully-shard.md."""
+    set_debug(True)
+    try:
+        ours = plain(model())
+        if rank == 1:
+            ours.blocks[1].forward = lambda x, which: x * 1.0
+        with pytest.raises(OrderError, match=r"different collectives: rank 0 of the group the reduce-scatter of 'blocks.1 .*, rank 1 the "):
+            ours(data(0, 0, rank), (0,)).square().mean().backward()
+    finally:
+        set_debug(False)
+
+
+def test_debug_mode_names_a_unit_of_which_a_rank_used_nothing() -> None:
+    run_gloo(2, uses_nothing_of_a_unit)
