@@ -29,11 +29,6 @@ def clear_mesh_caches() -> None:
                 continue
 
 
-def storage_access_error_setter() -> Any:
-    """The function that lets every access to a storage raise, with a message; None in CPU builds of torch."""
-    return getattr(sys.modules.get("torch._C"), "_set_storage_data_ptr_access_error_msg", None)
-
-
 def flight_record() -> Any:
     """The function that dumps torch's flight recorder as JSON; None before torch is loaded, and where it has none."""
     return getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)

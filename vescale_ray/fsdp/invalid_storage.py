@@ -1,8 +1,8 @@
 """Storages that raise on access: memory that was given back must not be read, and reading it must not end the process.
 
-Torch checks a flag of a storage before it hands out the data pointer, in every operation on every device. CUDA builds set that flag from
-Python (CUDA graphs need it); CPU builds have the flag, but no function for it. There, the flag is one byte between two others that Python
-can set. The byte is located with these two and checked on a storage of this module's own before it is relied on.
+Torch checks a flag of a storage before it hands out the data pointer, in every operation on every device. Its CUDA builds have a private
+function that sets the flag; its CPU builds have none. The flag is one byte between two others that every build can set from Python. This
+module locates the byte with these two, and checks its effect on a storage of its own before it relies on it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ from vescale_ray.compat.core import (
     set_throw_on_mutable_data_ptr,
     set_warn_deprecated_on_mutable_data_ptr,
 )
-from vescale_ray.compat.optional import storage_access_error_setter
 
-_MESSAGE = (
-    "gathered parameters are read after their unit was resharded: return what the loss needs from the unit's forward, or apply "
-    "fully_shard with reshard_after_forward=False"
-)
 _STORAGE_BYTES = 96
 """Bytes of torch's ``StorageImpl`` that are searched for the flags."""
 
@@ -56,12 +51,8 @@ class Guard:
 def _invalid_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
     """A storage of ``nbytes`` bytes without memory, which torch refuses to read or write."""
     storage: Any = construct_storage_from_data_pointer(0, device, nbytes)
-    official = storage_access_error_setter()
-    if official is not None:
-        official(storage._cdata, _MESSAGE)
-    else:
-        for offset in _flag_offsets():
-            ctypes.c_uint8.from_address(storage._cdata + offset).value = 1
+    for offset in _flag_offsets():
+        ctypes.c_uint8.from_address(storage._cdata + offset).value = 1
     invalid: torch.UntypedStorage = storage
     return invalid
 
