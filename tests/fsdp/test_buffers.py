@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import resource
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_pages_move_from_one_buffer_to_the_next_without_a_fault():
     assert (a == 8).all()
 
 
-USES = {
+USES: dict[str, Callable[[torch.Tensor], object]] = {
     "sum": lambda t: t.sum(),
     "add": lambda t: t + 1,
     "product with the transpose": lambda t: t.t() @ t,

@@ -52,7 +52,8 @@ class Block(nn.Module):
     def __init__(self, width: int, way: str) -> None:
         super().__init__()
         self.a, self.norm, self.scale, self.b = nn.Linear(width, width), nn.LayerNorm(width), Scale(width), nn.Linear(width, width)
-        self.way, self.kept = way, None
+        self.way = way
+        self.kept: Any = None
         if way == "forward hook":
             self.norm.register_forward_hook(lambda _module, _args, output: KEPT.append(output))
 
@@ -92,8 +93,8 @@ def losses(rank: int, world: int, width: int, options: dict[str, Any], recompute
     for way in WAYS:
         for with_output in (False, True):
             torch.manual_seed(0)
-            plain = nn.Sequential(nn.Linear(width, width), Block(width, way)).double()
-            ours = copy.deepcopy(plain) if not options else copy.deepcopy(plain).float()
+            plain: Any = nn.Sequential(nn.Linear(width, width), Block(width, way)).double()
+            ours: Any = copy.deepcopy(plain) if not options else copy.deepcopy(plain).float()
             for layer in ours:
                 fully_shard(layer, **options)
             fully_shard(ours, **options)
@@ -152,8 +153,8 @@ def out_of_sight(rank: int, world: int, width: int) -> None:
     for use in ("product", "elementwise", "read"):
         KEPT.clear()
         torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(width, width), Hidden(width, use), nn.Linear(width, 1))
-        ours = copy.deepcopy(plain)
+        plain: Any = nn.Sequential(nn.Linear(width, width), Hidden(width, use), nn.Linear(width, 1))
+        ours: Any = copy.deepcopy(plain)
         for layer in ours:
             fully_shard(layer)
         fully_shard(ours)

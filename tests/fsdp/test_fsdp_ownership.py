@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.fsdp.units import unit_of
 from tests.ranks import run_gloo, run_threads
-from vescale_ray import fully_shard
+from vescale_ray import Block, fully_shard
 from vescale_ray.optim import SOAP, AdamW, AdamW8bit, Flat, Muon, OptimizerConfig, Shampoo, build_optimizer
 
 
@@ -81,7 +81,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Shampoo": lambda m: Shampoo(m.parameters(), lr=0.1),
     "SOAP": lambda m: SOAP(m.parameters(), lr=0.1),
 }
-WHOLE = {"block_policy": lambda name, param: __import__("vescale_ray").Block.tensor()}
+WHOLE: dict[str, Any] = {"block_policy": lambda name, param: Block.tensor()}
+"""Every optimizer takes matrices that are not cut."""
 
 
 def after_evaluation(rank: int, world: int, names: list[str]) -> None:
@@ -330,7 +331,7 @@ def remedies(rank: int, world: int) -> None:
             model.layers[-1].load_state_dict({"weight": torch.eye(8), "bias": torch.ones(8)})
             train(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
     # Ignored parameters may be exchanged: they are not managed.
-    free = Net()
+    free: Any = Net()
     fully_shard(free, ignored_params={free.head.weight})
     free.head.weight = nn.Parameter(torch.eye(8))
     free(batch()).sum().backward()
