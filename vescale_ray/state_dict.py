@@ -130,8 +130,7 @@ class _Source:
         refusal = None
         if self.first:
             try:
-                described = [{n: _described(n, v) for n, v in given.items()}]
-                pickle.dumps(described)  # as sending it does
+                described = [{n: _sendable(n, _described(n, v)) for n, v in given.items()}]
             except Exception as error:  # the other ranks wait for word of it
                 described, refusal = [_Refused(str(error) or type(error).__name__)], error
         if self.sends:
@@ -200,6 +199,14 @@ class _Refused:
 def _over_all_ranks(tensor: RaggedDTensor) -> bool:
     """Whether the tensor's parts lie on all ranks, in rank order."""
     return tensor.device_mesh.ndim == 1 and tensor.device_mesh.mesh.tolist() == list(range(dist.get_world_size()))
+
+
+def _sendable(name: str, value: Any) -> Any:
+    try:
+        pickle.dumps(value)  # as sending it does
+    except Exception as error:
+        raise ValueError(f"{name!r} can't be pickled: {error}") from None
+    return value
 
 
 def _described(name: str, value: Any) -> Any:

@@ -27,11 +27,15 @@ def rows(name: str, param: nn.Parameter) -> Block | None:
     return Block.rows(2) if name == "weight" and param.shape[0] == 6 else None
 
 
+def both(dtype: torch.dtype) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+
+
 CASES: dict[str, tuple[Callable[[bool], Any], list[str]]] = {
     "a size": (lambda odd: model((6, 9, 6) if odd else (6, 8, 6)), ["bias: [8]", "bias: [9]"]),
     "a block": (lambda odd: model(block_policy=rows if odd else None), ["weight: [6, 8] None", "weight: [6, 8] Block.rows(2)"]),
     "a dtype": (
-        lambda odd: model(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16 if odd else torch.float16)),
+        lambda odd: model(mp_policy=both(torch.bfloat16 if odd else torch.float16)),
         ["torch.float16/torch.float16", "torch.bfloat16/torch.bfloat16"],
     ),
     "more units": (lambda odd: model((6, 8, 6, 6) if odd else (6, 8, 6)), ["(no such unit)", "2[0]: 2 parameters"]),

@@ -150,7 +150,7 @@ def run(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", start + code], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("version", ["1.13.1", "2.2.0", "2.12.1", "2.16.0a0+git12ab34c", "3.0.0"])
+@pytest.mark.parametrize("version", ["2.2.0", "2.12.1", "2.16.0a0+git12ab34c"])
 def test_a_torch_out_of_range_is_refused_before_it_is_imported(tmp_path: Path, version: str) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
@@ -203,17 +203,21 @@ def test_a_torch_that_does_not_load_keeps_its_own_error(tmp_path: Path, code: st
     assert done.stderr.splitlines()[-1] == "ImportError: libcudart.so.13: cannot open shared object file"
 
 
-@pytest.mark.parametrize(
-    ("theme", "spared"),
-    [("core", "torch.distributed.tensor"), ("distributed", "torch.distributed.tensor"), ("tensor", "torch._dynamo"), ("optional", "torch")],
-)
-def test_a_theme_imports_no_more_of_torch_than_it_needs(theme: str, spared: str) -> None:
-    done = run(f"import vescale_ray.compat.{theme}, sys; print({spared!r} in sys.modules)")
-    assert done.stdout == "False\n", done.stderr
+def test_a_theme_imports_no_more_of_torch_than_it_needs() -> None:
+    spared = {"optional": "torch", "core": "torch.distributed.tensor", "distributed": "torch.distributed.tensor", "tensor": "torch._dynamo"}
+    done = run(
+        "from importlib import import_module\n"
+        f"for theme, module in {spared!r}.items():\n"
+        "    import_module('vescale_ray.compat.' + theme)\n"
+        "    assert module not in sys.modules, theme\n"
+    )
+    assert done.returncode == 0, done.stderr
 
 
-def test_the_range_is_the_same_for_pip() -> None:
+def test_the_range_is_the_same_for_pip_and_in_the_docs() -> None:
     oldest, newest = compat.RELEASES[0], compat.RELEASES[-1]
     after = f"{newest.split('.')[0]}.{int(newest.split('.')[1]) + 1}"
     assert f'"torch>={oldest},<{after}",' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert [int(release.split(".")[1]) for release in compat.RELEASES] == list(range(int(oldest[2:]), int(newest[2:]) + 1))
+    for page in ("README.md", "docs/fully-shard.md"):
+        assert f"torch {', '.join(compat.RELEASES[:-1])} and {newest}" in (ROOT / page).read_text(encoding="utf-8"), page
