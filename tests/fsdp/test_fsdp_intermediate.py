@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import run_gloo
 from vescale_ray import fully_shard
+from vescale_ray.fsdp.marks import kept_tensors
 
 KEPT: list[torch.Tensor] = []
 
@@ -134,6 +135,75 @@ def test_it_does_with_mixed_precision_and_on_three_ranks() -> None:
 
 def test_it_does_when_the_forward_is_computed_again() -> None:
     run_gloo(2, losses, 64, {}, True, 1e-9)
+
+
+class Collecting(nn.Module):
+    """Adds what it computes to containers that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, state: dict[str, Any], seen: list[torch.Tensor]) -> torch.Tensor:
+        out: torch.Tensor = self.inner(state["x"]).tanh()
+        state["x"] = out
+        state[f"h{len(seen)}"] = out
+        seen.append(out)
+        return out
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Collecting() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        state: dict[str, Any] = {"x": x, "scale": x * 0.5}
+        seen: list[torch.Tensor] = []
+        kept = state["scale"]
+        for layer in self.layers:
+            layer(state, seen)
+        assert sorted(state) == ["h0", "h1", "h2", "scale", "x"] and len(seen) == 3 and state["scale"] is kept
+        return seen
+
+
+def collected(rank: int, world: int, options: dict[str, Any], bound: float) -> None:
+    torch.manual_seed(0)
+    plain = Chain()
+    ours = copy.deepcopy(plain)
+    for layer in ours.layers:
+        fully_shard(layer, **options)
+    fully_shard(ours, **options)
+    x = torch.randn(2 * world, 8)
+    for model, given in ((ours, x[2 * rank : 2 * rank + 2]), (plain, x)):
+        sum(h.float().square().mean() for h in model(given.clone().requires_grad_())).backward()  # type: ignore[union-attr]
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor().float(), q.grad, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_a_unit_adds_to_its_inputs_is_there_afterwards(dtype: torch.dtype | None) -> None:
+    options = {} if dtype is None else {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
+    run_gloo(2, collected, options, 1e-5 if dtype is None else 5e-2)
+
+
+def test_attributes_are_looked_into_at_little_cost_and_without_harm() -> None:
+    class Odd(dict[str, Any]):
+        def values(self) -> Any:
+            raise AssertionError("not to be looked into")
+
+    @dataclasses.dataclass
+    class Unset:
+        late: int = dataclasses.field(init=False)
+
+    module = nn.Module()
+    cyclic: dict[str, Any] = {}
+    cyclic["me"] = cyclic
+    made = torch.ones(3, requires_grad=True) * 2
+    module.cyclic, module.odd, module.unset, module.config = cyclic, Odd(a=1), Unset(), {str(i): i for i in range(100_000)}
+    module.history = [torch.ones(1)] * 100_000 + [made]
+    assert [id(t) for t in kept_tensors(module)] == [id(made)]
+    assert kept_tensors(module) == [], "a tensor is marked once"
 
 
 class Hidden(nn.Module):

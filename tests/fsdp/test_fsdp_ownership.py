@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.fsdp.units import unit_of
 from tests.ranks import run_gloo, run_threads
 from vescale_ray import Block, fully_shard
-from vescale_ray.optim import SOAP, AdamW, AdamW8bit, Flat, Muon, OptimizerConfig, Shampoo, build_optimizer
+from vescale_ray.optim import SOAP, AdamW, AdamW8bit, Flat, Muon, OptimizerConfig, Shampoo, build_optimizer, clip_grad_norm_
 
 
 class Net(nn.Module):
@@ -146,8 +146,29 @@ def too_early(rank: int, world: int) -> None:
     assert not torch.equal(before, full(model.head.weight))
 
 
-def test_an_optimizer_that_holds_what_is_not_in_the_model_is_told() -> None:
-    run_threads(2, too_early)
+def exchanged_after_a_step(rank: int, world: int) -> None:
+    """The optimizer was right when it took its first step."""
+    model = fully_shard(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, 1)
+    model.load_state_dict({k: v.detach().clone() for k, v in model.state_dict().items()}, assign=True)
+    model(batch()).sum().backward()
+    with pytest.raises(RuntimeError, match="a sharded one has replaced"):
+        optimizer.step()
+    model = fully_shard(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, 1)
+    loss = model(batch()).sum()
+    optimizer.param_groups.clear()
+    optimizer.add_param_group({"params": list(model.parameters())})
+    loss.backward()
+    with pytest.raises(RuntimeError, match="holds the gathered parameter"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("function", [too_early, exchanged_after_a_step])
+def test_an_optimizer_that_holds_what_is_not_in_the_model_is_told(function: Callable[[int, int], None]) -> None:
+    run_threads(2, function)
 
 
 WRITES: dict[str, Callable[[Any, dict[str, torch.Tensor]], object]] = {
@@ -155,6 +176,7 @@ WRITES: dict[str, Callable[[Any, dict[str, torch.Tensor]], object]] = {
     "in place": lambda m, values: [p.mul_(0).add_(values[k]) for k, p in m.named_parameters()],
     "interpolation": lambda m, values: [p.lerp_(values[k], 1.0) for k, p in m.named_parameters()],
     "state dict": lambda m, values: m.load_state_dict(values),
+    "data": lambda m, values: [setattr(p, "data", values[k].detach().clone()) for k, p in m.named_parameters()],
     "for each": lambda m, values: torch._foreach_copy_(list(m.parameters()), list(values.values())),
 }
 
@@ -180,6 +202,24 @@ def averaged(rank: int, world: int) -> None:
                 assert_same(ours, alone)
 
 
+def assigned_data(rank: int, world: int) -> None:
+    """Values that are assigned through ``.data`` between steps are what the model, the optimizer and a state dict have."""
+    ours, alone = models()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, alone)]
+    for step in range(3):
+        for model, optimizer in zip((ours, alone), optimizers, strict=True):
+            for p in model.parameters():
+                p.data = p.data * (0.5 + step)
+            train(model, optimizer, 1)
+    assert_same(ours, alone)
+    for (name, saved), p in zip(ours.state_dict().items(), alone.parameters(), strict=True):
+        torch.testing.assert_close(saved.full_tensor(), p.detach(), msg=name)
+
+
+def test_values_that_are_assigned_through_data_are_trained() -> None:
+    run_threads(2, assigned_data)
+
+
 def test_averaged_weights_go_in_and_out_around_evaluations() -> None:
     run_gloo(2, averaged)
 
@@ -197,8 +237,58 @@ def written_while_gathered(rank: int, world: int) -> None:
                 loss.backward() if then == "backward" else ours(batch(width)) if then == "forward" else ours.reshard()
 
 
-def test_a_write_to_a_gathered_parameter_is_told_at_any_size() -> None:
-    run_gloo(2, written_while_gathered)
+def written_while_kept(rank: int, world: int) -> None:
+    """A gathered parameter that was taken in the middle of a step is written after an evaluation, which has kept what was gathered."""
+    for width in (6, 300):
+        for then in ("forward", "reshard"):
+            ours, _ = models(width)
+            loss = ours(batch(width)).sum()
+            held = ours.head.weight
+            loss.backward()
+            with torch.no_grad():
+                ours(batch(width))
+                held.mul_(3)
+            with pytest.raises(RuntimeError, match="written in place, which is lost.*: head.weight"):
+                ours(batch(width)) if then == "forward" else ours.reshard()
+
+
+@pytest.mark.parametrize("function", [written_while_gathered, written_while_kept])
+def test_a_write_to_a_gathered_parameter_is_told_at_any_size(function: Callable[[int, int], None]) -> None:
+    run_gloo(2, function)
+
+
+def clipped(rank: int, world: int) -> None:
+    """Parameters that were listed in the middle of a step are clipped as those that have the gradients."""
+    ours, alone = models()
+    norms = []
+    for model in (ours, alone):
+        loss = model(batch()).square().sum()
+        listed = list(model.parameters())
+        loss.backward()
+        norms.append(clip_grad_norm_(listed, 0.1))
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=0.0)
+
+
+def test_gradients_are_clipped_for_parameters_that_were_listed_early() -> None:
+    run_threads(2, clipped)
+
+
+def gathered_by_hand(rank: int, world: int) -> None:
+    """Parameters that the user gathered stay with the modules over a forward that keeps them."""
+    for options in ({}, {"reshard_after_forward": False}):
+        ours, alone = models(**options)
+        with torch.no_grad():
+            ours.unshard()
+            ours(batch())
+            torch.testing.assert_close(ours.head.weight, alone.head.weight)
+            ours.reshard()
+        train(ours, torch.optim.SGD(ours.parameters(), lr=0.1))
+        train(alone, torch.optim.SGD(alone.parameters(), lr=0.1))
+        assert_same(ours, alone)
+
+
+def test_parameters_that_were_gathered_by_hand_stay_so_over_an_evaluation() -> None:
+    run_threads(2, gathered_by_hand)
 
 
 class Gathers(TorchDispatchMode):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale_ray.compat.core import global_optimizer_pre_hooks
 from vescale_ray.compat.fsdp import REGISTRY_KEY
 from vescale_ray.fsdp.parameters import GATHERED_OF, REPLACED, GroupParam
 from vescale_ray.fsdp.phases import Residency
@@ -49,32 +50,37 @@ def check_parameters(units: Sequence[Unit], root: nn.Module) -> list[nn.Module]:
     """
     for unit in units:
         for group in unit.groups:
-            gathered = group.residency is Residency.UNSHARDED
+            gathered, moved = group.residency is Residency.UNSHARDED, False
             for param in group.params:
-                expected = param.unsharded if gathered else param.sharded
-                for ref, attribute in param.owners:
-                    module = ref()
-                    if module is not None and module._parameters.get(attribute) is not expected:
-                        raise ValueError(_describe(param, module._parameters.get(attribute)))
+                sharded = param.sharded
+                expected = param.unsharded if gathered else sharded
+                moved = moved or sharded._local_tensor is not param.kept  # type: ignore[attr-defined]
+                for held, attribute in param.slots:
+                    if held.get(attribute) is not expected:
+                        raise ValueError(_describe(param, held.get(attribute)))
+            if moved and not gathered:
+                group.adopt()  # the local tensor was exchanged (param.data = value)
     late, stack, seen = [], [root], set()
     while stack:
         module = stack.pop()
-        if module in seen or is_replicated(module):
+        attributes = module.__dict__
+        if id(module) in seen or (REGISTRY_KEY in attributes and is_replicated(module)):
             continue
-        seen.add(module)
-        own: Unit | None = module.__dict__.get("_vescale_unit")
+        seen.add(id(module))
+        own: Unit | None = attributes.get("_vescale_unit")
         if own is not None and own.schedule is None:
             late.append(module)
-        if module._parameters:
-            names = module.__dict__.get(_NAMES, ())
-            for name, added in module._parameters.items():
-                if added is not None and added.requires_grad and name not in names:
-                    where = next((fqn for fqn, one in root.named_modules() if one is module), "")
-                    raise ValueError(
-                        f"parameter {f'{where}.{name}' if where else name!r} was added to the model after fully_shard, so each rank would "
-                        f"train it alone: add it before fully_shard, or apply fully_shard to the {type(module).__name__} that holds it"
-                    )
-        stack.extend(module._modules.values())  # type: ignore[arg-type]
+        names = attributes.get(_NAMES, ())
+        for name, added in attributes["_parameters"].items():
+            if name not in names and added is not None and added.requires_grad:
+                where = next((fqn for fqn, one in root.named_modules() if one is module), "")
+                raise ValueError(
+                    f"parameter {f'{where}.{name}' if where else name!r} was added to the model after fully_shard, so each rank would "
+                    f"train it alone: add it before fully_shard, or apply fully_shard to the {type(module).__name__} that holds it"
+                )
+        children = attributes["_modules"]
+        if children:
+            stack.extend(child for child in children.values() if child is not None)
     return late
 
 
@@ -85,7 +91,8 @@ def _describe(param: GroupParam, installed: nn.Parameter | None) -> str:
         )
     return (
         f"parameter {param.fqn!r} was replaced in its module after fully_shard, which still manages the old one: write into it (copy_() "
-        f"without gradients, or load_state_dict), or replace it before fully_shard and build the optimizer afterwards"
+        f"without gradients, or load_state_dict), or replace it before fully_shard and build the optimizer afterwards; functional_call, "
+        f"which replaces parameters for a forward, is not supported"
     )
 
 
@@ -105,14 +112,16 @@ def check_replaced(units: Sequence[Unit]) -> None:
                 raise ValueError(_describe(param, installed))
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Check that ``optimizer`` holds sharded parameters where there are any.
+def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Check that ``optimizer``, which is about to step, holds sharded parameters where there are any. Cost: 0.2 us for each parameter.
 
     Raises:
         RuntimeError: it holds a gathered parameter, or one that a sharded one has replaced. Its steps would be lost.
     """
+    if torch.compiler.is_compiling():
+        return
     for group in optimizer.param_groups:
-        for held in group["params"]:
+        for held in group.get("params", ()):
             marks = held.__dict__
             param = marks[GATHERED_OF]() if GATHERED_OF in marks else None
             if param is not None:
@@ -183,3 +192,6 @@ def check_hooks(units: list[Unit]) -> None:
                     f"parameter {param.fqn!r} got all-gather hooks after fully_shard: give it a tensor class with fsdp_pre_all_gather and "
                     f"fsdp_post_all_gather before"
                 )
+
+
+global_optimizer_pre_hooks[-2] = check_optimizer

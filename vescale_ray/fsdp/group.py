@@ -247,6 +247,7 @@ class Group:
         self._check_local_writes()
         whole, self._whole_of = self._whole_of, None
         if whole is not None and whole == self._spmd_version():
+            self.check_leaves()
             self._whole_of, self._gather, self.residency = whole, comm.Done(), Residency.GATHERING
             return
         group, pairwise = self.place.shard_group, self.place.pairwise
@@ -393,6 +394,7 @@ class Group:
         if self.residency is Residency.SHARDED:
             if self._whole_of is not None:
                 self._release()
+                self.check_leaves()
             return
         self._finish_gather()
         unsharded = self.residency is Residency.UNSHARDED
@@ -561,11 +563,12 @@ class Group:
             if param.home is not None:
                 param.replace(new)  # the home keeps it a view of its own shard
             elif isinstance(new, DTensor) and type(new) is type(param.sharded):
-                param.replace(new)
                 new._local_tensor, new._spec = view, param.spec
+                param.replace(new)
             else:
-                param.replace(nn.Parameter(as_dtensor(view, param.spec), requires_grad=new.requires_grad))
-                param.sharded._local_tensor = view  # type: ignore[attr-defined]
+                fresh = nn.Parameter(as_dtensor(view, param.spec), requires_grad=new.requires_grad)
+                fresh._local_tensor = view  # type: ignore[attr-defined]
+                param.replace(fresh)
             param.install(param.sharded)
             if param.unsharded is not None and param.unsharded.dtype != self.compute_dtype:
                 param.unsharded = None

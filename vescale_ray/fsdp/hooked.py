@@ -264,7 +264,7 @@ class HookedGroup(Group):
                 )
             self._padded[index], local = self._pad(local_of(current), param.shape)
             self._locals[index] = current._local_tensor = local
-            param.replace(current)
+            param.replace(current)  # type: ignore[arg-type]
             param.unsharded, param.spec = None, current._spec
             self._gathered[index] = _Gathered()
             self._take_dtype(current.dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 from vescale_ray.compat.core import disable_dynamo
 from vescale_ray.compat.fsdp import skip_code
 from vescale_ray.fsdp.linear import adopt_linear
-from vescale_ray.fsdp.tree import grad_tensors, map_tensors
+from vescale_ray.fsdp.tree import Copies, grad_tensors, map_tensors
 
 if TYPE_CHECKING:
     from vescale_ray.fsdp.unit import Unit
@@ -98,7 +99,9 @@ class Call:
 skip_code(Call.enter.__code__)
 
 
-def mark_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+def mark_inputs(
+    unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], copies: Copies
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
     """The inputs with an exit mark, and whether there was a tensor to mark."""
     tensors = grad_tensors(args) + grad_tensors(kwargs) if kwargs else grad_tensors(args)
     if not tensors:
@@ -108,7 +111,7 @@ def mark_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     def replace(tensor: torch.Tensor) -> torch.Tensor:
         return next(marked) if tensor.requires_grad else tensor
 
-    return map_tensors(replace, args), map_tensors(replace, kwargs), True
+    return map_tensors(replace, args, copies), map_tensors(replace, kwargs, copies), True
 
 
 def watch_modules(unit: Unit, managed: Iterable[nn.Module]) -> None:
@@ -134,17 +137,29 @@ def watch_modules(unit: Unit, managed: Iterable[nn.Module]) -> None:
 
 
 def kept_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Tensors with a graph that ``module`` holds as attributes, or in containers that are attributes, and that were not seen before."""
-    found = []
+    """Tensors with a graph that ``module`` holds as attributes, or in lists, tuples and dicts that are attributes, and that were not
+    seen before. Large containers are looked into from their end, where what was added last is."""
+    found: list[torch.Tensor] = []
     for name, value in module.__dict__.items():
-        if name not in _INTERNAL:
-            for tensor in grad_tensors(value):
-                if tensor.grad_fn is not None and not tensor.__dict__.get(_SEEN):
-                    tensor.__dict__[_SEEN] = True
-                    found.append(tensor)
+        if name not in _INTERNAL and (isinstance(value, torch.Tensor) or type(value) in _CONTAINERS):
+            _collect(value, found, 3)
     return found
 
 
+def _collect(value: Any, found: list[torch.Tensor], depth: int) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.grad_fn is not None and not value.__dict__.get(_SEEN):
+            value.__dict__[_SEEN] = True
+            found.append(value)
+    elif depth and type(value) in _CONTAINERS:
+        items = value if type(value) is not dict else value.values() if len(value) <= _MOST else [*islice(reversed(value.values()), _MOST)]
+        for item in items if len(items) <= _MOST else items[-_MOST:]:
+            _collect(item, found, depth - 1)
+
+
+_CONTAINERS = (list, tuple, dict)
+_MOST = 64
+"""Entries of a container that are looked at."""
 _INTERNAL = frozenset(nn.Module().__dict__)
 _SEEN = "_vescale_seen"
 

@@ -158,7 +158,8 @@ class GroupParam:
     """One parameter: sharded (an ``nn.Parameter`` of type RaggedDTensor, or DTensor) and unsharded (a plain leaf, once it was gathered)."""
 
     __slots__ = (
-        "__weakref__", "fqn", "home", "name", "owners", "parallel", "placement", "shape", "sharded", "spec", "tied", "unsharded"
+        "__weakref__", "fqn", "home", "kept", "name", "owners", "parallel", "placement", "shape", "sharded", "slots", "spec", "tied",
+        "unsharded"
     )  # fmt: skip
 
     def __init__(self, source: Source, sharded: nn.Parameter, placement: Placement, spec: DTensorSpec) -> None:
@@ -168,6 +169,10 @@ class GroupParam:
         self.shape = source.shape
         """Of what is shared out: the parameter's own, or that of the part which tensor or expert parallelism left here."""
         self.unsharded: nn.Parameter | None = None
+        self.kept = local_of(sharded)
+        """The local tensor that looks into the master shard. The sharded parameter has another one once ``.data`` was assigned."""
+        self.slots = [(module._parameters, attribute) for ref, attribute in source.owners if (module := ref()) is not None]
+        """Where the modules hold the parameter."""
         self.home: GroupParam | None = None
         """Tied to this one of another group after sharding: the sharded parameter is a view of that group's shard, and this group has a
         copy, taken when parameters are gathered."""
@@ -195,6 +200,7 @@ class GroupParam:
             self.sharded.__dict__[REPLACED] = True
             sharded.__dict__.pop(REPLACED, None)
             self.sharded = sharded
+        self.kept = local_of(sharded)
 
     def point_to(self, view: torch.Tensor) -> None:
         """Let the unsharded parameter look at ``view``."""

@@ -7,21 +7,18 @@ Order of launches on the wire, the same on every rank since it follows only from
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vescale_ray.compat.core import disable_current_modes, disable_dynamo
 from vescale_ray.fsdp.checks import (
     check_hooks,
     check_materialized,
-    check_optimizer,
     check_parameters,
     check_replaced,
     check_tied,
@@ -74,8 +71,6 @@ class Schedule:
         """Whether the backward that is running has reached a unit other than the root."""
         self._creates_graph = False
         """The backward that is running is one with ``create_graph``."""
-        self._checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        """Optimizers that hold the right parameters, and how many."""
         self._stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Group]] = weakref.WeakKeyDictionary()
 
     @property
@@ -127,12 +122,8 @@ class Schedule:
         schedule._take_in(found, fqns)
         # An optimizer's step may write our masters with kernels that no version counter sees.
         mine = weakref.ref(schedule)
-        for register, act in (
-            (register_optimizer_step_pre_hook, _before_optimizer_step),
-            (register_optimizer_step_post_hook, _after_optimizer_step),
-        ):
-            handle = register(functools.partial(_with_schedule, mine, act))
-            weakref.finalize(schedule, handle.remove).atexit = False
+        handle = register_optimizer_step_post_hook(lambda optimizer, *_: _after_optimizer_step(mine, optimizer))
+        weakref.finalize(schedule, handle.remove).atexit = False
         return schedule
 
     def _take_in(self, found: dict[int, tuple[Unit, list[str]]], fqns: dict[int, str]) -> None:
@@ -344,15 +335,6 @@ class Schedule:
         self.trim()
         self._in_backward = False
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer in this process is about to step: check what it holds, once for each number of parameters."""
-        if torch.compiler.is_compiling():
-            return
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._checked.get(optimizer) != count:
-            check_optimizer(optimizer)
-            self._checked[optimizer] = count
-
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer in this process has stepped; if it holds parameters of ours, their casts are out of date."""
         groups = self._stepped_by.get(optimizer)
@@ -393,20 +375,10 @@ class Schedule:
             raise RuntimeError(f"unit {unit.name!r} is to be prefetched, but belongs to another root module")
 
 
-def _with_schedule(
-    schedule_ref: weakref.ref[Schedule], act: Callable[[Schedule, torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer, *_: Any
-) -> None:
+def _after_optimizer_step(schedule_ref: weakref.ref[Schedule], optimizer: torch.optim.Optimizer) -> None:
     schedule = schedule_ref()
     if schedule is not None:
-        act(schedule, optimizer)
-
-
-def _before_optimizer_step(schedule: Schedule, optimizer: torch.optim.Optimizer) -> None:
-    schedule.before_step(optimizer)
-
-
-def _after_optimizer_step(schedule: Schedule, optimizer: torch.optim.Optimizer) -> None:
-    schedule.after_step(optimizer)
+        schedule.after_step(optimizer)
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -6,30 +6,69 @@ A fast path each for what modules mostly take and return: one tensor, or a flat 
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """The same structure with ``function`` applied to every tensor; the very same object where nothing changes."""
+class Copies:
+    """Lists and dicts that were copied for a forward. What the forward does to a copy is done to the caller's own one, too."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Any, Any, list[Any], list[Any]]] = []
+
+    def add(self, original: Any, copy: Any) -> None:
+        if type(original) in (list, dict, OrderedDict, defaultdict):
+            self._made.append((original, copy, _entries(original), _entries(copy)))
+
+    def give_back(self) -> None:
+        """Change the originals as their copies were changed since. Entries that were not exchanged stay the caller's own."""
+        for original, copy, old, new in reversed(self._made):
+            now = _entries(copy)
+            if len(now) == len(new) and all(one is other for one, other in zip(now, new, strict=True)):
+                continue
+            own = {id(entry): mine for entry, mine in zip(new, old, strict=True)}
+            if isinstance(original, list):
+                original[:] = [own.get(id(entry), entry) for entry in copy]
+            else:
+                entries = [(key, own.get(id(entry), entry)) for key, entry in copy.items()]
+                original.clear()
+                original.update(entries)
+
+
+def _entries(container: Any) -> list[Any]:
+    return list(container if isinstance(container, list) else container.values())
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any, copies: Copies | None = None) -> Any:
+    """The same structure with ``function`` applied to every tensor; the very same object where nothing changes.
+
+    Args:
+        copies: gets the lists and dicts that were copied.
+    """
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if tree is None or isinstance(tree, str | int | float):
         return tree
     if isinstance(tree, tuple):
-        items = [map_tensors(function, item) for item in tree]
+        items = [map_tensors(function, item, copies) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, list):
-        items = [map_tensors(function, item) for item in tree]
-        return tree if all(new is old for new, old in zip(items, tree, strict=True)) else type(tree)(items)
+        items = [map_tensors(function, item, copies) for item in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        made = type(tree)(items)
+        if copies is not None:
+            copies.add(tree, made)
+        return made
     if isinstance(tree, dict):
         changed = {}
         for key, value in tree.items():
-            new = map_tensors(function, value)
+            new = map_tensors(function, value, copies)
             if new is not value:
                 changed[key] = new
         if not changed:
@@ -37,12 +76,14 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> 
         copied = tree.copy()  # keeps the class: OrderedDict, or a model's own output class
         for key, value in changed.items():
             copied[key] = value
+        if copies is not None:
+            copies.add(tree, copied)
         return copied
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         replaced = {}
         for field in dataclasses.fields(tree):
             value = getattr(tree, field.name)
-            new = map_tensors(function, value)
+            new = map_tensors(function, value, copies)
             if new is not value:
                 replaced[field.name] = new
         return dataclasses.replace(tree, **replaced) if replaced else tree
@@ -64,9 +105,9 @@ def grad_tensors(tree: Any) -> list[torch.Tensor]:
     return found
 
 
-def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+def cast_floating(tree: Any, dtype: torch.dtype, copies: Copies | None = None) -> Any:
     """Floating-point tensors cast to ``dtype``; everything else as it is."""
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, tree)
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t, tree, copies)
 
 
 def to_device(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -29,7 +29,7 @@ from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.labels import log, span
 from vescale_ray.fsdp.marks import Call, kept_tensors, mark_inputs
 from vescale_ray.fsdp.phases import Ending, Phase, PhaseError, check_transition
-from vescale_ray.fsdp.tree import cast_floating, grad_tensors
+from vescale_ray.fsdp.tree import Copies, cast_floating, grad_tensors
 
 if TYPE_CHECKING:
     from vescale_ray.fsdp.schedule import Lanes, Schedule
@@ -89,6 +89,8 @@ class Unit:
         self.stashing: tuple[weakref.ref[nn.Module], ...] = ()
         """Modules that may keep tensors of their forward as attributes: those with a class other than torch's."""
         self._depth = 0
+        self._copies = Copies()
+        """Containers among the inputs of the forward that is running."""
         self._waiting: set[int] = set()
         self._outer = Phase.RESTING
         self.open_call: Call | None = None
@@ -146,13 +148,15 @@ class Unit:
         else:
             mark = False
         self._depth += 1
-        dtype = self.policy.param_dtype
+        dtype, copies = self.policy.param_dtype, Copies()
         if dtype is not None and self.policy.cast_forward_inputs:
-            args, kwargs = cast_floating(args, dtype), cast_floating(kwargs, dtype)
+            args, kwargs = cast_floating(args, dtype, copies), cast_floating(kwargs, dtype, copies)
         if mark:
             self._marked = False
             if torch.is_grad_enabled():
-                args, kwargs, self._marked = mark_inputs(self, args, kwargs)
+                args, kwargs, self._marked = mark_inputs(self, args, kwargs, copies)
+        if self._depth == 1:
+            self._copies = copies
         if self._depth == 1 and torch.is_grad_enabled():
             self.call = Call(self)
             self.call.marked = self._marked
@@ -168,6 +172,8 @@ class Unit:
         self._depth -= 1
         if self._depth:
             return self._cast_output(output)
+        self._copies.give_back()
+        self._copies = Copies()
         if self.phase is Phase.RECOMPUTE:
             self._mark_outputs(output)
             self.set_phase(self._outer)
@@ -195,10 +201,12 @@ class Unit:
         trains = torch.is_grad_enabled()
         if reshard and (self.resharding_after_forward or not trains):
             # Without gradients no backward needs the parameters. The modules get the sharded ones back, so that an optimizer that is built
-            # now, or weights that are written now, reach these. What was gathered is kept for the next forward where it is to be.
+            # now, or weights that are written now, reach these. What was gathered is kept for the next forward where it is to be, and stays
+            # with the modules where the user asked for it with unshard().
             keep = not self.resharding_after_forward
+            groups = [group for group in self.groups if not (keep and group.requested)]
             with outside_transforms():
-                self._each(lambda group: group.rest(after_forward=trains, keep=keep and not group.hooked))
+                self._each(lambda group: group.rest(after_forward=trains, keep=keep and not group.hooked), groups)
             if self.schedule is not None:
                 self.schedule.leaves_unit()
 
@@ -397,10 +405,10 @@ class Unit:
     def reshard(self) -> None:
         self._each(lambda group: group.reshard())
 
-    def _each(self, rests: Callable[[Group], None]) -> None:
-        """Bring all groups to rest, also if one of them raises: then that is raised, the first one."""
+    def _each(self, rests: Callable[[Group], None], groups: Sequence[Group] | None = None) -> None:
+        """Bring all groups to rest, or ``groups``, also if one of them raises: then that is raised, the first one."""
         first: RuntimeError | None = None
-        for group in self.groups:
+        for group in self.groups if groups is None else groups:
             try:
                 rests(group)
             except RuntimeError as error:

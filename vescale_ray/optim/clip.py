@@ -18,7 +18,7 @@ from vescale_ray import waiting
 from vescale_ray.compat.core import foreach_mul_, foreach_norm
 from vescale_ray.optim.agree import largest_of_ranks
 from vescale_ray.optim.exact_sum import sum_of_squares
-from vescale_ray.optim.parameters import local_of
+from vescale_ray.optim.parameters import local_of, sharded_of
 
 
 def clip_grad_norm_(
@@ -53,7 +53,7 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm = {max_norm}: give a number of at least 0")
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     without = {id(p) for p in leave_out}
-    parameters = [p for p in parameters if id(p) not in without]
+    parameters = [sharded_of(p) for p in parameters if id(p) not in without]
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = _norm([(p, False) if p.grad is None else (p.grad, True) for p in parameters], norm_type, exact)
     if error_if_nonfinite and not math.isfinite(norm.item()):
