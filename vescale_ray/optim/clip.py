@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from vescale_ray import waiting
 from vescale_ray.optim.agree import largest_of_ranks
 from vescale_ray.optim.exact_sum import sum_of_squares
-from vescale_ray.optim.parameters import local_of
+from vescale_ray.optim.parameters import local_of, parameter_list
 
 
 def clip_grad_norm_(
@@ -45,13 +45,14 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is NaN or infinite and ``error_if_nonfinite`` is set.
+        TypeError: ``parameters`` holds something else than tensors.
         ValueError: a gradient still has a pending sum (Partial); ``max_norm`` is negative or NaN; ``norm_type`` is not above 0, or
             neither 2 nor infinite with ``exact``.
     """
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm = {max_norm}: give a number of at least 0")
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    without = {id(p) for p in leave_out}
+    if not _is_number(max_norm) or not max_norm >= 0:
+        raise ValueError(f"max_norm = {max_norm!r}: give a number of at least 0")
+    parameters = parameter_list("clip_grad_norm_", parameters)
+    without = {id(p) for p in parameter_list("leave_out of clip_grad_norm_", leave_out)}
     parameters = [p for p in parameters if id(p) not in without]
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = _norm([(p, False) if p.grad is None else (p.grad, True) for p in parameters], norm_type, exact)
@@ -78,9 +79,11 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0, *, exact
 
 def _norm(tensors: list[tuple[torch.Tensor, bool]], norm_type: float, exact: bool = False) -> torch.Tensor:
     """Of the tensors that are marked True. The others only tell of meshes whose ranks are asked: each rank may lack other gradients."""
+    if norm_type == "inf":  # torch takes it, too
+        norm_type = math.inf
+    if not _is_number(norm_type) or not norm_type > 0:
+        raise ValueError(f"norm_type = {norm_type!r}: give a number above 0 (inf: the largest magnitude)")
     norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type = {norm_type}: give a number above 0 (inf: the largest magnitude)")
     infinite = math.isinf(norm_type)
     if exact and not infinite and norm_type != 2.0:
         raise ValueError(f"norm_type = {norm_type} can't be summed exactly: give 2 or inf")
@@ -107,6 +110,10 @@ def _norm(tensors: list[tuple[torch.Tensor, bool]], norm_type: float, exact: boo
                 part = largest_of_ranks(part, group) if infinite else _sum(part, group)
             total = torch.maximum(total, part) if infinite else total + part
     return total if infinite else total.pow(1.0 / norm_type)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _sum(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
