@@ -235,7 +235,9 @@ def _described(name: str, value: Any) -> Any:
     if isinstance(value, DTensor):
         raise ValueError(f"a full state dict holds plain tensors, but {name!r} is a {type(value).__name__}: set full_state_dict=False")
     if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_meta):
-        raise ValueError(f"a full state dict holds dense tensors with values, but {name!r} is {value.layout} on {value.device}: give its values")
+        raise ValueError(
+            f"a full state dict holds dense tensors with values, but {name!r} is {value.layout} on {value.device}: give its values"
+        )
     return _TensorEntry(value) if isinstance(value, Tensor) else value
 
 
@@ -263,7 +265,9 @@ def _check(pairs: dict[str, tuple[Any, Any]]) -> None:
         if isinstance(target, Tensor) and not isinstance(entry, _TensorEntry):
             raise ValueError(f"{name} is a {type(entry).__name__} in the state dict, but a tensor here: make it one with torch.as_tensor")
         if isinstance(entry, _TensorEntry) and isinstance(target, Tensor) and tuple(target.shape) != entry.shape:
-            raise ValueError(f"{name} has shape {entry.shape} in the state dict, but {tuple(target.shape)} here: build the model that was saved")
+            raise ValueError(
+                f"{name} has shape {entry.shape} in the state dict, but {tuple(target.shape)} here: build the model that was saved"
+            )
 
 
 def _device(state: Mapping[str, Any]) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen; torch's own default)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     block_policy: BlockPolicy | None = None,
     allow_gaps: bool | Callable[[str, nn.Parameter], bool] = False,
@@ -211,7 +211,7 @@ def fully_shard(
         )
         for key, members, division in planned
     ]
-    classes = [sharded_class(type(one)) for one in modules]
+    classes = [sharded_class(type(one)) for one in modules]  # type: ignore[arg-type]
 
     # Everything is accepted, and what may fail for want of memory is there: from here on the model changes.
     _move_buffers(managed, device)
@@ -359,7 +359,9 @@ def _data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> DeviceMes
         raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided: it is the whole mesh, with named dimensions")
     for name in (*dims.shard_names, *dims.replicate_names):
         if name not in mesh.mesh_dim_names:
-            raise ValueError(f"Mesh dim name {name!r} (of dp_mesh_dims) not found in mesh.mesh_dim_names {mesh.mesh_dim_names}: name one of these")
+            raise ValueError(
+                f"Mesh dim name {name!r} (of dp_mesh_dims) not found in mesh.mesh_dim_names {mesh.mesh_dim_names}: name one of these"
+            )
     if not dims.shard_names:
         replicas = flattened(mesh, dims.replicate_names)
         return replicas._unflatten(0, (replicas.size(), 1), ("replicate", "shard"))
@@ -456,8 +458,8 @@ def _hook_state_dict(unit: Unit, groups: list[Group]) -> None:
         owner = to_sharded("loaded")
         if owner is not None and owner.schedule is not None and owner.schedule.running:
             raise PhaseError(
-                f"a forward or backward around unit {owner.name!r} is under way: its state can't be loaded in the middle of a step; after "
-                f"an exception, call reset_iter_state() on the root"
+                f"a forward or backward around unit {owner.name!r} is under way: its state can't be loaded in the middle of a step: do "
+                f"it between steps; after an exception, call reset_iter_state() on the root"
             )
 
     def after_load(*_: Any) -> None:

@@ -82,7 +82,7 @@ def check_call(name: str, function: Any, *arguments: str) -> None:
 def check_modules(what: str, modules: Any) -> None:
     """Raise TypeError unless ``modules`` is a list, or can be looped over as one."""
     if isinstance(modules, torch.Tensor | str) or not isinstance(modules, Iterable):
-        raise TypeError(f"{what} got {_shown(modules)}: give a list of modules, as [{'that module' if modules else ''}]")
+        raise TypeError(f"{what} got {_shown(modules)}: give a list of modules, which may be empty")
 
 
 def check_policies(mixed: Any, offload: Any) -> None:
@@ -212,8 +212,8 @@ def managed_modules(roots: Sequence[nn.Module]) -> set[nn.Module]:
         found.add(one)
         if isinstance(one, _WRAPPERS):
             raise ValueError(
-                f"{_where(roots, one)} is a {type(one).__name__}, which manages its parameters itself: give fully_shard the plain model, without "
-                f"the wrapper; replicas are a mesh dimension, as init_device_mesh('cpu', (2, 4), mesh_dim_names=('replicate', 'shard'))"
+                f"{_where(roots, one)} is a {type(one).__name__}, which manages its parameters itself: give fully_shard the plain model, "
+                f"without the wrapper; replicas are a mesh dimension, as mesh_dim_names=('replicate', 'shard')"
             )
         if isinstance(one, torch.jit.ScriptModule):
             raise ValueError(f"{_where(roots, one)} is a torch.jit.ScriptModule, which takes no hooks: give fully_shard the plain module")
@@ -294,5 +294,7 @@ def _where(roots: Sequence[nn.Module], module: nn.Module) -> str:
 
 def _shown(value: Any) -> str:
     """The value for a message: itself where that is short, else its type."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     text = repr(value) if isinstance(value, str | int | float | tuple | list | dict | torch.dtype | type(None)) else ""
-    return text if text and len(text) <= 60 else f"a {type(value).__name__}" if not isinstance(value, type) else f"the class {value.__name__}"
+    return text if 0 < len(text) <= 60 else f"a {type(value).__name__.removeprefix('FSDP')}"

@@ -84,7 +84,9 @@ class FSDPModule(TorchFSDPModule):
         if unit.schedule is None:
             return
         if not unit.is_root:
-            raise RuntimeError(f"reset_iter_state must be called on the root FSDP module, and unit {unit.name!r} is not it: call it on the outermost module")
+            raise RuntimeError(
+                f"reset_iter_state must be called on the root FSDP module, and unit {unit.name!r} is not it: use the outermost module"
+            )
         unit.schedule.reset()
 
     @property
@@ -320,7 +322,8 @@ class FSDPModule(TorchFSDPModule):
             for own in (group.custom_gather, group.grads.custom_scatter):
                 if own is not None and not isinstance(own, ProcessGroupAllocAllGather | ProcessGroupAllocReduceScatter):
                     raise BadArgument(
-                        f"unit {unit.name!r} has a {type(own).__name__} of yours, whose allocate() says where buffers are: set that to None first"
+                        f"unit {unit.name!r} has a {type(own).__name__} of yours, whose allocate() says where buffers are: "
+                        f"set that to None first"
                     )
         for group in unit.groups:
             shard_group = group.place.shard_group
@@ -361,7 +364,9 @@ class FSDPModule(TorchFSDPModule):
         """``.to()``, ``to_empty()`` and the like work on the sharded parameters; afterwards these become one buffer again."""
         unit = sharded_unit(self)
         if unit.phase is not Phase.RESTING:
-            raise PhaseError(f"unit {unit.name!r} is in phase {unit.phase.value}: its parameters can't be moved or cast now: do it between steps")
+            raise PhaseError(
+                f"unit {unit.name!r} is in phase {unit.phase.value}: its parameters can't be moved or cast now: do it between steps"
+            )
         unit.reshard()
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # the original class's, not torch's FSDP's
         for group in unit.groups:

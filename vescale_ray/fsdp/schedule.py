@@ -374,7 +374,7 @@ class Schedule:
 
     def _check_mine(self, unit: Unit) -> None:
         if unit.schedule is not self:
-            raise RuntimeError(f"unit {unit.name!r} is to be prefetched, but belongs to another root module")
+            raise RuntimeError(f"unit {unit.name!r} is to be prefetched, but belongs to another root module: leave it out of the list")
 
 
 def _with_schedule(

@@ -121,7 +121,10 @@ def plan_sharding(sharding: Sharding, mesh: DeviceMesh) -> Plan:
         raise ValueError(f"sharding needs a mesh with named dimensions, not {mesh}: make it with mesh_dim_names")
     for name in sharding.optimizer:
         if name not in names:
-            raise ValueError(f"sharding names the mesh dimension {name!r}; the mesh has {', '.join(names)}: name one of these, as Sharding.zero3({names[-1]!r})")
+            raise ValueError(
+                f"sharding names the mesh dimension {name!r}; the mesh has {', '.join(names)}: name one of these, as "
+                f"Sharding.zero3({names[-1]!r})"
+            )
     shard = tuple(n for n in names if n in sharding.optimizer)
     kept = tuple(n for n in shard if n in sharding.parameters)
     if kept != shard[len(shard) - len(kept) :]:

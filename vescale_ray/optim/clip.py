@@ -23,7 +23,7 @@ from vescale_ray.optim.parameters import local_of, parameter_list
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
@@ -77,13 +77,12 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0, *, exact
     return _norm([(tensor, True) for tensor in tensors], norm_type, exact)
 
 
-def _norm(tensors: list[tuple[torch.Tensor, bool]], norm_type: float, exact: bool = False) -> torch.Tensor:
+def _norm(tensors: list[tuple[torch.Tensor, bool]], norm_type: float | str, exact: bool = False) -> torch.Tensor:
     """Of the tensors that are marked True. The others only tell of meshes whose ranks are asked: each rank may lack other gradients."""
-    if norm_type == "inf":  # torch takes it, too
-        norm_type = math.inf
-    if not _is_number(norm_type) or not norm_type > 0:
+    number = math.inf if norm_type == "inf" else norm_type  # torch takes the name, too
+    if isinstance(number, str) or not _is_number(number) or not number > 0:
         raise ValueError(f"norm_type = {norm_type!r}: give a number above 0 (inf: the largest magnitude)")
-    norm_type = float(norm_type)
+    norm_type = float(number)
     infinite = math.isinf(norm_type)
     if exact and not infinite and norm_type != 2.0:
         raise ValueError(f"norm_type = {norm_type} can't be summed exactly: give 2 or inf")

@@ -95,8 +95,8 @@ def completed(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> dic
     lacks = [key for key in ("state", "param_groups") if key not in given]
     if lacks:
         raise ValueError(
-            f"the state dict of {type(optimizer).__name__} has no {lacks[0]!r}, but {list(given)[:3]}: give what state_dict() of the optimizer "
-            f"returns, not a part of a checkpoint"
+            f"the state dict of {type(optimizer).__name__} has no {lacks[0]!r}, but {list(given)[:3]}: give what the optimizer's "
+            f"state_dict() returns, not a part of a checkpoint"
         )
     groups, theirs = optimizer.param_groups, list(given["param_groups"])
     sizes, their_sizes = ([len(group["params"]) for group in some] for some in (groups, theirs))

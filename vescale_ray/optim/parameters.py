@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
 
 from vescale_ray.fsdp.parameters import GATHERED_OF, REPLACED
 from vescale_ray.redistribute import arrived
@@ -33,8 +34,8 @@ def parameter_list(what: str, params: Any) -> list[Tensor]:
     """
     if isinstance(params, Tensor):
         return [params]
-    if isinstance(params, str) or not isinstance(params, Iterable):
-        raise TypeError(f"{what} got a {type(params).__name__}: give a list of parameters, as model.parameters()")
+    if isinstance(params, str | Module) or not isinstance(params, Iterable):
+        raise TypeError(f"{what} got a {type(params).__name__.removeprefix('FSDP')}: give a list of parameters, as model.parameters()")
     found = list(params)
     for one in found:
         if not isinstance(one, Tensor):

@@ -132,6 +132,8 @@ class Routing:
         self._by_parameter: Any = WeakIdKeyDictionary({parameters[route.name]: route for route in routes})
 
     def __getitem__(self, name: str) -> Route:
+        if name not in self._by_name:
+            raise ValueError(f"parameter {name!r} was not in the model when its parameters were routed: route the model that is optimized")
         return self._by_name[name]
 
     def block_policy(self, name: str, parameter: nn.Parameter) -> Block | None:
