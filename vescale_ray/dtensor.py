@@ -295,6 +295,8 @@ def distribute_tensor(
     spec = make_spec(device_mesh, placements, tensor.shape, tensor.dtype)
     if sharding_of(spec).pending:
         raise ValueError(f"can't distribute a tensor with placements {spec.placements}: a pending reduction comes from an operation")
+    if src_data_rank is not None and not 0 <= src_data_rank < min(device_mesh.shape):
+        raise ValueError(f"src_data_rank = {src_data_rank}: give a rank below {min(device_mesh.shape)}, or None for each rank's own values")
     full = tensor.detach()
     if not full.is_meta:
         full = full.to(device_mesh.device_type).contiguous()

@@ -38,6 +38,9 @@ class Block:
     col_count: int | None = None
 
     def __post_init__(self) -> None:
+        for count in (self.row_count, self.col_count):
+            if count is not None and not isinstance(count, int):
+                raise TypeError(f"a block of {count!r} rows or columns: give a whole number")
         if self.row_count < 1:
             raise ValueError(f"a block of {self.row_count} rows: give at least 1")
         if self.col_count is not None and self.col_count < 1:

@@ -16,7 +16,7 @@ given, which is not copied. Of others (replicas, tensor parallelism) a rank hold
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -44,7 +44,8 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 def get_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> dict[str, Any]:
     """The model's parameters and buffers by name, sharded, or whole (``full_state_dict``)."""
-    return torchs.get_model_state_dict(model, options=options)
+    _check_model(model)
+    return torchs.get_model_state_dict(model, options=_checked(options))
 
 
 def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizers, *, options: StateDictOptions | None = None) -> dict[str, Any]:
@@ -53,8 +54,8 @@ def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizers, *, option
     An optimizer that has no state yet gets one, by a step with zero gradients and learning rate (torch's way). Whole states are gathered
     in the order of the model's parameters, whatever the order in which an optimizer has got them: that may differ by rank.
     """
-    _rest(model)
-    optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+    options, optimizers = _checked(options), _listed(optimizers)
+    _rest(model, optimizers)
     if options is not None and options.full_state_dict:
         torchs.get_optimizer_state_dict(model, optimizers)  # makes the states that are not there yet; nothing is gathered
         for optimizer in optimizers:
@@ -70,6 +71,7 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], 
             names that are missing or too many (``strict``). On every rank, before anything is written.
     """
     options = _checked(options)
+    _check_model(model)
     if not options.full_state_dict:
         return torchs.set_model_state_dict(model, dict(model_state_dict), options=options)
     mine = torchs.get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=options.ignore_frozen_params))
@@ -90,14 +92,14 @@ def set_optimizer_state_dict(
         ValueError: as :func:`set_model_state_dict`.
     """
     options = _checked(options)
-    _rest(model)
-    optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+    optimizers = _listed(optimizers)
+    _rest(model, optimizers)
     if not options.full_state_dict:
         torchs.set_optimizer_state_dict(model, optimizers, dict(optim_state_dict), options=options)
         return
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     mine = torchs.get_optimizer_state_dict(model, optimizers, options=flat)
-    source = _Source(_flattened(optim_state_dict), options, _device(mine))
+    source = _Source(optim_state_dict, options, _device(mine), _flattened)
     _fill(mine, source, options, "optimizer")
     torchs.set_optimizer_state_dict(model, optimizers, mine, options=replace(flat, strict=options.strict))
 
@@ -114,15 +116,45 @@ def _fill(mine: dict[str, Any], source: _Source, options: StateDictOptions, what
     return missing, unexpected
 
 
-def _rest(model: nn.Module) -> None:
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}: give the module itself")
+
+
+def _listed(optimizers: Any) -> tuple[torch.optim.Optimizer, ...]:
+    if isinstance(optimizers, torch.optim.Optimizer):
+        return (optimizers,)
+    found = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
+    for one in found:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise TypeError(f"the optimizers hold a {type(one).__name__}: give an optimizer, or a list of optimizers")
+    return found
+
+
+def _rest(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
     """Units that a forward pass left gathered show the wrong parameters: taking a state dict reshards them (theirs and ours)."""
+    _check_model(model)
     model.state_dict(keep_vars=True)
+    known = set(map(id, model.parameters()))
+    for optimizer in optimizers:
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if id(param) not in known:
+                raise ValueError(
+                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} that is not in the model: build it from "
+                    f"model.parameters(), after fully_shard"
+                )
 
 
 class _Source:
     """A full state dict: names, and for tensors shape and dtype, on every rank; the values there, too, or on rank 0 only."""
 
-    def __init__(self, given: Mapping[str, Any], options: StateDictOptions, device: torch.device) -> None:
+    def __init__(
+        self,
+        given: Any,
+        options: StateDictOptions,
+        device: torch.device,
+        flattened: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda given: given,
+    ) -> None:
         self.given, self.device = given, device
         self.sends = options.broadcast_from_rank0 and dist.is_initialized() and dist.get_world_size() > 1
         self.first = not self.sends or dist.get_rank() == 0
@@ -130,7 +162,10 @@ class _Source:
         refusal = None
         if self.first:
             try:
-                described = [{n: _sendable(n, _described(n, v)) for n, v in given.items()}]
+                if not isinstance(given, Mapping):
+                    raise TypeError(f"it is a {type(given).__name__}, not a dict")
+                self.given = flattened(given)
+                described = [{n: _sendable(n, _described(n, v)) for n, v in self.given.items()}]
             except Exception as error:  # the other ranks wait for word of it
                 described, refusal = [_Refused(str(error) or type(error).__name__)], error
         if self.sends:
@@ -213,12 +248,16 @@ def _described(name: str, value: Any) -> Any:
     if isinstance(value, DTensor):
         raise ValueError(f"a full state dict holds plain tensors, but {name!r} is a {type(value).__name__}: set full_state_dict=False")
     if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_meta):
-        raise ValueError(f"a full state dict holds dense tensors with values, but {name!r} is {value.layout} on {value.device}")
+        raise ValueError(
+            f"a full state dict holds dense tensors with values, but {name!r} is {value.layout} on {value.device}: give its values"
+        )
     return _TensorEntry(value) if isinstance(value, Tensor) else value
 
 
 def _checked(options: StateDictOptions | None) -> StateDictOptions:
-    options = options or StateDictOptions()
+    options = options if options is not None else StateDictOptions()
+    if not isinstance(options, StateDictOptions):
+        raise TypeError(f"options must be a StateDictOptions, as StateDictOptions(full_state_dict=True), not {options!r}")
     if options.broadcast_from_rank0 and not options.full_state_dict:
         raise ValueError("broadcast_from_rank0 sends full tensors: set full_state_dict=True as well")
     return options
@@ -236,8 +275,12 @@ def _check(pairs: dict[str, tuple[Any, Any]]) -> None:
     for name, (target, entry) in pairs.items():
         if isinstance(target, Tensor) and target.is_meta:
             raise ValueError(f"{name} is on the meta device, it has no storage: call to_empty(device=..) on the module first")
+        if isinstance(target, Tensor) and not isinstance(entry, _TensorEntry):
+            raise ValueError(f"{name} is a {type(entry).__name__} in the state dict, but a tensor here: make it one with torch.as_tensor")
         if isinstance(entry, _TensorEntry) and isinstance(target, Tensor) and tuple(target.shape) != entry.shape:
-            raise ValueError(f"{name} has shape {entry.shape} in the state dict, but {tuple(target.shape)} here")
+            raise ValueError(
+                f"{name} has shape {entry.shape} in the state dict, but {tuple(target.shape)} here: build the model that was saved"
+            )
 
 
 def _device(state: Mapping[str, Any]) -> torch.device:
@@ -249,6 +292,8 @@ def _flattened(given: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer state dict as ``{"state.NAME.KEY": .., "param_groups.NAME.KEY": ..}``, torch's flat form; one that is flat stays."""
     if "state" not in given:
         return dict(given)
+    if "param_groups" not in given:
+        raise ValueError(f"it has no 'param_groups', but {list(given)[:3]}: give what get_optimizer_state_dict() returns")
     flat = {f"state.{name}.{key}": value for name, states in given["state"].items() for key, value in states.items()}
     for group in given["param_groups"]:
         for name in group["params"]:

@@ -570,6 +570,16 @@ def test_an_optimizer_in_backward_steps_once_where_a_unit_is_called_twice_as_tor
     run_gloo(2, steps_in_backward_beside_torch)
 
 
+class OwnAllGather:
+    """A collective of the user's that is never called."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, *_: Any) -> None:
+        raise NotImplementedError
+
+
 def refusals(rank: int, world: int, how: Any) -> list[tuple[type[BaseException], str]]:
     """What is raised, and the words that scripts look for."""
     flat, named = init_device_mesh("cpu", (2, 1)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
@@ -578,7 +588,7 @@ def refusals(rank: int, world: int, how: Any) -> list[tuple[type[BaseException],
         meta.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
     done: Any = how(nn.Linear(4, 4))
     own: Any = how(nn.Linear(4, 4))
-    own.set_custom_all_gather(lambda *_: None)
+    own.set_custom_all_gather(OwnAllGather())
     flat1, dims, nowhere = init_device_mesh("cpu", (2,), mesh_dim_names=("s",)), DataParallelMeshDims("s"), DataParallelMeshDims("nowhere")
     names = vars(torch.distributed.fsdp if how is torch_fully_shard else vescale_ray.fsdp)
 

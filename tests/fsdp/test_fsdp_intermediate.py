@@ -196,7 +196,7 @@ def test_attributes_are_looked_into_at_little_cost_and_without_harm() -> None:
     class Unset:
         late: int = dataclasses.field(init=False)
 
-    module = nn.Module()
+    module: Any = nn.Module()
     cyclic: dict[str, Any] = {}
     cyclic["me"] = cyclic
     made = torch.ones(3, requires_grad=True) * 2

@@ -196,7 +196,7 @@ def refusals(rank: int, world: int) -> None:
         fully_shard(Tower(), mesh=mesh, sharding=Sharding.zero3("rows"))
     with pytest.raises(ValueError, match="parameters need the last of these"):
         fully_shard(Tower(), mesh=mesh, sharding=Sharding("replicate", ("replicate", "shard"), ("replicate", "shard")))
-    with pytest.raises(ValueError, match="leave out dp_mesh_dims and an int"):
+    with pytest.raises(ValueError, match="leave out reshard_after_forward=2"):
         fully_shard(Tower(), mesh=mesh, sharding=Sharding.zero3(), reshard_after_forward=2)
     with pytest.raises(ValueError, match="gradients are sharded over 'shard' but optimizer are not"):
         Sharding((), "shard", ())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,27 @@ from vescale_ray import gloo
 from vescale_ray.compat.fsdp import DataParallelMeshDims, FSDPMeshInfo, ShardPlacementResult
 from vescale_ray.dtensor_spec import enclose
 from vescale_ray.errors import BadArgument
-from vescale_ray.fsdp.checks import is_replicated, remember_parameters
+from vescale_ray.fsdp.arguments import (
+    check_block,
+    check_dims,
+    check_flag,
+    check_functions,
+    check_mesh,
+    check_modules,
+    check_parameter,
+    check_policies,
+    check_type,
+    device_of,
+    has_hooks,
+    ignored_of,
+    managed_modules,
+    resharding,
+    unit_modules,
+)
+from vescale_ray.fsdp.checks import remember_parameters
 from vescale_ray.fsdp.group import Group, Retain
 from vescale_ray.fsdp.grouping import plan_groups
-from vescale_ray.fsdp.hooked import HookedGroup, has_gather_hooks
+from vescale_ray.fsdp.hooked import HookedGroup
 from vescale_ray.fsdp.marks import watch_modules
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
 from vescale_ray.fsdp.parameters import REPLACED, Owner, Parallel, Source, local_of
@@ -44,7 +61,7 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen; torch's own default)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     block_policy: BlockPolicy | None = None,
     allow_gaps: bool | Callable[[str, nn.Parameter], bool] = False,
@@ -90,31 +107,40 @@ def fully_shard(
         The same object(s); their class is now a subclass of :class:`FSDPModule` and of what it was.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: naming the argument or parameter that does not fit.
         NotImplementedError: for an argument that vescale_ray does not support.
+
+    A call that raises leaves the module as it was.
     """
-    modules = _modules(module)
+    modules = unit_modules(module)
+    if mesh is not None:
+        check_mesh(mesh)
+    check_policies(mp_policy, offload_policy)
+    check_functions(shard_placement_fn, block_policy, allow_gaps)
+    check_dims(sharding, dp_mesh_dims, reshard_after_forward)
+    ignored, to_empty = ignored_of(ignored_params), check_flag("to_empty", to_empty)
     whole_mesh = None
     if dp_mesh_dims is not None:
         whole_mesh, mesh = mesh, _data_mesh(mesh, dp_mesh_dims)
     mesh = mesh if mesh is not None else default_mesh()
     axes = None
     if sharding is not None:
-        if dp_mesh_dims is not None or (reshard_after_forward is not None and not isinstance(reshard_after_forward, bool)):
-            raise ValueError("sharding says where everything is sharded: leave out dp_mesh_dims and an int for reshard_after_forward")
         axes = plan_sharding(sharding, mesh)
         mesh = axes.mesh
     if mesh.ndim not in (1, 2):
-        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: name the dimensions of others with sharding=")
+        raise ValueError(
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: give one or two of its dimensions, as mesh['dp'], or say with "
+            f"sharding=Sharding.zero3('dp') which of them shard"
+        )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise BadArgument("Please init the 2D mesh for HSDP with mesh_dim_names specified, as ('replicate', 'shard')")
     default = Data(mesh, whole_mesh, dp_mesh_dims)
-    device = _device_of(mesh)
+    device = device_of(mesh)
     if device.type == "cpu" or type(offload_policy) is not OffloadPolicy:  # shards in host memory
         gloo.warn_of_threads(mesh.get_all_groups())
-    ignored = ignored_params or set()
 
-    managed = _managed_modules(modules)
+    managed = managed_modules(modules)
     owners: dict[nn.Parameter, tuple[str, list[Owner]]] = {}
     for position, root in enumerate(modules):
         prefix = f"{position}." if len(modules) > 1 else ""
@@ -125,6 +151,7 @@ def fully_shard(
                 if param is None or param in ignored:
                     continue
                 fqn = f"{prefix}{name}.{attribute}" if name else f"{prefix}{attribute}"
+                check_parameter(fqn, one, attribute, param)
                 entry = owners.setdefault(param, (fqn, []))[1]
                 if all(ref() is not one or attr != attribute for ref, attr in entry):
                     entry.append((weakref.ref(one), attribute))
@@ -134,7 +161,7 @@ def fully_shard(
     meshes = {ranks_of[key]: data.mesh for key, data in datas.items()}
     if axes is not None and len(meshes) > 1:
         raise ValueError("shard_placement_fn gave a mesh, and sharding names dimensions of another: use one of them")
-    reshards = {key: _reshard_after_forward(reshard_after_forward, _shard_position(one)[1]) for key, one in meshes.items()}
+    reshards = {key: resharding(reshard_after_forward, _shard_position(one)[1]) for key, one in meshes.items()}
     retain = Retain.NOTHING
     if axes is not None:
         reshards = {key: (reshard, axes.neighbours) for key, (reshard, _) in reshards.items()}
@@ -143,12 +170,15 @@ def fully_shard(
     on_meta = [fqn for param, (fqn, _) in owners.items() if param.is_meta]
     if on_meta and len(on_meta) < len(owners):
         real = next(fqn for param, (fqn, _) in owners.items() if not param.is_meta)
-        raise ValueError(f"parameter {on_meta[0]!r} is on the meta device but {real!r} is not: a unit is built on one or the other")
-    _move_buffers(managed, device)
+        raise ValueError(
+            f"parameter {on_meta[0]!r} is on the meta device but {real!r} is not: materialize the one, or "
+            f"build all of the module on the meta device"
+        )
 
     by_kind: dict[tuple[MixedPrecisionPolicy, torch.dtype, bool, bool, Ranks], list[Source]] = {}
     for param, (fqn, where) in owners.items():
         block = block_policy(fqn, param) if block_policy is not None else None
+        check_block(fqn, block)
         gaps = param.dim() >= 3 and bool(allow_gaps(fqn, param) if callable(allow_gaps) else allow_gaps)
         shard_dim, data = placed[param]
         kept_apart = parallel[param]
@@ -157,14 +187,18 @@ def fully_shard(
         if block is not None and shard_dim is not None:
             why = "shard_placement_fn" if kept_apart is None or kept_apart.even else "its uneven tensor parallelism"
             raise ValueError(f"{fqn!r} has Shard({shard_dim}) from {why} and {block} from block_policy: give it one of them")
-        hooked, tied = _has_hooks(fqn, param, block, shard_dim), bool(param.__dict__.get(REPLACED))
+        hooked, tied = has_hooks(fqn, param, block, shard_dim), bool(param.__dict__.get(REPLACED))
         source = Source(fqn, param, tuple(where), block, parallel[param], gaps, 0 if hooked else shard_dim, hooked, tied)
         kind = (policy_of(fqn, param, mp_policy), param.dtype, param.requires_grad, hooked, ranks_of[id(data)])
         by_kind.setdefault(kind, []).append(source)
-    name = type(modules[0]).__name__
+    planned = [
+        (key, policy, members, division)
+        for (policy, _, _, _, key), sources in by_kind.items()
+        for members, division in plan_groups(sources, *_shard_position(meshes[key]), policy)
+    ]
     groups = [
         (HookedGroup if members[0].hooked else Group)(
-            name,
+            type(modules[0]).__name__,
             members,
             division,
             meshes[key],
@@ -175,21 +209,26 @@ def fully_shard(
             neighbours=reshards[key][1],
             to_empty=to_empty,
         )
-        for (policy, _, _, _, key), sources in by_kind.items()
-        for members, division in plan_groups(sources, *_shard_position(meshes[key]), policy)
+        for key, policy, members, division in planned
     ]
+    classes = [sharded_class(type(one)) for one in modules]  # type: ignore[arg-type]
+
+    # Everything is accepted, and what may fail for want of memory is there: from here on the model changes.
+    _move_buffers(managed, device)
+    for group in groups:
+        group.install()
     for param in owners:
         # The original is out of the model now. Whoever still holds it (an optimizer, a module tied to it) can be told so.
         param.__dict__[REPLACED] = True
 
     unit = Unit(modules, groups, mp_policy, reshards[_ranks(mesh)][0], device)
     unit.hold_gradients = axes is None or axes.hold
-    for one in modules:
+    for one, sharded in zip(modules, classes, strict=True):
         one.__dict__["_vescale_unit"] = unit
         leave_state(one, unit)
-        one.__class__ = sharded_class(type(one))  # type: ignore[arg-type]
+        one.__class__ = sharded  # type: ignore[assignment]
     watch_modules(unit, managed)
-    remember_parameters(managed)
+    remember_parameters(managed, ignored)
     for one in managed:
         one._is_fsdp_managed_module = True  # type: ignore[assignment]  # what torch.compile looks for
         one._fsdp_use_orig_params = True  # type: ignore[assignment]
@@ -206,10 +245,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: there is no such method.
     """
+    check_type("module", module, nn.Module, "the model itself")
+    check_type("method_name", method_name, str, "'encode'")
     if not isinstance(module, FSDPModule):
         return
-    if not hasattr(module, method_name):
-        raise ValueError(f"{type(module).__name__} does not have a method {method_name!r}")
+    if isinstance(getattr(module, method_name, None), nn.Module) or not callable(getattr(module, method_name, None)):
+        raise ValueError(f"{type(module).__name__.removeprefix('FSDP')} does not have a method {method_name!r}: give the name of one")
     original = getattr(module, method_name)
 
     @functools.wraps(original)
@@ -234,6 +275,7 @@ def share_comm_ctx(modules: list[Any]) -> None:
         ValueError: a module is not sharded.
         PhaseError: a forward or backward of one of them is under way.
     """
+    check_modules("share_comm_ctx", modules)
     units = []
     for module in modules:
         unit = unit_of(module) if isinstance(module, nn.Module) else None
@@ -248,56 +290,6 @@ def share_comm_ctx(modules: list[Any]) -> None:
             unit.lanes = lanes
             if unit.schedule is not None:
                 unit.schedule.share(lanes)
-
-
-def _modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    modules = [module] if isinstance(module, nn.Module) else list(module)
-    if not modules:
-        raise ValueError("fully_shard got an empty list of modules")
-    for one in modules:
-        if not isinstance(one, nn.Module):
-            raise ValueError(f"fully_shard needs modules, not {type(one).__name__}")
-        if isinstance(one, nn.ModuleList | nn.ModuleDict) and type(one).forward is nn.Module.forward:
-            raise ValueError(
-                f"fully_shard does not support containers that do not implement forward, as {type(one).__name__}: apply it to what is in it"
-            )
-        if unit_of(one) is not None:
-            raise BadArgument(
-                f"Each distinct composable distributed API can only be applied to a module once. "
-                f"fully_shard was applied to this {type(one).__name__} already"
-            )
-    inside = {id(sub) for one in modules for sub in one.modules() if sub is not one}
-    return [one for one in modules if id(one) not in inside]
-
-
-def _managed_modules(roots: list[nn.Module]) -> set[nn.Module]:
-    """The modules below ``roots``, without those that are units of their own or replicated by torch's ``replicate``, and what is below
-    these."""
-    found: set[nn.Module] = set()
-    stack = list(roots)
-    while stack:
-        one = stack.pop()
-        if one in found:
-            continue
-        found.add(one)
-        stack.extend(child for child in one.children() if unit_of(child) is None and not is_replicated(child))
-    return found
-
-
-def _has_hooks(fqn: str, param: nn.Parameter, block: Block | None, shard_dim: int | None) -> bool:
-    """Whether the parameter's tensor class says what is gathered.
-
-    Raises:
-        ValueError: it has one hook only; a block; a dimension other than the first.
-        NotImplementedError: it is a DTensor.
-    """
-    if not has_gather_hooks(param._local_tensor if isinstance(param, DTensor) else param):
-        return False
-    if isinstance(param, DTensor):
-        raise NotImplementedError(f"{fqn!r} is a DTensor of tensors with all-gather hooks: quantize it after it was sharded")
-    if block is not None or shard_dim not in (None, 0):
-        raise ValueError(f"{fqn!r} has all-gather hooks of its own, and is sharded along dimension 0: no block, no other dimension")
-    return True
 
 
 @dataclass(frozen=True)
@@ -367,7 +359,9 @@ def _data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> DeviceMes
         raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided: it is the whole mesh, with named dimensions")
     for name in (*dims.shard_names, *dims.replicate_names):
         if name not in mesh.mesh_dim_names:
-            raise ValueError(f"Mesh dim name {name!r} (of dp_mesh_dims) not found in mesh.mesh_dim_names {mesh.mesh_dim_names}")
+            raise ValueError(
+                f"Mesh dim name {name!r} (of dp_mesh_dims) not found in mesh.mesh_dim_names {mesh.mesh_dim_names}: name one of these"
+            )
     if not dims.shard_names:
         replicas = flattened(mesh, dims.replicate_names)
         return replicas._unflatten(0, (replicas.size(), 1), ("replicate", "shard"))
@@ -384,7 +378,10 @@ def _parallel(fqn: str, param: nn.Parameter, data: Data) -> Parallel | None:
     data_mesh, whole, dims = data.mesh, data.whole, data.dims
     if not isinstance(param, DTensor):
         if dims is not None:
-            raise ValueError(f"with dp_mesh_dims all parameters must be DTensors on the whole mesh, but {fqn!r} is a plain tensor")
+            raise ValueError(
+                f"with dp_mesh_dims all parameters must be DTensors on the whole mesh, but {fqn!r} is a plain tensor: distribute "
+                f"it with Replicate() on the data-parallel dimensions, or give these as mesh, without dp_mesh_dims"
+            )
         return None
     mesh, placements = param.device_mesh, param.placements
     data_dims: frozenset[int] = frozenset()
@@ -401,8 +398,9 @@ def _parallel(fqn: str, param: nn.Parameter, data: Data) -> Parallel | None:
             DeviceMesh._concatenate([data_mesh, mesh])
         except (RuntimeError, AssertionError, TypeError) as error:
             raise ValueError(
-                f"parameter {fqn!r} is a DTensor on {mesh}, which does not go with the data-parallel mesh {data_mesh}: take both from "
-                f"one mesh, as init_device_mesh(.., mesh_dim_names=('dp', 'tp'))['dp'] and ['tp']"
+                f"parameter {fqn!r} is a DTensor on {mesh}, which does not go with the data-parallel mesh {data_mesh}: give its "
+                f"full_tensor(), or, for tensor parallelism, take both from one mesh, as init_device_mesh(.., "
+                f"mesh_dim_names=('dp', 'tp'))['dp'] and ['tp']"
             ) from error
     shape, even = list(param.shape), True
     for i, placement in enumerate(placements):
@@ -416,30 +414,10 @@ def _parallel(fqn: str, param: nn.Parameter, data: Data) -> Parallel | None:
             even = even and not shape[dim] % mesh.size(i)
             shape[dim] //= mesh.size(i)
         elif not placement.is_replicate():
-            raise ValueError(f"parameter {fqn!r} has placement {placement}: only Shard and Replicate go with fully_shard")
+            raise ValueError(
+                f"parameter {fqn!r} has placement {placement}: only Shard and Replicate go with fully_shard; redistribute it first"
+            )
     return Parallel(param._spec, data_dims, model_mesh, even)
-
-
-def _reshard_after_forward(value: bool | int | None, shard_size: int) -> tuple[bool | None, int | None]:
-    """Whether to reshard after forward, and to how many ranks if not to all."""
-    if value is None or isinstance(value, bool):
-        return value, None
-    if not isinstance(value, int):
-        raise ValueError(
-            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value!r}; None: yes, but "
-            f"not the root"
-        )
-    if value < 1 or value > shard_size or shard_size % value:
-        raise ValueError(
-            f"If passing reshard_after_forward as an int, it should be a factor of {shard_size}, not {value}: it must divide the shard size"
-        )
-    return value != 1, value if 1 < value < shard_size else None
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 def _move_buffers(managed: set[nn.Module], device: torch.device) -> None:
@@ -460,8 +438,8 @@ def _hook_state_dict(unit: Unit, groups: list[Group]) -> None:
             return None
         if owner.phase is not Phase.RESTING:
             raise PhaseError(
-                f"unit {owner.name!r} is in phase {owner.phase.value}: its state can't be {what} in the middle of a step; after an "
-                f"exception, call reset_iter_state() on the root"
+                f"unit {owner.name!r} is in phase {owner.phase.value}: its state can't be {what} in the middle of a step: do it between "
+                f"steps; after an exception, call reset_iter_state() on the root"
             )
         owner.reshard()
         return owner
@@ -480,8 +458,8 @@ def _hook_state_dict(unit: Unit, groups: list[Group]) -> None:
         owner = to_sharded("loaded")
         if owner is not None and owner.schedule is not None and owner.schedule.running:
             raise PhaseError(
-                f"a forward or backward around unit {owner.name!r} is under way: its state can't be loaded in the middle of a step; after "
-                f"an exception, call reset_iter_state() on the root"
+                f"a forward or backward around unit {owner.name!r} is under way: its state can't be loaded in the middle of a step: do "
+                f"it between steps; after an exception, call reset_iter_state() on the root"
             )
 
     def after_load(*_: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,10 +26,15 @@ def is_replicated(module: nn.Module) -> bool:
     return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
-def remember_parameters(managed: Iterable[nn.Module]) -> None:
-    """Note which parameters the modules have now. Each of them is managed by a unit, or ignored as the user asked."""
+def remember_parameters(managed: Iterable[nn.Module], ignored: Collection[nn.Parameter]) -> None:
+    """Note which parameters the modules have now, and which of these a unit manages. The others are ignored, as the user asked."""
     for module in managed:
-        module.__dict__[_NAMES] = frozenset(name for name, param in module._parameters.items() if param is not None)
+        module.__dict__[_NAMES] = {name: param not in ignored for name, param in module._parameters.items() if param is not None}
+
+
+def is_managed(module: nn.Module, name: str) -> bool:
+    """Whether a unit manages the parameter that ``module`` holds under this name."""
+    return bool(module.__dict__.get(_NAMES, {}).get(name))
 
 
 def check_parameters(units: Sequence[Unit], root: nn.Module) -> list[nn.Module]:

@@ -142,13 +142,17 @@ class Chunks:
                 raise BadArgument(
                     f"Shard dim {dim} is invalid for {len(spec.shape)}D tensor {spec.name!r} of shape {spec.shape}, for which "
                     f"shard_placement_fn gave it"
-                    + ("" if spec.shape else f". Change {spec.name} to a 1D tensor with numel equal to 1, or let it be placed")
+                    + (
+                        f": give one from 0 to {len(spec.shape) - 1}, or return None"
+                        if spec.shape
+                        else f". Change {spec.name} to a 1D tensor with numel equal to 1, or return None"
+                    )
                 )
             dim %= len(spec.shape)
             if dim and spec.shape[dim] % world:
                 raise NotImplementedError(
                     f"FSDP does not support uneven sharding on dim {dim}: shard_placement_fn gave it for {spec.name!r} of shape "
-                    f"{spec.shape}, which {world} ranks do not divide; only dimension 0 may be uneven"
+                    f"{spec.shape}, which {world} ranks do not divide; only dimension 0 may be uneven: return Shard(0), or None"
                 )
             one = _Chunked(spec.shape, dim, -(-spec.shape[dim] // world), end)
             self._tensors[spec.name] = one

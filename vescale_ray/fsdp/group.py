@@ -136,7 +136,7 @@ class Group:
         self.grads.leaves_out = self.stays != NOWHERE
 
     def _shard_parameters(self, sources: Sequence[Source], to_empty: bool) -> None:
-        """The plan is made: move this rank's ranges into the master shard and put sharded parameters in place of the originals."""
+        """The plan is made: copy this rank's ranges into the master shard and make sharded parameters that look into it."""
         meta = any(s.param.device.type == "meta" for s in sources)
         home = torch.device("cpu") if self.offload else self.place.device
         self.master = self._new_master(torch.device("meta") if meta and not to_empty else home)
@@ -152,8 +152,12 @@ class Group:
                 if key not in ("_local_tensor", "_spec", REPLACED):  # the first two of a DTensor
                     sharded.__dict__.setdefault(key, value)
             param = GroupParam(source, sharded, placement, spec)
-            param.install(sharded)
             self.params.append(param)
+
+    def install(self) -> None:
+        """Put the sharded parameters in the place of the originals."""
+        for param in self.params:
+            param.install(param.sharded)
 
     def _new_master(self, device: torch.device) -> KeptShard:
         """Uninitialised but for the padding: where it will be gathered, if it can be, else in memory of its own."""
@@ -424,8 +428,7 @@ class Group:
         return [0 if param.unsharded is None else param.unsharded._version for param in self.params]
 
     def _give_back_sharded(self) -> None:
-        for param in self.params:
-            param.install(param.sharded)
+        self.install()
         self.residency, self.requested = Residency.SHARDED, False
 
     def _release(self) -> None:

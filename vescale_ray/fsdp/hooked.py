@@ -110,7 +110,6 @@ class HookedGroup(Group):
                 if key not in ("_local_tensor", "_spec", REPLACED):
                     sharded.__dict__.setdefault(key, value)
             param = GroupParam(source, sharded, placement, spec)
-            param.install(sharded)
             self.params.append(param)
             self._padded.append(padded)
             self._gathered.append(_Gathered())

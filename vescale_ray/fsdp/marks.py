@@ -152,8 +152,7 @@ def _collect(value: Any, found: list[torch.Tensor], depth: int) -> None:
             value.__dict__[_SEEN] = True
             found.append(value)
     elif depth and type(value) in _CONTAINERS:
-        items = value if type(value) is not dict else value.values() if len(value) <= _MOST else [*islice(reversed(value.values()), _MOST)]
-        for item in items if len(items) <= _MOST else items[-_MOST:]:
+        for item in islice(reversed(value.values() if isinstance(value, dict) else value), _MOST):
             _collect(item, found, depth - 1)
 
 

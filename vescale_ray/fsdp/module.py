@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NoReturn, cast
 
@@ -23,9 +23,11 @@ from vescale_ray.compat.fsdp import (
 )
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.errors import BadArgument
+from vescale_ray.fsdp.arguments import check_call, check_comm, check_flag, finite
 from vescale_ray.fsdp.finalize import FinalizesBackward
+from vescale_ray.fsdp.lookup import check_resting, prefetched, resting_unit, sharded_unit, units_below
 from vescale_ray.fsdp.phases import Phase, PhaseError
-from vescale_ray.fsdp.schedule import Lanes, unit_of
+from vescale_ray.fsdp.schedule import Lanes
 from vescale_ray.fsdp.torch_state import state_of_unit
 from vescale_ray.fsdp.unit import Unit
 
@@ -48,14 +50,14 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
 
     def reshard(self) -> None:
         """Free the unsharded parameters and give the sharded ones to the module. Not recursive."""
-        _unit(self).reshard()
+        sharded_unit(self).reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters in the compute dtype and give them to the module. Not recursive.
 
         With ``async_op`` the gathering only starts; wait on the handle, or run the module's forward, which waits itself.
         """
-        unit = _unit(self)
+        unit = sharded_unit(self)
         if unit.lanes is None:
             unit.lanes = Lanes(unit.device)
         for group in unit.groups:
@@ -80,11 +82,13 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
         Raises:
             RuntimeError: called on a module that is not the root.
         """
-        unit = _unit(self)
+        unit = sharded_unit(self)
         if unit.schedule is None:
             return
         if not unit.is_root:
-            raise RuntimeError(f"reset_iter_state must be called on the root FSDP module, and unit {unit.name!r} is not it")
+            raise RuntimeError(
+                f"reset_iter_state must be called on the root FSDP module, and unit {unit.name!r} is not it: use the outermost module"
+            )
         unit.schedule.reset()
 
     @property
@@ -96,7 +100,7 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
     @property
     def waited_by_collective(self) -> dict[str, float]:
         """The same by collective: ``all_gather`` (of parameters), ``reduce_scatter`` (of gradients)."""
-        schedule = _unit(self).schedule
+        schedule = sharded_unit(self).schedule
         lanes = None if schedule is None else schedule.lanes
         return {
             "all_gather": 0.0 if lanes is None else lanes.gather.waited_s,
@@ -106,34 +110,35 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
     @property
     def peak_buffer_bytes(self) -> int:
         """Most bytes that gathered parameters and gradients under way have taken on this rank at a time, for this module's root."""
-        lanes = _unit(self).lanes
+        lanes = sharded_unit(self).lanes
         return 0 if lanes is None else lanes.pool.peak_bytes
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last of the step: after the last one all reductions are waited for."""
-        _unit(self).ending.is_last = is_last_backward
+        sharded_unit(self).ending.is_last = check_flag("is_last_backward", is_last_backward)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. Without, they add up in the unsharded buffers, in the reduce dtype."""
-        for unit in _units(self, recurse):
+        requires_gradient_sync = check_flag("requires_gradient_sync", requires_gradient_sync)
+        for unit in units_below(self, recurse):
             unit.gradient_sync = requires_gradient_sync
             for group in unit.groups:
                 group.grads.all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """HSDP: whether gradients are summed over the replicas now, or only reduce-scattered and kept for a later backward."""
-        for unit in _units(self, recurse):
+        requires_all_reduce = check_flag("requires_all_reduce", requires_all_reduce)
+        for unit in units_below(self, recurse):
             for group in unit.groups:
                 group.grads.all_reduce = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` instead of by the number of data-parallel ranks; 1.0 gives the plain sum. Not recursive."""
-        if factor == 0:
-            raise ValueError("the gradient divide factor is 0: give a number other than 0")
-        for group in _unit(self).groups:
-            group.grads.divide_factor = float(factor)
+        factor = finite("gradient divide factor", factor)
+        for group in sharded_unit(self).groups:
+            group.grads.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Torch's deprecated name of :meth:`set_gradient_divide_factor`."""
@@ -141,7 +146,8 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Use SUM in collectives and scale separately. (Only NCCL's AVG is ever used otherwise.)"""
-        for group in _unit(self).groups:
+        enable = check_flag("enable", enable)
+        for group in sharded_unit(self).groups:
             group.grads.sum_only = enable
 
     def set_ordered_reduction(self, ordered: bool = True, *, recurse: bool = True) -> None:
@@ -157,12 +163,13 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
             PhaseError: in the middle of a step.
             BadArgument: several replicas (HSDP), whose sum has no fixed order; tensors laid out with gaps; a custom reduce-scatter.
         """
-        units = list(_units(self, recurse))
+        ordered = check_flag("ordered", ordered)
+        units = list(units_below(self, recurse))
         for unit in units:
-            _check_resting(unit, "order of summation")
+            check_resting(unit, "order of summation")
             hindrance = next(filter(None, (group.grads.why_unordered for group in unit.groups)), None) if ordered else None
             if hindrance is not None:
-                raise BadArgument(f"unit {unit.name!r}: its gradients can't be summed in a fixed order with {hindrance}")
+                raise BadArgument(f"unit {unit.name!r}: its gradients can't be summed in a fixed order with {hindrance}: leave that out")
         for unit in units:
             for group in unit.groups:
                 group.grads.ordered = ordered
@@ -170,7 +177,8 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
     def set_contributes(self, contributes: bool, *, recurse: bool = True) -> None:
         """Whether the next backwards of this rank count. If not, it takes part with nothing, whatever its gradients are: of a stand-in for
         a micro-batch that it does not have. What earlier backwards have added up without sync stays."""
-        for unit in _units(self, recurse):
+        contributes = check_flag("contributes", contributes)
+        for unit in units_below(self, recurse):
             for group in unit.groups:
                 group.grads.contributes = contributes
 
@@ -179,7 +187,8 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
 
         Needed only where a rank uses no parameter at all of a unit that others use.
         """
-        for unit in _units(self, recurse):
+        reduce_scatter_unused_params = check_flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        for unit in units_below(self, recurse):
             unit.reduce_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -188,15 +197,16 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        for unit in _units(self, recurse):
+        for unit in units_below(self, recurse):
             unit.max_reductions = max_input_buffers
             if unit.schedule is not None:
                 unit.schedule.max_reductions = max(other.max_reductions for other in unit.schedule.units)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Run reduce-scatters on a process group of their own, so that they can overlap with all-gathers on the wire. Collective."""
+        enable = check_flag("enable", enable)
         created: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for unit in _units(self, recurse):
+        for unit in units_below(self, recurse):
             for group in unit.groups:
                 shared = group.place.shard_group
                 if not enable:
@@ -215,12 +225,18 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
         Raises:
             ValueError: the unit has several groups, or a stream is given although we do the all-reduce (HSDP).
         """
-        unit = _unit(self)
+        unit = sharded_unit(self)
+        if hook is not None:
+            check_call("hook", hook, "gradient")
         if len(unit.groups) > 1:
-            raise ValueError(f"unit {unit.name!r} has {len(unit.groups)} groups: an all-reduce hook would not know which one it gets")
+            kinds = ", ".join(str(group.orig_dtype).removeprefix("torch.") for group in unit.groups)
+            raise ValueError(
+                f"unit {unit.name!r} has {len(unit.groups)} groups ({kinds}): an all-reduce hook would not know which one it gets. Apply "
+                f"fully_shard to modules of one dtype and one requires_grad each"
+            )
         for group in unit.groups:
             if stream is not None and group.place.replicate_group is not None:
-                raise ValueError("stream cannot be set when using native HSDP")
+                raise ValueError("stream cannot be set when using native HSDP: leave it out")
             group.grads.all_reduce_hook, group.grads.all_reduce_stream = hook, stream
 
     # -- resharding --------------------------------------------------------------------------------------------------
@@ -229,34 +245,36 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
         """Whether parameters are freed after forward and gathered again in backward."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}: {reshard_after_forward!r}")
-        for unit in _units(self, recurse):
+        for unit in units_below(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
             for group in unit.groups:
                 group.subgroup = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after backward. Without, micro-batches of one step need no further all-gather."""
-        for unit in _units(self, recurse):
+        reshard_after_backward = check_flag("reshard_after_backward", reshard_after_backward)
+        for unit in units_below(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the parameters. Say False only if it does not (an embedding that nothing else uses)."""
-        for group in _unit(self).groups:
+        unshard_in_backward = check_flag("unshard_in_backward", unshard_in_backward)
+        for group in sharded_unit(self).groups:
             group.unshard_in_backward = unshard_in_backward
 
     # -- schedule ----------------------------------------------------------------------------------------------------
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Gather these modules' parameters when this one's forward starts, instead of those of the next one only."""
-        _unit(self).forward_prefetch = [_weak(module) for module in modules]
+        sharded_unit(self).forward_prefetch = prefetched("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
         """Gather these modules' parameters when this one's backward starts, instead of those of the one before only."""
-        _unit(self).backward_prefetch = [_weak(module) for module in modules]
+        sharded_unit(self).backward_prefetch = prefetched("set_modules_to_backward_prefetch", modules)
 
     def set_post_optim_event(self, event: Any) -> None:
         """All-gathers of the next forward wait for ``event`` instead of for the whole current stream. On the root, each step anew."""
-        _unit(self).post_optim_event = event
+        sharded_unit(self).post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Torch's switch to allocate all-gather buffers on the compute stream. Ours keep their addresses: nothing to switch."""
@@ -271,7 +289,8 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
         Raises:
             PhaseError: in the middle of a step.
         """
-        for group in _resting(self, "all-gather").groups:
+        check_comm("all-gather", comm)
+        for group in resting_unit(self, "all-gather").groups:
             group.set_custom_gather(comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
@@ -281,7 +300,8 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
             PhaseError: in the middle of a step.
             BadArgument: gradients are summed in a fixed order (:meth:`set_ordered_reduction`).
         """
-        unit = _resting(self, "reduce-scatter")
+        check_comm("reduce-scatter", comm)
+        unit = resting_unit(self, "reduce-scatter")
         if any(group.grads.ordered for group in unit.groups):
             raise BadArgument(f"unit {unit.name!r} sums gradients in a fixed order: call set_ordered_reduction(False) first")
         for group in unit.groups:
@@ -293,11 +313,15 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
         Raises:
             BadArgument: the unit has collectives of the user's, which allocate themselves.
         """
-        unit = _resting(self, "allocator")
+        enable = check_flag("enable", enable)
+        unit = resting_unit(self, "allocator")
         for group in unit.groups:
             for own in (group.custom_gather, group.grads.custom_scatter):
                 if own is not None and not isinstance(own, ProcessGroupAllocAllGather | ProcessGroupAllocReduceScatter):
-                    raise BadArgument(f"unit {unit.name!r} has a {type(own).__name__} of yours, whose allocate() says where buffers are")
+                    raise BadArgument(
+                        f"unit {unit.name!r} has a {type(own).__name__} of yours, whose allocate() says where buffers are: "
+                        f"set that to None first"
+                    )
         for group in unit.groups:
             shard_group = group.place.shard_group
             group.set_custom_gather(ProcessGroupAllocAllGather(shard_group) if enable else None)
@@ -309,7 +333,7 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
         Raises:
             ValueError: another back end than "NCCL", or a device without symmetric memory.
         """
-        unit = _resting(self, "allocator")
+        unit = resting_unit(self, "allocator")
         if backend != "NCCL" or unit.device.type != "cuda":
             raise ValueError(f"symmetric memory needs backend 'NCCL' and CUDA, not {backend!r} on {unit.device.type}: leave it out")
         for group in unit.groups:
@@ -319,7 +343,7 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
     # -- torch's internals that other code calls -----------------------------------------------------------------------
 
     def _get_fsdp_state(self) -> Any:
-        return state_of_unit(_unit(self))
+        return state_of_unit(sharded_unit(self))
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
         """As ``nn.Module.to_empty``: storage on ``device``, without values. Nothing is copied: it would touch all of that memory."""
@@ -335,9 +359,11 @@ class FSDPModule(FinalizesBackward, TorchFSDPModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``.to()``, ``to_empty()`` and the like work on the sharded parameters; afterwards these become one buffer again."""
-        unit = _unit(self)
+        unit = sharded_unit(self)
         if unit.phase is not Phase.RESTING:
-            raise PhaseError(f"unit {unit.name!r} is in phase {unit.phase.value}: its parameters can't be moved or cast now")
+            raise PhaseError(
+                f"unit {unit.name!r} is in phase {unit.phase.value}: its parameters can't be moved or cast now: do it between steps"
+            )
         unit.reshard()
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]  # the original class's, not torch's FSDP's
         for group in unit.groups:
@@ -374,6 +400,11 @@ class _Handle(UnshardHandle):
                 group.wait()
 
 
+def _no_pickle(self: Any, _protocol: Any) -> NoReturn:
+    name = type(self).__name__.removeprefix("FSDP")
+    raise TypeError(f"a sharded {name} can't be pickled or copied: save its state_dict(), and load that into a module built anew")
+
+
 def _no_deepcopy(self: Any, memo: Any) -> NoReturn:
     raise AssertionError(
         "FSDP does not support deepcopy. Please use state dict for serialization: build a second module, shard it and load the first "
@@ -384,41 +415,5 @@ def _no_deepcopy(self: Any, memo: Any) -> NoReturn:
 @cache
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of a module of class ``cls`` after ``fully_shard``; the same one for every module of ``cls``."""
-    attributes = {"__deepcopy__": _no_deepcopy, "__module__": cls.__module__}
+    attributes = {"__deepcopy__": _no_deepcopy, "__reduce_ex__": _no_pickle, "__module__": cls.__module__}
     return cast(type[nn.Module], type(f"FSDP{cls.__name__}", (FSDPModule, cls), attributes))
-
-
-def _unit(module: Any) -> Unit:
-    unit = unit_of(module)
-    if unit is None:
-        raise AssertionError(f"{type(module).__name__} has lost its sharding state: was it copied?")
-    return unit
-
-
-def _units(module: Any, recurse: bool) -> Iterator[Unit]:
-    seen: set[int] = set()
-    for one in cast(nn.Module, module).modules() if recurse else [module]:
-        unit = unit_of(one)
-        if unit is not None and id(unit) not in seen:
-            seen.add(id(unit))
-            yield unit
-
-
-def _weak(module: Any) -> Any:
-    import weakref
-
-    unit = unit_of(module) if isinstance(module, nn.Module) else None
-    if unit is None:
-        raise ValueError(f"Expects FSDPModule but got {type(module).__name__}: only what fully_shard was applied to can be prefetched")
-    return weakref.ref(unit)
-
-
-def _resting(module: Any, what: str) -> Unit:
-    unit = _unit(module)
-    _check_resting(unit, what)
-    return unit
-
-
-def _check_resting(unit: Unit, what: str) -> None:
-    if unit.phase is not Phase.RESTING:
-        raise PhaseError(f"unit {unit.name!r} is in phase {unit.phase.value}: set its {what} between steps")

@@ -372,7 +372,7 @@ class Schedule:
 
     def _check_mine(self, unit: Unit) -> None:
         if unit.schedule is not self:
-            raise RuntimeError(f"unit {unit.name!r} is to be prefetched, but belongs to another root module")
+            raise RuntimeError(f"unit {unit.name!r} is to be prefetched, but belongs to another root module: leave it out of the list")
 
 
 def _after_optimizer_step(schedule_ref: weakref.ref[Schedule], optimizer: torch.optim.Optimizer) -> None:

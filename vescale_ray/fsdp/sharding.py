@@ -44,6 +44,7 @@ class Sharding:
     """Names of the mesh dimensions that parameters, gradients and optimizer states are sharded over: a tuple each, or one name.
 
     Raises:
+        TypeError: something else than names.
         ValueError: parameters over a dimension that gradients are not sharded over, or gradients and optimizer states.
     """
 
@@ -54,7 +55,10 @@ class Sharding:
     def __post_init__(self) -> None:
         for name in ("parameters", "gradients", "optimizer"):
             value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+            dims = (value,) if isinstance(value, str) else value
+            if not isinstance(dims, tuple | list | frozenset | set) or not all(isinstance(dim, str) for dim in dims):
+                raise TypeError(f"Sharding({name}={value!r}): give the name of a mesh dimension, or a tuple of names")
+            object.__setattr__(self, name, tuple(dims))
         for less, more in (("parameters", "gradients"), ("gradients", "optimizer")):
             beyond = sorted(set(getattr(self, less)) - set(getattr(self, more)))
             if beyond:
@@ -114,16 +118,19 @@ def plan_sharding(sharding: Sharding, mesh: DeviceMesh) -> Plan:
     """
     names = mesh.mesh_dim_names or (("shard",) if mesh.ndim == 1 else ())
     if len(names) != mesh.ndim:
-        raise ValueError(f"sharding needs a mesh with named dimensions, not {mesh}")
+        raise ValueError(f"sharding needs a mesh with named dimensions, not {mesh}: make it with mesh_dim_names")
     for name in sharding.optimizer:
         if name not in names:
-            raise ValueError(f"sharding names the mesh dimension {name!r}; the mesh has {', '.join(names)}")
+            raise ValueError(
+                f"sharding names the mesh dimension {name!r}; the mesh has {', '.join(names)}: name one of these, as "
+                f"Sharding.zero3({names[-1]!r})"
+            )
     shard = tuple(n for n in names if n in sharding.optimizer)
     kept = tuple(n for n in shard if n in sharding.parameters)
     if kept != shard[len(shard) - len(kept) :]:
         raise ValueError(
             f"parameters are sharded over {', '.join(kept)}, the optimizer over {', '.join(shard)}: parameters need the last of these, "
-            f"whose ranks are neighbours; order the mesh so"
+            f"whose ranks are neighbours; name {', '.join(kept)} last in the mesh's mesh_dim_names"
         )
     size = math.prod(mesh.size(names.index(n)) for n in kept)
     return Plan(

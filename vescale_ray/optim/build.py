@@ -8,7 +8,7 @@ optimizer = build_optimizer(model, config)                      # prints the rou
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +56,8 @@ def build_optimizer(
         ValueError: as :func:`route_parameters`; no trainable parameter; one on the meta device; what the optimizers themselves refuse.
     """
     chosen = OptimizerConfig.of(config)
+    if log is not None and not callable(log):
+        raise TypeError(f"log = {log!r} can't be called: give a function of one string, or None")
     routing = routing or route_parameters(model, chosen)
     named = {name: sharded_of(p) for name, p in model.named_parameters() if p.requires_grad}
     if not named:
@@ -188,7 +190,12 @@ class CombinedOptimizer(torch.optim.Optimizer):
     skipped_steps = 0
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], *, agree: bool = False) -> None:
+        if not isinstance(optimizers, Iterable):
+            raise TypeError(f"CombinedOptimizer got a {type(optimizers).__name__}: give a list of optimizers")
         self.optimizers = tuple(optimizers)
+        if not self.optimizers or not all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers):
+            kinds = ", ".join(type(one).__name__ for one in self.optimizers) or "nothing"
+            raise TypeError(f"CombinedOptimizer got a list of {kinds}: give at least one optimizer, and nothing else")
         self._agree = agree
         seen: set[int] = set()
         for p in self._parameters():

@@ -18,13 +18,13 @@ from vescale_ray import waiting
 from vescale_ray.compat.core import foreach_mul_, foreach_norm
 from vescale_ray.optim.agree import largest_of_ranks
 from vescale_ray.optim.exact_sum import sum_of_squares
-from vescale_ray.optim.parameters import local_of, sharded_of
+from vescale_ray.optim.parameters import local_of, parameter_list, sharded_of
 
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
@@ -46,13 +46,14 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is NaN or infinite and ``error_if_nonfinite`` is set.
+        TypeError: ``parameters`` holds something else than tensors.
         ValueError: a gradient still has a pending sum (Partial); ``max_norm`` is negative or NaN; ``norm_type`` is not above 0, or
             neither 2 nor infinite with ``exact``.
     """
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm = {max_norm}: give a number of at least 0")
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    without = {id(p) for p in leave_out}
+    if not _is_number(max_norm) or not max_norm >= 0:
+        raise ValueError(f"max_norm = {max_norm!r}: give a number of at least 0")
+    parameters = parameter_list("clip_grad_norm_", parameters)
+    without = {id(p) for p in parameter_list("leave_out of clip_grad_norm_", leave_out)}
     parameters = [sharded_of(p) for p in parameters if id(p) not in without]
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = _norm([(p, False) if p.grad is None else (p.grad, True) for p in parameters], norm_type, exact)
@@ -77,11 +78,12 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0, *, exact
     return _norm([(tensor, True) for tensor in tensors], norm_type, exact)
 
 
-def _norm(tensors: list[tuple[torch.Tensor, bool]], norm_type: float, exact: bool = False) -> torch.Tensor:
+def _norm(tensors: list[tuple[torch.Tensor, bool]], norm_type: float | str, exact: bool = False) -> torch.Tensor:
     """Of the tensors that are marked True. The others only tell of meshes whose ranks are asked: each rank may lack other gradients."""
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type = {norm_type}: give a number above 0 (inf: the largest magnitude)")
+    number = math.inf if norm_type == "inf" else norm_type  # torch takes the name, too
+    if isinstance(number, str) or not _is_number(number) or not number > 0:
+        raise ValueError(f"norm_type = {norm_type!r}: give a number above 0 (inf: the largest magnitude)")
+    norm_type = float(number)
     infinite = math.isinf(norm_type)
     if exact and not infinite and norm_type != 2.0:
         raise ValueError(f"norm_type = {norm_type} can't be summed exactly: give 2 or inf")
@@ -108,6 +110,10 @@ def _norm(tensors: list[tuple[torch.Tensor, bool]], norm_type: float, exact: boo
                 part = largest_of_ranks(part, group) if infinite else _sum(part, group)
             total = torch.maximum(total, part) if infinite else total + part
     return total if infinite else total.pow(1.0 / norm_type)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _sum(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -98,10 +98,13 @@ class Flat(StrictLoading):
         options: for ``optimizer_class``.
 
     Raises:
+        TypeError: something else than the class of an optimizer.
         ValueError: an optimizer that is known not to be element-wise; parameters that ``fully_shard`` has replaced.
     """
 
     def __init__(self, params: Iterable[Any], optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> None:
+        if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
+            raise TypeError(f"optimizer_class is {optimizer_class!r}: give the class of an optimizer, as torch.optim.AdamW")
         if optimizer_class.__name__ in NOT_ELEMENTWISE:
             raise ValueError(f"{optimizer_class.__name__} is not element-wise: it needs to know where a parameter begins; use it by itself")
         self._class, self._options = optimizer_class, options

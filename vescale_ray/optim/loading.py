@@ -37,7 +37,7 @@ class StrictLoading(torch.optim.Optimizer):
         # The last hook before torch's own work: the user's have seen, and may have changed, what is loaded.
         hook = self.register_load_state_dict_pre_hook(lambda _, given: completed(self, given))
         try:
-            super().load_state_dict(dict(state_dict))
+            super().load_state_dict(_as_dict(state_dict))
         finally:
             hook.remove()
 
@@ -74,10 +74,16 @@ class InPlaceLoading(StrictLoading):
 
         hooks = [self.register_load_state_dict_pre_hook(take), self.register_load_state_dict_post_hook(give, prepend=True)]
         try:
-            super(StrictLoading, self).load_state_dict(dict(state_dict))
+            super(StrictLoading, self).load_state_dict(_as_dict(state_dict))
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _as_dict(state_dict: Any) -> dict[str, Any]:
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"the state dict is a {type(state_dict).__name__}: give what state_dict() of the optimizer returns")
+    return dict(state_dict)
 
 
 def completed(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,6 +92,12 @@ def completed(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> dic
     Raises:
         ValueError: it can't be loaded (see :meth:`StrictLoading.load_state_dict`).
     """
+    lacks = [key for key in ("state", "param_groups") if key not in given]
+    if lacks:
+        raise ValueError(
+            f"the state dict of {type(optimizer).__name__} has no {lacks[0]!r}, but {list(given)[:3]}: give what the optimizer's "
+            f"state_dict() returns, not a part of a checkpoint"
+        )
     groups, theirs = optimizer.param_groups, list(given["param_groups"])
     sizes, their_sizes = ([len(group["params"]) for group in some] for some in (groups, theirs))
     if sizes != their_sizes:

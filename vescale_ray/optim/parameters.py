@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
 
 from vescale_ray.fsdp.parameters import GATHERED_OF, REPLACED
 from vescale_ray.redistribute import arrived
@@ -23,6 +24,23 @@ def sharded_of(parameter: Any) -> Any:
     owner = getattr(parameter, GATHERED_OF, None)
     param = None if owner is None else owner()
     return parameter if param is None else param.sharded
+
+
+def parameter_list(what: str, params: Any) -> list[Tensor]:
+    """``params`` as a list.
+
+    Raises:
+        TypeError: something else than parameters: a model, names, pairs of names and parameters.
+    """
+    if isinstance(params, Tensor):
+        return [params]
+    if isinstance(params, str | Module) or not isinstance(params, Iterable):
+        raise TypeError(f"{what} got a {type(params).__name__.removeprefix('FSDP')}: give a list of parameters, as model.parameters()")
+    found = list(params)
+    for one in found:
+        if not isinstance(one, Tensor):
+            raise TypeError(f"{what} got a list with a {type(one).__name__}: give parameters only, as model.parameters()")
+    return found
 
 
 def take_sharded(param_group: dict[str, Any]) -> None:
@@ -60,7 +78,7 @@ def check_number(group: Mapping[str, Any], key: str, *, most: float = math.inf, 
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{key} is a tensor of {value.numel()} elements: give one number")
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, str) else float(value)  # "1e-3", as YAML reads 1e-3
     except (TypeError, ValueError):
         number = math.nan
     if not 0.0 <= number < math.inf or number > most or (whole and number != int(number)):

@@ -21,7 +21,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -31,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vescale_ray.compat.core import ConvNd
 from vescale_ray.geometry import Block
 from vescale_ray.optim.matrices import RowBlocks
+from vescale_ray.optim.parameters import check_number
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig, TrainSection
@@ -76,6 +77,9 @@ class OptimizerConfig:
         for given in (self.name, *self.routes.values()):
             if given not in get_args(Name):
                 raise ValueError(f"there is no optimizer {given!r}: known are {', '.join(get_args(Name))}")
+        for key in ("lr", "matrix_lr", "weight_decay", "eps"):
+            if getattr(self, key) is not None:
+                check_number({key: getattr(self, key)}, key)
         if self.row_blocks and self.name != "muon":
             raise ValueError(f"row_blocks are Muon's, but the optimizer is {self.name}: leave them out, or use muon")
 
@@ -87,7 +91,13 @@ class OptimizerConfig:
         if isinstance(given, str):
             return cls(name=given)  # type: ignore[arg-type]
         if isinstance(given, Mapping):
+            known = [one.name for one in fields(cls)]
+            unknown = [key for key in given if key not in known]
+            if unknown:
+                raise ValueError(f"the optimizer's configuration has no {unknown[0]!r}: it takes {', '.join(known)}")
             return cls(**given)
+        if not hasattr(getattr(given, "train", given), "optimizer_options"):
+            raise TypeError(f"config is {given!r}: give the name of an optimizer, as 'adamw', a mapping, or an OptimizerConfig")
         train: Any = getattr(given, "train", given)
         return cls(
             name=train.optimizer,
@@ -122,6 +132,8 @@ class Routing:
         self._by_parameter: Any = WeakIdKeyDictionary({parameters[route.name]: route for route in routes})
 
     def __getitem__(self, name: str) -> Route:
+        if name not in self._by_name:
+            raise ValueError(f"parameter {name!r} was not in the model when its parameters were routed: route the model that is optimized")
         return self._by_name[name]
 
     def block_policy(self, name: str, parameter: nn.Parameter) -> Block | None:
@@ -150,13 +162,20 @@ class Routing:
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
 
 
-def route_parameters(model: nn.Module, config: OptimizerConfig) -> Routing:
+def route_parameters(model: nn.Module, config: OptimizerConfig | Mapping[str, Any] | str) -> Routing:
     """Route the trainable parameters of ``model``, sharded, on the meta device, or neither.
 
+    Args:
+        config: an :class:`OptimizerConfig`, or what :meth:`OptimizerConfig.of` makes one of.
+
     Raises:
+        TypeError: something else than a module, or a configuration.
         ValueError: a pattern of ``routes`` or ``row_blocks`` that matches nothing, a matrix optimizer for what is no matrix, or options
             that the optimizer doesn't have.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}: give the module itself, not its parameters")
+    config = OptimizerConfig.of(config)
     taken = inspect.signature(optimizer_class(config.name)).parameters
     for option in config.options:
         if option not in taken or option in _OURS:

@@ -63,6 +63,11 @@ def plan_layout(specs: Sequence[TensorSpec], num_shards: int, *, align: int = 12
         ValueError: no ranks, duplicate names, an impossible alignment, an unknown order, a block that does not fit.
     """
     specs = tuple(specs)
+    for spec in specs:
+        if not isinstance(spec, TensorSpec):
+            raise TypeError(f"plan_layout got a {type(spec).__name__} in specs: give TensorSpec(name, shape, block, dtype)")
+    if not isinstance(num_shards, int):
+        raise TypeError(f"num_shards is {num_shards!r}: give the number of ranks")
     if num_shards < 1:
         raise ValueError(f"num_shards is {num_shards}: a layout needs at least one rank")
     if order not in ("auto", "given"):

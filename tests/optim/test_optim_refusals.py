@@ -1,0 +1,227 @@
+"""Refusals of the optimizers, of clipping and of state dicts: what the user does, the sentence, and the remedy, which then trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.tensor import DTensor
+
+from tests.ranks import run_threads
+from vescale_ray import fully_shard
+from vescale_ray.optim import AdamW, AdamW8bit, CombinedOptimizer, Flat, OptimizerConfig, build_optimizer, clip_grad_norm_, route_parameters
+from vescale_ray.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
+
+WORLD = 2
+FULL = StateDictOptions(full_state_dict=True)
+
+
+def net(shift: float = 0.0) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    with torch.no_grad():
+        for index, param in enumerate(model.parameters()):
+            param.copy_(torch.arange(param.numel()).add(index + shift).sin().view(param.shape) / 2)
+    return model
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.arange(24.0).add(7 * rank).cos().view(3, 8)
+
+
+def backward(rank: int, model: Any, plain: Any) -> None:
+    model(batch(rank)).square().mean().backward()
+    (sum(plain(batch(one)).square().mean() for one in range(WORLD)) / WORLD).backward()
+
+
+def same(model: nn.Module, plain: nn.Module) -> None:
+    expected = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor)
+        torch.testing.assert_close(param.full_tensor(), expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def refused(call: Callable[[], Any], kind: type[BaseException], words: tuple[str, ...]) -> None:
+    with pytest.raises(kind) as error:
+        call()
+    said = str(error.value)
+    assert "\n" not in said and all(word in said for word in words), (words, said)
+
+
+@dataclass
+class Case:
+    """``right`` makes the optimizer as the sentence says; on the sharded module and on a plain one it takes the same step."""
+
+    wrong: Callable[[Any], Any]
+    kind: type[BaseException]
+    words: tuple[str, ...]
+    right: Callable[[Any], torch.optim.Optimizer] = lambda m: build_optimizer(m, "adamw", log=None)
+
+
+def adamw(**config: Any) -> dict[str, Any]:
+    return {"name": "adamw", **config}
+
+
+OPTIMIZERS: dict[str, Case] = {
+    "a name that is none": Case(lambda m: build_optimizer(m, "adam", log=None), ValueError, ("'adam'", "known are adamw")),
+    "no configuration": Case(lambda m: build_optimizer(m, None, log=None), TypeError, ("config is None", "'adamw'")),  # type: ignore[arg-type]
+    "an optimizer's class": Case(lambda m: build_optimizer(m, torch.optim.AdamW, log=None), TypeError, ("AdamW", "'adamw'")),  # type: ignore[arg-type]
+    "a key that is none": Case(
+        lambda m: build_optimizer(m, adamw(learning_rate=1e-2), log=None),
+        ValueError,
+        ("no 'learning_rate'", "it takes name, lr"),
+        lambda m: build_optimizer(m, adamw(lr=1e-2), log=None),
+    ),
+    "a rate as a string": Case(
+        lambda m: build_optimizer(m, adamw(lr="1e-2"), log=None),
+        ValueError,
+        ("lr = '1e-2'", "give a number"),
+        lambda m: build_optimizer(m, adamw(lr=1e-2), log=None),
+    ),
+    "a decay below 0": Case(lambda m: OptimizerConfig(weight_decay=-0.1), ValueError, ("weight_decay = -0.1", "at least 0")),
+    "parameters for the model": Case(
+        lambda m: build_optimizer(m.parameters(), "adamw", log=None),  # type: ignore[arg-type]
+        TypeError,
+        ("the model is a generator", "the module itself"),
+    ),
+    "a log that is no function": Case(
+        lambda m: build_optimizer(m, "adamw", log="run.log"),  # type: ignore[arg-type]
+        TypeError,
+        ("log = 'run.log'", "or None"),
+    ),
+    "routes of another model": Case(
+        lambda m: build_optimizer(m, "muon", routing=route_parameters(nn.Linear(3, 3), "muon"), log=None),
+        ValueError,
+        ("'0.weight' was not in the model", "route the model that is optimized"),
+        lambda m: build_optimizer(m, "muon", routing=route_parameters(m, "muon"), log=None),
+    ),
+    "AdamW8bit, a rate as a string": Case(
+        lambda m: AdamW8bit(m.parameters(), lr="1e-2"),  # type: ignore[arg-type]
+        ValueError,
+        ("lr = '1e-2'", "give a number"),
+        lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
+    ),
+    "Flat of a name": Case(
+        lambda m: Flat(m.parameters(), "adamw"),  # type: ignore[arg-type]
+        TypeError,
+        ("'adamw'", "as torch.optim.AdamW"),
+        lambda m: Flat(m.parameters(), torch.optim.AdamW),
+    ),
+    "Flat of what is not element-wise": Case(
+        lambda m: Flat(m.parameters(), torch.optim.Adafactor),
+        ValueError,
+        ("Adafactor is not element-wise", "by itself"),
+        lambda m: Flat(m.parameters(), torch.optim.SGD, lr=0.1),
+    ),
+    "one optimizer to combine": Case(
+        lambda m: CombinedOptimizer(AdamW(m.parameters())),  # type: ignore[arg-type]
+        TypeError,
+        ("got a AdamW", "a list"),
+        lambda m: CombinedOptimizer([AdamW(m.parameters())]),
+    ),
+    "no optimizer to combine": Case(
+        lambda m: CombinedOptimizer([]), TypeError, ("at least one",), lambda m: CombinedOptimizer([AdamW(m.parameters())])
+    ),
+    "no state dict": Case(lambda m: AdamW(m.parameters()).load_state_dict(None), TypeError, ("a NoneType", "state_dict()")),  # type: ignore[arg-type]
+    "a part of a state dict": Case(
+        lambda m: AdamW(m.parameters()).load_state_dict({"optimizer": 1, "state": {}}),
+        ValueError,
+        ("AdamW has no 'param_groups', but ['optimizer', 'state']", "not a part"),
+    ),
+}
+
+
+def optimizer_case(rank: int, world: int, what: str) -> None:
+    case = OPTIMIZERS[what]
+    model, plain = fully_shard(net()), net()
+    refused(lambda: case.wrong(model), case.kind, case.words)
+    steps = [case.right(model), case.right(plain)]
+    backward(rank, model, plain)
+    for optimizer in steps:
+        optimizer.step()
+    same(model, plain)
+
+
+@pytest.mark.parametrize("what", OPTIMIZERS)
+def test_an_optimizer_refuses_and_the_remedy_steps(what: str) -> None:
+    run_threads(WORLD, optimizer_case, what)
+
+
+CLIPS: dict[str, tuple[Callable[[Any], Any], type[BaseException], tuple[str, ...]]] = {
+    "a model": (lambda m: clip_grad_norm_(m, 1.0), TypeError, ("got a Sequential", "model.parameters()")),
+    "None": (lambda m: clip_grad_norm_(None, 1.0), TypeError, ("got a NoneType",)),  # type: ignore[arg-type]
+    "pairs": (lambda m: clip_grad_norm_(m.named_parameters(), 1.0), TypeError, ("a list with a tuple",)),
+    "names": (lambda m: clip_grad_norm_(dict(m.named_parameters()), 1.0), TypeError, ("a list with a str",)),  # type: ignore[arg-type]
+    "max_norm: a string": (lambda m: clip_grad_norm_(m.parameters(), "1"), ValueError, ("max_norm = '1'",)),  # type: ignore[arg-type]
+    "max_norm: None": (lambda m: clip_grad_norm_(m.parameters(), None), ValueError, ("max_norm = None",)),  # type: ignore[arg-type]
+    "max_norm: negative": (lambda m: clip_grad_norm_(m.parameters(), -1.0), ValueError, ("max_norm = -1.0", "at least 0")),
+    "norm_type: a string": (lambda m: clip_grad_norm_(m.parameters(), 1.0, "fro"), ValueError, ("norm_type = 'fro'", "above 0")),  # type: ignore[arg-type]
+    "norm_type: 0": (lambda m: clip_grad_norm_(m.parameters(), 1.0, 0), ValueError, ("norm_type = 0", "above 0")),
+    "norm_type: 1, exact": (lambda m: clip_grad_norm_(m.parameters(), 1.0, 1.0, exact=True), ValueError, ("norm_type = 1.0", "2 or inf")),
+}
+
+
+def clip_case(rank: int, world: int, what: str) -> None:
+    wrong, kind, words = CLIPS[what]
+    model, plain = fully_shard(net()), net()
+    assert clip_grad_norm_(model.parameters(), 1.0) == 0  # no gradients
+    backward(rank, model, plain)
+    refused(lambda: wrong(model), kind, words)
+    for norm_type in (2.0, "inf"):
+        mine = clip_grad_norm_(model.parameters(), 1e-3, norm_type)
+        torch.testing.assert_close(mine, nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, float(norm_type)))
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert expected.grad is not None
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+
+
+@pytest.mark.parametrize("what", CLIPS)
+def test_clipping_refuses_before_it_scales(what: str) -> None:
+    run_threads(WORLD, clip_case, what)
+
+
+def other() -> dict[str, Any]:
+    return net(0.5).state_dict()
+
+
+LOADS: dict[str, tuple[Callable[[Any, Any], Any], type[BaseException], tuple[str, ...]]] = {
+    "no model": (lambda m, o: get_model_state_dict(None), TypeError, ("the model is a NoneType",)),  # type: ignore[arg-type]
+    "options: a dict": (lambda m, o: get_model_state_dict(m, options={}), TypeError, ("StateDictOptions(", "not {}")),  # type: ignore[arg-type]
+    "no optimizer": (lambda m, o: get_optimizer_state_dict(m, None), TypeError, ("the optimizers hold a NoneType",)),  # type: ignore[arg-type]
+    "another model's optimizer": (
+        lambda m, o: get_optimizer_state_dict(m, torch.optim.SGD(net().parameters(), lr=1.0)),
+        ValueError,
+        ("SGD holds a parameter of shape (8, 8) that is not in the model", "model.parameters()"),
+    ),
+    "None": (lambda m, o: set_model_state_dict(m, None, options=FULL), ValueError, ("it is a NoneType, not a dict",)),  # type: ignore[arg-type]
+    "one array among tensors": (
+        lambda m, o: set_model_state_dict(m, {**other(), "2.bias": other()["2.bias"].numpy()}, options=FULL),
+        ValueError,
+        ("2.bias is a ndarray", "torch.as_tensor"),
+    ),
+    "no groups": (lambda m, o: set_optimizer_state_dict(m, o, {"state": {}}, options=FULL), ValueError, ("no 'param_groups'", "['state']")),
+    "None for the optimizer": (
+        lambda m, o: set_optimizer_state_dict(m, o, None, options=FULL),  # type: ignore[arg-type]
+        ValueError,
+        ("it is a NoneType, not a dict",),
+    ),
+}
+
+
+def load_case(rank: int, world: int, what: str) -> None:
+    wrong, kind, words = LOADS[what]
+    model = fully_shard(net())
+    optimizer = torch.optim.AdamW(model.parameters())
+    refused(lambda: wrong(model, optimizer), kind, words)
+    same(model, net())  # nothing was written
+    set_model_state_dict(model, other(), options=FULL)
+    same(model, net(0.5))
+
+
+@pytest.mark.parametrize("what", LOADS)
+def test_a_refused_state_dict_writes_nothing(what: str) -> None:
+    run_threads(WORLD, load_case, what)

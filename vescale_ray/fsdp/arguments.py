@@ -1,0 +1,299 @@
+"""Checks of what ``fully_shard`` is given. All of them come before anything of the model is changed."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
+from torch.distributed.tensor import DTensor
+
+from vescale_ray.errors import BadArgument
+from vescale_ray.fsdp.checks import is_managed, is_replicated
+from vescale_ray.fsdp.hooked import has_gather_hooks
+from vescale_ray.fsdp.schedule import unit_of
+from vescale_ray.fsdp.sharding import Sharding
+from vescale_ray.geometry import Block
+
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
+
+
+def check_type(name: str, value: Any, wanted: type, example: str) -> None:
+    """Raise TypeError unless the argument ``name`` is a ``wanted``; ``example`` is one that fits."""
+    if not isinstance(value, wanted):
+        raise TypeError(f"{name} must be a {wanted.__name__}, as {example}, not {_shown(value)}")
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """The truth value of a switch. A string, None or a container has none of its own: most likely it was meant otherwise.
+
+    Raises:
+        TypeError: it is such a value.
+    """
+    if value is None or not hasattr(type(value), "__bool__"):
+        raise TypeError(f"{name} = {_shown(value)} says neither yes nor no: give True or False")
+    return bool(value)
+
+
+def finite(name: str, value: Any) -> float:
+    """``value`` as a float.
+
+    Raises:
+        ValueError: it is no finite number, or 0.
+    """
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if number == 0 or not math.isfinite(number):
+        raise ValueError(f"the {name} is {_shown(value)}: give a number other than 0")
+    return number
+
+
+def check_comm(what: str, comm: Any) -> None:
+    """Raise TypeError for a collective that lacks what it is asked for. None: the usual one."""
+    if comm is not None and not (callable(comm) and hasattr(comm, "allocate")):
+        lacks = "has no allocate()" if callable(comm) else "can't be called"
+        raise TypeError(f"the custom {what}, {_shown(comm)}, {lacks}: give an object with __call__ and allocate, or None for the usual one")
+
+
+def check_call(name: str, function: Any, *arguments: str) -> None:
+    """Raise TypeError unless ``function`` can be called with as many arguments as ``arguments`` names."""
+    how = f"a function of ({', '.join(arguments)})"
+    if not callable(function):
+        raise TypeError(f"{name} = {_shown(function)} can't be called: give {how}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise TypeError(f"{name} takes ({', '.join(signature.parameters)}): give {how} ({error})") from None
+
+
+def check_modules(what: str, modules: Any) -> None:
+    """Raise TypeError unless ``modules`` is a list, or can be looped over as one."""
+    if isinstance(modules, torch.Tensor | str) or not isinstance(modules, Iterable):
+        raise TypeError(f"{what} got {_shown(modules)}: give a list of modules, which may be empty")
+
+
+def check_policies(mixed: Any, offload: Any) -> None:
+    """Raise TypeError for policies of another type, or for dtypes that are none; ValueError for dtypes that can't be trained in."""
+    check_type("mp_policy", mixed, MixedPrecisionPolicy, "MixedPrecisionPolicy(param_dtype=torch.bfloat16)")
+    check_type("offload_policy", offload, OffloadPolicy, "CPUOffloadPolicy()")
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(mixed, name)
+        if dtype is None:
+            continue
+        check_type(f"{name} of mp_policy", dtype, torch.dtype, "torch.bfloat16")
+        if not dtype.is_floating_point and not dtype.is_complex:
+            raise ValueError(f"{name} of mp_policy is {dtype}: give a floating-point dtype, as torch.bfloat16")
+
+
+def check_functions(shard_placement_fn: Any, block_policy: Any, allow_gaps: Any) -> None:
+    """Raise TypeError for arguments that can't be called as they will be."""
+    if shard_placement_fn is not None:
+        check_call("shard_placement_fn", shard_placement_fn, "parameter")
+    if block_policy is not None:
+        check_call("block_policy", block_policy, "name", "parameter")
+    if not isinstance(allow_gaps, bool):
+        if not callable(allow_gaps):
+            raise TypeError(f"allow_gaps = {_shown(allow_gaps)}: give True, False or a function of (name, parameter)")
+        check_call("allow_gaps", allow_gaps, "name", "parameter")
+
+
+def check_dims(sharding: Any, dims: Any, reshard_after_forward: Any) -> None:
+    """Raise for arguments that name mesh dimensions in another way than by their own classes, or in two ways."""
+    if dims is not None:
+        check_type("dp_mesh_dims", dims, DataParallelMeshDims, "DataParallelMeshDims(shard='dp')")
+    if sharding is not None:
+        check_type("sharding", sharding, Sharding, "Sharding.zero3('shard')")
+        if dims is not None:
+            raise ValueError("sharding says where everything is sharded, and so does dp_mesh_dims: leave out one of them")
+        if type(reshard_after_forward) is int:
+            raise ValueError(
+                f"sharding says where everything is sharded: leave out reshard_after_forward={reshard_after_forward}, and name the "
+                f"dimension of these ranks in Sharding(parameters=..)"
+            )
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device of ``mesh``."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raise TypeError for what is no mesh; ValueError if this process is not part of it, or its devices are none to train on."""
+    check_type("mesh", mesh, DeviceMesh, "init_device_mesh('cpu', (world_size,))")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"this process is not part of {mesh}: call fully_shard on the ranks of its mesh only, or give another mesh")
+    if mesh.device_type != "cpu" and not hasattr(torch, mesh.device_type):
+        raise ValueError(f"{mesh} has devices of type {mesh.device_type!r}, which can't hold parameters: give a mesh of 'cpu' or 'cuda'")
+
+
+def ignored_of(params: Any) -> set[nn.Parameter]:
+    """``ignored_params`` as a set.
+
+    Raises:
+        TypeError: something else than parameters.
+    """
+    if params is None:
+        return set()
+    how = "give the parameters themselves, as {model.head.weight}"
+    if isinstance(params, torch.Tensor | nn.Module | str) or not isinstance(params, Iterable):
+        raise TypeError(f"ignored_params = {_shown(params)}: it must be a set of parameters; {how}")
+    params = list(params)
+    for one in params:
+        if not isinstance(one, torch.Tensor):
+            raise TypeError(f"ignored_params holds {_shown(one)}, which is no parameter: {how}")
+    return set(params)
+
+
+def unit_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """The outermost of the modules that are to form one unit.
+
+    Raises:
+        TypeError: something else than modules.
+        ValueError: no module, a container, or one that has a unit already.
+    """
+    if isinstance(module, nn.Module):
+        modules = [module]
+    elif isinstance(module, Iterable) and not isinstance(module, torch.Tensor | str | dict):
+        modules = list(dict.fromkeys(module))
+    else:
+        raise TypeError(f"fully_shard got {_shown(module)}: give a module, or a list of modules")
+    if not modules:
+        raise ValueError("fully_shard got an empty list of modules: give a module, or those that are to form one unit")
+    for one in modules:
+        if not isinstance(one, nn.Module):
+            raise TypeError(f"fully_shard got a list with {_shown(one)}: give modules only")
+        if isinstance(one, nn.ModuleList | nn.ModuleDict) and type(one).forward is nn.Module.forward:
+            raise ValueError(
+                f"fully_shard does not support containers that do not implement forward, as {type(one).__name__}: apply it to each module "
+                f"that is in it"
+            )
+        if unit_of(one) is not None:
+            raise BadArgument(
+                f"Each distinct composable distributed API can only be applied to a module once. fully_shard was applied to this "
+                f"{type(one).__name__.removeprefix('FSDP')} already: leave out the second call"
+            )
+        if is_replicated(one):
+            raise BadArgument(
+                f"torch's replicate was applied to this {type(one).__name__} already: use one of the two; fully_shard has replicas on a "
+                f"mesh of two dimensions, ('replicate', 'shard')"
+            )
+    inside = {id(sub) for one in modules for sub in one.modules() if sub is not one}
+    return [one for one in modules if id(one) not in inside]
+
+
+def managed_modules(roots: Sequence[nn.Module]) -> set[nn.Module]:
+    """The modules below ``roots``, without those that are units of their own or replicated by torch's ``replicate``, and what is below
+    these.
+
+    Raises:
+        ValueError: another wrapper manages the parameters of one, or its class takes no hooks.
+    """
+    found: set[nn.Module] = set()
+    stack = list(roots)
+    while stack:
+        one = stack.pop()
+        if one in found:
+            continue
+        found.add(one)
+        if isinstance(one, _WRAPPERS):
+            raise ValueError(
+                f"{_where(roots, one)} is a {type(one).__name__}, which manages its parameters itself: give fully_shard the plain model, "
+                f"without the wrapper; replicas are a mesh dimension, as mesh_dim_names=('replicate', 'shard')"
+            )
+        if isinstance(one, torch.jit.ScriptModule):
+            raise ValueError(f"{_where(roots, one)} is a torch.jit.ScriptModule, which takes no hooks: give fully_shard the plain module")
+        stack.extend(child for child in one.children() if unit_of(child) is None and not is_replicated(child))
+    return found
+
+
+def check_parameter(fqn: str, module: nn.Module, attribute: str, param: nn.Parameter) -> None:
+    """Raise ValueError for a parameter that is sharded already, or has no dense storage to share out."""
+    if is_managed(module, attribute):
+        raise ValueError(
+            f"parameter {fqn!r} is sharded already, with a module around this {type(module).__name__}: apply fully_shard to inner modules "
+            f"first, to the whole model last"
+        )
+    if getattr(module, "_is_fsdp_managed_module", False) and isinstance(param, DTensor):
+        raise ValueError(
+            f"parameter {fqn!r} is sharded already, by torch's fully_shard: use one of the two for all modules of a model, as "
+            f"vescale_ray.fully_shard for this {type(module).__name__.removeprefix('FSDP')}"
+        )
+    if nn.parameter.is_lazy(param):
+        raise ValueError(
+            f"parameter {fqn!r} is not initialized: it is of a lazy module. Run one forward of the model first, then call fully_shard"
+        )
+    kind = "quantized" if param.is_quantized else "nested" if param.is_nested else str(param.layout).removeprefix("torch.")
+    if kind != "strided":
+        raise ValueError(
+            f"parameter {fqn!r} is a {kind.removeprefix('_')} tensor, and fully_shard shares out dense ones: make it dense, or leave it to "
+            f"every rank with ignored_params={{that parameter}}"
+        )
+
+
+def check_block(fqn: str, block: Any) -> None:
+    """Raise TypeError for a result of ``block_policy`` that is neither a block nor None."""
+    if block is not None and not isinstance(block, Block):
+        raise TypeError(f"block_policy gave {_shown(block)} for {fqn!r}: it must return a Block, as Block.rows(4), or None")
+
+
+def has_hooks(fqn: str, param: nn.Parameter, block: Block | None, shard_dim: int | None) -> bool:
+    """Whether the parameter's tensor class says what is gathered.
+
+    Raises:
+        ValueError: it has one hook only; a block; a dimension other than the first.
+        NotImplementedError: it is a DTensor.
+    """
+    if not has_gather_hooks(param._local_tensor if isinstance(param, DTensor) else param):
+        return False
+    if isinstance(param, DTensor):
+        raise NotImplementedError(f"{fqn!r} is a DTensor of tensors with all-gather hooks: quantize it after it was sharded")
+    if block is not None or shard_dim not in (None, 0):
+        raise ValueError(f"{fqn!r} has all-gather hooks of its own, and is sharded along dimension 0: no block, no other dimension")
+    return True
+
+
+def resharding(value: Any, shard_size: int) -> tuple[bool | None, int | None]:
+    """Whether to reshard after forward, and to how many ranks if not to all.
+
+    Raises:
+        ValueError: neither a bool, None nor a divisor of ``shard_size``.
+    """
+    if value is None or isinstance(value, bool):
+        return value, None
+    if not isinstance(value, int):
+        raise ValueError(
+            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value!r}; None: yes, but "
+            f"not the root"
+        )
+    if value < 1 or value > shard_size or shard_size % value:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {shard_size}, not {value}: it must divide the shard size"
+        )
+    return value != 1, value if 1 < value < shard_size else None
+
+
+def _where(roots: Sequence[nn.Module], module: nn.Module) -> str:
+    name = next(name for root in roots for name, one in root.named_modules() if one is module)
+    return f"module {name!r}" if name else "the module"
+
+
+def _shown(value: Any) -> str:
+    """The value for a message: itself where that is short, else its type."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text = repr(value) if isinstance(value, str | int | float | tuple | list | dict | torch.dtype | type(None)) else ""
+    return text if 0 < len(text) <= 60 else f"a {type(value).__name__.removeprefix('FSDP')}"

@@ -1,0 +1,58 @@
+"""From modules to their units, and when a unit may be changed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, cast
+
+from torch import nn
+
+from vescale_ray.fsdp.arguments import check_modules
+from vescale_ray.fsdp.phases import Phase, PhaseError
+from vescale_ray.fsdp.schedule import unit_of
+from vescale_ray.fsdp.unit import Unit
+
+
+def sharded_unit(module: Any) -> Unit:
+    unit = unit_of(module)
+    if unit is None:
+        raise AssertionError(f"{type(module).__name__} has lost its sharding state: was it copied?")
+    return unit
+
+
+def units_below(module: Any, recurse: bool) -> Iterator[Unit]:
+    seen: set[int] = set()
+    for one in cast(nn.Module, module).modules() if recurse else [module]:
+        unit = unit_of(one)
+        if unit is not None and id(unit) not in seen:
+            seen.add(id(unit))
+            yield unit
+
+
+def prefetched(method: str, modules: Any) -> list[weakref.ref[Unit]]:
+    """The units of the modules that ``method`` is given.
+
+    Raises:
+        TypeError: no list.
+        ValueError: a module that is not sharded.
+    """
+    check_modules(method, modules)
+    units = []
+    for module in modules:
+        unit = unit_of(module) if isinstance(module, nn.Module) else None
+        if unit is None:
+            raise ValueError(f"Expects FSDPModule but got {type(module).__name__}: only what fully_shard was applied to can be prefetched")
+        units.append(unit)
+    return [weakref.ref(unit) for unit in units]
+
+
+def resting_unit(module: Any, what: str) -> Unit:
+    unit = sharded_unit(module)
+    check_resting(unit, what)
+    return unit
+
+
+def check_resting(unit: Unit, what: str) -> None:
+    if unit.phase is not Phase.RESTING:
+        raise PhaseError(f"unit {unit.name!r} is in phase {unit.phase.value}: set its {what} between steps")
