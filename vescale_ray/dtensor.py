@@ -29,7 +29,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types
 
 from vescale_ray.dtensor_autograd import FromLocal, Redistribute, ToLocal, whole_of
-from vescale_ray.dtensor_operands import TENSOR_DATA, formatted, stable_hash_on_this_rank, unpickled_derived
+from vescale_ray.dtensor_derived import TENSOR_DATA, formatted, stable_hash_on_this_rank, unpickled_derived
 from vescale_ray.dtensor_ops import RaggedFallbackWarning, dispatch, wrap
 from vescale_ray.dtensor_spec import make_spec, ragged_mesh_dim, replicated, sharding_of
 from vescale_ray.geometry import Box, Shape, intervals

@@ -17,7 +17,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vescale_ray.collectives import broadcast
-from vescale_ray.dtensor_operands import GatheredView, derived, gathered, in_torchs_backward, read_only, refuse_leaf, written
+from vescale_ray.dtensor_derived import GatheredView, derived, read_only
+from vescale_ray.dtensor_operands import gathered
+from vescale_ray.dtensor_schema import in_torchs_backward, refuse_leaf, written
 from vescale_ray.dtensor_spec import replicated, sharding_of
 from vescale_ray.redistribute import move
 from vescale_ray.transfer import arrived, writes_of

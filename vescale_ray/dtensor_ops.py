@@ -29,9 +29,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from vescale_ray.dtensor_fallback import HIDDEN_WRITES, Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target
-from vescale_ray.dtensor_operands import gathered, operand, schema_facts, spread, written
+from vescale_ray.dtensor_operands import gathered, operand, spread
 from vescale_ray.dtensor_pending import any_pending, on_pending
 from vescale_ray.dtensor_reduce import REDUCTIONS, allclose, amp_unscale, equal, foreach_max, foreach_norm, reduce_op, scalar
+from vescale_ray.dtensor_schema import schema_facts, written
 from vescale_ray.dtensor_spec import Sharding, contiguous_stride, replicated, sharding_of, wrap
 from vescale_ray.dtensor_views import random_in_place, random_like, reinterpret, reshape
 from vescale_ray.redistribute import move, plain_spec

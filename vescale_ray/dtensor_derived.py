@@ -1,0 +1,314 @@
+"""DTensors that come from ragged ones and are not ragged: gathered views, to read only, and what operations and redistributions give."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._pytree import tree_leaves, tree_map
+
+from vescale_ray.dtensor_autograd import whole_of
+from vescale_ray.dtensor_schema import in_torchs_backward, refuse_leaf, schema_facts, written
+from vescale_ray.dtensor_spec import pending_spec, replicated, wrap
+from vescale_ray.redistribute import move
+from vescale_ray.transfer import writes_of
+
+
+class GatheredView(DTensor):
+    """What a view operation (transpose, indexing, ..) gives that no local tensor can be a view for: a gathered copy, to read only.
+
+    Writing to it would not reach the ragged tensor, so that raises; so does reading it after the ragged tensor was written, which a view
+    would show. Every other operation is torch's own.
+    """
+
+    _sources: tuple[tuple[Tensor, int], ...] = ()
+    """The ragged tensors that it was gathered from, and how often they had been written."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        writes, is_view = schema_facts(func)
+        GatheredView.refuse_writes(func, written(func, writes, args, kwargs or {}))
+        sources: tuple[tuple[Tensor, int], ...] = ()
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, GatheredView):
+                value.check(func)
+                sources += value._sources
+                mesh = value.device_mesh
+        args, kwargs = _beside(func, "a gathered copy of a ragged tensor", mesh, args, kwargs or {})
+        result = func(*args, **kwargs)
+        return read_only(result, sources) if is_view else tree_map(_derived, result)
+
+    @staticmethod
+    def refuse_writes(func: Any, targets: Any) -> None:
+        """Raise if one of these, or of their items, is such a copy."""
+        if any(isinstance(target, GatheredView) for target in tree_leaves(targets)):
+            raise RuntimeError(
+                f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor: writing to it would not reach "
+                "that tensor; write to its to_local(), or build the whole tensor and use copy_()"
+            )
+
+    def check(self, func: Any) -> None:
+        """Raise if the ragged tensor was written since."""
+        if any(writes_of(tensor) != count for tensor, count in self._sources):
+            raise RuntimeError(
+                f"{func}: this tensor is a gathered copy, not a view, of a RaggedDTensor that was written since: take the view again"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """A copy is nobody's view: torch's DTensor."""
+        self.check("deepcopy")
+        return _copied(self, memo, lambda local, spec: DTensor(local, spec, requires_grad=False))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.check("pickle")
+        return DTensor(self._local_tensor.detach(), self._spec, requires_grad=self.requires_grad).__reduce_ex__(protocol)
+
+    def __format__(self, spec: str) -> str:
+        return formatted(self, spec)
+
+    def to_local(self, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        self.check("to_local")
+        return super().to_local(**kwargs) if kwargs else whole_of(self)
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        self.check("full_tensor")
+        return super().full_tensor(**kwargs) if kwargs else whole_of(self)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
+        self.check("redistribute")
+        return super().redistribute(*args, **kwargs)
+
+
+TENSOR_DATA = cast(Any, torch.Tensor.__dict__.get("data") or torch._C.TensorBase.__dict__["data"])
+
+
+def stable_hash_on_this_rank(tensor: DTensor, base: str) -> str:
+    """What ``torch.compile`` keeps compiled code by, on disk, for all processes of the machine. torch's own, ``base``, is the same on all
+    ranks, but code for one rank's part is none for another's: it would read beyond its end."""
+    local, here = tensor._local_tensor, tensor.device_mesh.get_coordinate()
+    text = f"{type(tensor).__name__} {base} {tuple(local.shape)} {local.stride()} {local.dtype} {here}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class DerivedDTensor(DTensor):
+    """What operations on ragged tensors give that isn't ragged: reductions whose sum, maximum or norm over the ranks is still pending
+    (Partial), results that had to be gathered (Replicate), and what is computed from these. As torch's DTensor, but:
+
+    ``.item()``, ``float()`` and ``bool()`` give the whole answer; torch's own silently gives this rank's contribution. What has no
+    dimensions may be written into plain tensors, as ``clip_grad_norm_`` over ragged and plain parameters does. And gradients come back
+    as such tensors, which torch's derivative formulas may join with plain ones that they make.
+    """
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        return super().full_tensor(**kwargs) if kwargs else whole_of(self)
+
+    def to_local(self, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        return super().to_local(**kwargs) if kwargs or _is_pending(self) else whole_of(self)
+
+    @property
+    def data(self) -> Tensor:
+        """Without autograd history, sharing memory. torch's would be its DTensor, whose item() is this rank's contribution."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, DTensor) or value.shape != self.shape or value.device_mesh != self.device_mesh:
+            raise ValueError(f"can't set .data of {self!r} to a {type(value).__name__} of shape {tuple(value.shape)}")
+        TENSOR_DATA.__set__(self, value)
+        self._local_tensor, self._spec = value._local_tensor, value._spec
+
+    def _stable_hash_for_caching(self) -> str:
+        return stable_hash_on_this_rank(self, super()._stable_hash_for_caching())
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        shown = f"this rank's contribution={self._local_tensor}" if _is_pending(self) else f"local_tensor={self._local_tensor}"
+        return f"DerivedDTensor({shown}, device_mesh={self.device_mesh}, placements={self.placements})"
+
+    def __format__(self, spec: str) -> str:
+        return formatted(self, spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        return _copied(self, memo, derived)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return unpickled_derived, (self._local_tensor.detach(), self.device_mesh, self.placements, tuple(self.shape), self.requires_grad)
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """What a compiled function expects of the gradient of this result: reduced, and as :func:`whole_of` gives it back."""
+        return _derived(_settled(self)) if _is_pending(self) else self
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> DerivedDTensor:
+        plain = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
+        return wrap(DerivedDTensor, plain._local_tensor, plain._spec, plain.requires_grad)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        name = func._schema.name
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _settled(args[0])._local_tensor.item()
+        if name in ("aten::detach", "aten::alias"):  # here, because torch's sharding cache would keep the mesh
+            return derived(func(args[0]._local_tensor), args[0]._spec)
+        if name == "aten::stack" and len(args) < 2 and not kwargs and set(map(type, args[0])) == {DerivedDTensor}:
+            spec = args[0][0]._spec  # hundreds of norms: one tensor, reduced once
+            if all(t._spec is spec or t._spec == spec for t in args[0]):
+                value = torch.stack([t._local_tensor for t in args[0]])
+                return derived(value, pending_spec(spec.mesh, spec.placements, value.shape, value.dtype))
+        kwargs = kwargs or {}
+        if name == "aten::allclose":  # torch has no rule for it
+            left, right = (whole_of(v) if isinstance(v, DTensor) else v for v in args[:2])
+            return bool(torch.allclose(left, right, *args[2:], **kwargs))
+        writes = schema_facts(func)[0]
+        if writes or name.endswith("_like") or name.startswith("aten::new_"):
+            # torch would keep the placement, so that filling it with 1 on each rank makes a "sum" of as many ones.
+            targets = tree_leaves(written(func, writes, args, kwargs))
+            if targets and not any(isinstance(t, DTensor) for t in targets):
+                return _write_plain(func, args, kwargs)
+            return _write_pending(func, targets, args, kwargs)
+        operands = [v for v in tree_leaves((args, kwargs)) if isinstance(v, DTensor)]
+        if name == "aten::_to_copy" or any(v._spec is not operands[0]._spec and v._spec != operands[0]._spec for v in operands[1:]):
+            # A cast of every rank's contribution is not the cast of the whole; and torch joins operands of several kinds by making
+            # one of them pending again, as a norm of norms, which has no sign.
+            args, kwargs = tree_map(_settle, (args, kwargs))
+        args, kwargs = _beside(func, "what was computed from a ragged tensor", operands[0].device_mesh, args, kwargs)
+        result = func(*args, **kwargs)
+        return _derived(result) if isinstance(result, Tensor) else tree_map(_derived, result)
+
+
+def derived(value: Tensor, spec: DTensorSpec) -> DerivedDTensor:
+    """``value`` as a DerivedDTensor; ``spec`` of its dtype."""
+    return wrap(DerivedDTensor, value, spec)
+
+
+def unpickled_derived(
+    local: Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], shape: tuple[int, ...], requires_grad: bool
+) -> DerivedDTensor:
+    return wrap(DerivedDTensor, local, pending_spec(mesh, placements, shape, local.dtype), requires_grad)
+
+
+def _is_pending(value: DTensor) -> bool:
+    return any(p.is_partial() for p in value.placements)
+
+
+def _settled(value: DTensor) -> DTensor:
+    """``value`` reduced: torch's DTensor with Replicate."""
+    local, spec = move(value._local_tensor, value._spec, replicated(value.device_mesh))
+    return DTensor(local, spec, requires_grad=False)
+
+
+def _settle(value: Any) -> Any:
+    return _settled(value) if isinstance(value, DerivedDTensor) else value
+
+
+def _write_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Into plain tensors: a factor without dimensions is the same on every rank, as a number is."""
+
+    def number(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        if value.ndim:
+            raise ValueError(
+                f"{func} would write a {type(value).__name__} of shape {tuple(value.shape)} into a plain tensor: use its full_tensor()"
+            )
+        return _settled(value)._local_tensor
+
+    return func(*tree_map(number, args), **tree_map(number, kwargs))
+
+
+def _write_pending(func: Any, targets: list[Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """In place, ``out=`` and ``*_like``: reduce first, then write; the same objects come back. What is only read stays pending."""
+    stand_ins: list[tuple[DerivedDTensor, DTensor]] = []
+
+    def stand_in(value: Any) -> Any:
+        if not isinstance(value, DerivedDTensor):
+            return _plain(value)
+        for known, plain in stand_ins:
+            if known is value:
+                return plain
+        stand_ins.append((value, _settled(value)))
+        return stand_ins[-1][1]
+
+    result = func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
+    for value, plain in stand_ins:
+        if any(value is t for t in targets):
+            value._local_tensor, value._spec = plain._local_tensor, plain._spec
+    return tree_map(lambda r: next((value for value, plain in stand_ins if plain is r), r), result)
+
+
+def _derived(value: Any) -> Any:
+    return derived(value._local_tensor, value._spec) if type(value) is DTensor else value
+
+
+def formatted(value: DTensor, spec: str) -> str:
+    """``format(value, spec)``: a number if this rank has it; who prints is often one rank, which must not wait for the others."""
+    if not spec:
+        return str(value)
+    if value.ndim == 0 and all(p.is_replicate() for p in value.placements):
+        return value._local_tensor.item().__format__(spec)
+    raise TypeError(
+        f"format {spec!r} of a {type(value).__name__} of shape {tuple(value.shape)} with placements {value.placements}: "
+        "format its item(), or full_tensor(), taken on every rank"
+    )
+
+
+def _copied(value: DTensor, memo: dict[int, Any], make: Callable[[Tensor, DTensorSpec], DTensor]) -> DTensor:
+    """``copy.deepcopy``: the mesh and the spec are shared."""
+    if id(value) in memo:
+        return cast(DTensor, memo[id(value)])
+    if not value.is_leaf:
+        raise RuntimeError("only graph leaves can be deep-copied: call .detach() first")
+    result = memo[id(value)] = make(value._local_tensor.detach().clone(), value._spec)
+    result.requires_grad_(value.requires_grad)
+    return result
+
+
+def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with our read-only and pending DTensors as torch's own; plain tensors among them are refused, or whole in backward."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, GatheredView | DerivedDTensor):
+            return DTensor.__new__(DTensor, value._local_tensor, value._spec, requires_grad=False)
+        if isinstance(value, list | tuple):
+            return [convert(v) for v in value]
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):
+            return value
+        if value.ndim == 0:
+            refuse_leaf(func, value, what)
+            return value
+        if value.numel() == 1 or in_torchs_backward():
+            return DTensor.from_local(value, mesh, replicated(mesh), run_check=False)
+        raise ValueError(
+            f"{func}: a plain tensor of shape {tuple(value.shape)} meets {what}: "
+            "distribute it first (vescale_ray.distribute_tensor), or work on full_tensor(); "
+            "parameters of a sharded module are whole in its forward, or after its unshard()"
+        )
+
+    return [convert(v) for v in args], {k: convert(v) for k, v in kwargs.items()}
+
+
+def read_only(result: Any, sources: tuple[tuple[Tensor, int], ...] = ()) -> Any:
+    """DTensors in ``result`` as :class:`GatheredView` of ``sources``."""
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        view = GatheredView(value._local_tensor, value._spec, requires_grad=False)
+        view._sources = sources
+        return view
+
+    return tree_map(convert, result)
+
+
+def _plain(value: Any) -> Any:
+    """An argument with our read-only and pending DTensors as torch's own."""
+    if isinstance(value, GatheredView | DerivedDTensor):
+        return DTensor.__new__(DTensor, value._local_tensor, value._spec, requires_grad=False)
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
