@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from vescale_ray.dtensor_autograd import whole_of
-from vescale_ray.dtensor_schema import in_torchs_backward, refuse_leaf, schema_facts, written
-from vescale_ray.dtensor_spec import pending_spec, replicated, wrap
+from vescale_ray.dtensor_autograd import Classes, RaggedAwareDTensor, whole_of
+from vescale_ray.dtensor_schema import lazy_conjugation, plain_is_whole, refuse_leaf, schema_facts, written
+from vescale_ray.dtensor_spec import pending_spec, replicated, settled_placements, wrap
 from vescale_ray.redistribute import move
-from vescale_ray.transfer import writes_of
+from vescale_ray.transfer import arrived, writes_of
 
 
-class GatheredView(DTensor):
+class GatheredView(RaggedAwareDTensor):
     """What a view operation (transpose, indexing, ..) gives that no local tensor can be a view for: a gathered copy, to read only.
 
     Writing to it would not reach the ragged tensor, so that raises; so does reading it after the ragged tensor was written, which a view
@@ -72,15 +72,15 @@ class GatheredView(DTensor):
     def __format__(self, spec: str) -> str:
         return formatted(self, spec)
 
-    def to_local(self, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def to_local(self, **kwargs: Any) -> Tensor:
         self.check("to_local")
-        return super().to_local(**kwargs) if kwargs else whole_of(self)
+        return super().to_local(**kwargs)
 
-    def full_tensor(self, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def full_tensor(self, **kwargs: Any) -> Tensor:
         self.check("full_tensor")
-        return super().full_tensor(**kwargs) if kwargs else whole_of(self)
+        return super().full_tensor(**kwargs)
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         self.check("redistribute")
         return super().redistribute(*args, **kwargs)
 
@@ -96,7 +96,7 @@ def stable_hash_on_this_rank(tensor: DTensor, base: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-class DerivedDTensor(DTensor):
+class DerivedDTensor(RaggedAwareDTensor):
     """What operations on ragged tensors give that isn't ragged: reductions whose sum, maximum or norm over the ranks is still pending
     (Partial), results that had to be gathered (Replicate), and what is computed from these. As torch's DTensor, but:
 
@@ -105,11 +105,8 @@ class DerivedDTensor(DTensor):
     as such tensors, which torch's derivative formulas may join with plain ones that they make.
     """
 
-    def full_tensor(self, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        return super().full_tensor(**kwargs) if kwargs else whole_of(self)
-
-    def to_local(self, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        return super().to_local(**kwargs) if kwargs or _is_pending(self) else whole_of(self)
+    _of_pending = False
+    """Whether it is a view of a tensor with a reduction pending, which a write to it would not reach."""
 
     @property
     def data(self) -> Tensor:
@@ -150,35 +147,41 @@ class DerivedDTensor(DTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        name = func._schema.name
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return _settled(args[0])._local_tensor.item()
-        if name in ("aten::detach", "aten::alias"):  # here, because torch's sharding cache would keep the mesh
-            return derived(func(args[0]._local_tensor), args[0]._spec)
-        if name == "aten::stack" and len(args) < 2 and not kwargs and set(map(type, args[0])) == {DerivedDTensor}:
-            spec = args[0][0]._spec  # hundreds of norms: one tensor, reduced once
-            if all(t._spec is spec or t._spec == spec for t in args[0]):
-                value = torch.stack([t._local_tensor for t in args[0]])
-                return derived(value, pending_spec(spec.mesh, spec.placements, value.shape, value.dtype))
-        kwargs = kwargs or {}
-        if name == "aten::allclose":  # torch has no rule for it
+        name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
+        if name == "_local_scalar_dense":
+            return _whole(args[0]).item()
+        if name in ("detach", "alias"):  # here, because torch's sharding cache would keep the mesh
+            return _alias(args[0], derived(func(args[0]._local_tensor), args[0]._spec))
+        if name == "allclose":  # torch has no rule for it
             left, right = (whole_of(v) if isinstance(v, DTensor) else v for v in args[:2])
             return bool(torch.allclose(left, right, *args[2:], **kwargs))
-        writes = schema_facts(func)[0]
-        if writes or name.endswith("_like") or name.startswith("aten::new_"):
-            # torch would keep the placement, so that filling it with 1 on each rank makes a "sum" of as many ones.
+        writes, is_view = schema_facts(func)
+        if writes:
             targets = tree_leaves(written(func, writes, args, kwargs))
-            if targets and not any(isinstance(t, DTensor) for t in targets):
+            if not any(isinstance(t, DTensor) for t in targets):
                 return _write_plain(func, args, kwargs)
             return _write_pending(func, targets, args, kwargs)
-        operands = [v for v in tree_leaves((args, kwargs)) if isinstance(v, DTensor)]
-        if name == "aten::_to_copy" or any(v._spec is not operands[0]._spec and v._spec != operands[0]._spec for v in operands[1:]):
-            # A cast of every rank's contribution is not the cast of the whole; and torch joins operands of several kinds by making
-            # one of them pending again, as a norm of norms, which has no sign.
+        tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
+        operands = [v for v in tensors if isinstance(v, DTensor)]
+        mesh = operands[0].device_mesh
+        if name not in _SAME_ELEMENTS or not _pending_alike(tensors) or not _held_whole(operands):
             args, kwargs = tree_map(_settle, (args, kwargs))
-        args, kwargs = _beside(func, "what was computed from a ragged tensor", operands[0].device_mesh, args, kwargs)
-        result = func(*args, **kwargs)
-        return _derived(result) if isinstance(result, Tensor) else tree_map(_derived, result)
+        args, kwargs = _beside(func, "what was computed from a ragged tensor", mesh, args, kwargs)
+        left = [v for v in tree_leaves((args, kwargs)) if isinstance(v, DTensor)]
+        if _held_whole(left) and torch.Tag.nondeterministic_seeded not in func.tags:
+            result = _on_local(func, mesh, left[0].placements, args, kwargs)
+        else:
+            result = tree_map(_derived, func(*args, **kwargs))
+        if is_view and any(map(_is_pending, operands)):
+            tree_map_only(DerivedDTensor, _mark_view, result)
+        return result
+
+
+# On each rank's contribution they are right for every pending reduction: the same elements, in other places.
+_SAME_ELEMENTS = frozenset("clone view _unsafe_view reshape squeeze unsqueeze expand permute transpose t select slice stack cat".split())
+
+
+Classes.other = DerivedDTensor
 
 
 def derived(value: Tensor, spec: DTensorSpec) -> DerivedDTensor:
@@ -197,13 +200,58 @@ def _is_pending(value: DTensor) -> bool:
 
 
 def _settled(value: DTensor) -> DTensor:
-    """``value`` reduced: torch's DTensor with Replicate."""
-    local, spec = move(value._local_tensor, value._spec, replicated(value.device_mesh))
-    return DTensor(local, spec, requires_grad=False)
+    """``value`` with nothing pending, as torch's DTensor; the same memory if nothing was."""
+    return DTensor(*move(value._local_tensor, value._spec, settled_placements(value.placements)), requires_grad=False)
 
 
 def _settle(value: Any) -> Any:
     return _settled(value) if isinstance(value, DerivedDTensor) else value
+
+
+def _whole(value: DTensor) -> Tensor:
+    return arrived(move(value._local_tensor, value._spec, replicated(value.device_mesh))[0])
+
+
+def _pending_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether each rank has its contribution to every one of them, all to be reduced in the same way. Compared by value: while a function
+    is compiled, each of its arguments has a mesh of its own, equal to the others'."""
+    one = tensors[0]
+    return isinstance(one, DerivedDTensor) and _is_pending(one) and all(isinstance(v, DerivedDTensor) and _alike(v, one) for v in tensors)
+
+
+def _alike(a: DTensor, b: DTensor) -> bool:
+    return a._spec is b._spec or (a.placements == b.placements and a.device_mesh == b.device_mesh and a.dtype is b.dtype)
+
+
+def _held_whole(operands: Sequence[DTensor]) -> bool:
+    """Whether every rank holds all elements of each, or a contribution to all, on one mesh."""
+    mesh = operands[0].device_mesh
+    return all(not any(p.is_shard() for p in v.placements) and (v.device_mesh is mesh or v.device_mesh == mesh) for v in operands)
+
+
+def _on_local(func: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], args: Any, kwargs: dict[str, Any]) -> Any:
+    """``func`` of what each rank holds. torch's rules would do the same for Replicate, where they have one; some of what they leave pending
+    is wrong (a sum of norms)."""
+
+    def local(value: Any) -> Any:
+        return arrived(value._local_tensor) if isinstance(value, DTensor) else value
+
+    def distributed(value: Tensor) -> DTensor:
+        value = value.resolve_conj().resolve_neg()
+        return derived(value, DTensorSpec(mesh, placements, tensor_meta=TensorMeta(value.shape, value.stride(), value.dtype)))
+
+    args, kwargs = tree_map(local, (args, kwargs))
+    with lazy_conjugation(args, kwargs):
+        return tree_map_only(Tensor, distributed, func(*args, **kwargs))
+
+
+def _mark_view(view: DerivedDTensor) -> DerivedDTensor:
+    view._of_pending = True
+    return view
+
+
+def _alias(value: Any, alias: DerivedDTensor) -> DerivedDTensor:
+    return _mark_view(alias) if value._of_pending else alias
 
 
 def _write_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -216,14 +264,20 @@ def _write_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             raise ValueError(
                 f"{func} would write a {type(value).__name__} of shape {tuple(value.shape)} into a plain tensor: use its full_tensor()"
             )
-        return _settled(value)._local_tensor
+        return _whole(value)
 
     return func(*tree_map(number, args), **tree_map(number, kwargs))
 
 
 def _write_pending(func: Any, targets: list[Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """In place, ``out=`` and ``*_like``: reduce first, then write; the same objects come back. What is only read stays pending."""
+    """In place and ``out=``: reduce first, then write; the same objects come back. What is only read stays pending."""
     stand_ins: list[tuple[DerivedDTensor, DTensor]] = []
+    for target in targets:
+        if isinstance(target, DerivedDTensor) and target._of_pending:
+            raise RuntimeError(
+                f"{func} would write to a view of a tensor whose reduction was pending, which it would not reach: "
+                "write to that tensor, or to full_tensor()"
+            )
 
     def stand_in(value: Any) -> Any:
         if not isinstance(value, DerivedDTensor):
@@ -281,7 +335,7 @@ def _beside(func: Any, what: str, mesh: DeviceMesh, args: Any, kwargs: dict[str,
         if value.ndim == 0:
             refuse_leaf(func, value, what)
             return value
-        if value.numel() == 1 or in_torchs_backward():
+        if value.numel() == 1 or plain_is_whole():
             return DTensor.from_local(value, mesh, replicated(mesh), run_check=False)
         raise ValueError(
             f"{func}: a plain tensor of shape {tuple(value.shape)} meets {what}: "

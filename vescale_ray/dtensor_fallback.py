@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vescale_ray.collectives import broadcast
 from vescale_ray.dtensor_derived import GatheredView, derived, read_only
 from vescale_ray.dtensor_operands import gathered
-from vescale_ray.dtensor_schema import in_torchs_backward, refuse_leaf, written
+from vescale_ray.dtensor_schema import lazy_conjugation, plain_is_whole, refuse_leaf, written
 from vescale_ray.dtensor_spec import replicated, sharding_of
 from vescale_ray.redistribute import move
 from vescale_ray.transfer import arrived, writes_of
@@ -102,7 +101,7 @@ def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
             return arrived(move(value._local_tensor, value._spec, replicated(mesh))[0]).resolve_conj().resolve_neg()
         if isinstance(value, Tensor) and value.ndim == 0:
             refuse_leaf(func, value, sharding_of(_first_ragged(cls, args, kwargs)._spec).describe())
-        if isinstance(value, Tensor) and value.ndim and value.numel() != 1 and not in_torchs_backward():
+        if isinstance(value, Tensor) and value.ndim and value.numel() != 1 and not plain_is_whole():
             raise ValueError(
                 f"{func}: a plain tensor of shape {tuple(value.shape)} meets "
                 f"{sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()}: distribute it first "
@@ -123,23 +122,9 @@ def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
         return derived(value, DTensorSpec(mesh, replicated(mesh), tensor_meta=meta))
 
     args, kwargs = tree_map(plain, tuple(args)), tree_map(plain, kwargs)
-    with _lazy_conjugation(any(isinstance(v, Tensor) and v.is_complex() for v in tree_leaves((args, kwargs)))):
+    with lazy_conjugation(args, kwargs):
         result = func(*args, **kwargs)
     return tree_map(distributed, result)
-
-
-@contextmanager
-def _lazy_conjugation(wanted: bool) -> Iterator[None]:
-    """Under ``__torch_dispatch__`` torch leaves out the keys that conjugate and negate lazily: an operation that makes such views of
-    its own (linalg.pinv) would then ignore what they mean."""
-    if not wanted:
-        yield
-        return
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
-        excluded = excluded.remove(key)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
-        yield
 
 
 def _first_ragged(cls: Cls, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.dtensor_derived import GatheredView
-from vescale_ray.dtensor_schema import in_torchs_backward, refuse_leaf
+from vescale_ray.dtensor_schema import plain_is_whole, refuse_leaf
 from vescale_ray.dtensor_spec import Sharding, replicated, sharding_of
 from vescale_ray.redistribute import move
 
@@ -25,7 +25,7 @@ def operand(cls: type[DTensor], value: Any, sharding: Sharding, op: str) -> Any:
         if value.ndim == 0:
             refuse_leaf(op, value, sharding.describe())
             return value if sharding.shape else value.view(1)
-        if in_torchs_backward():
+        if plain_is_whole():
             return spread(value, sharding)
         raise ValueError(
             f"{op}: a plain tensor of shape {tuple(value.shape)} meets {sharding.describe()}: "

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 
 @lru_cache(maxsize=4096)
@@ -43,6 +46,11 @@ def in_torchs_backward() -> bool:
     return not any(name in node.name() for name in ("AccumulateGrad", "ProdBackward"))
 
 
+def plain_is_whole() -> bool:
+    """Whether a plain tensor beside distributed ones is whole: in torch's derivative formulas, and in its ``implicit_replication()``."""
+    return in_torchs_backward() or bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
 def refuse_leaf(op: Any, value: Tensor, meets: str) -> None:
     """Raise if a plain tensor without dimensions would get a gradient that is a DTensor: no optimizer could use it."""
     if value.requires_grad and torch.is_grad_enabled():
@@ -50,3 +58,17 @@ def refuse_leaf(op: Any, value: Tensor, meets: str) -> None:
             f"{op}: a plain tensor without dimensions that requires grad meets {meets}, and its gradient would be a DTensor: "
             "make it one (vescale_ray.distribute_tensor(value, mesh, [Replicate()])), or work on full_tensor()"
         )
+
+
+@contextmanager
+def lazy_conjugation(*values: Any) -> Iterator[None]:
+    """Under ``__torch_dispatch__`` torch leaves out the keys that conjugate and negate lazily: an operation that makes such views of
+    its own (linalg.pinv) would then ignore what they mean."""
+    if not any(isinstance(v, Tensor) and v.is_complex() for v in tree_leaves(values)):
+        yield
+        return
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
