@@ -30,7 +30,16 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
 from vescale_ray.collectives import all_reduce
-from vescale_ray.dtensor_spec import Placements, Sharding, contiguous_stride, layout_of, positive_dims, ragged_mesh_dim, section
+from vescale_ray.dtensor_spec import (
+    Placements,
+    ShapedSpec,
+    Sharding,
+    contiguous_stride,
+    layout_of,
+    positive_dims,
+    ragged_mesh_dim,
+    section,
+)
 from vescale_ray.geometry import Shape
 from vescale_ray.placement import RaggedShard
 from vescale_ray.transfer import (
@@ -50,7 +59,7 @@ from vescale_ray.transfer import (
 
 def plain_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
     """A spec for torch's own DTensor, row-major."""
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
+    return ShapedSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
 
 
 def move(local: torch.Tensor, source: DTensorSpec, placements: Sequence[Placement]) -> tuple[torch.Tensor, DTensorSpec]:

@@ -20,6 +20,7 @@ from vescale_ray.dtensor_spec import contiguous_stride, enclose, make_spec
 from vescale_ray.fsdp.comm import is_pairwise
 from vescale_ray.geometry import Block
 from vescale_ray.placement import RaggedShard
+from vescale_ray.redistribute import plain_spec
 
 Owner = tuple["weakref.ref[nn.Module]", str]
 """A module and the attribute under which it holds the parameter; weak, so that units do not keep their model alive."""
@@ -111,7 +112,7 @@ class Place:
         if parallel is None:
             if ragged:
                 return make_spec(self.mesh, placements, shape, dtype)
-            return DTensorSpec(self.mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
+            return plain_spec(self.mesh, placements, shape, dtype)
         mesh, shape = self.mesh, tuple(parallel.spec.shape)
         if parallel.model_mesh is not None:
             key = id(parallel.model_mesh)
@@ -121,7 +122,7 @@ class Place:
         placements = (*placements, *parallel.model_placements)
         if ragged:
             return make_spec(mesh, placements, shape, dtype)
-        return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
+        return plain_spec(mesh, placements, shape, dtype)
 
 
 class Subgroup:
