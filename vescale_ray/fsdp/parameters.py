@@ -16,7 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from vescale_ray.dtensor import RaggedDTensor
-from vescale_ray.dtensor_spec import contiguous_stride, enclose, make_spec
+from vescale_ray.dtensor_spec import contiguous_stride, make_spec
 from vescale_ray.fsdp.comm import is_pairwise
 from vescale_ray.geometry import Block
 from vescale_ray.placement import RaggedShard
@@ -212,7 +212,8 @@ def local_of(param: torch.Tensor) -> torch.Tensor:
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """``local`` as a DTensor: ours if it has a ragged placement, else torch's."""
+    """``local`` as a DTensor: ours if it has a ragged placement, else torch's, as torch makes it: ``torch.compile`` makes a tensor that
+    stands for it in the same way, and both must start at the same offset."""
     if any(isinstance(placement, RaggedShard) for placement in spec.placements):
         return RaggedDTensor.from_spec(local, spec)
-    return enclose(DTensor, local, spec)
+    return DTensor(local, spec, requires_grad=False)
