@@ -9,14 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from vescale_ray.dtensor_autograd import Classes, RaggedAwareDTensor, whole_of
 from vescale_ray.dtensor_schema import lazy_conjugation, plain_is_whole, refuse_leaf, schema_facts, written
 from vescale_ray.dtensor_spec import pending_spec, replicated, settled_placements, wrap
-from vescale_ray.redistribute import move
+from vescale_ray.redistribute import contribution, move
 from vescale_ray.transfer import arrived, writes_of
 
 
@@ -105,8 +105,8 @@ class DerivedDTensor(RaggedAwareDTensor):
     as such tensors, which torch's derivative formulas may join with plain ones that they make.
     """
 
-    _of_pending = False
-    """Whether it is a view of a tensor with a reduction pending, which a write to it would not reach."""
+    _of_norm = False
+    """Whether it is a view of a pending norm, which a write to it would not reach."""
 
     @property
     def data(self) -> Tensor:
@@ -151,34 +151,38 @@ class DerivedDTensor(RaggedAwareDTensor):
         if name == "_local_scalar_dense":
             return _whole(args[0]).item()
         if name in ("detach", "alias"):  # here, because torch's sharding cache would keep the mesh
-            return _alias(args[0], derived(func(args[0]._local_tensor), args[0]._spec))
+            same = derived(func(args[0]._local_tensor), args[0]._spec)
+            return _mark_view(same) if args[0]._of_norm or (name == "alias" and _is_norm(same)) else same
         if name == "allclose":  # torch has no rule for it
             left, right = (whole_of(v) if isinstance(v, DTensor) else v for v in args[:2])
             return bool(torch.allclose(left, right, *args[2:], **kwargs))
         writes, is_view = schema_facts(func)
-        if writes:
-            targets = tree_leaves(written(func, writes, args, kwargs))
+        targets = [t for t in tree_leaves(written(func, writes, args, kwargs)) if isinstance(t, Tensor)]
+        if targets:
             if not any(isinstance(t, DTensor) for t in targets):
                 return _write_plain(func, args, kwargs)
-            return _write_pending(func, targets, args, kwargs)
+            return _write(func, targets, args, kwargs)
         tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
-        operands = [v for v in tensors if isinstance(v, DTensor)]
+        operands = list(filter(_is_dtensor, tensors))
         mesh = operands[0].device_mesh
-        if name not in _SAME_ELEMENTS or not _pending_alike(tensors) or not _held_whole(operands):
+        same = name in _SAME_ELEMENTS or (is_view and not {name, f"{name}.{func._overloadname}"} & _OTHER_NUMBERS)
+        if not same or not _pending_alike(tensors) or not _held_whole(operands):
             args, kwargs = tree_map(_settle, (args, kwargs))
         args, kwargs = _beside(func, "what was computed from a ragged tensor", mesh, args, kwargs)
-        left = [v for v in tree_leaves((args, kwargs)) if isinstance(v, DTensor)]
+        left = list(filter(_is_dtensor, tree_leaves((args, kwargs))))
         if _held_whole(left) and torch.Tag.nondeterministic_seeded not in func.tags:
             result = _on_local(func, mesh, left[0].placements, args, kwargs)
         else:
             result = tree_map(_derived, func(*args, **kwargs))
-        if is_view and any(map(_is_pending, operands)):
+        if (is_view or name == "_unsafe_view") and any(map(_is_norm, operands)):
             tree_map_only(DerivedDTensor, _mark_view, result)
         return result
 
 
-# On each rank's contribution they are right for every pending reduction: the same elements, in other places.
-_SAME_ELEMENTS = frozenset("clone view _unsafe_view reshape squeeze unsqueeze expand permute transpose t select slice stack cat".split())
+# On each rank's contribution they are right for every pending reduction, as are views: the same elements, in other places. (Not so the
+# views that give other numbers.)
+_SAME_ELEMENTS = frozenset({"clone", "_unsafe_view", "stack", "cat"})
+_OTHER_NUMBERS = frozenset({"view.dtype", "view_as_real", "view_as_complex", "real", "imag", "_conj", "_neg_view"})
 
 
 Classes.other = DerivedDTensor
@@ -197,6 +201,10 @@ def unpickled_derived(
 
 def _is_pending(value: DTensor) -> bool:
     return any(p.is_partial() for p in value.placements)
+
+
+def _is_norm(value: DTensor) -> bool:
+    return any(p.is_partial() and type(p) is not Partial for p in value.placements)
 
 
 def _settled(value: DTensor) -> DTensor:
@@ -246,12 +254,8 @@ def _on_local(func: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], ar
 
 
 def _mark_view(view: DerivedDTensor) -> DerivedDTensor:
-    view._of_pending = True
+    view._of_norm = True
     return view
-
-
-def _alias(value: Any, alias: DerivedDTensor) -> DerivedDTensor:
-    return _mark_view(alias) if value._of_pending else alias
 
 
 def _write_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -269,14 +273,21 @@ def _write_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(*tree_map(number, args), **tree_map(number, kwargs))
 
 
-def _write_pending(func: Any, targets: list[Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """In place and ``out=``: reduce first, then write; the same objects come back. What is only read stays pending."""
+def _write(func: Any, targets: list[Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """In place and ``out=``: reduce first, then write; the same objects come back. What is only read stays pending.
+
+    What is written stays pending, too: the first rank contributes the new value, the others what changes nothing. So views of the tensor,
+    and whoever gave it to a compiled function, see the write. A norm, which has no sign, is replaced by its value instead.
+    """
     stand_ins: list[tuple[DerivedDTensor, DTensor]] = []
+    if func is torch.ops.aten.copy_.default and isinstance(args[0], DerivedDTensor) and _pending_alike(args[:2]):
+        args[0]._local_tensor.copy_(args[1]._local_tensor)
+        return args[0]
     for target in targets:
-        if isinstance(target, DerivedDTensor) and target._of_pending:
+        if isinstance(target, DerivedDTensor) and target._of_norm:
             raise RuntimeError(
-                f"{func} would write to a view of a tensor whose reduction was pending, which it would not reach: "
-                "write to that tensor, or to full_tensor()"
+                f"{func} would write to a view of a norm whose reduction is pending, which it would not reach: "
+                "write to that norm, or to its full_tensor()"
             )
 
     def stand_in(value: Any) -> Any:
@@ -288,11 +299,47 @@ def _write_pending(func: Any, targets: list[Any], args: Any, kwargs: dict[str, A
         stand_ins.append((value, _settled(value)))
         return stand_ins[-1][1]
 
-    result = func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
+    args, kwargs = tree_map(stand_in, (args, kwargs))
+    whole = all(isinstance(t, DerivedDTensor) for t in targets) and _held_whole(list(filter(_is_dtensor, tree_leaves((args, kwargs)))))
+    if whole and not {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & set(func.tags):
+        result = _write_local(func, args, kwargs)
+    else:
+        result = func(*args, **kwargs)
     for value, plain in stand_ins:
-        if any(value is t for t in targets):
+        if not any(value is t for t in targets):
+            continue
+        if _is_norm(value) or not _is_pending(value):
             value._local_tensor, value._spec = plain._local_tensor, plain._spec
+        else:
+            pending = [dim for dim, p in enumerate(value.placements) if p.is_partial()]
+            value._local_tensor.copy_(contribution(plain._local_tensor, value.device_mesh, value.placements, pending))
     return tree_map(lambda r: next((value for value, plain in stand_ins if plain is r), r), result)
+
+
+def _write_local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """In place and ``out=`` where every rank holds all elements: torch has no rule for many of these. Results are the DTensors given."""
+    known: list[tuple[DTensor, Tensor]] = []
+    outs = {a.name for a in func._schema.arguments if a.is_out}
+
+    def local(value: Any, fresh: bool = False) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        known.append((value, value._local_tensor.clone() if fresh else value._local_tensor))
+        return known[-1][1]
+
+    with lazy_conjugation(args, kwargs):
+        result = func(*tree_map(local, args), **{k: tree_map(lambda v, k=k: local(v, k in outs), v) for k, v in kwargs.items()})
+    for value, written_to in known:
+        if written_to.shape != value.shape:  # a copy: torch gives out= tensors the shape of the result
+            raise RuntimeError(f"{func} gives a result of shape {tuple(written_to.shape)}: out= is a DTensor of shape {tuple(value.shape)}")
+    for value, written_to in known:
+        if written_to is not value._local_tensor:
+            value._local_tensor.copy_(written_to)
+    return tree_map(lambda r: next((value for value, of in known if of is r), r), result)
+
+
+def _is_dtensor(value: Any) -> bool:
+    return isinstance(value, DTensor)
 
 
 def _derived(value: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vescale_ray.collectives import broadcast
 from vescale_ray.dtensor_derived import GatheredView, derived, read_only
 from vescale_ray.dtensor_operands import gathered
-from vescale_ray.dtensor_schema import lazy_conjugation, plain_is_whole, refuse_leaf, written
+from vescale_ray.dtensor_schema import HIDDEN_WRITES, lazy_conjugation, plain_is_whole, refuse_leaf, written
 from vescale_ray.dtensor_spec import replicated, sharding_of
 from vescale_ray.redistribute import move
 from vescale_ray.transfer import arrived, writes_of
@@ -153,6 +153,4 @@ def plain_target(func: Any, target: Any) -> ValueError:
     )
 
 
-# These write running statistics without saying so in their schema.
-HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "_batch_norm_impl_index"})
 _BATCH_NORM = HIDDEN_WRITES | {"_native_batch_norm_legit", "_batch_norm_with_update"}

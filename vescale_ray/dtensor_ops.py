@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from vescale_ray.dtensor_fallback import HIDDEN_WRITES, Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target
+from vescale_ray.dtensor_fallback import Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target
 from vescale_ray.dtensor_operands import gathered, operand, spread
 from vescale_ray.dtensor_pending import any_pending, on_pending
 from vescale_ray.dtensor_reduce import REDUCTIONS, allclose, amp_unscale, equal, foreach_max, foreach_norm, reduce_op, scalar
@@ -87,8 +87,6 @@ def _rule(func: Any) -> Rule:
 def _make_rule(func: Any) -> Rule:
     name = func._schema.name.removeprefix("aten::")
     writes, is_view = schema_facts(func)
-    if name in HIDDEN_WRITES:
-        writes = (*writes, "running_mean", "running_var")
     pointwise = (torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags) or name in _ELEMENTWISE
     handler: Handler | None = _HANDLERS.get(name) if func.namespace == "aten" else None
     if pointwise and (name in ("max", "min") or func.namespace == "prims"):

@@ -13,12 +13,17 @@ from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+# These write running statistics without saying so in their schema.
+HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "_batch_norm_impl_index"})
+
 
 @lru_cache(maxsize=4096)
 def schema_facts(func: Any) -> tuple[tuple[str, ...], bool]:
     """Names of the arguments that ``func`` writes, and whether its result is a view of an argument."""
     schema = func._schema
     writes = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    if schema.name.removeprefix("aten::") in HIDDEN_WRITES:
+        writes = (*writes, "running_mean", "running_var")
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     return writes, is_view
 

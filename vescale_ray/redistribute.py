@@ -127,12 +127,15 @@ def _steps(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placem
     moved = tuple(Replicate() if i in pending else p for i, p in enumerate(want))
     if moved != have:
         transfer = _move_elements(transfer.wait(), mesh, have, moved, shape, dtype)
-    for dim in pending:
-        result = transfer.wait()
-        if mesh.get_local_rank(dim) != 0 or want[dim].reduce_op == "avg":  # type: ignore[attr-defined]
-            result = _neutral(result, want[dim], result)
-        transfer = Transfer(result)
-    return transfer
+    return Transfer(contribution(transfer.wait(), mesh, want, pending)) if pending else transfer
+
+
+def contribution(value: torch.Tensor, mesh: DeviceMesh, placements: Placements, dims: Sequence[int]) -> torch.Tensor:
+    """What this rank contributes to ``value``, which all have: reduced over mesh dimensions ``dims``, the contributions give it."""
+    for dim in dims:
+        if mesh.get_local_rank(dim) != 0 or placements[dim].reduce_op == "avg":  # type: ignore[attr-defined]
+            value = _neutral(value, placements[dim], value)
+    return value
 
 
 def _move_elements(
