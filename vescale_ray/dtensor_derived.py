@@ -9,13 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from vescale_ray.dtensor_autograd import Classes, RaggedAwareDTensor, whole_of
-from vescale_ray.dtensor_schema import lazy_conjugation, plain_is_whole, refuse_leaf, schema_facts, written
-from vescale_ray.dtensor_spec import pending_spec, replicated, settled_placements, wrap
+from vescale_ray.dtensor_schema import plain_is_whole, refuse_leaf, schema_facts, written
+from vescale_ray.dtensor_spec import ShapedSpec, pending_spec, replicated, settled_placements, wrap
+from vescale_ray.dtensor_whole import held_whole, is_dtensor, on_local, write_local
 from vescale_ray.redistribute import contribution, move
 from vescale_ray.transfer import arrived, writes_of
 
@@ -142,8 +143,10 @@ class DerivedDTensor(RaggedAwareDTensor):
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> DerivedDTensor:
-        plain = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
-        return wrap(DerivedDTensor, plain._local_tensor, plain._spec, plain.requires_grad)
+        placements, meta, order, requires_grad = flatten_spec
+        meta = TensorMeta(outer_size, outer_stride, meta.dtype)
+        spec = ShapedSpec(inner_tensors["device_mesh"], placements, tensor_meta=meta, shard_order=order)
+        return wrap(DerivedDTensor, inner_tensors["_local_tensor"], spec, requires_grad)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -163,15 +166,15 @@ class DerivedDTensor(RaggedAwareDTensor):
                 return _write_plain(func, args, kwargs)
             return _write(func, targets, args, kwargs)
         tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
-        operands = list(filter(_is_dtensor, tensors))
+        operands = list(filter(is_dtensor, tensors))
         mesh = operands[0].device_mesh
         same = name in _SAME_ELEMENTS or (is_view and not {name, f"{name}.{func._overloadname}"} & _OTHER_NUMBERS)
-        if not same or not _pending_alike(tensors) or not _held_whole(operands):
+        if not same or not _pending_alike(tensors) or not held_whole(operands):
             args, kwargs = tree_map(_settle, (args, kwargs))
         args, kwargs = _beside(func, "what was computed from a ragged tensor", mesh, args, kwargs)
-        left = list(filter(_is_dtensor, tree_leaves((args, kwargs))))
-        if _held_whole(left) and torch.Tag.nondeterministic_seeded not in func.tags:
-            result = _on_local(func, mesh, left[0].placements, args, kwargs)
+        left = list(filter(is_dtensor, tree_leaves((args, kwargs))))
+        if held_whole(left) and torch.Tag.nondeterministic_seeded not in func.tags:
+            result = on_local(func, mesh, left[0].placements, args, kwargs)
         else:
             result = tree_map(_derived, func(*args, **kwargs))
         if (is_view or name == "_unsafe_view") and any(map(_is_norm, operands)):
@@ -231,28 +234,6 @@ def _alike(a: DTensor, b: DTensor) -> bool:
     return a._spec is b._spec or (a.placements == b.placements and a.device_mesh == b.device_mesh and a.dtype is b.dtype)
 
 
-def _held_whole(operands: Sequence[DTensor]) -> bool:
-    """Whether every rank holds all elements of each, or a contribution to all, on one mesh."""
-    mesh = operands[0].device_mesh
-    return all(not any(p.is_shard() for p in v.placements) and (v.device_mesh is mesh or v.device_mesh == mesh) for v in operands)
-
-
-def _on_local(func: Any, mesh: DeviceMesh, placements: tuple[Placement, ...], args: Any, kwargs: dict[str, Any]) -> Any:
-    """``func`` of what each rank holds. torch's rules would do the same for Replicate, where they have one; some of what they leave pending
-    is wrong (a sum of norms)."""
-
-    def local(value: Any) -> Any:
-        return arrived(value._local_tensor) if isinstance(value, DTensor) else value
-
-    def distributed(value: Tensor) -> DTensor:
-        value = value.resolve_conj().resolve_neg()
-        return derived(value, DTensorSpec(mesh, placements, tensor_meta=TensorMeta(value.shape, value.stride(), value.dtype)))
-
-    args, kwargs = tree_map(local, (args, kwargs))
-    with lazy_conjugation(args, kwargs):
-        return tree_map_only(Tensor, distributed, func(*args, **kwargs))
-
-
 def _mark_view(view: DerivedDTensor) -> DerivedDTensor:
     view._of_norm = True
     return view
@@ -300,46 +281,20 @@ def _write(func: Any, targets: list[Any], args: Any, kwargs: dict[str, Any]) -> 
         return stand_ins[-1][1]
 
     args, kwargs = tree_map(stand_in, (args, kwargs))
-    whole = all(isinstance(t, DerivedDTensor) for t in targets) and _held_whole(list(filter(_is_dtensor, tree_leaves((args, kwargs)))))
+    whole = all(isinstance(t, DerivedDTensor) for t in targets) and held_whole(list(filter(is_dtensor, tree_leaves((args, kwargs)))))
     if whole and not {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & set(func.tags):
-        result = _write_local(func, args, kwargs)
+        result = write_local(func, args, kwargs)
     else:
         result = func(*args, **kwargs)
     for value, plain in stand_ins:
         if not any(value is t for t in targets):
             continue
-        if _is_norm(value) or not _is_pending(value):
+        if _is_norm(value) or not _is_pending(value) or torch.Tag.inplace_view in func.tags:
             value._local_tensor, value._spec = plain._local_tensor, plain._spec
         else:
             pending = [dim for dim, p in enumerate(value.placements) if p.is_partial()]
             value._local_tensor.copy_(contribution(plain._local_tensor, value.device_mesh, value.placements, pending))
     return tree_map(lambda r: next((value for value, plain in stand_ins if plain is r), r), result)
-
-
-def _write_local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """In place and ``out=`` where every rank holds all elements: torch has no rule for many of these. Results are the DTensors given."""
-    known: list[tuple[DTensor, Tensor]] = []
-    outs = {a.name for a in func._schema.arguments if a.is_out}
-
-    def local(value: Any, fresh: bool = False) -> Any:
-        if not isinstance(value, DTensor):
-            return value
-        known.append((value, value._local_tensor.clone() if fresh else value._local_tensor))
-        return known[-1][1]
-
-    with lazy_conjugation(args, kwargs):
-        result = func(*tree_map(local, args), **{k: tree_map(lambda v, k=k: local(v, k in outs), v) for k, v in kwargs.items()})
-    for value, written_to in known:
-        if written_to.shape != value.shape:  # a copy: torch gives out= tensors the shape of the result
-            raise RuntimeError(f"{func} gives a result of shape {tuple(written_to.shape)}: out= is a DTensor of shape {tuple(value.shape)}")
-    for value, written_to in known:
-        if written_to is not value._local_tensor:
-            value._local_tensor.copy_(written_to)
-    return tree_map(lambda r: next((value for value, of in known if of is r), r), result)
-
-
-def _is_dtensor(value: Any) -> bool:
-    return isinstance(value, DTensor)
 
 
 def _derived(value: Any) -> Any:

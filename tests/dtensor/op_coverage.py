@@ -39,6 +39,7 @@ from vescale_ray.dtensor_derived import derived
 from vescale_ray.dtensor_spec import norm_partial
 from vescale_ray.placement import RaggedShard
 from vescale_ray.redistribute import plain_spec
+from vescale_ray.transfer import MOVABLE
 
 LAYOUTS = {"elements": (3,), "rows": (3,), "with Shard(0)": (2, 2)}
 PENDING = {"pending sum": (2,), "pending norm": (2,), "pending max": (2,)}
@@ -84,9 +85,9 @@ def ragged_as(layout: str, tensor: Tensor, mesh: DeviceMesh, first: bool) -> Ten
 
 def pending_as(layout: str, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """``tensor`` as what a reduction of a ragged tensor leaves pending on two ranks: a sum, a 2-norm (of what is never negative) or a
-    maximum. Booleans are reduced at once, so they are replicated."""
+    maximum. Of dtypes that no collective reduces none is left pending: these are replicated."""
     rank, other = mesh.get_local_rank(), torch.zeros_like(tensor)
-    if tensor.dtype is torch.bool:
+    if tensor.dtype not in MOVABLE and not tensor.is_complex():
         return derived(tensor, plain_spec(mesh, [Replicate()], tensor.shape, tensor.dtype))
     placement: Placement = Partial("sum")
     seed = zlib.crc32(repr(tensor.flatten()[:4].tolist()).encode())  # other elements of each tensor are the first rank's
