@@ -168,15 +168,17 @@ class DerivedDTensor(RaggedAwareDTensor):
         tensors = [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
         operands = list(filter(is_dtensor, tensors))
         mesh = operands[0].device_mesh
-        same = name in _SAME_ELEMENTS or (is_view and not {name, f"{name}.{func._overloadname}"} & _OTHER_NUMBERS)
-        if not same or not _pending_alike(tensors) or not held_whole(operands):
-            args, kwargs = tree_map(_settle, (args, kwargs))
-        args, kwargs = _beside(func, "what was computed from a ragged tensor", mesh, args, kwargs)
-        left = list(filter(is_dtensor, tree_leaves((args, kwargs))))
-        if held_whole(left) and torch.Tag.nondeterministic_seeded not in func.tags:
-            result = on_local(func, mesh, left[0].placements, args, kwargs)
+        moved = name in _SAME_ELEMENTS or (is_view and not {name, f"{name}.{func._overloadname}"} & _OTHER_NUMBERS)
+        if moved and _pending_alike(tensors) and held_whole(operands):
+            result = on_local(func, mesh, operands[0].placements, args, kwargs)
         else:
-            result = tree_map(_derived, func(*args, **kwargs))
+            args, kwargs = tree_map(_settle, (args, kwargs))
+            args, kwargs = _beside(func, "what was computed from a ragged tensor", mesh, args, kwargs)
+            left = list(filter(is_dtensor, tree_leaves((args, kwargs))))
+            if held_whole(left) and torch.Tag.nondeterministic_seeded not in func.tags:
+                result = on_local(func, mesh, left[0].placements, args, kwargs)
+            else:
+                result = tree_map(_derived, func(*args, **kwargs))
         if (is_view or name == "_unsafe_view") and any(map(_is_norm, operands)):
             tree_map_only(DerivedDTensor, _mark_view, result)
         return result

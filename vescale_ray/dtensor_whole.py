@@ -6,7 +6,7 @@ torch has no rule for many operations, and some of what its rules leave pending 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -62,5 +62,5 @@ def write_local(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda r: next((value for value, of in known if of is r), r), result)
 
 
-def is_dtensor(value: Any) -> bool:
+def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     return isinstance(value, DTensor)

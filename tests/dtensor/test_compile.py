@@ -21,7 +21,7 @@ from vescale_ray.dtensor_spec import norm_partial
 from vescale_ray.placement import RaggedShard
 
 BACKEND = "aot_eager"
-CUT = [RaggedShard((0,), (1, 2))]
+CUT: list[Placement] = [RaggedShard((0,), (1, 2))]
 
 
 def full(seed: int, *shape: int) -> Tensor:
@@ -73,9 +73,14 @@ def _joins(rank: int, world: int) -> None:
     a, b = full(1), full(2) * 3
     one = init_device_mesh("cpu", (world,))
     two = init_device_mesh("cpu", (1, world))
-    layouts = [(one, CUT), (one, [RaggedShard((0, 1), (1, 0))]), (two, [Replicate(), *CUT]), (two, [*[RaggedShard((0,), (1,))], Shard(1)])]
+    layouts: list[tuple[DeviceMesh, list[Placement]]] = [
+        (one, CUT),
+        (one, [RaggedShard((0, 1), (1, 0))]),
+        (two, [Replicate(), *CUT]),
+        (two, [RaggedShard((0,), (1,)), Shard(1)]),
+    ]
     for mesh, placements in layouts:
-        for name, function in JOINS.items() if placements is CUT else list(JOINS.items())[:8]:
+        for name, function in JOINS.items() if placements is CUT else list(JOINS.items())[:4]:
             expected = function(a.double(), b.double())
             expected = tree_map(lambda t: t.float() if t.is_floating_point() else t, expected)
             for how in (function, torch.compile(function, backend=BACKEND)):
@@ -164,11 +169,11 @@ def _shapes(rank: int, world: int) -> None:
         lambda t: t.redistribute(placements=[RaggedShard((0,), (2, 1))]) + 1 if isinstance(t, DTensor) else t + 1,
         lambda t: t.redistribute(placements=[Shard(1)]) + 1 if isinstance(t, DTensor) else t + 1,
     ]
-    for dynamic in (None, True, False):
-        for function in functions:
+    for dynamic in (None, True):
+        for function in functions if dynamic is None else functions[1:2]:
             torch._dynamo.reset()
             run = torch.compile(function, backend=BACKEND, dynamic=dynamic)
-            for rows in (3, 6, 9, 3, 12):
+            for rows in (3, 6, 9, 3):
                 close(run(ragged(full(rows, rows, 4), mesh)), function(full(rows, rows, 4)), (dynamic, function, rows))
     torch._dynamo.reset()
     run = torch.compile(functions[0], backend=BACKEND)

@@ -83,11 +83,11 @@ def _put_together(rank: int, world: int) -> None:
         assert type(rows.redistribute(placements=[Replicate()])) is DTensor, "between torch's own it is torch's"
         leaf = start.to_local().detach().clone().requires_grad_()
         (DTensor.from_local(leaf, mesh, home) * FULL.sum()).sum().backward()
-        assert torch.equal(leaf.grad, torch.full_like(leaf, FULL.sum()))
+        assert torch.equal(leaf.grad, torch.full_like(leaf, FULL.sum().item()))
         with pytest.raises(ValueError, match=r"give shape=, the shape of the whole tensor"):
             DTensor.from_local(torch.ones(4), mesh, [RaggedShard((0, 1), (1, 1))])
         with pytest.raises(ValueError, match=r"holds \(2, 4\)|holds \(4, 4\)"):
-            DTensor.from_local(torch.ones(3, 4), mesh, home, shape=(6, 4))
+            DTensor.from_local(torch.ones(3, 4), mesh, home, shape=torch.Size((6, 4)))
     assert (DTensor.from_local, DTensor.redistribute) == torchs, "undone"
 
 
@@ -129,6 +129,7 @@ def _implicit(rank: int, world: int) -> None:
             p, q = mine.clone().requires_grad_(), FULL.clone().requires_grad_()
             (p * other).pow(2).sum().backward()
             (q * other).pow(2).sum().backward()
+            assert p.grad is not None
             torch.testing.assert_close(whole(p.grad), q.grad)
 
 

@@ -1,8 +1,8 @@
 """Optimizers of other people over our parameters train as over those of torch's ``fully_shard``, and as in one process.
 
-The ones here make the same DTensor calls as torchao's low-bit Adam (states put together with ``DTensor.from_local``, a compiled update of
-``p.detach()``), pytorch_optimizer's Scion (whole matrices, in place on what was computed of them), and dion's Muon (equal shards exchanged by
-the optimizer itself). Where the packages are installed, they run, too.
+The ones here make the same DTensor calls as torchao's low-bit Adam (states put together with ``DTensor.from_local``, a compiled update
+of ``p.detach()``), pytorch_optimizer's Scion (whole matrices, in place on what was computed of them), and dion's Muon (equal shards that
+the optimizer exchanges itself). Where the packages are installed, they run, too.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def stand_in_for_torch(*, plain_shards: bool = False) -> StandIn:
     stand_in._replace("register_fsdp_forward_method", torch.distributed.fsdp.register_fsdp_forward_method, register_fsdp_forward_method)
     stand_in._replace("share_comm_ctx", torch.distributed.fsdp.share_comm_ctx, share_comm_ctx)
     stand_in._replace("distribute_tensor", torch.distributed.tensor.distribute_tensor, distribute_tensor)
-    stand_in._replace_method("from_local", _from_local)
+    stand_in._replace_method("from_local", _OUR_FROM_LOCAL)
     stand_in._replace_method("redistribute", _redistribute)
     stand_in._replace("_distribute_tensors", _state_dict_utils._distribute_tensors, _distribute_tensors)
     return stand_in
@@ -101,7 +101,6 @@ def _with_plain_shards(module: Any, *, shard_placement_fn: Callable[[nn.Paramete
 _torchs_from_local, _torchs_redistribute = DTensor.from_local, DTensor.redistribute
 
 
-@staticmethod
 @functools.wraps(_torchs_from_local)
 def _from_local(
     local_tensor: Tensor,
@@ -109,8 +108,8 @@ def _from_local(
     placements: Sequence[Placement] | None = None,
     *,
     run_check: bool = False,
-    shape: Sequence[int] | None = None,
-    stride: Sequence[int] | None = None,
+    shape: torch.Size | None = None,
+    stride: tuple[int, ...] | None = None,
     **how: Any,
 ) -> DTensor:
     if placements is None or ragged_mesh_dim(placements) is None:
@@ -122,7 +121,10 @@ def _from_local(
     return RaggedDTensor.from_local(local_tensor, mesh, placements, shape=shape, stride=stride, run_check=run_check)
 
 
-def _whole_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+_OUR_FROM_LOCAL = staticmethod(_from_local)
+
+
+def _whole_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Size:
     """The shape of the tensor of which ``local`` is a part, where each rank's part tells it, or ValueError on all ranks."""
     dim = ragged_mesh_dim(placements)
     assert dim is not None
@@ -134,7 +136,7 @@ def _whole_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement
             "whole tensor, which this part does not tell"
         )
     rows = local.shape[0] * sum(ragged.local_units) // ragged.local_units[mesh.get_local_rank(dim)]
-    return (rows, *local.shape[1:])
+    return torch.Size((rows, *local.shape[1:]))
 
 
 @functools.wraps(_torchs_redistribute)
