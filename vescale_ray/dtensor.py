@@ -25,10 +25,10 @@ from torch.distributed.tensor import distribute_tensor as _torch_distribute_tens
 
 from vescale_ray.compat.core import global_optimizer_pre_hooks, optim_foreach_types, util_foreach_types
 from vescale_ray.compat.tensor import DTensorSpec, NormPartial
-from vescale_ray.dtensor_autograd import FromLocal, Redistribute, ToLocal, whole_of
-from vescale_ray.dtensor_operands import TENSOR_DATA, formatted, stable_hash_on_this_rank, unpickled_derived
+from vescale_ray.dtensor_autograd import Classes, FromLocal, RaggedAwareDTensor, redistributed
+from vescale_ray.dtensor_derived import TENSOR_DATA, formatted, stable_hash_on_this_rank, unpickled_derived
 from vescale_ray.dtensor_ops import RaggedFallbackWarning, dispatch, wrap
-from vescale_ray.dtensor_spec import make_spec, ragged_mesh_dim, replicated, sharding_of
+from vescale_ray.dtensor_spec import make_spec, ragged_mesh_dim, sharding_of
 from vescale_ray.geometry import Box, Shape, intervals
 from vescale_ray.placement import RaggedShard
 from vescale_ray.transfer import arrived, take
@@ -36,7 +36,7 @@ from vescale_ray.transfer import arrived, take
 __all__ = ["RaggedDTensor", "RaggedFallbackWarning", "RaggedShard", "distribute_tensor", "local_interval", "redistribute"]
 
 
-class RaggedDTensor(DTensor):
+class RaggedDTensor(RaggedAwareDTensor):
     """A tensor whose flat elements are shared out by a :class:`RaggedShard`.
 
     Build one with :meth:`from_local` (differentiable, checked) or :func:`distribute_tensor`; many times a step with
@@ -80,7 +80,7 @@ class RaggedDTensor(DTensor):
             mine = (tuple(shape), str(local_tensor.dtype), [repr(p) for p in placements], str(fault) if fault else None)
             _compare_with_others(device_mesh, mine, fault)
         assert spec is not None
-        return cast(RaggedDTensor, FromLocal.apply(local_tensor, spec, RaggedDTensor))
+        return cast(RaggedDTensor, FromLocal.apply(local_tensor, spec))
 
     @classmethod
     def from_spec(cls, local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> RaggedDTensor:
@@ -93,17 +93,6 @@ class RaggedDTensor(DTensor):
 
     # -- conversion ----------------------------------------------------------------------------------------------------
 
-    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's part, ``(units_here, *shape[len(dims):])``, sharing memory; differentiable.
-
-        Args:
-            grad_placements: what the gradient of the result means, if not "the same layout" (as for DTensor.to_local).
-        """
-        self._local_tensor = arrived(self._local_tensor)
-        if not torch.is_grad_enabled():
-            return self._local_tensor
-        return cast(Tensor, ToLocal.apply(self, None if grad_placements is None else tuple(grad_placements), RaggedDTensor))
-
     def share_memory_(self) -> NoReturn:
         """Not supported: raises. The memory is that of the local tensor."""
         raise RuntimeError("share_memory_() of a RaggedDTensor: share its to_local()")
@@ -115,36 +104,6 @@ class RaggedDTensor(DTensor):
     def __dlpack_device__(self) -> NoReturn:
         """Not supported: raises."""
         raise RuntimeError("a RaggedDTensor has no memory of its own to export: export its to_local(), or full_tensor()")
-
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole tensor as a plain tensor of fresh memory; one collective; differentiable (the gradient is sliced back)."""
-        if grad_placements is None:
-            return whole_of(self)
-        return self.redistribute(placements=replicated(self.device_mesh)).to_local(grad_placements=grad_placements)
-
-    def redistribute(
-        self,
-        device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Placement] | None = None,
-        *,
-        async_op: bool = False,
-        forward_dtype: torch.dtype | None = None,
-        backward_dtype: torch.dtype | None = None,
-    ) -> DTensor:
-        """The same tensor under other placements on the same mesh: a RaggedDTensor or torch's DTensor; differentiable.
-
-        Args:
-            async_op: return while the last collective is under way; the first use of the result waits for it (as for DTensor).
-            forward_dtype, backward_dtype: as for DTensor.redistribute.
-
-        Raises:
-            ValueError: another mesh, or placements that don't fit.
-        """
-        if device_mesh is not None and device_mesh != self.device_mesh:
-            raise ValueError(f"can't redistribute from {self.device_mesh} to {device_mesh}: only placements on the same mesh can change")
-        if placements is None:
-            raise ValueError("redistribute needs placements")
-        return redistribute(self, placements, async_op=async_op, forward_dtype=forward_dtype, backward_dtype=backward_dtype)
 
     def local_interval(self) -> tuple[int, int]:
         """Flat elements ``[start, end)`` of the full tensor that this rank holds; ``start == end`` if none.
@@ -265,6 +224,9 @@ class RaggedDTensor(DTensor):
         raise ValueError(f"{index.fqn}: this rank holds no box at offset {wanted}; its boxes start at {held}")
 
 
+Classes.ragged = RaggedDTensor
+
+
 def distribute_tensor(
     tensor: Tensor,
     device_mesh: DeviceMesh,
@@ -319,7 +281,7 @@ def redistribute(
 ) -> DTensor:
     """``tensor`` under other placements on its mesh, as :meth:`RaggedDTensor.redistribute`; takes torch's own DTensors, too, whose
     ``redistribute`` doesn't know ragged placements."""
-    return cast(DTensor, Redistribute.apply(tensor, tuple(placements), async_op, forward_dtype, backward_dtype, RaggedDTensor))
+    return redistributed(tensor, placements, async_op, forward_dtype, backward_dtype)
 
 
 def local_interval(tensor: Tensor) -> tuple[int, int]:

@@ -5,42 +5,53 @@ Every backward is made of the same functions, so that the graph of ``create_grap
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from vescale_ray.compat.tensor import DTensorSpec
-from vescale_ray.dtensor_spec import contiguous_stride, make_spec, ragged_mesh_dim, replicated, settled_placements, wrap
+from vescale_ray.dtensor_spec import make_spec, ragged_mesh_dim, replicated, settled_placements, wrap
 from vescale_ray.redistribute import move, plain_spec, start
 from vescale_ray.transfer import ArrivingTensor, arrived
 
-Cls = type[DTensor]
-"""What the tensors become: RaggedDTensor, or DerivedDTensor. Handed in, because both are made of what is here."""
+
+class Classes:
+    """The classes of what is made here. Both use this module, so each enters itself where it is defined."""
+
+    ragged: ClassVar[type[DTensor]]
+    other: ClassVar[type[DTensor]]
+
+
+def made(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
+    """``local`` as the tensor that ``spec`` describes: a RaggedDTensor, or, of other placements, a DerivedDTensor."""
+    cls = Classes.other if ragged_mesh_dim(spec.placements) is None else Classes.ragged
+    return wrap(cls, local, spec, requires_grad)
 
 
 class FromLocal(torch.autograd.Function):
     """A part as the tensor that ``spec`` describes."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, spec: DTensorSpec, cls: Cls) -> Tensor:
-        ctx.spec, ctx.cls = spec, cls
-        return wrap(cls, local.detach(), spec, local.requires_grad)
+    def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> Tensor:
+        ctx.spec = spec
+        return made(local.detach(), spec, local.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         # The gradient of a contribution to a pending sum is the whole gradient, on every rank.
-        moved = _redistributed(grad, settled_placements(ctx.spec.placements), ctx.cls)
-        return ToLocal.apply(moved, None, ctx.cls), None, None
+        return ToLocal.apply(_redistributed(grad, settled_placements(ctx.spec.placements)), None), None
 
 
 class ToLocal(torch.autograd.Function):
     """This rank's part of a tensor."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, grad_placements: tuple[Placement, ...] | None, cls: Cls) -> Tensor:
-        ctx.spec, ctx.grad_placements, ctx.cls = tensor._spec, grad_placements, cls
+    def forward(ctx: Any, tensor: DTensor, grad_placements: tuple[Placement, ...] | None) -> Tensor:
+        ctx.spec, ctx.grad_placements = tensor._spec, grad_placements
         return arrived(tensor._local_tensor).detach()
 
     @staticmethod
@@ -48,11 +59,8 @@ class ToLocal(torch.autograd.Function):
         spec, placements = ctx.spec, ctx.grad_placements
         placements = settled_placements(spec.placements) if placements is None else placements
         shape = spec.tensor_meta.shape
-        if ragged_mesh_dim(placements) is None:
-            stride = contiguous_stride(shape)
-            return DTensor.from_local(grad, spec.mesh, placements, run_check=False, shape=shape, stride=stride), None, None
-        spec = spec if placements == spec.placements else make_spec(spec.mesh, placements, shape, grad.dtype)
-        return FromLocal.apply(grad.contiguous(), spec, ctx.cls), None, None
+        make = plain_spec if ragged_mesh_dim(placements) is None else make_spec
+        return FromLocal.apply(grad.contiguous(), make(spec.mesh, placements, shape, grad.dtype)), None
 
 
 class Redistribute(torch.autograd.Function):
@@ -66,21 +74,19 @@ class Redistribute(torch.autograd.Function):
         async_op: bool,
         forward_dtype: torch.dtype | None,
         backward_dtype: torch.dtype | None,
-        cls: Cls,
     ) -> Tensor:
-        ctx.placements, ctx.dtype, ctx.backward_dtype, ctx.cls = settled_placements(tensor.placements), tensor.dtype, backward_dtype, cls
+        ctx.placements, ctx.dtype, ctx.backward_dtype = settled_placements(tensor.placements), tensor.dtype, backward_dtype
         source = tensor if forward_dtype is None else cast(DTensor, tensor.to(forward_dtype))
         transfer, spec = start(source._local_tensor, source._spec, placements)
         if async_op:
             transfer.watch(tensor)
         local = ArrivingTensor.of(transfer) if async_op else transfer.wait()
-        local = local if isinstance(local, ArrivingTensor) else local.detach()
-        return wrap(cls, local, spec) if ragged_mesh_dim(spec.placements) is not None else DTensor(local, spec, requires_grad=False)
+        return made(local if isinstance(local, ArrivingTensor) else local.detach(), spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         grad = grad if ctx.backward_dtype is None else grad.to(ctx.backward_dtype)
-        return _redistributed(grad, ctx.placements, ctx.cls).to(ctx.dtype), None, None, None, None, None
+        return _redistributed(grad, ctx.placements).to(ctx.dtype), None, None, None, None
 
 
 class Whole(torch.autograd.Function):
@@ -88,26 +94,25 @@ class Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> Tensor:
-        ctx.spec, ctx.cls = tensor._spec, type(tensor)
+        ctx.spec = tensor._spec
         return _whole(tensor).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return Part.apply(grad, ctx.spec, ctx.cls)
+        return Part.apply(grad, ctx.spec)
 
 
 class Part(torch.autograd.Function):
     """The other way: a whole plain tensor, the same on every rank, as one with the placements of ``spec``, nothing pending."""
 
     @staticmethod
-    def forward(ctx: Any, full: Tensor, spec: DTensorSpec, cls: Cls) -> Tensor:
+    def forward(ctx: Any, full: Tensor, spec: DTensorSpec) -> Tensor:
         have = plain_spec(spec.mesh, replicated(spec.mesh), tuple(full.shape), full.dtype)
-        local, found = move(full.detach(), have, settled_placements(spec.placements))
-        return wrap(cls, local, found)
+        return made(*move(full.detach(), have, settled_placements(spec.placements)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return whole_of(cast(DTensor, grad)), None, None
+        return whole_of(cast(DTensor, grad)), None
 
 
 def whole_of(tensor: DTensor) -> Tensor:
@@ -121,6 +126,58 @@ def _whole(tensor: DTensor) -> Tensor:
     return arrived(move(tensor._local_tensor, tensor._spec, replicated(tensor.device_mesh))[0])
 
 
-def _redistributed(grad: Tensor, placements: tuple[Placement, ...], cls: Cls) -> Any:
+def redistributed(tensor: DTensor, placements: Sequence[Placement], async_op: bool = False, *dtypes: torch.dtype | None) -> DTensor:
+    """``tensor``, ours or torch's, under other placements on its mesh; ``dtypes`` of the collectives forward and backward."""
+    return cast(DTensor, Redistribute.apply(tensor, tuple(placements), async_op, *(dtypes or (None, None))))
+
+
+def _redistributed(grad: Tensor, placements: tuple[Placement, ...]) -> DTensor:
     assert isinstance(grad, DTensor)
-    return grad if grad.placements == placements else Redistribute.apply(grad, placements, False, None, None, cls)
+    return grad if grad.placements == placements else redistributed(grad, placements)
+
+
+class RaggedAwareDTensor(DTensor):
+    """A DTensor whose conversions know ragged placements: what RaggedDTensor and all that is made of it have in common."""
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """This rank's part (with a reduction pending: its contribution), sharing memory; differentiable.
+
+        Args:
+            grad_placements: what the gradient of the result means, if not "the same layout" (as for DTensor.to_local).
+        """
+        self._local_tensor = arrived(self._local_tensor)
+        if not torch.is_grad_enabled():
+            return self._local_tensor
+        return cast(Tensor, ToLocal.apply(self, None if grad_placements is None else tuple(grad_placements)))
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole tensor as a plain tensor; one collective; differentiable (the gradient is sliced back)."""
+        if grad_placements is None:
+            return whole_of(self)
+        return self.redistribute(placements=replicated(self.device_mesh)).to_local(grad_placements=grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> DTensor:
+        """The same tensor under other placements on the same mesh, ragged or not; differentiable.
+
+        What comes back knows ragged placements, too, and so does what is computed from it: the way back is the same call.
+
+        Args:
+            async_op: return while the last collective is under way; the first use of the result waits for it (as for DTensor).
+            forward_dtype, backward_dtype: as for DTensor.redistribute.
+
+        Raises:
+            ValueError: another mesh, or placements that don't fit.
+        """
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise ValueError(f"can't redistribute from {self.device_mesh} to {device_mesh}: only placements on the same mesh can change")
+        if placements is None:
+            raise ValueError("redistribute needs placements")
+        return redistributed(self, placements, async_op, forward_dtype, backward_dtype)

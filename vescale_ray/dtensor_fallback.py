@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.collectives import broadcast
-from vescale_ray.compat.core import (
-    DispatchKey,
-    ForceDispatchKeyGuard,
-    dispatch_tls_local_exclude_set,
-    dispatch_tls_local_include_set,
-    tree_leaves,
-    tree_map,
-)
+from vescale_ray.compat.core import tree_leaves, tree_map
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
-from vescale_ray.dtensor_operands import GatheredView, derived, gathered, in_torchs_backward, read_only, refuse_leaf, written
+from vescale_ray.dtensor_derived import GatheredView, derived, read_only
+from vescale_ray.dtensor_operands import gathered
+from vescale_ray.dtensor_schema import HIDDEN_WRITES, lazy_conjugation, plain_is_whole, refuse_leaf, written
 from vescale_ray.dtensor_spec import replicated, sharding_of
 from vescale_ray.redistribute import move
 from vescale_ray.transfer import arrived, writes_of
@@ -107,7 +101,7 @@ def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
             return arrived(move(value._local_tensor, value._spec, replicated(mesh))[0]).resolve_conj().resolve_neg()
         if isinstance(value, Tensor) and value.ndim == 0:
             refuse_leaf(func, value, sharding_of(_first_ragged(cls, args, kwargs)._spec).describe())
-        if isinstance(value, Tensor) and value.ndim and value.numel() != 1 and not in_torchs_backward():
+        if isinstance(value, Tensor) and value.ndim and value.numel() != 1 and not plain_is_whole():
             raise ValueError(
                 f"{func}: a plain tensor of shape {tuple(value.shape)} meets "
                 f"{sharding_of(_first_ragged(cls, args, kwargs)._spec).describe()}: distribute it first "
@@ -128,23 +122,9 @@ def _on_whole(cls: Cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any], 
         return derived(value, DTensorSpec(mesh, replicated(mesh), tensor_meta=meta))
 
     args, kwargs = tree_map(plain, tuple(args)), tree_map(plain, kwargs)
-    with _lazy_conjugation(any(isinstance(v, Tensor) and v.is_complex() for v in tree_leaves((args, kwargs)))):
+    with lazy_conjugation(args, kwargs):
         result = func(*args, **kwargs)
     return tree_map(distributed, result)
-
-
-@contextmanager
-def _lazy_conjugation(wanted: bool) -> Iterator[None]:
-    """Under ``__torch_dispatch__`` torch leaves out the keys that conjugate and negate lazily: an operation that makes such views of
-    its own (linalg.pinv) would then ignore what they mean."""
-    if not wanted:
-        yield
-        return
-    excluded = dispatch_tls_local_exclude_set()
-    for key in (DispatchKey.Conjugate, DispatchKey.Negative):
-        excluded = excluded.remove(key)
-    with ForceDispatchKeyGuard(dispatch_tls_local_include_set(), excluded):
-        yield
 
 
 def _first_ragged(cls: Cls, args: Sequence[Any], kwargs: dict[str, Any]) -> DTensor:
@@ -173,6 +153,4 @@ def plain_target(func: Any, target: Any) -> ValueError:
     )
 
 
-# These write running statistics without saying so in their schema.
-HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "_batch_norm_impl_index"})
 _BATCH_NORM = HIDDEN_WRITES | {"_native_batch_norm_legit", "_batch_norm_with_update"}

@@ -28,10 +28,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.compat.core import tree_map
-from vescale_ray.dtensor_fallback import HIDDEN_WRITES, Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target
-from vescale_ray.dtensor_operands import gathered, operand, schema_facts, spread, written
+from vescale_ray.dtensor_fallback import Cls, Handler, RaggedFallbackWarning, Rule, fallback, plain_target
+from vescale_ray.dtensor_operands import gathered, operand, spread
 from vescale_ray.dtensor_pending import any_pending, on_pending
 from vescale_ray.dtensor_reduce import REDUCTIONS, allclose, amp_unscale, equal, foreach_max, foreach_norm, reduce_op, scalar
+from vescale_ray.dtensor_schema import schema_facts, written
 from vescale_ray.dtensor_spec import Sharding, contiguous_stride, replicated, sharding_of, wrap
 from vescale_ray.dtensor_views import random_in_place, random_like, reinterpret, reshape
 from vescale_ray.redistribute import move, plain_spec
@@ -86,8 +87,6 @@ def _rule(func: Any) -> Rule:
 def _make_rule(func: Any) -> Rule:
     name = func._schema.name.removeprefix("aten::")
     writes, is_view = schema_facts(func)
-    if name in HIDDEN_WRITES:
-        writes = (*writes, "running_mean", "running_var")
     pointwise = (torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags) or name in _ELEMENTWISE
     handler: Handler | None = _HANDLERS.get(name) if func.namespace == "aten" else None
     if pointwise and (name in ("max", "min") or func.namespace == "prims"):

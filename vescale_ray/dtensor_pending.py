@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vescale_ray.compat.core import tree_map
-from vescale_ray.dtensor_operands import written
+from vescale_ray.dtensor_schema import written
 from vescale_ray.dtensor_spec import Sharding, settled_placements, sharding_of, wrap
 from vescale_ray.redistribute import move
 

@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from vescale_ray.collectives import all_reduce
-from vescale_ray.dtensor_operands import derived, gathered, meta_like, operand
+from vescale_ray.dtensor_derived import derived
+from vescale_ray.dtensor_operands import gathered, operand
+from vescale_ray.dtensor_schema import meta_like
 from vescale_ray.dtensor_spec import Sharding, norm_partial, sharding_of, wrap
 from vescale_ray.geometry import Shape
 

@@ -33,6 +33,17 @@ Placements = tuple[Placement, ...]
 T = TypeVar("T", bound=DTensor)
 
 
+class ShapedSpec(DTensorSpec):
+    """A spec whose shape counts whenever it is compared.
+
+    ``torch.compile`` compares specs without: of two tensors of which a rank holds equal parts, or nothing, it would run the code compiled
+    for the one on the other, and give the result the other's shape.
+    """
+
+    def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
+        return super()._check_equals(other)
+
+
 class Sharding:
     """One layout (mesh, placements, global shape) seen from this rank."""
 
@@ -105,7 +116,7 @@ class Sharding:
         """The spec of a tensor of this layout with ``dtype``; always the same object."""
         found = self._specs.get(dtype)
         if found is None:
-            found = DTensorSpec(self.mesh, self.placements, tensor_meta=TensorMeta(self.shape, self.stride, dtype))
+            found = ShapedSpec(self.mesh, self.placements, tensor_meta=TensorMeta(self.shape, self.stride, dtype))
             self.adopt(found)
         return found
 
@@ -207,17 +218,24 @@ _LAYOUTS: WeakValueDictionary[object, Sharding] = WeakValueDictionary()
 
 def pending_spec(mesh: DeviceMesh, placements: Placements, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
     """The one spec of a reduction's result: norms that can be stacked as they are, are seen to be by comparing identities."""
-    key = (id(mesh), placements, tuple(shape), dtype)
+    shape = numbers(shape)
+    key = (id(mesh), placements, shape, dtype)
     found = _PENDING.get(key)
     if found is None:
         meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
-        found = _PENDING[key] = DTensorSpec(mesh, placements, tensor_meta=meta)
+        found = _PENDING[key] = ShapedSpec(mesh, placements, tensor_meta=meta)
     return found
+
+
+def numbers(shape: Sequence[int]) -> Shape:
+    """``shape`` without symbols: a layout is one of a certain shape. A function that is compiled for any shape is compiled for each."""
+    return tuple(shape) if all(type(n) is int for n in shape) else tuple(int(n) for n in shape)
 
 
 def layout_of(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Sharding:
     """The one Sharding of a layout: tensors that are cut alike are seen to be by comparing identities."""
-    key = (id(mesh), tuple(placements), tuple(shape))
+    shape = numbers(shape)
+    key = (id(mesh), tuple(placements), shape)
     found = _LAYOUTS.get(key)
     if found is None:
         found = _LAYOUTS[key] = Sharding(mesh, placements, shape)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from vescale_ray.dtensor_fallback import Cls, take_first_ranks
-from vescale_ray.dtensor_operands import meta_like
+from vescale_ray.dtensor_schema import meta_like
 from vescale_ray.dtensor_spec import Sharding, sharding_of, wrap
 from vescale_ray.transfer import view_of
 

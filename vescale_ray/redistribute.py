@@ -29,7 +29,16 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from vescale_ray.collectives import all_reduce
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta, redistribute_local_tensor
-from vescale_ray.dtensor_spec import Placements, Sharding, contiguous_stride, layout_of, positive_dims, ragged_mesh_dim, section
+from vescale_ray.dtensor_spec import (
+    Placements,
+    ShapedSpec,
+    Sharding,
+    contiguous_stride,
+    layout_of,
+    positive_dims,
+    ragged_mesh_dim,
+    section,
+)
 from vescale_ray.geometry import Shape
 from vescale_ray.placement import RaggedShard
 from vescale_ray.transfer import (
@@ -49,7 +58,7 @@ from vescale_ray.transfer import (
 
 def plain_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
     """A spec for torch's own DTensor, row-major."""
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
+    return ShapedSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
 
 
 def move(local: torch.Tensor, source: DTensorSpec, placements: Sequence[Placement]) -> tuple[torch.Tensor, DTensorSpec]:
@@ -117,12 +126,15 @@ def _steps(local: torch.Tensor, mesh: DeviceMesh, have: Placements, want: Placem
     moved = tuple(Replicate() if i in pending else p for i, p in enumerate(want))
     if moved != have:
         transfer = _move_elements(transfer.wait(), mesh, have, moved, shape, dtype)
-    for dim in pending:
-        result = transfer.wait()
-        if mesh.get_local_rank(dim) != 0 or want[dim].reduce_op == "avg":  # type: ignore[attr-defined]
-            result = _neutral(result, want[dim], result)
-        transfer = Transfer(result)
-    return transfer
+    return Transfer(contribution(transfer.wait(), mesh, want, pending)) if pending else transfer
+
+
+def contribution(value: torch.Tensor, mesh: DeviceMesh, placements: Placements, dims: Sequence[int]) -> torch.Tensor:
+    """What this rank contributes to ``value``, which all have: reduced over mesh dimensions ``dims``, the contributions give it."""
+    for dim in dims:
+        if mesh.get_local_rank(dim) != 0 or placements[dim].reduce_op == "avg":  # type: ignore[attr-defined]
+            value = _neutral(value, placements[dim], value)
+    return value
 
 
 def _move_elements(

@@ -3,9 +3,11 @@
     python -m tests.dtensor.op_coverage --results build/op-coverage.jsonl              # restartable: done operations are kept
     python -m tests.dtensor.op_coverage --results build/op-coverage.jsonl --render docs/op-coverage.md
 
-Each sample's tensors become ragged in three layouts on threads (:data:`LAYOUTS`); the operation is called as a function, in place and with
-``out=``, and its results, and what it left of its arguments, are compared with the same call on plain tensors. One process per chunk of
-operations; one that dies or says nothing for a while is started again behind the operation it was at, which is recorded as crashed or hung.
+Each sample's tensors become ragged in three layouts on threads (:data:`LAYOUTS`), and tensors with a reduction pending in three ways
+(:data:`PENDING`); the operation is called as a function, in place and with ``out=``, and its results, and what it left of its arguments,
+are compared with the same call on plain tensors. ``op_compiled.py`` does the same for the compiled function, in processes. One process per
+chunk of operations; one that dies or says nothing for a while is started again behind the operation it was at, which is recorded as
+crashed or hung.
 """
 
 from __future__ import annotations
@@ -18,30 +20,37 @@ import sys
 import threading
 import time
 import warnings
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from tests.ranks import RankFailed, run_threads
 from vescale_ray.dtensor import RaggedFallbackWarning, distribute_tensor
+from vescale_ray.dtensor_derived import derived
+from vescale_ray.dtensor_spec import norm_partial
 from vescale_ray.placement import RaggedShard
+from vescale_ray.redistribute import plain_spec
+from vescale_ray.transfer import MOVABLE
 
 LAYOUTS = {"elements": (3,), "rows": (3,), "with Shard(0)": (2, 2)}
-VARIANTS = ("function", "in place", "out=", "gradient")
+PENDING = {"pending sum": (2,), "pending norm": (2,), "pending max": (2,)}
+ALL_LAYOUTS = {**LAYOUTS, **PENDING}
+VARIANTS = ("function", "in place", "out=", "gradient", "pending", "compiled")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64, "bool": torch.bool, "complex64": torch.complex64}
 ORDER = ("exact", "close", "random", "raised", "torch", "WRONG", "HUNG", "CRASHED")
 UNINITIALIZED = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted", "resize_", "resize_as_"}
 SAMPLES = 4
 """Of each operation; which these are depends on their number, so the page and its test take the same."""
-SILENCE = 30.0
+SILENCE = 90.0
 """Seconds without a finished operation after which a chunk counts as hung."""
 
 Outcome = tuple[str, bool, str]
@@ -54,6 +63,8 @@ Outcome = tuple[str, bool, str]
 def ragged_as(layout: str, tensor: Tensor, mesh: DeviceMesh, first: bool) -> Tensor:
     """``tensor`` in a layout; what is no dense tensor stays."""
     tensor = tensor.detach().contiguous()
+    if layout in PENDING:
+        return pending_as(layout, tensor, mesh)
     ndim, numel = tensor.ndim, tensor.numel()
     merged = tuple(range(ndim))
     placements: list[Placement]
@@ -70,6 +81,30 @@ def ragged_as(layout: str, tensor: Tensor, mesh: DeviceMesh, first: bool) -> Ten
         ragged = RaggedShard(merged, units) if units == (1, 2) else RaggedShard((), units)
         placements = [ragged, Shard(0) if ndim else Replicate()]
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+def pending_as(layout: str, tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """``tensor`` as what a reduction of a ragged tensor leaves pending on two ranks: a sum, a 2-norm (of what is never negative) or a
+    maximum. Of dtypes that no collective reduces none is left pending: these are replicated."""
+    rank, other = mesh.get_local_rank(), torch.zeros_like(tensor)
+    if tensor.dtype not in MOVABLE and not tensor.is_complex():
+        return derived(tensor, plain_spec(mesh, [Replicate()], tensor.shape, tensor.dtype))
+    placement: Placement = Partial("sum")
+    seed = zlib.crc32(repr(tensor.flatten()[:4].tolist()).encode())  # other elements of each tensor are the first rank's
+    first = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+    if layout == "pending max" and not tensor.is_complex():
+        placement = Partial("max")
+        lowest = -math.inf if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
+        tensor, other = tensor.where(first, lowest), tensor.where(~first, lowest)
+    elif layout == "pending norm" and tensor.is_floating_point() and bool((tensor >= 0).all()):
+        placement = norm_partial(2)
+        tensor, other = tensor.where(first, 0), tensor.where(~first, 0)
+    elif tensor.is_floating_point() or tensor.is_complex():
+        other = (-tensor).where((2 * tensor).isfinite(), 0)  # 2 x and -x: their sum is x without rounding, and not by symmetry
+        tensor = tensor - other
+    else:
+        tensor, other = tensor - tensor // 3, tensor // 3
+    return derived(other if rank else tensor, plain_spec(mesh, [placement], tensor.shape, tensor.dtype))
 
 
 def samples_of(op: Any, dtype: torch.dtype, limit: int) -> list[Any]:
@@ -252,25 +287,26 @@ def has(op: Any, variant: str, dtype: torch.dtype) -> bool:
     return {"in place": op.inplace_variant is not None, "out=": bool(op.supports_out)}.get(variant, True)
 
 
-def sweep(op: Any, dtype: torch.dtype, limit: int, warned: Warned) -> dict[str, Counter[str]]:
+def sweep(op: Any, dtype: torch.dtype, limit: int, warned: Warned, layouts: Iterable[str] = ALL_LAYOUTS) -> dict[str, Counter[str]]:
     """variant -> how often each outcome ("warned " put before it where there was a warning), with one example of what was raised."""
     if dtype not in op.supported_dtypes("cpu"):
         return {}
+    layouts = [name for name in layouts if name in LAYOUTS or dtype in (torch.float32, torch.int64)]
     samples = [s for s in samples_of(op, dtype, limit) if usable(s)]
     outcomes: dict[str, Counter[str]] = {}
     examples: dict[str, str] = {}
-    for layout, sizes in LAYOUTS.items():
+    for layout in layouts:
+        sizes = ALL_LAYOUTS[layout]
+        variants = [v for v in VARIANTS[: 3 if layout in PENDING else 4] if has(op, v, dtype)]
         ranks: list[list[tuple[str, Outcome]]] = [[] for _ in range(math.prod(sizes))]
 
-        def body(rank: int, world: int, layout: str = layout, sizes: tuple[int, ...] = sizes, ranks: Any = ranks) -> None:
-            mesh = init_device_mesh("cpu", sizes)
-            for variant in VARIANTS:
-                if not has(op, variant, dtype):
-                    continue
+        def body(rank: int, world: int, layout: str = layout, variants: list[str] = variants, ranks: Any = ranks) -> None:
+            mesh = init_device_mesh("cpu", ALL_LAYOUTS[layout])
+            for variant in variants:
                 for sample in samples:
                     got = attempt(op, variant, layout, sample, mesh, warned)
                     if got is not None:
-                        ranks[rank].append((variant, got))
+                        ranks[rank].append(("pending" if layout in PENDING else variant, got))
 
         try:
             run_threads(math.prod(sizes), body)
@@ -313,9 +349,22 @@ def child(names: Sequence[str], dtypes: Sequence[str], limit: int) -> None:
         started = time.monotonic()
         try:
             found = {d: sweep(ops[name], DTYPES[d], limit, warned) for d in dtypes}
+            if "float32" in found:
+                print(json.dumps({"at": name}), flush=True)
+                add_compiled(found["float32"], name, limit)
             print(json.dumps({"op": name, "found": found, "seconds": round(time.monotonic() - started, 1)}), flush=True)
         except Exception as error:
             print(json.dumps({"op": name, "found": {}, "skipped": f"{type(error).__name__}: {error}"[:200]}), flush=True)
+
+
+def add_compiled(found: dict[str, Any], name: str, limit: int) -> None:
+    from tests.dtensor.op_compiled import compiled  # made of what is here
+
+    outcomes, example = compiled([name], "float32", limit)[name]
+    if outcomes:
+        found["compiled"] = outcomes
+    if example:
+        found.setdefault("examples", {})["compiled: WRONG"] = example  # type: ignore[assignment]
 
 
 def run(results: Path, dtypes: Sequence[str], limit: int, only: Sequence[str] = ()) -> None:
@@ -372,75 +421,9 @@ def bad(row: dict[str, Any]) -> bool:
     return bool(names & {"WRONG", "HUNG", "CRASHED"}) or "skipped" in row
 
 
-# -- the page ---------------------------------------------------------------------------------------------------------------------
-
-
-def cell(row: dict[str, Any], variant: str) -> str:
-    """All outcomes of one operation in one variant, over dtypes, layouts and samples."""
-    found: set[str] = set()
-    for by_variant in row["found"].values():
-        found.update(by_variant.get(variant, {}))
-    return ", ".join(sorted(found, key=lambda o: (ORDER.index(o.removeprefix("warned ")), o))) or "-"
-
-
-def rows(results: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    for row in sorted(results, key=lambda r: r["op"]):
-        cells = [cell(row, v) for v in VARIANTS]
-        if any(c != "-" for c in cells):
-            yield (row["op"], *cells)
-
-
-def totals(results: list[dict[str, Any]]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for row in results:
-        for by_variant in row["found"].values():
-            for variant in VARIANTS:
-                found.update(by_variant.get(variant, {}))
-    return found
-
-
-def render(results: list[dict[str, Any]], dtypes: Sequence[str], limit: int) -> str:
-    table = list(rows(results))
-    count = totals(results)
-    bad = sum(count[name] for name in ("WRONG", "HUNG", "CRASHED"))
-    shown = "\n".join(f"| {name} | {count[name]} |" for name in sorted(count))
-    lines = "\n".join(f"| `{op}` | {' | '.join(cells)} |" for op, *cells in table)
-    return f"""# What each operation does with ragged tensors
-
-Generated by `python -m tests.dtensor.op_coverage` with torch {torch.__version__.split("+")[0]}: the sample inputs that
-torch tests its own operations with (OpInfo), up to {limit} of each, in {", ".join(dtypes)} as far as the operation takes them, in
-three layouts: cut between any two elements with an empty rank, on 3 ranks; cut at rows with the other operands replicated, on 3
-ranks; on 2 x 2 ranks with `Shard(0)` on the second mesh dimension. Each result, and what the call left of its arguments, is compared
-with the same call on plain tensors; gradients, in float32, with those of the same loss.
-`tests/dtensor/test_op_coverage.py` runs a part of it again and fails if this page is not true.
-
-| outcome | what it means |
-|---|---|
-| exact | the result of the plain tensor, bit for bit |
-| close | to within `torch.testing.assert_close` (bfloat16: 0.02 + 4 %): sums in another order |
-| random | random numbers, of which shape and dtype are compared only (the ranks are threads with one generator) |
-| warned .. | the same, and a `RaggedFallbackWarning` says that the whole tensor was gathered for it (`VE_RAGGED_STRICT=1`: raises) |
-| torch | torch's own replicated DTensor is as wrong in the same call: `out=` that torch ignores for every tensor subclass \
-(what is returned is right), `linalg.pinv` of a complex torch DTensor (which the product of two ragged tensors is) |
-| raised | an exception, on every rank alike; nothing was written |
-| - | the operation has no such form, or its samples hold no dense tensor |
-
-{len(table)} operations with {sum(count.values())} calls; silently wrong, hung or crashed: **{bad}**.
-
-| outcome | calls |
-|---|---|
-{shown}
-
-Several outcomes in one cell: it depends on the layout, the dtype or the arguments (a reduction over inner dimensions stays local,
-one over the first dimension gathers).
-
-| operation | function | in place | out= | gradient |
-|---|---|---|---|---|
-{lines}
-"""
-
-
 def main() -> None:
+    from tests.dtensor.op_page import render  # made of what is here
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("build/op-coverage.jsonl"))
     parser.add_argument("--dtypes", default="float32,bfloat16,int64,bool,complex64")

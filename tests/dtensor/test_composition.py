@@ -106,7 +106,7 @@ def _move(rank: int, world: int, shape: tuple[int, ...], source: Layout, target:
     a = make(full, source, mesh)
     b = redistribute(a, target.placements, async_op=async_op)
     assert b.placements == target.placements
-    assert type(b) is (RaggedDTensor if any(isinstance(p, RaggedShard) for p in target.placements) else DTensor)
+    assert isinstance(b, RaggedDTensor) == any(isinstance(p, RaggedShard) for p in target.placements)
     expected = target.part(full, here(mesh))
     got = b.to_local()
     assert got.shape == expected.shape and torch.equal(got, expected)

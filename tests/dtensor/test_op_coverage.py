@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.dtensor.op_coverage import DTYPES, ORDER, SAMPLES, VARIANTS, Warned, cell, database, difference, sweep
+from tests.dtensor.op_compiled import compiled
+from tests.dtensor.op_coverage import DTYPES, ORDER, SAMPLES, VARIANTS, Warned, database, difference, sweep
+from tests.dtensor.op_page import cell
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "op-coverage.md"
 # Element-wise, reductions, views, joins, indexing, matrices, norms, losses; one of each way an operation can go.
@@ -63,6 +65,14 @@ def test_the_page_says_what_happens(part: int, warned: Warned) -> None:
             found = cell(row, variant)
             examples = row["found"]["float32"].get("examples")
             assert found == "-" or sums(found.split(", ")) <= sums(expected), (name, variant, found, examples)
+
+
+JOINS = ("add", "addcmul", "cat", "_foreach_add", "linalg.vector_norm", "stack", "sum", "where")
+
+
+def test_compiled_reductions_and_what_joins_them_are_right() -> None:
+    for name, (outcomes, example) in compiled(list(JOINS), "float32", 2).items():
+        assert outcomes and set(outcomes) <= {"exact", "close"}, (name, outcomes, example)
 
 
 def test_the_comparison_notices_what_is_wrong() -> None:

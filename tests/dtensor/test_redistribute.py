@@ -139,11 +139,14 @@ def _with_torchs(rank: int, world: int, case: Case, dim: int) -> int:
     placements: list[Placement] = [Replicate()] + ([Shard(dim)] if case.shape else [])
     for placement in placements:
         there = a.redistribute(placements=[placement])
-        assert type(there) is DTensor and there.placements == (placement,) and there.shape == full.shape
+        assert not isinstance(there, RaggedDTensor) and there.placements == (placement,) and there.shape == full.shape
         theirs = torch_distribute(full, mesh, [placement], src_data_rank=None)
         assert torch.equal(there.to_local(), theirs.to_local()), placement
         back = distribute_tensor(full, mesh, [case.placement]) if placement.is_replicate() else _back(there, case)
         assert torch.equal(back.to_local(), case.part(full, rank)), placement
+        for gone in (there, there * 1):  # the way back is the same call, also for what was computed
+            back = gone.redistribute(placements=[case.placement])
+            assert type(back) is RaggedDTensor and torch.equal(back.to_local(), case.part(full, rank)), placement
     return 0
 
 

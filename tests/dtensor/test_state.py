@@ -335,7 +335,7 @@ assert not added, added
 for now, then in zip(LISTS, lists):
     assert list(now) == [*then, ours.RaggedDTensor]
 extra = set(torch.serialization.get_safe_globals()) - safe
-from vescale_ray.dtensor_operands import unpickled_derived
+from vescale_ray.dtensor_derived import unpickled_derived
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 assert extra == {ours.RaggedDTensor, ours.RaggedShard, ours._rebuild, unpickled_derived, _NormPartial}, extra
 from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks, _global_optimizer_post_hooks

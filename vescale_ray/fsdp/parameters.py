@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from vescale_ray.compat.distributed import AsyncCollectiveTensor
 from vescale_ray.compat.tensor import DTensorSpec, StridedShard, TensorMeta
 from vescale_ray.dtensor import RaggedDTensor
-from vescale_ray.dtensor_spec import contiguous_stride, enclose, make_spec
+from vescale_ray.dtensor_spec import contiguous_stride, make_spec
 from vescale_ray.geometry import Block
 from vescale_ray.messages import is_pairwise
 from vescale_ray.placement import RaggedShard
+from vescale_ray.redistribute import plain_spec
 
 Owner = tuple["weakref.ref[nn.Module]", str]
 """A module and the attribute under which it holds the parameter; weak, so that units do not keep their model alive."""
@@ -116,7 +117,7 @@ class Place:
         if parallel is None:
             if ragged:
                 return make_spec(self.mesh, placements, shape, dtype)
-            return DTensorSpec(self.mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
+            return plain_spec(self.mesh, placements, shape, dtype)
         mesh, shape = self.mesh, tuple(parallel.spec.shape)
         if parallel.model_mesh is not None:
             key = id(parallel.model_mesh)
@@ -126,7 +127,7 @@ class Place:
         placements = (*placements, *parallel.model_placements)
         if ragged:
             return make_spec(mesh, placements, shape, dtype)
-        return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
+        return plain_spec(mesh, placements, shape, dtype)
 
 
 class Subgroup:
@@ -232,7 +233,8 @@ def local_of(param: torch.Tensor) -> torch.Tensor:
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """``local`` as a DTensor: ours if it has a ragged placement, else torch's."""
+    """``local`` as a DTensor: ours if it has a ragged placement, else torch's, as torch makes it: ``torch.compile`` makes a tensor that
+    stands for it in the same way, and both must start at the same offset."""
     if any(isinstance(placement, RaggedShard) for placement in spec.placements):
         return RaggedDTensor.from_spec(local, spec)
-    return enclose(DTensor, local, spec)
+    return DTensor(local, spec, requires_grad=False)

@@ -8,45 +8,48 @@
 ``import vescale_ray`` leaves torch as it is; this call, and nothing else, changes it, until it is undone:
 
 - ``fully_shard``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` are ours;
-- ``distribute_tensor`` also knows ragged placements, as in ``distribute_tensor(full, param.device_mesh, param.placements)``;
+- ``distribute_tensor``, ``DTensor.from_local`` and ``DTensor.redistribute`` also know ragged placements, as in
+  ``distribute_tensor(full, param.device_mesh, param.placements)``;
 - ``set_model_state_dict`` and ``set_optimizer_state_dict`` of ``torch.distributed.checkpoint`` load full state dicts into ragged tensors:
   each rank takes its part.
 
 A name is replaced in every module that has imported it by now, and where later imports will find it.
 
-Code that cuts checkpoints by a parameter's ``placements`` itself, or puts parameters together with ``DTensor.from_local``
-(``from_pretrained(.., distributed_config=..)`` of transformers 5) knows no ragged placements: ``stand_in_for_torch(plain_shards=True)``.
+Code that cuts checkpoints by a parameter's ``placements`` itself (``from_pretrained(.., distributed_config=..)`` of transformers 5)
+knows no ragged placements: ``stand_in_for_torch(plain_shards=True)``.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor
-from torch import nn
-from torch.distributed.tensor import Shard
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from vescale_ray.compat.fsdp import distribute_tensors
-from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
+from vescale_ray.dtensor import RaggedDTensor, distribute_tensor, redistribute
+from vescale_ray.dtensor_spec import ragged_mesh_dim
 from vescale_ray.fsdp.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from vescale_ray.placement import RaggedShard
 
 
 class StandIn:
     """What :func:`stand_in_for_torch` returns: undo it, or use it as a context that does."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
+        self._replaced: list[Callable[[], object]] = []
 
     def undo(self) -> None:
         """Give torch's names back their own functions. Modules that are sharded stay so."""
         while self._replaced:
-            namespace, name, original = self._replaced.pop()
-            namespace[name] = original
+            self._replaced.pop()()
 
     def _replace(self, name: str, original: Any, ours: Any) -> None:
         if original is ours:  # stood in for already
@@ -54,8 +57,14 @@ class StandIn:
         for module in list(sys.modules.values()):
             namespace = getattr(module, "__dict__", None)
             if isinstance(namespace, dict) and namespace.get(name) is original:
-                self._replaced.append((namespace, name, original))
+                self._replaced.append(functools.partial(namespace.__setitem__, name, original))
                 namespace[name] = ours
+
+    def _replace_method(self, name: str, ours: Any) -> None:
+        original = DTensor.__dict__[name]
+        if original is not ours:
+            self._replaced.append(functools.partial(setattr, DTensor, name, original))
+            setattr(DTensor, name, ours)
 
     def __enter__(self) -> StandIn:
         return self
@@ -74,6 +83,8 @@ def stand_in_for_torch(*, plain_shards: bool = False) -> StandIn:
     stand_in._replace("register_fsdp_forward_method", torch.distributed.fsdp.register_fsdp_forward_method, register_fsdp_forward_method)
     stand_in._replace("share_comm_ctx", torch.distributed.fsdp.share_comm_ctx, share_comm_ctx)
     stand_in._replace("distribute_tensor", torch.distributed.tensor.distribute_tensor, distribute_tensor)
+    stand_in._replace_method("from_local", _OUR_FROM_LOCAL)
+    stand_in._replace_method("redistribute", _redistribute)
     stand_in._replace("_distribute_tensors", distribute_tensors, _distribute_tensors)
     return stand_in
 
@@ -85,6 +96,58 @@ def _with_plain_shards(module: Any, *, shard_placement_fn: Callable[[nn.Paramete
         return Shard(0) if chosen is None and param.dim() else chosen
 
     return fully_shard(module, shard_placement_fn=placed, **options)
+
+
+_torchs_from_local, _torchs_redistribute = DTensor.from_local, DTensor.redistribute
+
+
+@functools.wraps(_torchs_from_local)
+def _from_local(
+    local_tensor: Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    run_check: bool = False,
+    shape: torch.Size | None = None,
+    stride: tuple[int, ...] | None = None,
+    **how: Any,
+) -> DTensor:
+    if placements is None or ragged_mesh_dim(placements) is None:
+        return _torchs_from_local(local_tensor, device_mesh, placements, run_check=run_check, shape=shape, stride=stride, **how)
+    if any(value is not None for value in how.values()):
+        raise ValueError(f"DTensor.from_local with placements {list(placements)} takes no {', '.join(how)}: leave it out")
+    mesh = _torchs_from_local(torch.empty(0)).device_mesh if device_mesh is None else device_mesh
+    shape = _whole_shape(local_tensor, mesh, placements) if shape is None else shape
+    return RaggedDTensor.from_local(local_tensor, mesh, placements, shape=shape, stride=stride, run_check=run_check)
+
+
+_OUR_FROM_LOCAL = staticmethod(_from_local)
+
+
+def _whole_shape(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Size:
+    """The shape of the tensor of which ``local`` is a part, where each rank's part tells it, or ValueError on all ranks."""
+    dim = ragged_mesh_dim(placements)
+    assert dim is not None
+    ragged = cast(RaggedShard, placements[dim])
+    others = [p for i, p in enumerate(placements) if i != dim]
+    if ragged.dims != (0,) or not all(ragged.local_units) or any(p.is_shard() for p in others):
+        raise ValueError(
+            f"DTensor.from_local of a local tensor {tuple(local.shape)} with placements {list(placements)}: give shape=, the shape of the "
+            "whole tensor, which this part does not tell"
+        )
+    rows = local.shape[0] * sum(ragged.local_units) // ragged.local_units[mesh.get_local_rank(dim)]
+    return torch.Size((rows, *local.shape[1:]))
+
+
+@functools.wraps(_torchs_redistribute)
+def _redistribute(
+    self: DTensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **how: Any
+) -> DTensor:
+    if placements is None or ragged_mesh_dim(placements) is None:
+        return _torchs_redistribute(self, device_mesh, placements, **how)
+    if device_mesh is not None and device_mesh != self.device_mesh:
+        raise ValueError(f"can't redistribute from {self.device_mesh} to {device_mesh}: only placements on the same mesh can change")
+    return redistribute(self, placements, **how)
 
 
 def _distribute_tensors(local_state_dict: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None) -> None:

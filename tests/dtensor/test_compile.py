@@ -1,0 +1,248 @@
+"""``torch.compile`` of functions over ragged tensors gives what they give without: pending reductions, shapes that change, empty ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils._pytree import tree_map
+
+from tests.dtensor.layouts import whole
+from tests.ranks import run_gloo
+from vescale_ray import fully_shard
+from vescale_ray.dtensor import RaggedDTensor, distribute_tensor
+from vescale_ray.dtensor_spec import norm_partial
+from vescale_ray.placement import RaggedShard
+
+BACKEND = "aot_eager"
+CUT: list[Placement] = [RaggedShard((0,), (1, 2))]
+
+
+def full(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*(shape or (6, 4)), generator=torch.Generator().manual_seed(seed)) + 0.5
+
+
+def ragged(tensor: Tensor, mesh: DeviceMesh, placements: list[Placement] | None = None) -> DTensor:
+    return distribute_tensor(tensor, mesh, placements or CUT, src_data_rank=None)
+
+
+def close(found: Any, expected: Any, what: object) -> None:
+    torch.testing.assert_close(tree_map(whole, found), expected, rtol=1e-4, atol=1e-4, msg=lambda text: f"{what}: {text}")
+
+
+norm = torch.linalg.vector_norm
+
+JOINS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "stack norms": lambda a, b: torch.stack([norm(a), norm(b)]),
+    "stack sums": lambda a, b: torch.stack([a.sum(), b.sum()], -1),
+    "stack 1-norms": lambda a, b: torch.stack([norm(a, 1), norm(b, 1)]),
+    "stack maxima": lambda a, b: torch.stack([a.amax(), b.amax()]),
+    "stack of two kinds": lambda a, b: torch.stack([a.sum(), norm(b), a.mean(), b.amin(), a.prod()]),
+    "cat": lambda a, b: torch.cat([a.sum((0, 1), keepdim=True), b.sum((0, 1), keepdim=True)]),
+    "add": lambda a, b: a.sum() + b.sum(),
+    "add norms": lambda a, b: norm(a) + norm(b),
+    "sub": lambda a, b: a.mean() - b.mean(),
+    "mul": lambda a, b: a.sum() * b.sum(),
+    "div": lambda a, b: a.sum() / b.sum(),
+    "maximum": lambda a, b: torch.maximum(a.sum(), b.sum()),
+    "where": lambda a, b: torch.where(a.sum() > b.sum(), a.sum(), b.sum()),
+    "addcmul": lambda a, b: torch.addcmul(a.sum(), a.sum(), b.sum(), value=2),
+    "addcdiv": lambda a, b: torch.addcdiv(a.sum(), a.sum(), b.sum()),
+    "lerp": lambda a, b: torch.lerp(a.sum(), b.sum(), 0.3),
+    "foreach add": lambda a, b: torch._foreach_add([a.sum(), norm(b)], [b.sum(), norm(a)]),
+    "foreach mul": lambda a, b: torch._foreach_mul([a.sum(), norm(b)], [b.sum(), norm(a)]),
+    "foreach by a number": lambda a, b: torch._foreach_mul([a.sum(), norm(b)], -2.0),
+    "foreach norm": lambda a, b: torch.stack(torch._foreach_norm([a, b])),  # type: ignore[arg-type]
+    "norm of norms": lambda a, b: norm(torch.stack(torch._foreach_norm([a, b]))),  # type: ignore[arg-type]
+    "sum of norms": lambda a, b: torch.stack([norm(a), norm(b)]).sum(),
+    "mean of sums": lambda a, b: torch.stack([a.sum(), b.sum()]).mean(),
+    "seen otherwise": lambda a, b: torch.stack([norm(a), norm(b)]).view(1, 2).expand(3, 2).t()[1],
+    "in place": lambda a, b: a.sum().mul_(2).add_(norm(b)),
+    "out": lambda a, b: torch.add(a.sum(), b.sum(), out=torch.zeros_like(a.sum())),
+    "with the tensors": lambda a, b: a * norm(b) + b / torch.stack([a.sum(), b.sum()]).sum(),
+}
+
+
+def _joins(rank: int, world: int) -> None:
+    a, b = full(1), full(2) * 3
+    one = init_device_mesh("cpu", (world,))
+    two = init_device_mesh("cpu", (1, world))
+    layouts: list[tuple[DeviceMesh, list[Placement]]] = [
+        (one, CUT),
+        (one, [RaggedShard((0, 1), (1, 0))]),
+        (two, [Replicate(), *CUT]),
+        (two, [RaggedShard((0,), (1,)), Shard(1)]),
+    ]
+    for mesh, placements in layouts:
+        for name, function in JOINS.items() if placements is CUT else list(JOINS.items())[:4]:
+            expected = function(a.double(), b.double())
+            expected = tree_map(lambda t: t.float() if t.is_floating_point() else t, expected)
+            for how in (function, torch.compile(function, backend=BACKEND)):
+                torch._dynamo.reset()
+                close(how(ragged(a, mesh, placements), ragged(b, mesh, placements)), expected, (name, placements, how is function))
+
+
+def test_pending_reductions_that_meet_are_reduced_once() -> None:
+    run_gloo(2, _joins, timeout=250)
+
+
+def _arguments(rank: int, world: int) -> None:
+    """What is pending enters a compiled function, is written there, and is differentiated."""
+    mesh = init_device_mesh("cpu", (world,))
+    a, b = full(1), full(2)
+    for make in (lambda t: t.sum(), lambda t: norm(t), lambda t: t.amax()):
+        torch._dynamo.reset()
+        functions: list[Any] = [lambda x, y: torch.stack([x, y]), lambda x, y: x * 2 + y, lambda x, y: x.mul_(y)]
+        for function in functions[: 2 if make(ragged(a, mesh)).placements == (norm_partial(2),) else 3]:  # a norm that is written is none
+            args = [make(ragged(t, mesh)) for t in (a, b)]
+            close(torch.compile(function, backend=BACKEND)(*args), function(make(a), make(b)), function)
+            written = make(a)
+            function(written, make(b))
+            close(args[0], written, "the argument afterwards")
+    for loss in (lambda x, y: torch.stack([norm(x), norm(y)]).sum(), lambda x, y: (x.sum() + y.sum()) * x.mean()):
+        torch._dynamo.reset()
+        ours = [ragged(t, mesh).requires_grad_() for t in (a, b)]
+        theirs = [t.clone().requires_grad_() for t in (a, b)]
+        whole(torch.compile(loss, backend=BACKEND)(*ours)).backward()
+        loss(*theirs).backward()  # type: ignore[no-untyped-call]
+        close([t.grad for t in ours], [t.grad for t in theirs], loss)
+
+
+def test_a_pending_argument_may_be_joined_written_and_differentiated() -> None:
+    run_gloo(2, _arguments, timeout=120)
+
+
+def _views(rank: int, world: int) -> None:
+    mesh, a = init_device_mesh("cpu", (world,)), full(1)
+    for make in (lambda t: t.sum(), lambda t: t.amax(), lambda t: t.mean(), lambda t: t.prod()):
+        ours, theirs = torch.stack([make(ragged(a, mesh)), make(ragged(a * 2, mesh))]), torch.stack([make(a), make(a * 2)])
+        for tensor in (ours, theirs):
+            one, two = tensor.unbind()
+            one.mul_(-3)
+            tensor.view(2, 1)[1].add_(tensor[0])
+            two.sub_(1)
+        close(ours, theirs, "written through views")
+    length = norm(ragged(a, mesh))
+    with pytest.raises(RuntimeError, match="would write to a view of a norm whose reduction is pending"):
+        length.view(1).add_(1)
+    close(length, norm(a), "unchanged")
+
+
+def test_a_view_of_a_pending_tensor_reaches_it_or_refuses_to_be_written() -> None:
+    run_gloo(2, _views)
+
+
+def _clip(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    for foreach in (True, False):
+        torch._dynamo.reset()
+        norms = []
+        for compiled in (False, True):
+            clip = torch.compile(nn.utils.clip_grad_norm_, backend=BACKEND) if compiled else nn.utils.clip_grad_norm_
+            params = [nn.Parameter(ragged(full(i), mesh)) for i in range(3)]
+            for i, p in enumerate(params):
+                p.grad = ragged(full(7 + i) * 40, mesh)
+            norms.append(whole(clip(params, 1.0, foreach=foreach)))
+            expected = norm(torch.cat([full(7 + i).double() * 40 for i in range(3)])).float()
+            close(norms[-1], expected, (foreach, compiled))
+            close([p.grad for p in params], [full(7 + i) * 40 / expected for i in range(3)], (foreach, compiled))
+
+
+def test_a_compiled_clip_grad_norm_clips_as_much_as_the_other() -> None:
+    run_gloo(2, _clip, timeout=120)
+
+
+def _shapes(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    functions: list[Any] = [
+        lambda t: (t * 2).sin(),
+        lambda t: torch.stack([norm(t), t.sum()]),
+        lambda t: t.view(-1) * norm(t),
+        lambda t: t @ t.t(),
+        lambda t: whole(t) * 2,
+        lambda t: t.redistribute(placements=[RaggedShard((0,), (2, 1))]) + 1 if isinstance(t, DTensor) else t + 1,
+        lambda t: t.redistribute(placements=[Shard(1)]) + 1 if isinstance(t, DTensor) else t + 1,
+    ]
+    for dynamic in (None, True):
+        for function in functions if dynamic is None else functions[1:2]:
+            torch._dynamo.reset()
+            run = torch.compile(function, backend=BACKEND, dynamic=dynamic)
+            for rows in (3, 6, 9, 3):
+                close(run(ragged(full(rows, rows, 4), mesh)), function(full(rows, rows, 4)), (dynamic, function, rows))
+    torch._dynamo.reset()
+    run = torch.compile(functions[0], backend=BACKEND)
+    for rows in range(3, 42, 3):  # more shapes than torch compiles a function for
+        close(run(ragged(full(rows, rows, 2), mesh)), functions[0](full(rows, rows, 2)), rows)
+    torch._dynamo.reset()
+    several = torch.compile(lambda ts: [t * norm(t) for t in ts], backend=BACKEND, dynamic=True)
+    for k in (1, 2, 3):
+        shapes = [(3 * k, 4), (6,), (k, 3, 2), (9, k)]
+        placements = [CUT, CUT, [RaggedShard((0, 1), (1, 2))], CUT]
+        tensors = [full(i, *s) for i, s in enumerate(shapes)]
+        found = several([ragged(t, mesh, p) for t, p in zip(tensors, placements, strict=True)])  # type: ignore[arg-type]
+        close(found, [t * norm(t) for t in tensors], shapes)
+
+
+def test_a_function_may_be_compiled_over_tensors_of_several_shapes() -> None:
+    run_gloo(2, _shapes, timeout=300)
+
+
+def _empty(rank: int, world: int) -> None:
+    """A rank that holds nothing of either of two tensors, or equal parts, must not take the code of the one for the other."""
+    mesh = init_device_mesh("cpu", (world,))
+    for placements in ([RaggedShard((0,), (1, 0))], [RaggedShard((0,), (0, 1))]):
+        torch._dynamo.reset()
+        for function in (lambda t: t * 2, lambda t: t.sum() / t.numel(), lambda t: t.redistribute(placements=[Replicate()]) * 2):
+            run = torch.compile(function, backend=BACKEND, dynamic=False)
+            for rows in (3, 6, 4):
+                found = run(ragged(full(rows, rows, 2), mesh, placements))  # type: ignore[arg-type]
+                expected = full(rows, rows, 2).mean() if found.ndim == 0 else full(rows, rows, 2) * 2
+                assert found.shape == expected.shape, (rows, placements, tuple(found.shape))
+                close(found, expected, (rows, placements))
+    torch._dynamo.reset()
+    run = torch.compile(lambda t: t * 2, backend=BACKEND, dynamic=False)
+    for rows in (3, 4):  # rank 0 has two rows of either
+        found = run(ragged(full(rows, rows, 2), mesh, [RaggedShard((0,), (1, 0))]).redistribute(placements=[Shard(0)]))
+        assert found.shape == (rows, 2)
+        close(found, full(rows, rows, 2) * 2, rows)
+
+
+def test_code_compiled_for_one_shape_is_not_run_on_another_where_a_rank_holds_as_much() -> None:
+    run_gloo(2, _empty, timeout=120)
+
+
+def _plain_shards(rank: int, world: int) -> None:
+    """Parameters with plain Shard placements look into one buffer; all but the first begin in its middle."""
+    seen = {}
+    for how in ("compiled", "eager", "torch's"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4), nn.LayerNorm(4))
+        torchs_fully_shard(model) if how == "torch's" else fully_shard(model, shard_placement_fn=lambda p: Shard(0))
+        assert not any(isinstance(p, RaggedDTensor) for p in model.parameters())
+        clip: Any = nn.utils.clip_grad_norm_
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        step: Any = optimizer.step
+        if how == "compiled":
+            clip, step = torch.compile(clip, backend=BACKEND), torch.compile(step, backend=BACKEND)
+        for i in range(3):
+            model(torch.ones(2, 4) * (rank + i)).square().sum().backward()
+            clip(model.parameters(), 1.0)
+            step()
+            optimizer.zero_grad()
+        double = torch.compile(lambda t: t * 2, backend=BACKEND)
+        for parameter in model.parameters():
+            close(double(parameter.detach()), whole(parameter).detach() * 2, how)
+        seen[how] = [whole(p).detach() for p in model.parameters()]
+    close(seen["compiled"], seen["torch's"], "compiled")
+    close(seen["eager"], seen["torch's"], "eager")
+
+
+def test_parameters_with_plain_shards_enter_compiled_functions() -> None:
+    run_gloo(2, _plain_shards, timeout=120)

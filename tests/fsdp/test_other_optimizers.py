@@ -1,0 +1,221 @@
+"""Optimizers of other people over our parameters train as over those of torch's ``fully_shard``, and as in one process.
+
+The ones here make the same DTensor calls as torchao's low-bit Adam (states put together with ``DTensor.from_local``, a compiled update
+of ``p.detach()``), pytorch_optimizer's Scion (whole matrices, in place on what was computed of them), and dion's Muon (equal shards that
+the optimizer exchanges itself). Where the packages are installed, they run, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.ranks import run_gloo
+from vescale_ray.dtensor import RaggedDTensor
+from vescale_ray.fsdp import stand_in_for_torch
+
+WIDTH, STEPS = 8, 3
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def newton_schulz(matrix: Any) -> Any:
+    x = matrix / (torch.linalg.vector_norm(matrix) + 1e-7)
+    for _ in range(3):
+        a = x @ x.mT
+        x = 1.5 * x - 0.5 * a @ x
+    return x
+
+
+class Steps(torch.optim.Optimizer):
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            self.update([p for p in group["params"] if p.grad is not None], group["lr"])
+
+    def update(self, params: list[Any], lr: float) -> None:
+        for p in params:
+            self.one(p, p.grad, lr)
+
+    def one(self, p: Any, grad: Any, lr: float) -> None:
+        raise NotImplementedError
+
+
+def adam(p: Tensor, grad: Tensor, mean: Tensor, square: Tensor, lr: float) -> None:
+    new_mean, new_square = mean.float().lerp(grad, 0.1), square.float().lerp(grad.square(), 0.05)
+    mean.copy_(new_mean)
+    square.copy_(new_square)
+    p.copy_(p - lr * new_mean / (new_square.sqrt() + 1e-3))
+
+
+class StatesFromLocal(Steps):
+    """As torchao's: the states are DTensors that the optimizer puts together itself; the update is compiled."""
+
+    def one(self, p: Any, grad: Any, lr: float) -> None:
+        state = self.state[p]
+        for name in ("mean", "square"):
+            if name not in state:
+                state[name] = self.buffer(p)
+        torch.compile(adam, backend="aot_eager", fullgraph=True, dynamic=False)(p.detach(), grad, state["mean"], state["square"], lr)
+
+    @staticmethod
+    def buffer(p: Any) -> Tensor:
+        if not isinstance(p, DTensor):
+            return torch.zeros_like(p)
+        local = torch.zeros_like(p.to_local(), dtype=torch.bfloat16)
+        made = DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        return made.to(p.device).to(p.dtype)
+
+
+class WholeInPlace(Steps):
+    """As Scion: what is computed of whole matrices is scaled in place and added to the parameter."""
+
+    def one(self, p: Any, grad: Any, lr: float) -> None:
+        momentum = self.state[p].setdefault("momentum", torch.zeros_like(grad)).lerp_(grad, 0.5)
+        update = newton_schulz(momentum.reshape(len(momentum), -1)).view(momentum.shape) if p.ndim > 1 else torch.sign(momentum)
+        update *= 0.2
+        p.add_(update, alpha=-lr)
+
+
+class ThereAndBack(Steps):
+    """Gathers, computes, and brings the update back to the parameter's placements."""
+
+    def one(self, p: Any, grad: Any, lr: float) -> None:
+        if not isinstance(grad, DTensor):
+            p.add_(newton_schulz(grad) if p.ndim > 1 else grad, alpha=-lr)
+            return
+        whole = grad.redistribute(placements=[Replicate()])
+        update = newton_schulz(whole) if p.ndim > 1 else whole * 1
+        p.add_(update.redistribute(placements=p.placements), alpha=-lr)
+
+
+class PlainAndBack(Steps):
+    """The same on plain tensors: ``full_tensor()`` there, ``DTensor.from_local`` back."""
+
+    def one(self, p: Any, grad: Any, lr: float) -> None:
+        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        update = newton_schulz(whole) if p.ndim > 1 else whole
+        if isinstance(p, DTensor):
+            update = DTensor.from_local(update, p.device_mesh, [Replicate()]).redistribute(placements=p.placements)
+        p.add_(update, alpha=-lr)
+
+
+class ThroughRows(Steps):
+    """Equal rows of a gradient on each rank, whatever the parameter's placements are, and back by ``from_local``."""
+
+    def one(self, p: Any, grad: Any, lr: float) -> None:
+        if not isinstance(p, DTensor):
+            p.sub_(torch.sign(grad) * grad.abs().sqrt() * lr)
+            return
+        rows = grad.redistribute(placements=[Shard(0)])
+        local = rows.to_local()
+        local = torch.sign(local) * local.abs().sqrt() * lr
+        update = DTensor.from_local(local, p.device_mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride())
+        p.sub_(update.redistribute(placements=p.placements))
+
+
+class ExchangedShards(Steps):
+    """As dion's Muon: each rank puts one matrix together from equal ``Shard(0)`` parts, by an all-to-all of its own, and sends it back."""
+
+    def update(self, params: list[Any], lr: float) -> None:
+        for p in (p for p in params if p.ndim < 2):
+            p.sub_(p.grad * lr)
+        matrices = [p for p in params if p.ndim > 1]
+        if not isinstance(matrices[0], DTensor):
+            for p in matrices:
+                p.sub_(newton_schulz(p.grad) * lr)
+            return
+        world, rank = dist.get_world_size(), dist.get_rank()
+        assert len(matrices) == world and all(p.placements[0].dim == 0 for p in matrices)
+        given = [p.grad.to_local().contiguous() for p in matrices]
+        got = [torch.empty_like(given[rank]) for _ in range(world)]
+        exchange(got, given)
+        parts = [part.contiguous() for part in newton_schulz(torch.cat(got)).tensor_split(world)]
+        back = [torch.empty_like(part) for part in given]
+        exchange(back, parts)
+        for p, part in zip(matrices, back, strict=True):
+            p.to_local().sub_(part * lr)
+
+
+def exchange(out: list[Tensor], given: list[Tensor]) -> None:
+    """``dist.all_to_all`` of lists, which gloo has not."""
+    joined = torch.cat([t.reshape(-1) for t in given])
+    landed = torch.empty(sum(t.numel() for t in out))
+    dist.all_to_all_single(landed, joined, [t.numel() for t in out], [t.numel() for t in given])
+    for t, part in zip(out, landed.split([t.numel() for t in out]), strict=True):
+        t.copy_(part.view(t.shape))
+
+
+def losses(make: Make, how: str, rank: int, world: int, width: int = WIDTH) -> list[float]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+    if how != "one process":
+        torch_fsdp.fully_shard(model)
+        assert isinstance(next(model.parameters()), RaggedDTensor) == (how == "ours"), how
+    optimizer, found = make(list(model.parameters())), []
+    for step in range(STEPS + 1):
+        x = torch.randn(4 * world, width, generator=torch.Generator().manual_seed(step))
+        x = x if how == "one process" else x.chunk(world)[rank]
+        loss = (model(x) - 1).square().mean()
+        total = loss.detach().clone()
+        if how != "one process":
+            dist.all_reduce(total)
+            total /= world
+        found.append(total.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def compare(rank: int, world: int, make: Make, names: tuple[str, ...], width: int = WIDTH) -> None:
+    expected = {how: losses(make, how, rank, world, width) for how in ("one process", "torch's")}
+    for name in names:
+        with stand_in_for_torch(plain_shards=name == "plain shards"):
+            found = losses(make, name, rank, world, width)
+        for how, values in expected.items():
+            torch.testing.assert_close(found, values, rtol=2e-4, atol=1e-5, msg=lambda text, how=how, name=name: f"{name}, {how}: {text}")  # type: ignore[misc]
+    assert len(set(expected["one process"])) == STEPS + 1, "it trains"
+
+
+def ours(rank: int, world: int, kind: type[Steps]) -> None:
+    compare(rank, world, kind, ("ours", "plain shards"))
+
+
+@pytest.mark.parametrize("kind", [StatesFromLocal, WholeInPlace, ThereAndBack, PlainAndBack, ThroughRows])
+def test_an_optimizer_of_others_trains_as_over_fsdp2(kind: type[Steps]) -> None:
+    run_gloo(2, ours, kind, timeout=120)
+
+
+def shards(rank: int, world: int) -> None:
+    compare(rank, world, ExchangedShards, ("plain shards",))
+
+
+def test_an_optimizer_that_exchanges_equal_shards_takes_plain_ones() -> None:
+    run_gloo(2, shards)
+
+
+def packaged(rank: int, world: int, module: str, name: str, width: int) -> None:
+    import importlib
+
+    make = getattr(importlib.import_module(module), name)
+    compare(rank, world, lambda params: make(params, lr=1e-2), ("ours", "plain shards"), width)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "width"),
+    [("torchao.optim", "AdamW8bit", 96), ("pytorch_optimizer", "SCION", WIDTH), ("pytorch_optimizer", "SCIONLight", WIDTH)],
+)
+def test_the_packages_themselves_train_as_over_fsdp2(module: str, name: str, width: int) -> None:
+    pytest.importorskip(module)
+    run_gloo(2, packaged, module, name, width, timeout=300)
