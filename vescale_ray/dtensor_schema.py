@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.distributed.tensor import DTensor
 
 from vescale_ray.compat.core import (
     DispatchKey,
@@ -20,6 +19,7 @@ from vescale_ray.compat.core import (
     dispatch_tls_local_include_set,
     tree_leaves,
 )
+from vescale_ray.compat.tensor import allows_implicit_replication
 
 # These write running statistics without saying so in their schema.
 HIDDEN_WRITES = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm", "_batch_norm_impl_index"})
@@ -61,7 +61,7 @@ def in_torchs_backward() -> bool:
 
 def plain_is_whole() -> bool:
     """Whether a plain tensor beside distributed ones is whole: in torch's derivative formulas, and in its ``implicit_replication()``."""
-    return in_torchs_backward() or bool(DTensor._op_dispatcher._allow_implicit_replication)
+    return in_torchs_backward() or allows_implicit_replication()
 
 
 def refuse_leaf(op: Any, value: Tensor, meets: str) -> None:

@@ -540,3 +540,27 @@ def _like_and_new(rank: int, world: int) -> None:
 
 def test_new_and_like_tensors_keep_the_layout_where_the_shape_is_kept() -> None:
     run_threads(3, _like_and_new)
+
+
+def _joined_with_torchs(rank: int, world: int) -> None:
+    """Reductions that are pending, of ragged tensors and of torch's own DTensors on the same mesh, in either order."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    full = values((4, 2)) + 3.0
+    theirs = torch_distribute(full, mesh, [Shard(0), Shard(1)])
+    ours = distribute_tensor(full * 2, mesh, [RaggedShard((0,), (1, 0)), Replicate()])
+    for reduce in (torch.linalg.vector_norm, torch.sum):
+        for first, second in ((theirs, ours), (ours, theirs)):
+            a, b = reduce(first), reduce(second)
+            expected = torch.stack([reduce(first.full_tensor()), reduce(second.full_tensor())])
+            assert torch.allclose(whole(torch.stack([a, b])), expected)
+            assert torch.allclose(whole(torch.cat([a.reshape(1), b.reshape(1)])), expected)
+            assert torch.allclose(whole(a + b), expected.sum()) and torch.allclose(whole(torch.where(a < b, a, b)), expected.min())
+            written = reduce(ours)
+            written.mul_(reduce(theirs))
+            assert torch.allclose(whole(written), expected.prod())
+    total = torch.nn.utils.get_total_norm([theirs, ours])
+    assert torch.allclose(whole(total), torch.cat([full, full * 2]).norm())
+
+
+def test_pending_reductions_join_those_of_torchs_own() -> None:
+    run_threads(4, _joined_with_torchs)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import run_gloo, run_threads
+from vescale_ray.compat.fsdp import ProcessGroupAllocReduceScatter
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from vescale_ray.fsdp.phases import PhaseError
@@ -137,7 +138,7 @@ def refusals(rank, world):
     model = fully_shard(build(), mesh=init_device_mesh("cpu", (2,)))
     model.set_ordered_reduction()
     with pytest.raises(BadArgument, match="sums gradients in a fixed order"):
-        model.set_custom_reduce_scatter(object())
+        model.set_custom_reduce_scatter(ProcessGroupAllocReduceScatter(init_device_mesh("cpu", (2,)).get_group()))
     handle = model.two.register_forward_hook(lambda *_: model.set_ordered_reduction(False))
     with pytest.raises(PhaseError, match="set its order of summation between steps"):
         model(micro_batch(0), True)

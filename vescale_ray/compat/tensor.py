@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.distributed.tensor import DTensor
+
 from vescale_ray.compat import need, private_names
 
 with private_names():
@@ -21,5 +23,11 @@ with private_names():
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
     need("torch.distributed.tensor.DTensor", "_local_tensor", "_spec")  # without an autograd node for each look
+    need("torch.distributed.tensor.DTensor", "_op_dispatcher")  # knows whether plain tensors count as replicated
     need("torch.distributed.tensor.DTensor", "_stable_hash_for_caching")  # keeps ranks' compiled code apart
     need("torch.distributed.tensor.Partial", "_reduce_value")  # a pending reduction of a kind that only torch knows
+
+
+def allows_implicit_replication() -> bool:
+    """Whether torch's ``implicit_replication()`` is on: a plain tensor beside distributed ones is the same on every rank."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_api import DataParallelMeshDims
 from torch.distributed.tensor import DTensor
 
+from vescale_ray.compat.fsdp import DataParallelMeshDims
 from vescale_ray.errors import BadArgument
 from vescale_ray.fsdp.checks import is_managed, is_replicated
 from vescale_ray.fsdp.hooked import has_gather_hooks
