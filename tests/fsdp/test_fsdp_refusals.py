@@ -27,6 +27,7 @@ from vescale_ray import distribute_tensor as distribute_ragged
 from vescale_ray.fsdp import Sharding, explain, share_comm_ctx
 from vescale_ray.fsdp.phases import PhaseError
 from vescale_ray.geometry import Block
+from vescale_ray.planner import TensorSpec, plan_layout
 
 WIDTH, WORLD = 8, 2
 
@@ -869,3 +870,27 @@ def test_a_switch_takes_what_is_true_or_false(yes: Any) -> None:
         trains_as_plain(rank, model, fill(Net()))
 
     run_threads(WORLD, body)
+
+
+def sources(rank: int, world: int) -> None:
+    mesh, full = names("dp"), torch.arange(4.0)
+    for source in (WORLD, -1):
+        with pytest.raises(ValueError, match=f"src_data_rank = {source}: give a rank below 2, or None"):
+            distribute_ragged(full, mesh, [RaggedShard((0,), (1, 1))], src_data_rank=source)
+    for right in (1, None):
+        assert torch.equal(distribute_ragged(full, mesh, [RaggedShard((0,), (1, 1))], src_data_rank=right).full_tensor(), full)
+
+
+def test_a_source_that_is_no_rank_is_refused() -> None:
+    run_threads(WORLD, sources)
+
+
+def test_a_plan_takes_specs_and_whole_numbers() -> None:
+    spec = TensorSpec("a", (64, 4), Block.rows(2), torch.float32)
+    with pytest.raises(TypeError, match="plan_layout got a str in specs"):
+        plan_layout(["a"], WORLD)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"num_shards is 1\.5: give the number of ranks"):
+        plan_layout([spec], 1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a block of '2' rows or columns: give a whole number"):
+        Block.rows("2")  # type: ignore[arg-type]
+    assert plan_layout([spec], WORLD).shard_numel == 128
