@@ -6,6 +6,7 @@ A refused ``fully_shard`` leaves the model as it was: classes, parameters (objec
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -211,9 +212,14 @@ def each_layer(model: Any) -> Any:
     return fully_shard(model)
 
 
+SCRIPTING = threading.Lock()
+"""torch.jit compiles a class once for all threads, and not in two at a time."""
+
+
 def scripted() -> Any:
     model: Any = Net()
-    model.head = torch.jit.script(model.head)
+    with SCRIPTING:
+        model.head = torch.jit.script(model.head)
     return model
 
 
