@@ -5,11 +5,25 @@ The functions are looked up in ``torch.distributed`` at call time, so that a tes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def run_as_is(function: F) -> F:
+    """Let ``torch.compile`` run ``function``, and all that it calls, as they are.
+
+    After a graph break it compiles each Python frame for itself, also those that torch's dispatcher and autograd call: the code behind an
+    operation on a ragged tensor, of which it makes something else. It leaves torch's own files out; this is the same for single functions,
+    and costs nothing when they are called.
+    """
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
 
 
 def all_gather_single(output: torch.Tensor, input: torch.Tensor, *, group: dist.ProcessGroup | None, async_op: bool = False) -> Any:

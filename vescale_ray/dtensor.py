@@ -28,6 +28,7 @@ from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_typ
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types
 
+from vescale_ray.compat import run_as_is
 from vescale_ray.dtensor_autograd import Classes, FromLocal, RaggedAwareDTensor, redistributed
 from vescale_ray.dtensor_derived import TENSOR_DATA, formatted, stable_hash_on_this_rank, unpickled_derived
 from vescale_ray.dtensor_ops import RaggedFallbackWarning, dispatch, wrap
@@ -51,6 +52,7 @@ class RaggedDTensor(RaggedAwareDTensor):
     # -- construction --------------------------------------------------------------------------------------------------
 
     @staticmethod
+    @run_as_is
     def from_local(  # type: ignore[override]
         local_tensor: Tensor,
         device_mesh: DeviceMesh,
@@ -128,6 +130,7 @@ class RaggedDTensor(RaggedAwareDTensor):
     # -- dispatch and the tensor's own machinery -----------------------------------------------------------------------
 
     @classmethod
+    @run_as_is
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return dispatch(RaggedDTensor, func, args, kwargs or {})
 
@@ -230,6 +233,7 @@ class RaggedDTensor(RaggedAwareDTensor):
 Classes.ragged = RaggedDTensor
 
 
+@run_as_is
 def distribute_tensor(
     tensor: Tensor,
     device_mesh: DeviceMesh,
@@ -272,6 +276,7 @@ def distribute_tensor(
     return wrap(RaggedDTensor, take(full, sharding_of(spec)), spec, tensor.requires_grad)
 
 
+@run_as_is
 def redistribute(
     tensor: DTensor,
     placements: Sequence[Placement],

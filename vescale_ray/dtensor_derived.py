@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from vescale_ray.compat import run_as_is
 from vescale_ray.dtensor_autograd import Classes, RaggedAwareDTensor, whole_of
 from vescale_ray.dtensor_schema import plain_is_whole, refuse_leaf, schema_facts, written
 from vescale_ray.dtensor_spec import ShapedSpec, pending_spec, replicated, settled_placements, wrap
@@ -32,6 +33,7 @@ class GatheredView(RaggedAwareDTensor):
     """The ragged tensors that it was gathered from, and how often they had been written."""
 
     @classmethod
+    @run_as_is
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         writes, is_view = schema_facts(func)
         GatheredView.refuse_writes(func, written(func, writes, args, kwargs or {}))
@@ -149,6 +151,7 @@ class DerivedDTensor(RaggedAwareDTensor):
         return wrap(DerivedDTensor, inner_tensors["_local_tensor"], spec, requires_grad)
 
     @classmethod
+    @run_as_is
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
         if name == "_local_scalar_dense":
