@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor import distribute_tensor as _torch_distribute_tensor
 
-from vescale_ray.compat.core import global_optimizer_pre_hooks, optim_foreach_types, util_foreach_types
+from vescale_ray.compat.core import global_optimizer_pre_hooks, optim_foreach_types, run_as_is, util_foreach_types
 from vescale_ray.compat.tensor import DTensorSpec, NormPartial
 from vescale_ray.dtensor_autograd import Classes, FromLocal, RaggedAwareDTensor, redistributed
 from vescale_ray.dtensor_derived import TENSOR_DATA, formatted, stable_hash_on_this_rank, unpickled_derived
@@ -48,6 +48,7 @@ class RaggedDTensor(RaggedAwareDTensor):
     # -- construction --------------------------------------------------------------------------------------------------
 
     @staticmethod
+    @run_as_is
     def from_local(  # type: ignore[override]
         local_tensor: Tensor,
         device_mesh: DeviceMesh,
@@ -125,6 +126,7 @@ class RaggedDTensor(RaggedAwareDTensor):
     # -- dispatch and the tensor's own machinery -----------------------------------------------------------------------
 
     @classmethod
+    @run_as_is
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return dispatch(RaggedDTensor, func, args, kwargs or {})
 
@@ -227,6 +229,7 @@ class RaggedDTensor(RaggedAwareDTensor):
 Classes.ragged = RaggedDTensor
 
 
+@run_as_is
 def distribute_tensor(
     tensor: Tensor,
     device_mesh: DeviceMesh,
@@ -271,6 +274,7 @@ def distribute_tensor(
     return wrap(RaggedDTensor, take(full, sharding_of(spec)), spec, tensor.requires_grad)
 
 
+@run_as_is
 def redistribute(
     tensor: DTensor,
     placements: Sequence[Placement],

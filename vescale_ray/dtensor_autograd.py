@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from vescale_ray.compat.core import run_as_is
 from vescale_ray.compat.tensor import DTensorSpec
 from vescale_ray.dtensor_spec import make_spec, ragged_mesh_dim, replicated, settled_placements, wrap
 from vescale_ray.redistribute import move, plain_spec, start
@@ -36,11 +37,13 @@ class FromLocal(torch.autograd.Function):
     """A part as the tensor that ``spec`` describes."""
 
     @staticmethod
+    @run_as_is
     def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> Tensor:
         ctx.spec = spec
         return made(local.detach(), spec, local.requires_grad)
 
     @staticmethod
+    @run_as_is
     def backward(ctx: Any, grad: Tensor) -> Any:
         # The gradient of a contribution to a pending sum is the whole gradient, on every rank.
         return ToLocal.apply(_redistributed(grad, settled_placements(ctx.spec.placements)), None), None
@@ -50,11 +53,13 @@ class ToLocal(torch.autograd.Function):
     """This rank's part of a tensor."""
 
     @staticmethod
+    @run_as_is
     def forward(ctx: Any, tensor: DTensor, grad_placements: tuple[Placement, ...] | None) -> Tensor:
         ctx.spec, ctx.grad_placements = tensor._spec, grad_placements
         return arrived(tensor._local_tensor).detach()
 
     @staticmethod
+    @run_as_is
     def backward(ctx: Any, grad: Tensor) -> Any:
         spec, placements = ctx.spec, ctx.grad_placements
         placements = settled_placements(spec.placements) if placements is None else placements
@@ -67,6 +72,7 @@ class Redistribute(torch.autograd.Function):
     """A tensor, ours or torch's, under other placements."""
 
     @staticmethod
+    @run_as_is
     def forward(
         ctx: Any,
         tensor: DTensor,
@@ -84,6 +90,7 @@ class Redistribute(torch.autograd.Function):
         return made(local if isinstance(local, ArrivingTensor) else local.detach(), spec)
 
     @staticmethod
+    @run_as_is
     def backward(ctx: Any, grad: Tensor) -> Any:
         grad = grad if ctx.backward_dtype is None else grad.to(ctx.backward_dtype)
         return _redistributed(grad, ctx.placements).to(ctx.dtype), None, None, None, None
@@ -93,11 +100,13 @@ class Whole(torch.autograd.Function):
     """The whole tensor, plain, on every rank; each rank is to make the same of it, so that the gradients are the same."""
 
     @staticmethod
+    @run_as_is
     def forward(ctx: Any, tensor: DTensor) -> Tensor:
         ctx.spec = tensor._spec
         return _whole(tensor).detach()
 
     @staticmethod
+    @run_as_is
     def backward(ctx: Any, grad: Tensor) -> Any:
         return Part.apply(grad, ctx.spec)
 
@@ -106,11 +115,13 @@ class Part(torch.autograd.Function):
     """The other way: a whole plain tensor, the same on every rank, as one with the placements of ``spec``, nothing pending."""
 
     @staticmethod
+    @run_as_is
     def forward(ctx: Any, full: Tensor, spec: DTensorSpec) -> Tensor:
         have = plain_spec(spec.mesh, replicated(spec.mesh), tuple(full.shape), full.dtype)
         return made(*move(full.detach(), have, settled_placements(spec.placements)))
 
     @staticmethod
+    @run_as_is
     def backward(ctx: Any, grad: Tensor) -> Any:
         return whole_of(cast(DTensor, grad)), None
 
@@ -139,6 +150,7 @@ def _redistributed(grad: Tensor, placements: tuple[Placement, ...]) -> DTensor:
 class RaggedAwareDTensor(DTensor):
     """A DTensor whose conversions know ragged placements: what RaggedDTensor and all that is made of it have in common."""
 
+    @run_as_is
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's part (with a reduction pending: its contribution), sharing memory; differentiable.
 
@@ -150,12 +162,14 @@ class RaggedAwareDTensor(DTensor):
             return self._local_tensor
         return cast(Tensor, ToLocal.apply(self, None if grad_placements is None else tuple(grad_placements)))
 
+    @run_as_is
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor as a plain tensor; one collective; differentiable (the gradient is sliced back)."""
         if grad_placements is None:
             return whole_of(self)
         return self.redistribute(placements=replicated(self.device_mesh)).to_local(grad_placements=grad_placements)
 
+    @run_as_is
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,

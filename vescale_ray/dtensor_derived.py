@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from vescale_ray.compat.core import TensorBase, tree_leaves, tree_map, tree_map_only
+from vescale_ray.compat.core import TensorBase, run_as_is, tree_leaves, tree_map, tree_map_only
 from vescale_ray.compat.tensor import DTensorSpec, TensorMeta
 from vescale_ray.dtensor_autograd import Classes, RaggedAwareDTensor, whole_of
 from vescale_ray.dtensor_schema import plain_is_whole, refuse_leaf, schema_facts, written
@@ -32,6 +32,7 @@ class GatheredView(RaggedAwareDTensor):
     """The ragged tensors that it was gathered from, and how often they had been written."""
 
     @classmethod
+    @run_as_is
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         writes, is_view = schema_facts(func)
         GatheredView.refuse_writes(func, written(func, writes, args, kwargs or {}))
@@ -149,6 +150,7 @@ class DerivedDTensor(RaggedAwareDTensor):
         return wrap(DerivedDTensor, inner_tensors["_local_tensor"], spec, requires_grad)
 
     @classmethod
+    @run_as_is
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
         if name == "_local_scalar_dense":

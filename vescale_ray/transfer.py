@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_ray import collectives
 from vescale_ray.collectives import all_gather, all_to_all, broadcast
-from vescale_ray.compat.core import tree_map_only
+from vescale_ray.compat.core import run_as_is, tree_map_only
 from vescale_ray.compat.distributed import AsyncCollectiveTensor
 from vescale_ray.dtensor_spec import Placements, Sharding, holding, ragged_mesh_dim, section
 from vescale_ray.geometry import Box, Shape
@@ -96,6 +96,7 @@ class ArrivingTensor(AsyncCollectiveTensor):
         return self.trigger_wait()
 
     @classmethod
+    @run_as_is
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         def arrived(value: AsyncCollectiveTensor) -> torch.Tensor:
             return value.trigger_wait()

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from vescale_ray.compat import need, private_names
 
 with private_names():
     # Keeps torch.compile out of hooks, as torch's own fully_shard does.
     from torch import _disable_dynamo as disable_dynamo  # type: ignore[attr-defined]
+
+    # The same without a wrapper around each call, for a function and all that it calls.
+    from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+    from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
 
     # One kernel for a list of tensors of several dtypes; torch.nn.utils has norms of one dtype.
     from torch import _foreach_mul_ as foreach_mul_
@@ -78,3 +86,15 @@ with private_names():
     need("torch.optim.Optimizer", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")  # called as torch does
     need("torch.ops.aten.add.Tensor", "_schema")  # an operation's name, its arguments and which of them it writes
     need("torch.cuda", "_sleep")  # a kernel of known length, for the emulated wire
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def run_as_is(function: F) -> F:
+    """Let ``torch.compile`` run ``function``, and all that it calls, as they are.
+
+    After a graph break torch compiles each Python frame for itself, also those that its dispatcher and autograd call: the code behind an
+    operation on a ragged tensor. It leaves its own files out. This is the same for single functions, and costs nothing when they run.
+    """
+    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    return function

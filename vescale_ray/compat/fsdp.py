@@ -8,9 +8,6 @@ with private_names():
     # disable_dynamo imports it at the first hook, where it would keep the frames of the first forward alive.
     import torch._dynamo
 
-    # Keeps torch.compile out of one function, without a wrapper around each call as disable_dynamo has it.
-    from torch._dynamo.eval_frame import skip_code
-
     # The registry in which composable functions leave a module's state, and look for that of others.
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 

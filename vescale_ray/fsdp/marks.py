@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from vescale_ray.compat.core import disable_dynamo
-from vescale_ray.compat.fsdp import skip_code
+from vescale_ray.compat.core import disable_dynamo, run_as_is
 from vescale_ray.fsdp.linear import adopt_linear
 from vescale_ray.fsdp.tree import Copies, grad_tensors, map_tensors
 
@@ -83,6 +82,7 @@ class Call:
                 if base is not None and base.grad_fn is not None:
                     base.grad_fn.register_prehook(self.before_base)
 
+    @run_as_is
     def enter(self, _grad: Any) -> None:
         """A gradient of a marked tensor has come."""
         unit = self.unit()
@@ -93,10 +93,6 @@ class Call:
         """The gradient of a tensor that an output is a view of has come."""
         if not self.consumed:
             self.enter(grads)
-
-
-# Dynamo is not to compile the hook when a compiled function runs a backward. The decorator for that costs as much as the hook.
-skip_code(Call.enter.__code__)
 
 
 def mark_inputs(
