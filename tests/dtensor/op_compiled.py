@@ -33,7 +33,7 @@ def compiled(names: list[str], dtype: str, limit: int) -> Found:
     for i in range(0, len(names), CHUNK):
         chunk = names[i : i + CHUNK]
         try:
-            found |= _merged(run_gloo(2, _rank, chunk, dtype, limit, timeout=60.0 * len(chunk)))
+            found |= _merged(run_gloo(2, _rank, chunk, dtype, limit, timeout=240.0 * len(chunk)))
         except RankFailed as error:
             if len(chunk) == 1:
                 found[chunk[0]] = Counter({"HUNG" if "still running" in str(error) else "WRONG": 1}), str(error)[-300:]

@@ -50,7 +50,7 @@ ORDER = ("exact", "close", "random", "raised", "torch", "WRONG", "HUNG", "CRASHE
 UNINITIALIZED = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted", "resize_", "resize_as_"}
 SAMPLES = 4
 """Of each operation; which these are depends on their number, so the page and its test take the same."""
-SILENCE = 90.0
+SILENCE = 300.0
 """Seconds without a finished operation after which a chunk counts as hung."""
 
 Outcome = tuple[str, bool, str]
