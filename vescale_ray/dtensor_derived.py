@@ -220,7 +220,8 @@ def _settled(value: DTensor) -> DTensor:
 
 
 def _settle(value: Any) -> Any:
-    return _settled(value) if isinstance(value, DerivedDTensor) else value
+    """Also torch's own: of a parameter with plain placements beside ragged ones the norm is one of these."""
+    return _settled(value) if isinstance(value, DerivedDTensor) or (type(value) is DTensor and _is_pending(value)) else value
 
 
 def _whole(value: DTensor) -> Tensor:
@@ -282,7 +283,7 @@ def _write(func: Any, targets: list[Any], args: Any, kwargs: dict[str, Any]) -> 
 
     def stand_in(value: Any) -> Any:
         if not isinstance(value, DerivedDTensor):
-            return _plain(value)
+            return _plain(value if any(value is t for t in targets) else _settle(value))
         for known, plain in stand_ins:
             if known is value:
                 return plain

@@ -12,6 +12,7 @@ from torch._dynamo.convert_frame import register_bytecode_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torchs_distribute_tensor
 from torch.utils._pytree import tree_map
 
 from tests.dtensor.layouts import whole
@@ -68,6 +69,31 @@ JOINS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "out": lambda a, b: torch.add(a.sum(), b.sum(), out=torch.zeros_like(a.sum())),
     "with the tensors": lambda a, b: a * norm(b) + b / torch.stack([a.sum(), b.sum()]).sum(),
 }
+
+
+def _beside_torchs(rank: int, world: int) -> None:
+    """What torch's own DTensors have pending, as norms of parameters that only some placements fit, joins ours."""
+    mesh = init_device_mesh("cpu", (world,))
+    a, b, refused = full(1), full(2) * 3, []
+    for name, function in JOINS.items():
+        expected = tree_map(Tensor.float, function(a.double(), b.double()))
+        for first in (True, False):
+            ours = ragged(a if first else b, mesh)
+            theirs = torchs_distribute_tensor(b if first else a, mesh, [Shard(0)], src_data_rank=None)
+            try:
+                found = function(ours, theirs) if first else function(theirs, ours)
+            except (NotImplementedError, RuntimeError):
+                refused.append(name)  # torch has no rule for it
+                continue
+            close(found, expected, (name, first))
+    assert len(refused) <= len(JOINS) // 3, refused
+    total = ragged(a, mesh).sum()
+    total.add_(torchs_distribute_tensor(b, mesh, [Shard(0)], src_data_rank=None).sum())
+    close(total, a.sum() + b.sum(), "written")
+
+
+def test_what_torchs_dtensors_have_pending_joins_ours() -> None:
+    run_gloo(2, _beside_torchs)
 
 
 def every_join(a: Tensor, b: Tensor) -> dict[str, Any]:
