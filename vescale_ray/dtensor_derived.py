@@ -177,7 +177,7 @@ class DerivedDTensor(RaggedAwareDTensor):
             args, kwargs = tree_map(_settle, (args, kwargs))
             args, kwargs = _beside(func, "what was computed from a ragged tensor", mesh, args, kwargs)
             left = list(filter(is_dtensor, tree_leaves((args, kwargs))))
-            if _have_whole(left) and torch.Tag.nondeterministic_seeded not in func.tags:
+            if held_whole(left) and torch.Tag.nondeterministic_seeded not in func.tags:
                 result = on_local(func, mesh, left[0].placements, args, kwargs)
             else:
                 result = tree_map(_derived, func(*args, **kwargs))
@@ -239,11 +239,6 @@ def _alike(a: DTensor, b: DTensor) -> bool:
     return a._spec is b._spec or (a.placements == b.placements and a.device_mesh == b.device_mesh and a.dtype is b.dtype)
 
 
-def _have_whole(operands: Sequence[DTensor]) -> bool:
-    """Whether every rank has all elements of each. Torch's own DTensors among them may be pending."""
-    return held_whole(operands) and not any(map(_is_pending, operands))
-
-
 def _mark_view(view: DerivedDTensor) -> DerivedDTensor:
     view._of_norm = True
     return view
@@ -291,7 +286,7 @@ def _write(func: Any, targets: list[Any], args: Any, kwargs: dict[str, Any]) -> 
         return stand_ins[-1][1]
 
     args, kwargs = tree_map(stand_in, (args, kwargs))
-    whole = all(isinstance(t, DerivedDTensor) for t in targets) and _have_whole(list(filter(is_dtensor, tree_leaves((args, kwargs)))))
+    whole = all(isinstance(t, DerivedDTensor) for t in targets) and held_whole(list(filter(is_dtensor, tree_leaves((args, kwargs)))))
     if whole and not {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & set(func.tags):
         result = write_local(func, args, kwargs)
     else:
