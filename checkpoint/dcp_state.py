@@ -147,7 +147,7 @@ class DcpSource:
 
     @cached_property
     def meta(self) -> dict[str, Any]:
-        """What ``save`` would have put into the manifest's meta; reads the small objects."""
+        """The manifest's meta as ``save`` would have made it; reads the small objects."""
         values = {key: value.json for key, value in self._packed.items() if value.extended}
         return {
             "models": self._models or ["model"],

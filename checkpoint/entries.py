@@ -64,7 +64,7 @@ def _tensors_elsewhere(key: str, holder: Saved, flat: Flat, choice: Choice) -> b
 
 
 def plain_values(where: str, state: Mapping[str, Any], holder: Saved) -> dict[str, Any]:
-    """What ``holder`` has for the entries of ``state`` that are no tensors and no optimizers.
+    """The values that ``holder`` has for the entries of ``state`` that are no tensors and no optimizers.
 
     Raises:
         CheckpointMismatch: a value is malformed. CheckpointCorrupt: its bytes are damaged.

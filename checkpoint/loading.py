@@ -51,7 +51,7 @@ PARTLY = "the state holds parts of it now: load again before it is used"
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load found beside the tensors: ``values`` are the plain entries saved (each access reads one anew), ``aux`` this rank's own
+    """The result of a load beside the tensors: ``values`` are the plain entries saved (each access reads one anew), ``aux`` this rank's own
     (``None`` if the number of ranks has changed), ``skipped`` damaged newer commits that were passed over, ``missing`` names that
     ``allow_missing`` left as they were, ``read`` the bytes and requests of this rank."""
 
@@ -189,7 +189,7 @@ def _load_one(
 
 
 def _own(where: str, rank: int, aux: Any) -> Any:
-    """What this rank gave as ``aux``. Raises CheckpointMismatch."""
+    """This rank's own ``aux`` of the save. Raises CheckpointMismatch."""
     if not isinstance(aux, dict) or "values" not in aux:
         return aux.get("user") if isinstance(aux, dict) else None
     try:

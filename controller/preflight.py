@@ -74,7 +74,7 @@ class Preflight:
 
 
 def foresee(config: RunConfig) -> Foreseen:
-    """What can be checked before anything is made: folders that do not last, addresses, text, model.
+    """Check what can be checked before anything is made: folders that do not last, addresses, text, model.
 
     Raises:
         BadInput: with one line, for the first thing that is wrong.

@@ -1,4 +1,4 @@
-"""What an operator's schema says of its arguments, and when a plain tensor may stand among distributed ones."""
+"""Facts from operators' schemas, and the rule for plain tensors among distributed ones."""
 
 from __future__ import annotations
 

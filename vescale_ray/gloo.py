@@ -67,7 +67,7 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def worker_threads(group: dist.ProcessGroup) -> int:
-    """How many threads carry out the group's gloo collectives on host memory; 0 if another back end does, or none."""
+    """The number of threads that carry out the group's gloo collectives on host memory; 0 if another back end does, or none."""
     if torch.device("cpu") not in group._device_types:
         return 0
     backend: Any = group._get_backend(torch.device("cpu"))

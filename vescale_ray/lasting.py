@@ -30,7 +30,7 @@ def whole(path: str | os.PathLike[str]) -> str:
 
 
 def goes_with(path: str | os.PathLike[str]) -> str | None:
-    """What of Ray's takes the folder along when it goes; None: nothing that its path tells."""
+    """The part of Ray that the folder goes with; None if its path tells of none."""
     text = whole(path)
     parts = () if "://" in text else Path(text).parts
     if any(_PACKAGE.fullmatch(part) for part in parts):

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of plain values: saves in which each has its own loader state, and loads on another number of ranks."""
+"""Functions that ranks run in the tests of plain values: saves in which each has its own loader state, and loads on another number."""
 
 from __future__ import annotations
 

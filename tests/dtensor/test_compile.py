@@ -72,7 +72,7 @@ JOINS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def _beside_torchs(rank: int, world: int) -> None:
-    """What torch's own DTensors have pending, as norms of parameters that only some placements fit, joins ours."""
+    """Pending values of torch's own DTensors join ours: norms of parameters that only some placements fit, for example."""
     mesh = init_device_mesh("cpu", (world,))
     a, b, refused = full(1), full(2) * 3, []
     for name, function in JOINS.items():
@@ -119,7 +119,7 @@ def test_pending_reductions_that_meet_are_reduced_once() -> None:
 
 
 def _arguments(rank: int, world: int) -> None:
-    """What is pending enters a compiled function, is written there, and is differentiated."""
+    """A pending tensor enters a compiled function, is written there, and is differentiated."""
     mesh = init_device_mesh("cpu", (world,))
     a, b = full(1), full(2)
     for make in (lambda t: t.sum(), lambda t: norm(t), lambda t: t.amax()):

@@ -1,4 +1,4 @@
-"""What a ragged tensor was redistributed to, and what is computed of that, goes back to ragged placements; plain tensors beside it count as
+"""Redistributed ragged tensors, and results computed from them, go back to ragged placements; plain tensors beside them count as
 whole in torch's ``implicit_replication()``, and only there."""
 
 from __future__ import annotations

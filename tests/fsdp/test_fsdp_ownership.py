@@ -1,4 +1,4 @@
-"""Who holds a parameter holds the sharded one, or is told: optimizers, averaged weights, replaced and added parameters."""
+"""Holders of a parameter hold the sharded one, or are told: optimizers, averaged weights, replaced and added parameters."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Case:
-    """What the user does (``wrong``), what it raises, and what the sentence says to do instead (``right``), from the same model on."""
+    """A user's mistake (``wrong``), the exception, and the remedy that its sentence names (``right``), from the same model on."""
 
     wrong: Callable[[Any], Any]
     kind: type[BaseException]

@@ -280,7 +280,7 @@ def test_hooks_are_called_on_all_ranks_once_for_each_gradient() -> None:
 
 
 def asks(rank: int, world: int) -> None:
-    """How often, and whether the rank waits: only if it may get something."""
+    """Count the exchanges and the waits: a rank waits only if it may get something."""
     asked: list[list[int]] = []
     waits: list[int] = []
     original = dist.all_reduce

@@ -37,7 +37,7 @@ def chain(node: ast.AST) -> str:
 
 
 def torch_names(tree: ast.AST) -> dict[str, str]:
-    """What a file has imported from torch, by the name that it has there."""
+    """A file's imports from torch, by the name that each has there."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

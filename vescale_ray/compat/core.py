@@ -70,7 +70,7 @@ with private_names():
     # The names of storage classes in files of torch.save.
     from torch.storage import _dtype_to_storage_type_map as dtype_to_storage_type_map
 
-    # What the first forward exchanges is not the user's: modes that count or record do not see it.
+    # Hides the first forward's own exchange from modes that count or record the user's operations.
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
     # Nested arguments and results of operations.

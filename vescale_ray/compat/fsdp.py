@@ -11,7 +11,7 @@ with private_names():
     # The registry in which composable functions leave a module's state, and look for that of others.
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
-    # What set_model_state_dict and set_optimizer_state_dict cut full tensors with; the stand-in replaces it.
+    # Cuts full tensors for set_model_state_dict and set_optimizer_state_dict; the stand-in replaces it.
     from torch.distributed._state_dict_utils import _distribute_tensors as distribute_tensors
 
     # Types of fully_shard's arguments and of custom communications.
@@ -25,10 +25,10 @@ with private_names():
         SymmMemReduceScatter,
     )
 
-    # What shard_placement_fn may return, and the phases that tools ask a module's state for.
+    # Results that shard_placement_fn may give, and the phases that tools ask a module's state for.
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult, TrainingState
 
-    # Where a parameter is, in the state that tools read.
+    # The place of a parameter, in the state that tools read.
     from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
 
     need("torch.autograd.graph.Node", "_register_hook_dict")  # a tensor hook without a handle to remove it, at a quarter of the time

@@ -60,7 +60,7 @@ class Gradients:
         """Parameters whose gradients are in the buffer, of this backward or, without sync, an earlier one."""
         self._arrived = [False] * len(params)
         self._counts: set[int] = set()
-        """Of those, the ones that count: not a stand-in's."""
+        """The arrived gradients that count: not a stand-in's."""
         self._used: set[int] = set()
         """Parameters whose gradients were sent off since the ranks last told each other (:mod:`vescale_ray.fsdp.uses`)."""
         self.seen_count = 0

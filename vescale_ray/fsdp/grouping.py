@@ -1,4 +1,4 @@
-"""How the parameters of a unit are divided into groups: one buffer, one all-gather and one reduce-scatter each."""
+"""Division of a unit's parameters into groups: one buffer, one all-gather and one reduce-scatter each."""
 
 from __future__ import annotations
 

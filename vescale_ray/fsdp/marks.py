@@ -71,7 +71,7 @@ class Call:
             self.reachable = True
             hooks = tensor._backward_hooks
             if hooks is None and tensor.grad_fn is not None:
-                # What register_hook does, without a handle to remove the hook: 1 us instead of 4, on every output of every module.
+                # The work of register_hook without a handle to remove the hook: 1 us instead of 4, on every output of every module.
                 tensor._backward_hooks = OrderedDict(((_MARK, self.enter),))
                 tensor.grad_fn._register_hook_dict(tensor)
             elif hooks is None or hooks.get(_MARK) != self.enter:

@@ -45,7 +45,7 @@ _WHY = {
 
 @dataclass
 class Ending:
-    """How the backwards of a root end: which of them waits for all reductions, and whether the user calls ``finalize_backward()``."""
+    """The end of a root's backwards: which of them waits for all reductions, and whether the user calls ``finalize_backward()``."""
 
     is_last: bool = True
     by_hand: bool = False

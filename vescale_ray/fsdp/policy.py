@@ -1,4 +1,4 @@
-"""What a mixed precision policy means for one parameter: its compute and its reduce dtype."""
+"""The meaning of a mixed precision policy for one parameter: its compute and its reduce dtype."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from vescale_ray.fsdp.group import Group
 
 
 class Uses:
-    """What is to be asked at the end of a backward, and the questions whose answer this rank did not need."""
+    """The questions for the end of a backward, and those whose answer this rank did not need."""
 
     def __init__(self) -> None:
         self._questions: dict[tuple[int, int], _Question] = {}
@@ -68,7 +68,7 @@ class Uses:
 
 
 class _Question:
-    """Of the groups of one shard group and one replicate group."""
+    """The question about the groups of one shard group and one replicate group."""
 
     def __init__(self) -> None:
         self.groups: dict[Group, None] = {}
@@ -115,7 +115,7 @@ class _Question:
 
     def _send(self, group: dist.ProcessGroup, lane: Lane) -> None:
         device = self._place.device
-        # Whatever counts, records or fakes what a step does is to see nothing of it.
+        # Modes that count, record or fake the operations of a step must not see it.
         with lane.context(), disable_current_modes(), waiting.counted("all_reduce"):
             if self._bytes is None:
                 complete = all(self._own)  # then nothing is copied from the host
