@@ -431,7 +431,7 @@ def test_ctrl_c_in_the_middle_of_an_upload_aborts_it_and_ends_soon(fake):
         while fake.requests("PART") < 3 and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=120)
     finally:
         process.kill()
     assert "KeyboardInterrupt" in errors and process.returncode != 0
@@ -458,7 +458,7 @@ def test_a_process_ends_though_a_reader_is_open_and_a_child_was_forked(fake):
         """,
     )
     try:
-        output, errors = process.communicate(timeout=45)
+        output, errors = process.communicate(timeout=240)
     finally:
         process.kill()
     assert output.split() == ["0", "4096"] and process.returncode == 0, errors

@@ -84,7 +84,7 @@ def test_help_takes_less_than_three_tenths_of_a_second() -> None:
     for _ in range(7):
         begin, spent = time.perf_counter(), os.times()
         done = subprocess.run(
-            [sys.executable, "-m", "vescale_ray.cli", "--help"], capture_output=True, env=environment, timeout=30, check=True
+            [sys.executable, "-m", "vescale_ray.cli", "--help"], capture_output=True, env=environment, timeout=120, check=True
         )
         wall.append(time.perf_counter() - begin)
         now = os.times()
@@ -100,7 +100,7 @@ def test_help_imports_neither_torch_nor_ray_nor_numpy_nor_pydantic() -> None:
         "print([m for m in sys.modules if m in ('torch', 'ray', 'numpy', 'pydantic')])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(cli.__file__).parents[1], timeout=30, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(cli.__file__).parents[1], timeout=120, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
 

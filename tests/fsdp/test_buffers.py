@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import resource
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -66,6 +67,11 @@ def test_pages_move_from_one_buffer_to_the_next_without_a_fault():
     assert (a == 8).all()
 
 
+class Owner:
+    def why(self) -> str:
+        return "the weights of 'layer 1' went away"
+
+
 USES: dict[str, Callable[[torch.Tensor], object]] = {
     "sum": lambda t: t.sum(),
     "add": lambda t: t + 1,
@@ -92,7 +98,8 @@ def test_using_a_buffer_without_memory_raises(where, side):
     nbytes = side * side * 4
     pool = Pool(CPU)
     users = _users(pool, nbytes, 2)  # noqa: F841 (alive)
-    first, second = Buffer(nbytes, CPU), Buffer(nbytes, CPU)
+    owner = Owner()
+    first, second = Buffer(nbytes, CPU, invalid_because=weakref.WeakMethod(owner.why)), Buffer(nbytes, CPU)
     matrix = first.flat(torch.float32).view(side, side)
     if where != "never had any":
         first.allocate()
@@ -105,11 +112,30 @@ def test_using_a_buffer_without_memory_raises(where, side):
         pool.release(first, None)
         assert first.allocated, "its memory waits for the next buffer"
     for name, use in USES.items():
-        with pytest.raises(RuntimeError, match="Cannot access data pointer|out of bounds for storage of size 0"):
+        text = "Cannot access data pointer" if where == "never had any" and side == 512 else "the weights of .layer 1. went"
+        with pytest.raises(RuntimeError, match=text):
             use(matrix)
             raise AssertionError(name)
     pool.provide(first)
     assert matrix.fill_(2).sum() == 2 * side * side
+
+
+def test_the_text_of_an_invalid_storage_goes_with_it():
+    class Talkative:
+        def why(self) -> str:
+            return "x" * 100_000
+
+    owner = Talkative()
+    peak = 0
+    for index in range(2000):
+        buffer = Buffer(64, CPU, invalid_because=weakref.WeakMethod(owner.why))
+        buffer.allocate()
+        buffer.free()
+        with pytest.raises(RuntimeError, match="xxx"):
+            buffer.flat(torch.uint8).sum()
+        if index == 200:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 50_000, "kB; 180 MB of texts were made"
 
 
 def test_a_kernel_that_cannot_move_pages_gives_new_ones(monkeypatch):

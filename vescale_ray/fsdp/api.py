@@ -36,13 +36,13 @@ from vescale_ray.fsdp.arguments import (
     unit_modules,
 )
 from vescale_ray.fsdp.checks import remember_parameters
-from vescale_ray.fsdp.group import Group, Retain
+from vescale_ray.fsdp.group import Group
 from vescale_ray.fsdp.grouping import plan_groups
 from vescale_ray.fsdp.hooked import HookedGroup
 from vescale_ray.fsdp.marks import watch_modules
 from vescale_ray.fsdp.module import FSDPModule, sharded_class
 from vescale_ray.fsdp.parameters import REPLACED, Owner, Parallel, Source, local_of
-from vescale_ray.fsdp.phases import Phase, PhaseError
+from vescale_ray.fsdp.phases import Phase, PhaseError, Retain
 from vescale_ray.fsdp.policy import policy_of
 from vescale_ray.fsdp.schedule import Lanes, unit_of
 from vescale_ray.fsdp.sharding import Sharding, default_mesh, flattened, plan_sharding

@@ -7,8 +7,8 @@ See [Note: the tensors of a group] in ``vescale_ray/fsdp/__init__.py`` for every
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from enum import Enum
 
 import torch
 from torch import nn
@@ -26,18 +26,9 @@ from vescale_ray.fsdp.division import Division
 from vescale_ray.fsdp.gradients import Gradients
 from vescale_ray.fsdp.labels import span
 from vescale_ray.fsdp.memory import NOWHERE, Buffer, Pool, may_stay
-from vescale_ray.fsdp.parameters import REPLACED, GroupParam, Place, Source, Subgroup, as_dtensor, local_of
-from vescale_ray.fsdp.phases import Residency
+from vescale_ray.fsdp.parameters import REPLACED, GroupParam, Place, Source, Subgroup, as_dtensor, is_view_of, local_of
+from vescale_ray.fsdp.phases import Residency, Retain
 from vescale_ray.fsdp.policy import dtypes
-
-
-class Retain(Enum):
-    """What of the gathered parameters stays until the next optimizer step."""
-
-    NOTHING = "nothing"
-    PART = "part"
-    """This rank's part of its subgroup's."""
-    ALL = "all"
 
 
 class Group:
@@ -164,7 +155,8 @@ class Group:
         self._buffer = self._bound_to = None
         if device == self.place.device and self._can_live_in_buffer():
             nbytes = self.division.part_numel * self.orig_dtype.itemsize
-            self._buffer = Buffer(self.unsharded_bytes, device, stays=(self.place.rank * nbytes, (self.place.rank + 1) * nbytes))
+            stays = (self.place.rank * nbytes, (self.place.rank + 1) * nbytes)
+            self._buffer = Buffer(self.unsharded_bytes, device, stays=stays, invalid_because=weakref.WeakMethod(self.invalid_because))
             return KeptShard(self.division.kept, self._buffer.resident(self.orig_dtype))
         master = KeptShard.empty(self.division.kept, self.division.empty_part, dtype=self.orig_dtype, device=device)
         if self.pin_memory and device.type == "cpu":
@@ -320,7 +312,17 @@ class Group:
         memory = None
         if self.custom_gather is not None and not self.division.copies:
             memory = comm.allocate(self.custom_gather, self.layout.numel, self.compute_dtype, self.place.device)
-        return Buffer(self.unsharded_bytes, self.place.device, memory)
+        return Buffer(self.unsharded_bytes, self.place.device, memory, invalid_because=weakref.WeakMethod(self.invalid_because))
+
+    def invalid_because(self) -> str:
+        """The error of an operation that reads or writes the gathered parameters while they are resharded."""
+        fqns = [param.fqn for param in self.params]
+        names = ", ".join(fqns[:8]) + (f" and {len(fqns) - 8} more" if len(fqns) > 8 else "")
+        return (
+            f"the parameters of unit {self.fqn or 'the root'!r} ({names}) are resharded, but one of them was read. Another module's "
+            f"forward uses it, or a tensor computed with it was kept outside of the unit: call the module itself, return the tensor "
+            f"from its forward or keep it as an attribute there, or set reshard_after_forward=False"
+        )
 
     def _new_parts(self) -> Buffer:
         assert self._pool is not None
@@ -583,7 +585,7 @@ class Group:
     def _has(self, current: nn.Parameter, param: GroupParam) -> bool:
         """Whether nothing is to be done about a parameter: it looks into the master shard, or into that of another group, as it did."""
         if param.home is None:
-            return _is_view_of(current, self.master.flat)
+            return is_view_of(current, self.master.flat)
         return (current.dtype, current.device) == (self.orig_dtype, self.master.flat.device)
 
     def _part_of(self, param: GroupParam, new: torch.Tensor) -> torch.Tensor:
@@ -594,7 +596,3 @@ class Group:
             return local_of(new).view(self.division.local_shape(param.name))
         whole = new.full_tensor() if isinstance(new, DTensor) else new.detach()
         return local_of(distribute_tensor(whole.detach(), param.spec.mesh, param.spec.placements, src_data_rank=None))
-
-
-def _is_view_of(param: nn.Parameter, flat: torch.Tensor) -> bool:
-    return isinstance(param, DTensor) and local_of(param).untyped_storage()._cdata == flat.untyped_storage()._cdata

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,9 +45,10 @@ def has_gather_hooks(tensor: torch.Tensor) -> bool:
 class _Gathered:
     """What was gathered for one parameter: memory that comes and goes, tensors that stay."""
 
-    __slots__ = ("_guards", "inner", "metadata", "outputs", "sizes")
+    __slots__ = ("_because", "_guards", "inner", "metadata", "outputs", "sizes")
 
-    def __init__(self) -> None:
+    def __init__(self, because: weakref.WeakMethod[Callable[[], str]]) -> None:
+        self._because = because
         self.outputs: list[torch.Tensor] = []
         self.inner: tuple[torch.Tensor, ...] = ()
         self.sizes: list[torch.Size] = []
@@ -77,7 +79,9 @@ class _Gathered:
     def free(self) -> None:
         for tensor in (*self.outputs, *self.inner):
             storage = tensor.untyped_storage()
-            guard = self._guards.setdefault(storage._cdata, Guard(storage, 0))
+            guard = self._guards.get(storage._cdata)
+            if guard is None:
+                guard = self._guards[storage._cdata] = Guard(storage, storage.nbytes(), self._because)
             if guard.valid:
                 storage.resize_(0)
                 guard.invalidate()
@@ -112,7 +116,7 @@ class HookedGroup(Group):
             param = GroupParam(source, sharded, placement, spec)
             self.params.append(param)
             self._padded.append(padded)
-            self._gathered.append(_Gathered())
+            self._gathered.append(_Gathered(weakref.WeakMethod(self.invalid_because)))
         self.in_place = False
 
     def _own(self, value: torch.Tensor) -> torch.Tensor:
@@ -265,6 +269,6 @@ class HookedGroup(Group):
             self._locals[index] = current._local_tensor = local
             param.replace(current)  # type: ignore[arg-type]
             param.unsharded, param.spec = None, current._spec
-            self._gathered[index] = _Gathered()
+            self._gathered[index] = _Gathered(weakref.WeakMethod(self.invalid_because))
             self._take_dtype(current.dtype)
             self.refresh()

@@ -8,6 +8,8 @@ module locates the byte with these two, and checks its effect on a storage of it
 from __future__ import annotations
 
 import ctypes
+import weakref
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -18,6 +20,7 @@ from vescale_ray.compat.core import (
     set_throw_on_mutable_data_ptr,
     set_warn_deprecated_on_mutable_data_ptr,
 )
+from vescale_ray.fsdp.storage_text import set_text
 
 _STORAGE_BYTES = 96
 """Bytes of torch's ``StorageImpl`` that are searched for the flags."""
@@ -27,13 +30,15 @@ class Guard:
     """Makes a storage invalid and valid again. While it is invalid, torch operations that read or write it raise ``RuntimeError``.
 
     Args:
-        nbytes: the size that the storage has while it is invalid.
+        nbytes: the size that the storage has while it is invalid. An operation that makes a view of a smaller one raises another error.
+        because: a method that gives the error's text. :meth:`validate` calls it once, for the first time that the storage becomes invalid
+            again. None, or on a system other than Linux: torch's text, "Cannot access data pointer of Storage that is invalid".
     """
 
-    __slots__ = ("_aside", "_storage", "valid")
+    __slots__ = ("_aside", "_because", "_storage", "valid")
 
-    def __init__(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        self._storage, self._aside, self.valid = storage, _invalid_storage(nbytes, storage.device), True
+    def __init__(self, storage: torch.UntypedStorage, nbytes: int, because: weakref.WeakMethod[Callable[[], str]] | None = None) -> None:
+        self._storage, self._aside, self._because, self.valid = storage, _invalid_storage(nbytes, storage.device), because, True
 
     def invalidate(self) -> None:
         """Let torch refuse every read and write until :meth:`validate`. The memory stays where it is."""
@@ -46,6 +51,10 @@ class Guard:
         if not self.valid:
             self._storage._swap_data_ptr_(self._aside)  # type: ignore[attr-defined]
             self.valid = True
+            because = None if self._because is None else self._because()
+            if because is not None:
+                set_text(self._storage, because())
+            self._because = None
 
 
 def _invalid_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class Buffer:
         memory: a 1-D uint8 tensor of someone else's to use instead, which stays as it is.
         stays: bytes ``[start, end)`` that are not concerned (:meth:`resident`); only where :func:`may_stay` allows it.
         in_pieces: it is written piece by piece, over some time: new memory is to come as it is written, in small pages if it is small.
+        invalid_because: gives the error of these operations. It is called once, when the buffer gets memory for the first time.
     """
 
     __slots__ = (
@@ -68,6 +70,7 @@ class Buffer:
         stays: tuple[int, int] = NOWHERE,
         *,
         in_pieces: bool = False,
+        invalid_because: weakref.WeakMethod[Callable[[], str]] | None = None,
     ) -> None:
         self.nbytes, self.device, self.stays, self.in_pieces = nbytes, device, stays, in_pieces
         self.unwritten = 0
@@ -87,7 +90,7 @@ class Buffer:
             else:
                 self._storage = torch.empty(nbytes, dtype=torch.uint8, device=device)
                 self._storage.untyped_storage().resize_(0)
-            self._guard = None if self.fixed else Guard(self._storage.untyped_storage(), 0 if self._range is None else nbytes)
+            self._guard = None if self.fixed else Guard(self._storage.untyped_storage(), nbytes, invalid_because)
             self.invalidate()
         self._flats: dict[torch.dtype, torch.Tensor] = {}
         self.allocated = False

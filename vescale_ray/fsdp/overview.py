@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from vescale_ray.fsdp.group import Group, Retain
+from vescale_ray.fsdp.group import Group
+from vescale_ray.fsdp.phases import Retain
 from vescale_ray.fsdp.schedule import unit_of
 from vescale_ray.fsdp.unit import Unit
 from vescale_ray.planner.step_buffers import Travel, device_buffers, host_buffers

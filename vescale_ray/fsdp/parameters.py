@@ -232,6 +232,11 @@ def local_of(param: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def is_view_of(param: nn.Parameter, flat: torch.Tensor) -> bool:
+    """Whether the local part of ``param`` lies in the storage of ``flat``."""
+    return isinstance(param, DTensor) and local_of(param).untyped_storage()._cdata == flat.untyped_storage()._cdata
+
+
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """``local`` as a DTensor: ours if it has a ragged placement, else torch's, as torch makes it: ``torch.compile`` makes a tensor that
     stands for it in the same way, and both must start at the same offset."""

@@ -29,6 +29,15 @@ class Residency(Enum):
     """The modules hold the full parameters."""
 
 
+class Retain(Enum):
+    """What of the gathered parameters stays until the next optimizer step."""
+
+    NOTHING = "nothing"
+    PART = "part"
+    """This rank's part of its subgroup's."""
+    ALL = "all"
+
+
 _ALLOWED = {
     Phase.RESTING: {Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE},
     Phase.FORWARD: {Phase.RESTING},
