@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from vescale_ray.config import ElasticSection
 
@@ -99,6 +100,11 @@ class Budget:
             total={cause: count for cause, count in total.items() if count},
             errors=(*self.errors, *errors)[-8:],
         )
+
+    def figures(self) -> dict[str, Any]:
+        """Fields of the snapshot."""
+        in_a_row = {"crash": self.crashes, "node": self.nodes, "controller": self.controllers}
+        return {"failures": {str(cause): count for cause, count in self.total.items()}, "failures_in_a_row": in_a_row}
 
     @property
     def verdict(self) -> str | None:

@@ -15,7 +15,7 @@ import importlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
@@ -23,16 +23,16 @@ from vescale_ray.controller.budget import Budget, Cause, Limits
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.crew import POLL_WAIT_S, Crew, Heard, Lost, News, NurseryLost, Ready, Told
 from vescale_ray.controller.desk import Desk
+from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration, StateStore
 from vescale_ray.controller.evidence import Evidence
-from vescale_ray.controller.goodput import Loss
+from vescale_ray.controller.generation_log import GenerationLog
 from vescale_ray.controller.growth import PLACE_S
 from vescale_ray.controller.hang import HangWatch
 from vescale_ray.controller.hang_report import end_hung
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.laggards import Laggards
-from vescale_ray.controller.ledger import Ledger
-from vescale_ray.controller.memo import Memo, Memos
 from vescale_ray.controller.protocol import (
+    FINAL,
     Ending,
     Outcome,
     RunSpec,
@@ -41,10 +41,11 @@ from vescale_ray.controller.protocol import (
     World,
     check_transition,
 )
+from vescale_ray.controller.publisher import Observed, Publisher
 from vescale_ray.controller.reach import TRY_S, CutOff
+from vescale_ray.controller.run_log import RunLog
 from vescale_ray.controller.saves import Saves
 from vescale_ray.controller.scribe import begun
-from vescale_ray.controller.shifts import Shift
 from vescale_ray.controller.steering import Steering
 from vescale_ray.workers.messages import (
     Damaged,
@@ -91,24 +92,40 @@ class Conductor:
 
     Args:
         spec: what the driver wants.
-        memo: what an earlier life of the controller left; its ``run_id`` is another one's when this is the first of this start.
-        memos: where the next one goes.
+        state: what an earlier life of the controller left; ``store``: where the next one goes.
+        publisher: is given what each round of the loop has seen.
     """
 
-    def __init__(self, spec: RunSpec, config: RunConfig, crew: Crew, ledger: Ledger, saves: Saves, memo: Memo, memos: Memos) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        config: RunConfig,
+        crew: Crew,
+        log: RunLog,
+        publisher: Publisher,
+        saves: Saves,
+        state: DurableState,
+        store: StateStore,
+    ) -> None:
         self._spec, self._config = spec, config
-        self._crew, self._ledger, self._saves = crew, ledger, saves
-        self._memo, self._memos = memo, memos
-        self._budget = budget_of(config, memo, ledger.step)
+        self._crew, self._log, self._publisher, self._saves = crew, log, publisher, saves
+        self._generation = generation = GenerationLog(log, config)
+        if state.generation is not None:
+            generation.adopt(state.generation.world())
+        self._state, self._store = state, store
+        self._budget = budget_of(config, state, log.stats.step)
+        self._fence_s = 0.0
+        """Seconds that the end of the last generation took."""
         self._evidence = Evidence()
-        self.desk = Desk(spec, config, crew, ledger, memo, self._remember)
+        self.desk = Desk(spec, config, crew, log, state, self._remember)
         root = config.checkpoint_root
-        self._cadence = Cadence(config.checkpoint, time.monotonic(), ledger.age_s)
+        self._cadence = Cadence(config.checkpoint, time.monotonic(), max(0.0, time.time() - log.stats.started))
         self._keeper = Keeper(
             root,
             spec.run_id,
             crew,
-            ledger,
+            log,
+            generation,
             saves,
             self._take_number,
             self._wait,
@@ -118,8 +135,10 @@ class Conductor:
             spec.oldest,
         )
         planned = self._keeper.layouts.planned
-        self._steering = Steering(spec, config, crew, ledger, saves, self.desk, self._cadence, memo, self._remember, self._enter, planned)
-        self._laggards = Laggards(config.elastic, spec.bounds, crew, ledger, self._keeper)
+        self._steering = Steering(
+            spec, config, crew, log, generation, saves, self.desk, self._cadence, state, self._remember, self._enter, planned
+        )
+        self._laggards = Laggards(config.elastic, spec.bounds, crew, log, self._keeper)
         patience = config.elastic.hang_timeout_s
         elastic = config.elastic
         replaced = elastic.replace_lost or elastic.grow or elastic.spares > 0
@@ -150,11 +169,10 @@ class Conductor:
         self._remember()  # that the controller was restarted counts, also for the next one
         begun(import_heavy)
         self._steering.nodes.start()
-        ledger = self._ledger
         if self._budget.controllers and (spent := self._budget.verdict) is not None:
             self._giving_up = True
             return self._give_up(self._brought_to_rest(), spent, refused=False)
-        if self._memo.members:
+        if self._state.generation is not None:
             ended = self._watch(self._adopted())
         else:
             self._enter(RunState.STARTING)
@@ -176,7 +194,7 @@ class Conductor:
                     except OSError as problem:
                         if unreached is None:
                             unreached = time.monotonic()
-                            ledger.event("storage_unreachable", error=str(problem), patience_seconds=self._spec.bounds.storage)
+                            self._log.record("storage_unreachable", error=str(problem), patience_seconds=self._spec.bounds.storage)
                         if time.monotonic() - unreached > self._spec.bounds.storage:
                             return self._give_up(ended, f"no worker holds a state to go on from, and {problem}", refused=False)
                         self._await_storage()
@@ -197,7 +215,7 @@ class Conductor:
                 case policy.GiveUp(error, refused):
                     return self._give_up(ended, error, refused)
                 case _:
-                    raise AssertionError(f"no such decision: {decision} at step {ledger.step}")
+                    raise AssertionError(f"no such decision: {decision} at step {self._log.stats.step}")
 
     def _decide(self, ended: Ending, waited: bool) -> policy.Decision:
         silent = self._crew.silent(SILENT_S)
@@ -225,8 +243,8 @@ class Conductor:
     def _gather(self) -> Outcome | None:
         """Have the first workers warm; an outcome if it can't be, or is not wanted any more."""
         fewest = self._config.elastic.min_workers
-        if self._memo.epoch > 1:
-            self._crew.adopt(self._ledger.known)
+        if self._state.epoch > 1:
+            self._crew.adopt(self._log.stats.workers)
         self._crew.prepare_store()
         deadline = time.monotonic() + self._spec.bounds.start
         while len(self._crew.ready()) < (wanted := self.desk.target):  # which may be changed meanwhile
@@ -256,7 +274,7 @@ class Conductor:
         self._remember()  # it may take minutes
         elastic, failures, nodes = self._config.elastic, self._steering.hire_failures, self._steering.nodes
         failures.clear()
-        self._ledger.waits(True)
+        self._waits(True)
         try:
             began, told_of = time.monotonic(), frozenset[str]()
             while (waited := time.monotonic() - began) < self._spec.bounds.replace and not self.desk.stop:
@@ -268,7 +286,7 @@ class Conductor:
                 holders = (*ended.living, *self._steering.leavers)
                 self._steering.hear_of_drains(holders)
                 leaving = self._steering.leaving(holders)
-                if leaving - told_of and self._keeper.held_step(holders) > (self._ledger.checkpoint_step or 0):
+                if leaving - told_of and self._keeper.held_step(holders) > (self._log.stats.checkpoints.step or 0):
                     # What they hold may be the only copies, and nobody trains: it is kept before their node goes.
                     self._keeper.save([w for w in holders if self._crew.alive(w)])
                 told_of |= leaving
@@ -282,14 +300,18 @@ class Conductor:
                     return False
             return self.desk.stop is not None
         finally:
-            self._ledger.waits(False)
+            self._waits(False)
 
     def _await_storage(self) -> None:
         """What nobody holds is in checkpoints only, and where they are nothing answers: it may in a moment."""
         self._remember()
-        self._ledger.waits(True)
+        self._waits(True)  # until the next generation
         self._wait(lambda: self.desk.stop is not None, STORAGE_GAP_S)
-        self._ledger.waits(False)
+
+    def _waits(self, waiting: bool) -> None:
+        """There is too little to go on with; or not any more."""
+        if waiting is not self._log.stats.waiting:
+            self._log.record("waiting", waiting=waiting)
 
     def _still_living(self, ended: Ending) -> Ending:
         """The ending as it is now: parked workers may die as well."""
@@ -314,32 +336,32 @@ class Conductor:
     def _launch(self, members: tuple[str, ...], leavers: Iterable[str], source: Source) -> World:
         """Order a new generation. Its number is written down before anyone hears of it."""
         began = time.monotonic()
-        ledger = self._ledger
+        log, generation = self._log, self._generation
         world = World(Ticket(self._take_number(), max(1, self._budget.tries)), tuple(members), source)
-        if ledger.world is not None and self._ledger.shift is None:
-            ledger.begin_shift("failure", ledger.world.size)  # the first generation failed before it began
+        if generation.world is not None and log.stats.rescale is None:
+            generation.begin_rescale("failure", generation.world.size)  # the first generation failed before it began
         givers = [w for w in source.resume.workers if w not in members] if source.resume is not None else []
         for worker in {*leavers, *self._steering.leavers} - {*givers, *members}:
             self._steering.let_go(worker)
         self._steering.leavers = givers
         self._steering.asked = None
-        self._memo = replace(
-            self._memo,
-            current=world.ticket.generation,
-            attempt=world.ticket.attempt,
-            members=world.members,
-            origin=str(source.origin),
-            step=source.step,
-        )
+        self._state = replace(self._state, generation=LaunchedGeneration.of(world))
         self._keeper.abandon("the next generation began before it was written")
         self._saves.fence(world.ticket.generation)
-        ledger.opened(world)
         self._hangs.begin(world.ticket, world.size)
         self._remember(always=True)
-        if ledger.state is not RunState.STARTING:
+        orders = self._orders(world, givers)
+        generation.open(world, {"fence": self._fence_s, "plan": time.monotonic() - began}, self._keeper.numbered_by)
+        self._fence_s = 0.0
+        if log.stats.state is not RunState.STARTING:
             self._enter(RunState.RESCALING)
-        ledger.event("generation", workers=list(world.members), source=str(source.origin), attempt=world.ticket.attempt)
-        store = self._crew.store()
+        refused = self._crew.order(orders)
+        self._crew.kill({worker: f"killed: {problem}" for worker, problem in refused.items() if self._crew.alive(worker)})
+        return world
+
+    def _orders(self, world: World, givers: Sequence[str]) -> dict[str, Order]:
+        """What the members and those that give their shards to them are told."""
+        store, source = self._crew.store(), world.source
         prefix = f"{self._spec.run_id}/{world.ticket}"
         party = (*world.members, *givers)
         orders: dict[str, Order] = {}
@@ -359,18 +381,14 @@ class Conductor:
                 resume=source.resume,
                 evaluate=self._evaluation_due(source.step),
             )
-        if ledger.shift is not None:
-            ledger.shift.spend("plan", time.monotonic() - began)
-        refused = self._crew.order(orders)
-        self._crew.kill({worker: f"killed: {problem}" for worker, problem in refused.items() if self._crew.alive(worker)})
-        return world
+        return orders
 
     def _evaluation_due(self, step: int) -> bool:
         """Before the first step, and where that of the step which the run goes on from was lost with a worker; never twice. What it has
         begun with was evaluated before it was kept."""
         every, first = self._config.train.eval_every, self._spec.source.step
         due = step in (0, self._config.train.steps) or (every > 0 and step % every == 0 and step > first)
-        return due and self._config.data.eval_samples > 0 and step not in self._ledger.evaluated
+        return due and self._config.data.eval_samples > 0 and step not in self._log.stats.heldout
 
     def _watch(self, world: World) -> Ending:
         """Drive a generation until nobody is in it any more."""
@@ -389,19 +407,19 @@ class Conductor:
                 return self._end(world, living, lost, first_sign)
             gave |= {w for w in self._steering.leavers if self._is_out(w, world) and not self._fault(w, world)}
             missing = [w for w in self._steering.leavers if w not in gave and (self._fault(w, world) or not self._crew.alive(w))]
-            missing_since = (missing_since or self._crew.clock()) if missing and not self._ledger.all_filled else None
+            missing_since = (missing_since or self._crew.clock()) if missing and not self._generation.all_filled else None
             # Where a leaver's machine has stopped no connection breaks, nor where it has failed before it had any: nobody notices that what
             # it was to give will never come.
             forsaken = missing_since is not None and self._crew.clock() - missing_since > GIVER_S
             # Who writes what the controller before this one has ordered does not train any more: it is waited for as that one would have.
             reports = [self._crew.report(w) for w in inside]
             writing = any(r is not None and r.phase is Phase.SAVING and r.ticket == world.ticket for r in reports)
-            if writing and self._ledger.state is RunState.RESCALING:
+            if writing and self._log.stats.state is RunState.RESCALING:
                 self._tell_what_is_saved_for()
             if len(living) == world.size and all(w in inside for w in living) and not forsaken and not writing:
-                hung = self._hung(world) or (self._mute(world, inside) if not self._ledger.all_filled else {})
+                hung = self._hung(world) or (self._mute(world, inside) if not self._generation.all_filled else {})
                 if hung:
-                    self._evidence.hung(end_hung(self._crew, self._ledger, world, {w: f"it is hung: {why}" for w, why in hung.items()}))
+                    self._evidence.hung(end_hung(self._crew, self._log, world, {w: f"it is hung: {why}" for w, why in hung.items()}))
                 elif self._is_still_read(world) and self.desk.stop:
                     # Nothing is lost with what they have read so far, and that may take minutes more. They leave at the next piece.
                     if self._cut_short != world.ticket:
@@ -411,7 +429,7 @@ class Conductor:
                 else:
                     self._end_cut_off(world)
                     self._steering.steer(world)
-                    if self._ledger.all_filled:
+                    if self._generation.all_filled:
                         self._plan_ahead(world)
                 continue
             first_sign = first_sign or self._crew.clock()
@@ -425,18 +443,18 @@ class Conductor:
             if late and self._cut_short == world.ticket:
                 self._crew.kill(dict.fromkeys(late, "killed: it was still busy with what the stop had made needless"))
             elif late:
-                self._evidence.hung(end_hung(self._crew, self._ledger, world, late))
+                self._evidence.hung(end_hung(self._crew, self._log, world, late))
 
     def _is_still_read(self, world: World) -> bool:
         """Whether a generation's state is still on its way from a checkpoint, or being made: nobody has it, so that none can be lost."""
-        if self._ledger.all_filled or self._ledger.has_stepped or world.source.origin is Origin.MEMORY:
+        if self._generation.all_filled or self._log.stats.has_stepped or world.source.origin is Origin.MEMORY:
             return False
         # After a restart nothing is known yet of a generation that may train for days.
         return all((report := self._crew.report(w)) is not None and not _has_state(report) for w in world.members)
 
     def _tell_what_is_saved_for(self) -> None:
         """A checkpoint that the controller before this one has ordered is being written: the last one, mostly."""
-        if self._ledger.step >= self._config.train.steps:
+        if self._log.stats.step >= self._config.train.steps:
             self._enter(RunState.CHECKPOINTING)
         elif self.desk.stop is not None:
             self._enter(RunState.STOPPING)
@@ -503,7 +521,7 @@ class Conductor:
         if 2 * len(gone) > len(members):
             if self._told_broken != world.ticket:
                 self._told_broken = world.ticket
-                self._ledger.event("network_broken", workers=gone, unreached={node: list(others) for node, others in cut.unreached.items()})
+                self._log.record("network_broken", workers=gone, unreached={node: list(others) for node, others in cut.unreached.items()})
             return False
         come = elastic.replace_lost or elastic.grow or len(self._spares(world, cut)) >= len(gone)
         enough = len(members) - len(gone) >= elastic.min_workers
@@ -528,7 +546,7 @@ class Conductor:
             if info is not None and info.node in gone:
                 steering.let_go(worker)  # else it would take the place of one of them
         why = {worker: cut.why(node) for worker, node in cut.workers.items()}
-        self._evidence.hung(end_hung(self._crew, self._ledger, world, why, cut))
+        self._evidence.hung(end_hung(self._crew, self._log, world, why, cut))
 
     def _mute(self, world: World, inside: Collection[str]) -> Mapping[str, str]:
         """Who of those that the others wait for answers nothing, though nobody trains: while the group forms, or once it is broken. Not
@@ -574,10 +592,11 @@ class Conductor:
 
     def _break(self, world: World, inside: Iterable[str]) -> None:
         """A generation is broken: close it, so that whoever is still in it does not begin another step."""
-        if self._ledger.state is RunState.STOPPING:
+        state = self._log.stats.state
+        if state is RunState.STOPPING:
             pass  # what is left stops: there is no other generation
-        elif self._ledger.state is not RunState.STARTING or world.ticket.attempt > 1:
-            self._ledger.begin_shift("failure", world.size)
+        elif state is not RunState.STARTING or world.ticket.attempt > 1:
+            self._generation.begin_rescale("failure", world.size)
             self._enter(RunState.RESCALING)
         self._crew.fence(inside, world.ticket)
 
@@ -592,41 +611,40 @@ class Conductor:
         finished = not faults and bool(living) and all(r is not None and r.phase is Phase.FINISHED for r in reports)
         lost = {w: one.reason for w, one in gone.items()}
         ending = Ending(tuple(living), lost, faults, finished, {w: str(one.cause) for w, one in gone.items()})
-        ledger = self._ledger
-        if ledger.shift is not None:
-            ledger.shift.spend("fence", self._crew.clock() - first_sign if first_sign is not None else 0.0)
+        log = self._log
+        if log.stats.rescale is not None and first_sign is not None:
+            self._fence_s += self._crew.clock() - first_sign
         if self._cut_short == world.ticket:
             self._keeper.abandon()
         elif not ending.clean:
             self._keeper.abandon()
             # A leaver that is lost before all is given, mostly since its node went, breaks the generation as well. So does one that fails.
-            givers = leavers if not ledger.all_filled else ()
+            givers = leavers if not self._generation.all_filled else ()
             own = {w: f for w in (*living, *givers) if (f := self._fault(w, world)) is not None and f.kind is not FaultKind.PEER}
             every = gone | {w: self._gone[w] for w in givers if w in self._gone and self._crew.doomed(w)}
             causes = {one.cause for one in every.values()} | ({Cause.ERROR} if own else set())
             errors = [f"{w}: {one.reason}" for w, one in every.items()] + [f"{w}: {f.text}" for w, f in own.items()]
-            if self._memo.failed != world.ticket.generation:  # else an earlier life of the controller has counted it
+            if self._state.counted_generation != world.ticket.generation:  # else an earlier life of the controller has counted it
                 # A collective that fails though everybody is there: to the others, that is what a hang is.
                 self._budget = self._budget.failed(causes or {Cause.HANG}, errors or [f"{w}: {f.text}" for w, f in faults.items()][:1])
-                self._memo = replace(self._memo, failed=world.ticket.generation)
-            self._evidence.failed(world, ending, ledger)
+                self._state = replace(self._state, counted_generation=world.ticket.generation)
+            self._evidence.failed(world, ending, log)
             if any(fault.kind is FaultKind.DATA for fault in faults.values()) and world.source.commit:
                 self._keeper.distrust(world.source.commit)
-            if own and world.source.origin is Origin.CHECKPOINT and not ledger.all_filled:
-                ledger.load_failed(world.source.commit, next(iter(own.values())).text)
+            if own and world.source.origin is Origin.CHECKPOINT and not self._generation.all_filled:
+                log.record("checkpoint_load_failed", commit=world.source.commit, error=next(iter(own.values())).text)
             if lost:
                 self._want_those_left(world.size, living)
-            ledger.event("generation_failed", lost=lost, faults={w: f.text for w, f in faults.items()}, attempt=world.ticket.attempt)
-        elif not finished and self.desk.stop is None and (ledger.state is RunState.RUNNING or self._was_asked(world, reports)):
+            log.record("generation_failed", lost=lost, faults={w: f.text for w, f in faults.items()}, attempt=world.ticket.attempt)
+        elif not finished and self.desk.stop is None and (log.stats.state is RunState.RUNNING or self._was_asked(world, reports)):
             # The wish to stop was heard, though the answer to it was not.
-            ledger.begin_shift(self.desk.reason, world.size)
-            ledger.goodput.open(Loss.RESCALE)  # nobody is in a step
+            self._generation.begin_rescale(self.desk.reason, world.size)
         return ending
 
     def _was_asked(self, world: World, reports: Iterable[Report | None]) -> bool:
         """Whether all have stopped at a boundary since an earlier life of the controller, which told nobody of it, had asked them to."""
         parked = all(r is not None and r.ticket == world.ticket and r.phase is Phase.PARKED for r in reports)
-        return parked and world.ticket == self._inherited and self._ledger.shift is None
+        return parked and world.ticket == self._inherited and self._log.stats.rescale is None
 
     def _want_those_left(self, before: int, living: Sequence[str]) -> None:
         """Members were lost: the run goes on with those that are left, whoever wants more asks for more."""
@@ -644,14 +662,14 @@ class Conductor:
 
     def _complete(self, ended: Ending) -> Outcome | None:
         """The last checkpoint; None when a state is lost with a worker that died now, and training must go back."""
-        self._ledger.end_shift(time.time())
+        self._generation.end_rescale(time.time(), self.desk.target)
         self._enter(RunState.CHECKPOINTING)
         result = self._keeper.save(ended.living)
         kept = result.kept if result is not None else None
         if kept is not None and kept.step == self._config.train.steps:
             self._enter(RunState.DONE)
-            self._ledger.event("run_finished", checkpoint=kept.path)
-            return Outcome("DONE", self._ledger.step, checkpoint=kept.path)
+            self._log.record("run_finished", checkpoint=kept.path)
+            return Outcome("DONE", self._log.stats.step, checkpoint=kept.path)
         living = self._still_living(ended).living
         lost = set(ended.living) - set(living)
         if result is None or kept is not None or lost:
@@ -659,23 +677,22 @@ class Conductor:
                 causes = {self._gone[w].cause for w in lost if w in self._gone}
                 self._budget = self._budget.failed(causes or {Cause.KILLED}, ["workers were lost after the last step"])
                 self._want_those_left(len(ended.living), living)
-            self._ledger.begin_shift("failure", len(ended.living))
+            self._generation.begin_rescale("failure", len(ended.living))
             return None
-        newest = self._ledger.checkpoint_path or "none"
+        newest = self._log.stats.checkpoints.path or "none"
         return self._failed(
-            f"all {self._ledger.step} steps are done, but the last checkpoint failed: {result.error}; the newest is {newest}"
+            f"all {self._log.stats.step} steps are done, but the last checkpoint failed: {result.error}; the newest is {newest}"
         )
 
     def _halt(self, ended: Ending) -> Outcome:
         self._enter(RunState.STOPPING)
-        self._ledger.goodput.open(Loss.CHECKPOINT)
         result = self._keeper.save((*ended.living, *self._steering.leavers))
         kept = self._keeper.newest()
         if result is not None and result.kept is None:
-            return self._failed(f"stopped at step {self._ledger.step}, but its checkpoint failed: {result.error}")
+            return self._failed(f"stopped at step {self._log.stats.step}, but its checkpoint failed: {result.error}")
         step = result.step if result is not None else kept.step if kept else 0
         self._enter(RunState.DONE)
-        self._ledger.event("run_stopped", reason=self.desk.stop, resume=kept.path if kept else None, resume_step=step)
+        self._log.record("run_stopped", reason=self.desk.stop, resume=kept.path if kept else None, resume_step=step)
         return Outcome("STOPPED", step, checkpoint=kept.path if kept else None)
 
     def _give_up(self, ended: Ending, error: str, refused: bool) -> Outcome:
@@ -685,7 +702,7 @@ class Conductor:
         if not refused and self._keeper.held_step(holders) > (kept.step if kept else 0):
             self._keeper.save(holders)
             kept = self._keeper.newest()
-        found = None if refused else self._evidence.write(self._crew, self._ledger)
+        found = None if refused else self._evidence.write(self._crew, self._log)
         error += f"; tracebacks and stacks of all workers: {found}" if found else ""
         hint = f"; it can be resumed from step {kept.step} ({kept.path})" if kept else ""
         return self._failed(error + hint, refused)
@@ -693,31 +710,30 @@ class Conductor:
     def _brought_to_rest(self) -> Ending:
         """Controllers came and went, and the workers train on, or are parked since the one before this was to keep what they hold: have
         them stop at a boundary, so that it can be kept. Not for ever: what ended this controller's predecessors may be just that."""
-        if not self._memo.members or self._budget.controllers > self._budget.limits.controllers + LAST_LIVES:
+        if self._state.generation is None or self._budget.controllers > self._budget.limits.controllers + LAST_LIVES:
             return Ending(())
         self.desk.stop = self.desk.stop or "it is given up"
         return self._watch(self._adopted())
 
     def _failed(self, error: str, refused: bool = False) -> Outcome:
-        self._ledger.error = error
+        self._log.record("run_failed", error=error)
         self._enter(RunState.FAILED)
-        self._ledger.event("run_failed", error=error)
         kept = self._keeper.newest()
-        return Outcome("FAILED", self._ledger.step, error, kept.path if kept else None, refused)
+        return Outcome("FAILED", self._log.stats.step, error, kept.path if kept else None, refused)
 
     # ----------------------------------------------------------------------------------------------------------- restarts
 
     def _adopted(self) -> World:
         """The generation that an earlier life of the controller had launched. Its workers have not stopped for that."""
-        ledger, world = self._ledger, self._ledger.world
+        stats, world = self._log.stats, self._generation.world
         assert world is not None
         self._inherited = world.ticket
         # Else who hangs by now would be found by the collectives only.
-        self._hangs.expect(ledger.step_seconds or 0.0, ledger.recent_steps)
+        self._hangs.expect(stats.steps.last_seconds or 0.0, stats.steps.paces)
         self._hangs.begin(world.ticket, world.size)
         # Each worker tells its last vote again; those of an older generation were given up.
         self._saves.fence(world.ticket.generation)
-        self._crew.adopt(ledger.known)
+        self._crew.adopt(stats.workers)
         heard: set[str] = set()
         deadline = time.monotonic() + ADOPT_S
         while time.monotonic() < deadline and not all(w in heard or not self._crew.alive(w) for w in world.members):
@@ -731,48 +747,46 @@ class Conductor:
         if any(report is not None and report.ticket < world.ticket for report in reports):
             self._crew.fence(party, world.ticket)
         filled = all(report is not None and report.ticket == world.ticket and _has_state(report) for report in reports[: world.size])
-        if ledger.has_stepped or filled:
+        if stats.has_stepped or filled:
             # The move is over for all: whoever was to give and is not there any more was let go, and is not missing.
             self._steering.leavers = [w for w in self._steering.leavers if self._crew.alive(w)]
         return world
 
     def _take_number(self) -> int:
         """A generation's number, noted before it is used."""
-        self._memo = replace(self._memo, generation=self._memo.generation + 1)
+        self._state = replace(self._state, last_number=self._state.last_number + 1)
         self._remember(always=True)
-        return self._memo.generation
+        return self._state.last_number
 
     def _remember(self, *, always: bool = False) -> None:
-        memo = replace(
-            self._memo,
+        state = replace(
+            self._state,
             target=self.desk.target,
             reason=self.desk.reason,
-            asked=self.desk.asked,
-            actions=self.desk.actions,
-            high=self._budget.high,
+            requested=self.desk.requested,
+            actions_done=self.desk.actions,
+            highest_step=self._budget.high,
             crashes=self._budget.crashes,
-            nodes=self._budget.nodes,
-            controllers=self._budget.controllers,
-            total={str(cause): count for cause, count in self._budget.total.items()},
+            node_losses=self._budget.nodes,
+            controller_restarts=self._budget.controllers,
+            failures={str(cause): count for cause, count in self._budget.total.items()},
             leavers=tuple(self._steering.leavers),
             growth=self._steering.growth.note,
-            stragglers=self._steering.stragglers.note,
-            stop=self._memo.stop if self._giving_up else self.desk.stop,
-            shift=asdict(self._ledger.shift) if self._ledger.shift else None,
+            straggler=self._steering.stragglers.note,
+            stop_reason=self._state.stop_reason if self._giving_up else self.desk.stop,
         )
-        if memo == self._memo and not always:
-            return
-        self._memo = self._memos.write(memo)
+        if state != self._state or always:
+            self._state = self._store.write(state)
 
     # -------------------------------------------------------------------------------------------------------------- the loop
 
     def _tick(self) -> list[News]:
         """One round: hear the workers, keep the books, carry commands in. At most :data:`TICK_S` seconds."""
-        news, ledger = self._crew.pump(TICK_S), self._ledger
+        news, generation = self._crew.pump(TICK_S), self._generation
         for one in news:
             match one:
                 case Ready(info):
-                    self._ledger.worker_started(info)
+                    generation.worker_started(info)
                     self._steering.hire_failures.clear()
                 case Heard(report):
                     self._hangs.heard(report, time.monotonic())
@@ -783,26 +797,38 @@ class Conductor:
                     if info is not None and info.node in self._steering.nodes.draining:
                         one = replace(one, cause=Cause.NODE)
                     self._gone[worker] = one
-                    self._ledger.worker_lost(worker, info, reason, str(one.cause))
+                    kind, at = "killed" if "killed:" in reason else "died", {"pid": info and info.pid, "node": info and info.node}
+                    self._log.record("worker_lost", worker=worker, reason=reason, kind=kind, cause=str(one.cause), **at)
                     if info is None:
                         self._steering.hire_failed(reason)
-                    elif worker not in self._steering.leavers and (ledger.world is None or worker not in ledger.world.members):
+                    elif worker not in self._steering.leavers and (generation.world is None or worker not in generation.world.members):
                         self._steering.fleeting.append(reason)
         silence = self._spec.bounds.silence or self._config.elastic.collective_timeout_s
         mute = f"killed: answered nothing for {silence:g} s, its process is hung or stopped"
         self._crew.kill(dict.fromkeys(self._crew.silent(silence), mute))
         self._keeper.collect()
-        ledger.budget(self._budget)
         self.desk.heed()
-        members = ledger.world.members if ledger.world else ()
-        reports = {rank: self._crew.report(worker) for rank, worker in enumerate(members)}
-        ledger.draining = len(self._steering.leaving(members))
-        ledger.saving(self._saves.pending)
-        nodes = [info.node if (info := ledger.known.get(worker)) is not None else "" for worker in members]
-        ledger.unprotected = policy.unprotected(nodes, copies=self._config.elastic.snapshot_every > 0)
-        ledger.publish({rank: (self._crew.info(members[rank]), r.memory) for rank, r in reports.items() if r is not None})
-        ledger.write_state()
+        self._publisher.publish(self._observed())
+        self._publisher.write_record()
         return news
+
+    def _observed(self) -> Observed:
+        """What the run looks like in this round, besides its statistics."""
+        members, known = self._log.stats.members, self._log.stats.workers
+        reports = {rank: self._crew.report(worker) for rank, worker in enumerate(members)}
+        nodes = [info.node if (info := known.get(worker)) is not None else "" for worker in members]
+        return Observed(
+            target=self.desk.target,
+            budget=self._budget,
+            spares=self._steering.spares,
+            places_wanted=self._steering.places_wanted,
+            draining=len(self._steering.leaving(members)),
+            unprotected=policy.unprotected(nodes, copies=self._config.elastic.snapshot_every > 0),
+            saves_pending=self._saves.pending,
+            ranks={rank: (self._crew.info(members[rank]), r.memory) for rank, r in reports.items() if r is not None},
+            figures=self._generation.workers.figures(),
+            newest=self._generation.newest,
+        )
 
     def _wait(self, until: Callable[[], bool], seconds: float) -> bool:
         """Run the loop until then, or for so long; whether it came to it."""
@@ -812,37 +838,38 @@ class Conductor:
         return until()
 
     def _hear(self, report: Report) -> None:
-        ledger = self._ledger
-        ledger.heard(report.worker)
+        generation = self._generation
+        generation.heard(report.worker)
         for _, item in report.items:
             match item:
                 case Stepped():
                     self._hangs.stepped(item.ticket, item.record.step, item.record.seconds, item.record.alone_seconds)
-                    ledger.used(report.worker, item)
-                    if ledger.stepped(item):
-                        progressed = self._budget.progressed(ledger.step)
+                    if generation.stepped(report.worker, item):
+                        progressed = self._budget.progressed(item.record.step)
                         self._budget = replace(self._budget, high=progressed.high) if self._giving_up else progressed
-                        self._steering.stragglers.stepped(item.record)
+                        self._steering.stragglers.stepped(item.record, self._log.stats.members)
                 case Filled():
-                    ledger.filled(report.worker, item)
+                    generation.filled(report.worker, item)
                 case Evaluated():
-                    ledger.evaluation(item)
+                    generation.evaluated(item)
                 case Saved():
                     self._saves.heed(item)
                 case Damaged():
                     self._keeper.damaged(item.attempt)
-                    ledger.event("checkpoint_damaged", attempt=item.attempt, step=item.step, worker=report.worker, problem=item.problem)
+                    about = {"attempt": item.attempt, "step": item.step, "worker": report.worker, "problem": item.problem}
+                    self._log.record("checkpoint_damaged", **about)
                 case Skipped():
-                    ledger.event("checkpoint_skipped", step=item.step, reason="some rank still writes the ones before")
-        world = ledger.world
+                    self._log.record("checkpoint_skipped", step=item.step, reason="some rank still writes the ones before")
+        world = generation.world
         if world is not None and report.ticket == world.ticket == self._inherited and report.phase in (Phase.TRAINING, Phase.SAVING):
             # It has its state, though the item that said so may have gone to the controller before this one.
-            ledger.filled(report.worker, Filled(world.ticket, world.source.step, world.source.origin, {}))
+            generation.filled(report.worker, Filled(world.ticket, world.source.step, world.source.origin, {}))
 
     def _enter(self, state: RunState) -> None:
-        if state is not self._ledger.state:
-            check_transition(self._ledger.state, state)
-            self._ledger.moved(state)
+        before = self._log.stats.state
+        if state is not before:
+            check_transition(before, state)
+            enter(self._log, self._publisher, state)
 
 
 def _has_state(report: Report) -> bool:
@@ -850,29 +877,46 @@ def _has_state(report: Report) -> bool:
     return report.phase in (Phase.TRAINING, Phase.SAVING, Phase.FINISHED) or (report.phase is Phase.PARKED and report.fault is None)
 
 
-def budget_of(config: RunConfig, memo: Memo, step: int) -> Budget:
+def enter(log: RunLog, publisher: Publisher, state: RunState) -> None:
+    """The run is in another state: recorded, and written to run.json at once."""
+    log.record("state", before=str(log.stats.state), state=str(state))
+    if state in FINAL:
+        log.record("goodput", **log.stats.goodput.to_json())
+    publisher.write_record(now=True)
+
+
+def budget_of(config: RunConfig, state: DurableState, step: int) -> Budget:
     """What an earlier life of the controller has left of the run's budget; its own end is a failure, too.
 
-    ``step``: completed since; steps alone are no reason to write a memo, so that it may not know of them.
+    ``step``: completed since; steps alone are no reason to write the state, so that it may not know of them.
     """
-    used = {Cause(cause): count for cause, count in memo.total.items()}
-    budget = Budget(Limits.of(config.elastic), memo.crashes, memo.nodes, memo.controllers, used, memo.high).progressed(step)
-    return budget.failed([Cause.CONTROLLER], []) if memo.epoch > 1 else budget
+    used = {Cause(cause): count for cause, count in state.failures.items()}
+    streaks = (state.crashes, state.node_losses, state.controller_restarts)
+    budget = Budget(Limits.of(config.elastic), *streaks, used, state.highest_step).progressed(step)
+    return budget.failed([Cause.CONTROLLER], []) if state.epoch > 1 else budget
 
 
-def take_up(ledger: Ledger, config: RunConfig, memo: Memo) -> None:
-    """The books as an earlier life of the controller has left them, with the generation that it had launched, if it had."""
-    if not memo.members:
-        ledger.restore(None)
-        ledger.budget(budget_of(config, memo, 0))
-        ledger.publish({})
-        return
-    ledger.state = RunState.RESCALING
-    ledger.restore(World(Ticket(memo.current, memo.attempt), memo.members, Source(Origin(memo.origin), memo.step)))
-    # A memo is not written again when a change is over: a step of the generation says that it is.
-    ledger.shift = Shift(**memo.shift) if memo.shift and not ledger.has_stepped else None
-    ledger.budget(budget_of(config, memo, ledger.step))
-    ledger.publish({})
+def take_up(log: RunLog, config: RunConfig, state: DurableState, pid: int) -> Observed:
+    """Bring the statistics to where an earlier life of the controller has left them; what is to be shown of the run.
+
+    Raises:
+        OSError: the run's folder can't be read; it can be tried again.
+    """
+    log.replay()
+    begin(log, config, state, pid)
+    launched, stats = state.generation, log.stats
+    if launched is not None and launched.number != stats.generation:
+        # The controller was killed between its durable state and this event.
+        GenerationLog(log, config).open(launched.world(), {}, stats.numbered_by)
+    shown = RunState.PENDING if launched is None else RunState.RESCALING
+    log.record("controller_restarted", epoch=state.epoch, state=str(shown), trained=stats.has_stepped)
+    return Observed(state.target, budget_of(config, state, 0 if launched is None else stats.step))
+
+
+def begin(log: RunLog, config: RunConfig, state: DurableState, pid: int) -> None:
+    """Record that this start of the run has begun, if no life of the controller has done so."""
+    if not log.stats.begun:
+        log.record("run_started", run_id=log.run_id, workers=state.target, steps=config.train.steps, pid=pid)
 
 
 def worlds_ahead(size: int, target: int) -> tuple[int, ...]:
@@ -887,14 +931,13 @@ def import_heavy() -> None:
         importlib.import_module(f"vescale_ray.{module}")
 
 
-def outcome_of(conduct: Callable[[], Outcome], ledger: Ledger) -> Outcome:
+def outcome_of(conduct: Callable[[], Outcome], log: RunLog, publisher: Publisher) -> Outcome:
     """The outcome of ``conduct``; whatever it raises is a failed run with one line, and the traceback in the log."""
     try:
         return conduct()
     except Exception as error:
         _log.exception("the run failed")
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        ledger.error = text
-        ledger.moved(RunState.FAILED)
-        ledger.event("run_failed", error=text)
-        return Outcome("FAILED", ledger.step, text, ledger.checkpoint_path, orphaned=isinstance(error, NurseryLost))
+        log.record("run_failed", error=text)
+        enter(log, publisher, RunState.FAILED)
+        return Outcome("FAILED", log.stats.step, text, log.stats.checkpoints.path, orphaned=isinstance(error, NurseryLost))

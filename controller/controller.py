@@ -1,7 +1,10 @@
 """The controller actor: what a run's thread, its HTTP server and its restarts have in common.
 
-Ray restarts the process when it dies (``max_restarts=-1``) and calls the constructor again with the same arguments; the memo
-in the run's folder then says what was going on. The workers, which the nursery owns, train on meanwhile.
+Ray restarts the process when it dies (``max_restarts=-1``) and calls the constructor again with the same arguments. The durable state and
+the lines in the run's folder then say what was going on. The workers, which the nursery owns, train on meanwhile.
+
+The run's thread owns everything of the run. Other threads (HTTP, Ray's calls) read the publisher's snapshot, which is immutable, and hand
+commands to the desk's queue.
 """
 
 from __future__ import annotations
@@ -20,13 +23,15 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vescale_ray.config import RunConfig, parse_config
-from vescale_ray.controller.conductor import Conductor, outcome_of, take_up
+from vescale_ray.controller.budget import Budget, Limits
+from vescale_ray.controller.conductor import Conductor, begin, outcome_of, take_up
 from vescale_ray.controller.crew import Crew, NurseryLost
 from vescale_ray.controller.desk import ANSWER_S
-from vescale_ray.controller.ledger import Ledger
-from vescale_ray.controller.memo import Memo, Memos, read_memo
+from vescale_ray.controller.durable_state import DurableState, StateStore, read_state
 from vescale_ray.controller.metrics import MetricsServer, PortInUse
 from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RequestRefused, RunSpec
+from vescale_ray.controller.publisher import Observed, Publisher
+from vescale_ray.controller.run_log import RunLog
 from vescale_ray.controller.saves import Saves, retention_of
 from vescale_ray.controller.scribe import Scribe, begun
 from vescale_ray.runfolder import RunFolder
@@ -67,7 +72,9 @@ class Controller:
         self._outcome: Outcome | None = None
         self._server: MetricsServer | None = None
         self._conductor: Conductor | None = None
-        self._books, self._begun = threading.Event(), threading.Event()
+        self._known, self._begun = threading.Event(), threading.Event()
+        self._notices: list[str] = []
+        """Warnings of before the log was brought up to date."""
         self._since, self._told = time.monotonic(), ""
         # A folder whose server is gone says nothing for as long as it likes. That must be told, and the workers train on meanwhile.
         self._up = begun(lambda: self._come_up(nursery))
@@ -81,27 +88,29 @@ class Controller:
         folder = RunFolder(spec.folder)
         with suppress(OSError):
             folder.clear_leftovers()  # of a controller that was killed
-        memos = Memos(spec.folder, nursery)
-        memo = read_memo(spec.folder)
+        store, state = StateStore(spec.folder, nursery), None
+        with suppress(OSError):
+            state = read_state(spec.folder)
         # The nursery of a run that has just begun is still starting, and has nothing to tell. (Ray is asked last: it takes long.)
-        if (memo is not None and memo.run_id == spec.run_id) or ray.get_runtime_context().was_current_actor_reconstructed:
-            memo = _when_told(lambda: memos.newest(spec.run_id))
-        again = memo is not None and memo.run_id == spec.run_id
-        if memo is None or not again:
+        if (state is not None and state.run_id == spec.run_id) or ray.get_runtime_context().was_current_actor_reconstructed:
+            state = _when_told(lambda: store.newest(spec.run_id))
+        again = state is not None and state.run_id == spec.run_id
+        if state is None or not again:
             # Whatever an earlier start of the run has used up stays used up.
-            first = max(spec.first_generation - 1, memo.generation if memo else 0)
-            done = 0 if config.checkpoint.resume == "never" else max(folder.last_step(), memo.high if memo else 0, memo.done if memo else 0)
-            memo = Memo(spec.run_id, first, target=config.elastic.workers, done=done)
-        memo = replace(memo, epoch=memo.epoch + 1)
+            first = max(spec.first_generation - 1, state.last_number if state else 0)
+            known = (state.highest_step, state.steps_before) if state else (0,)
+            done = 0 if config.checkpoint.resume == "never" else max(folder.last_step(), *known)
+            state = DurableState(spec.run_id, first, target=config.elastic.workers, steps_before=done)
+        state = replace(state, epoch=state.epoch + 1)
+        self._log = RunLog(folder, spec.run_id, config.train.steps, spec.source, state.steps_before)
+        seen = Observed(state.target, Budget(Limits.of(config.elastic)))
         session = ray.get_runtime_context().get_session_name()
-        self._ledger = Ledger(folder, config, spec.run_id, spec.driver_pid, memo.epoch, session)
-        self._ledger.target = memo.target
-        self._ledger.begin_from(spec.source, memo.done)
-        self._server = self._serve(config.metrics.host, memo.port, config.metrics.port)
-        memo = memos.write(replace(memo, port=self._server.port))
+        self._publisher = Publisher(self._log, config, spec.driver_pid, state.epoch, seen, session)
+        self._server = self._serve(config.metrics.host, state.port, config.metrics.port)
+        state = store.write(replace(state, port=self._server.port))
         # A server on all interfaces is found by this node's address, one on the loopback only by that.
         url = self._server.url(ray.util.get_node_ip_address() if config.metrics.host in ("0.0.0.0", "::") else None)
-        self._ledger.control_url = url
+        self._publisher.serve_at(url)
 
         def announce() -> None:
             folder.write_control(url, spec.token)
@@ -111,10 +120,10 @@ class Controller:
             Scribe().do(announce)
         except OSError as error:
             _log.warning("control.json or the service discovery could not be written: %s", error)
-        self._ledger.started()
         if not again:
-            self._books.set()
-        what = (nursery, config, memos, memo, again)
+            begin(self._log, config, state, spec.driver_pid)
+            self._known.set()
+        what = (nursery, config, store, state, again)
         self._thread = threading.Thread(target=self._conduct, args=what, name="vescale-conductor", daemon=True)
         self._thread.start()
 
@@ -123,7 +132,7 @@ class Controller:
         every worker that was ever warm.
 
         While the run's folder could not be read yet, ``waits`` alone: True."""
-        if not self._books.is_set():
+        if not self._known.is_set():
             problem = self._up.exception() if self._up.done() else None
             if problem is not None and ray.get_runtime_context().was_current_actor_reconstructed:
                 raise problem
@@ -131,13 +140,14 @@ class Controller:
                 text = f"the controller can't start: {type(problem).__name__}: {' '.join(str(problem).split())}"
                 return {"outcome": asdict(Outcome("FAILED", 0, text, refused=True)), "warnings": ()}
             return {"outcome": None, "waits": True, "warnings": self._waiting()}
-        outcome = self._outcome
+        outcome = self._outcome  # read first: the snapshot of a run that is over is its last
+        snapshot = self._publisher.snapshot
         return {
-            **self._ledger.snapshot.to_json(),
-            "processes": [(info.pid, info.born, info.node) for info in list(self._ledger.known.values())],
-            "url": self._ledger.control_url,
-            "warnings": self._ledger.warnings,
-            "record": self._ledger.record(),
+            **snapshot.to_json(),
+            "processes": snapshot.processes,
+            "url": snapshot.control_url,
+            "warnings": snapshot.warnings,
+            "record": snapshot.record,
             "outcome": asdict(outcome) if outcome else None,
         }
 
@@ -170,33 +180,34 @@ class Controller:
             _log.warning("%s", self._told)
         return (self._told,)
 
-    def _conduct(self, nursery: Any, config: RunConfig, memos: Memos, memo: Memo, again: bool) -> None:
+    def _conduct(self, nursery: Any, config: RunConfig, store: StateStore, state: DurableState, again: bool) -> None:
         """The run's thread. Checkpoints bring torch along, which takes seconds to import: beside it, so that a restarted controller watches
         the workers and takes commands meanwhile."""
-        spec = self._spec
+        spec, log, publisher = self._spec, self._log, self._publisher
         saves: Saves | None = None
 
         def conduct() -> Outcome:
             nonlocal saves
             if again:
                 try:
-                    _when_told(lambda: take_up(self._ledger, config, memo))
-                    if self._told:
-                        self._ledger.warn(self._told)  # for whoever asks later
+                    publisher.publish(_when_told(lambda: take_up(log, config, state, spec.driver_pid)))
                 finally:
-                    self._books.set()
+                    self._known.set()
+            for text in (*self._notices, self._told):
+                if text:
+                    log.warn(text)
             done = begun(lambda: _committed_attempt(spec.run_id, config.checkpoint_root)) if again else None
             saves = Saves(config.checkpoint_root, lambda: retention_of(config), self._meta, done, max(Bounds.save, spec.bounds.save))
-            crew = Crew(nursery, spec.bounds.call, memo.epoch)
-            self._conductor = Conductor(spec, config, crew, self._ledger, saves, memo, memos)
+            crew = Crew(nursery, spec.bounds.call, state.epoch)
+            self._conductor = Conductor(spec, config, crew, log, publisher, saves, state, store)
             self._begun.set()
             return self._conductor.run()
 
-        outcome = outcome_of(conduct, self._ledger)
+        outcome = outcome_of(conduct, log, publisher)
         if saves is not None:
             saves.close()
-        self._ledger.flush(FLUSH_S)
-        self._ledger.publish({})  # whoever scrapes once more sees how it ended
+        log.flush(FLUSH_S)
+        publisher.publish()  # one more scrape sees how the run ended
         self._outcome = outcome
 
     def _take(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -213,7 +224,7 @@ class Controller:
         """
 
         def listen(port: int) -> MetricsServer:
-            return MetricsServer(host, port, lambda: self._ledger.snapshot, self._take, self._spec.token, self._books)
+            return MetricsServer(host, port, lambda: self._publisher.snapshot, self._take, self._spec.token, self._known)
 
         if remembered and not wanted:
             try:
@@ -224,17 +235,19 @@ class Controller:
             return listen(wanted)
         except PortInUse:
             server = listen(0)
-            self._ledger.warn(f"metrics.port = {wanted}: in use on {host}; metrics and commands are served on port {server.port} instead")
+            self._notices.append(
+                f"metrics.port = {wanted}: in use on {host}; metrics and commands are served on port {server.port} instead"
+            )
             return server
 
     def _meta(self, step: int) -> dict[str, Any]:
         """What is recorded with a checkpoint."""
         return {
-            "run": self._ledger.snapshot.run,
+            "run": self._spec.config["run"]["name"],
             "run_id": self._spec.run_id,
             "config": dict(self._spec.config),
             "stream": dict(self._spec.stream),
-            "metrics": self._ledger.metrics_of(step),
+            "metrics": self._log.stats.metrics_of(step),
         }
 
 

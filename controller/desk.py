@@ -16,9 +16,9 @@ from typing import Any
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
 from vescale_ray.controller.crew import Crew
-from vescale_ray.controller.ledger import Ledger
-from vescale_ray.controller.memo import Memo
+from vescale_ray.controller.durable_state import DurableState
 from vescale_ray.controller.protocol import RequestRefused, RunSpec
+from vescale_ray.controller.run_log import RunLog
 
 ANSWER_S = 8.0
 """A command is answered by then, whatever the controller is at: a client (``client.request``) listens a little longer."""
@@ -39,33 +39,30 @@ class Desk:
     """Wishes, and how far they are known.
 
     Args:
-        memo: what an earlier life of the controller left.
-        changed: called in the conductor's thread when something here must be written down.
+        state: what an earlier life of the controller left.
+        changed: called in the controller's thread when something here must be written down.
 
     Attributes:
-        stop: why the run is to be stopped; None: it is not.
-        target: workers wanted.
-        asked: what the last rescale asked for; 0: none has come.
-        reason: why the number differs from what there is: ``manual``, ``replacement``, ``drain`` or ``growth``.
-        actions: scheduled actions that were done.
+        stop, target, requested, reason, actions: ``stop_reason``, ``target``, ``requested``, ``reason`` and ``actions_done`` of the durable
+            state.
     """
 
-    def __init__(self, spec: RunSpec, config: RunConfig, crew: Crew, ledger: Ledger, memo: Memo, changed: Callable[[], None]) -> None:
-        self._spec, self._config, self._crew, self._ledger, self._changed = spec, config, crew, ledger, changed
+    def __init__(self, spec: RunSpec, config: RunConfig, crew: Crew, log: RunLog, state: DurableState, changed: Callable[[], None]) -> None:
+        self._spec, self._config, self._crew, self._log, self._changed = spec, config, crew, log, changed
         self._commands: queue.Queue[_Command] = queue.Queue()
         self._door = threading.Lock()
-        self._closed = False
-        self.stop: str | None = memo.stop
-        self.target = memo.target or config.elastic.workers
-        self.asked = memo.asked
-        self.reason = memo.reason
-        self.actions = memo.actions
-        ledger.target = self.target
+        self._over_at: int | None = None
+        """Completed steps of a run that is over."""
+        self.stop: str | None = state.stop_reason
+        self.target = state.target or config.elastic.workers
+        self.requested = state.requested
+        self.reason = state.reason
+        self.actions = state.actions_done
 
     @property
     def ceiling(self) -> int:
         """Most workers that a run which grows by itself (``elastic.grow``) goes for."""
-        return self.asked or self._config.max_workers
+        return self.requested or self._config.max_workers
 
     def command(self, action: str, body: dict[str, Any], wait_s: float = ANSWER_S) -> dict[str, Any]:
         """Carry a command to the loop and its answer back; from any thread.
@@ -75,10 +72,10 @@ class Desk:
         """
         given = _Command(action, body)
         with self._door:
-            if not self._closed:
+            if self._over_at is None:
                 self._commands.put(given)
             else:
-                given.answer.put(self._too_late(action))
+                given.answer.put(_too_late(action, self._over_at))
         try:
             value = given.answer.get(timeout=wait_s)
         except queue.Empty:
@@ -104,9 +101,9 @@ class Desk:
     def close(self) -> None:
         """The loop is over, and nobody will heed: what has come in since, and what still comes, is answered at once."""
         with self._door:
-            self._closed = True
+            self._over_at = at = self._log.stats.step
         for given in self._come_in():
-            given.answer.put(self._too_late(given.action))
+            given.answer.put(_too_late(given.action, at))
 
     def _come_in(self) -> Iterator[_Command]:
         while True:
@@ -125,20 +122,14 @@ class Desk:
 
     def want(self, workers: int, reason: str) -> None:
         """Go for another number of workers."""
-        self.target = self._ledger.target = workers
-        self.reason = reason
+        self.target, self.reason = workers, reason
         self._changed()
-
-    def _too_late(self, action: str) -> dict[str, Any] | RequestRefused:
-        if action == "stop":
-            return {"ok": True, "message": f"the run is over, at step {self._ledger.step}"}
-        return RequestRefused(f"the run is over, at step {self._ledger.step}: {action} comes too late")
 
     def _do(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
         if action == "stop":
             self.stop = self.stop or str(body.get("reason") or "asked to")
             self._changed()
-            return {"ok": True, "message": f"stopping at the next step boundary after step {self._ledger.step}"}
+            return {"ok": True, "message": f"stopping at the next step boundary after step {self._log.stats.step}"}
         if action == "rescale":
             if self.stop:
                 raise RequestRefused("the run is stopping")
@@ -150,7 +141,7 @@ class Desk:
                 slots=config.train.slots,
                 capacity=self._spec.capacity,
             )
-            self.asked = workers
+            self.requested = workers
             self.want(workers, "manual")
             and_later = f"; the run grows by itself up to {workers}" if config.elastic.grow else ""
             return {"ok": True, "workers": workers, "message": f"going to {workers} workers{and_later}"}
@@ -160,18 +151,23 @@ class Desk:
         """Scheduled actions, each once its step is completed and the one before has had its effect."""
         while self.actions < len(self._spec.schedule):
             action = self._spec.schedule[self.actions]
-            world = self._ledger.world
-            if world is None or self._ledger.step < action.step or self._ledger.shift is not None:
+            stats = self._log.stats
+            if not stats.members or stats.step < action.step or stats.rescale is not None:
                 return
             # Noted first: a controller that dies of what it does must not do it again.
             self.actions += 1
             self._changed()
-            self._ledger.event("scheduled_action", action=action.action, value=action.value, at=action.step)
+            self._log.record("scheduled_action", action=action.action, value=action.value, at=action.step)
             try:
                 if action.action in ("kill", "pause"):
-                    worker = world.members[action.value]
-                    self._crew.signal(worker, signal.SIGKILL if action.action == "kill" else signal.SIGSTOP)
+                    self._crew.signal(stats.members[action.value], signal.SIGKILL if action.action == "kill" else signal.SIGSTOP)
                 else:
                     self._do(action.action, {"workers": action.value, "reason": "schedule"})
             except (RequestRefused, IndexError, KeyError) as error:
-                self._ledger.event("scheduled_action_failed", action=action.action, error=str(error))
+                self._log.record("scheduled_action_failed", action=action.action, error=str(error))
+
+
+def _too_late(action: str, step: int) -> dict[str, Any] | RequestRefused:
+    if action == "stop":
+        return {"ok": True, "message": f"the run is over, at step {step}"}
+    return RequestRefused(f"the run is over, at step {step}: {action} comes too late")

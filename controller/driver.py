@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.clocks import AwakeClock
@@ -31,6 +31,9 @@ from vescale_ray.controller.scribe import Scribe
 from vescale_ray.errors import BadInput
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Origin
+
+if TYPE_CHECKING:
+    from vescale_ray.controller.durable_state import DurableState
 
 POLL_S = 0.2
 CALL_S = 5.0
@@ -438,25 +441,31 @@ def _nothing_to_do(config: RunConfig, folder: RunFolder, ready: Preflight) -> Ru
 
 def _was_to_stop(folder: RunFolder) -> bool:
     """Whether somebody has asked the run to stop, as far as its last controller has written it down."""
-    from vescale_ray.controller.memo import read_memo
-
-    memo = read_memo(folder.path)
-    return memo is not None and memo.stop is not None
+    state = _durable_state(folder)
+    return state is not None and state.stop_reason is not None
 
 
 def _asked_for(folder: RunFolder, run_id: str) -> int:
     """The workers that the last rescale has asked for, of this start; 0: none has come."""
-    from vescale_ray.controller.memo import read_memo
+    state = _durable_state(folder)
+    return state.requested if state is not None and state.run_id == run_id else 0
 
-    memo = read_memo(folder.path)
-    return memo.asked if memo is not None and memo.run_id == run_id else 0
+
+def _durable_state(folder: RunFolder) -> DurableState | None:
+    """The last controller's state, if the folder has it and can be read."""
+    from vescale_ray.controller.durable_state import read_state
+
+    try:
+        return read_state(folder.path)
+    except OSError:
+        return None
 
 
 def _write_state(folder: RunFolder, record: Mapping[str, Any]) -> None:
     try:
         folder.write_state(record)
     except OSError:
-        pass  # the ledger warns
+        pass  # the controller warns
 
 
 __all__ = ["Bounds", "RunRefused", "RunResult", "ScheduledAction", "run"]

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vescale_ray.controller.crew import Crew
-from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.protocol import Ending, World
+from vescale_ray.controller.run_log import RunLog
 
 KEPT = 4
 STACKS_S = 1.0
@@ -35,13 +35,13 @@ class Evidence:
         """Workers of the generation were ended; where the report of that is."""
         self._hangs += [report] if report else []
 
-    def failed(self, world: World, ending: Ending, ledger: Ledger) -> None:
+    def failed(self, world: World, ending: Ending, log: RunLog) -> None:
         """A generation has failed."""
-        nodes = {w: f"{info.node} process {info.pid}" for w in world.members if (info := ledger.known.get(w)) is not None}
-        self._failures.append(_Failure(world, ledger.step, ending, nodes, tuple(self._hangs)))
+        nodes = {w: f"{info.node} process {info.pid}" for w in world.members if (info := log.stats.workers.get(w)) is not None}
+        self._failures.append(_Failure(world, log.stats.step, ending, nodes, tuple(self._hangs)))
         self._hangs = []
 
-    def write(self, crew: Crew, ledger: Ledger) -> str | None:
+    def write(self, crew: Crew, log: RunLog) -> str | None:
         """Write all of it to the run's folder; where it is. None: there is nothing to tell, or the folder can't be written."""
         if not self._failures:
             return None
@@ -49,7 +49,7 @@ class Evidence:
         stacks = crew.stacks(living, STACKS_S)
         parts = [_describe(failure) for failure in reversed(self._failures)]
         parts += [f"==== now\n\n---- {worker}\n{stack}" for worker, stack in stacks.items()]
-        return ledger.gave_up("\n\n".join(parts) + "\n")
+        return log.keep_failure("\n\n".join(parts) + "\n")
 
 
 def _describe(failure: _Failure) -> str:

@@ -23,7 +23,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.samples import Sample
 
 from vescale_ray.controller.budget import Cause
-from vescale_ray.controller.figures import (
+from vescale_ray.controller.goodput import Loss
+from vescale_ray.controller.snapshot import (
     DIRECTIONS,
     LOST,
     REASONS,
@@ -32,9 +33,8 @@ from vescale_ray.controller.figures import (
     STATES,
     STEP_PHASES,
     Histogram,
-    RunSnapshot,
+    Snapshot,
 )
-from vescale_ray.controller.goodput import Loss
 
 Labels = tuple[tuple[str, str], ...]
 Kept = dict[Any, tuple[Any, ...]]
@@ -167,7 +167,7 @@ class Exposition:
     def __init__(self) -> None:
         self._kept: dict[str, Kept] = {}
 
-    def __call__(self, snapshot: RunSnapshot, accept: str) -> tuple[bytes, str]:
+    def __call__(self, snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
         """The snapshot as Prometheus' text or OpenMetrics, whichever ``accept`` (of HTTP) asks for; and the content type."""
         encode, content_type = choose_encoder(accept)
         openmetrics = "openmetrics" in content_type
@@ -197,7 +197,7 @@ def _from_zero(known: Iterable[str], values: Mapping[str, float]) -> dict[tuple[
     return {(str(name),): seconds for name, seconds in {**dict.fromkeys(known, 0), **values}.items()}
 
 
-def families(s: RunSnapshot) -> Iterator[Metric]:
+def families(s: Snapshot) -> Iterator[Metric]:
     """Every metric family that the snapshot has values for."""
     run = ["run"]
     labels = [s.run]

@@ -1,10 +1,10 @@
-"""Where the run's time went: into steps that count, or lost, and to what.
+"""Goodput: where the run's time went, into steps that count or into losses by cause.
 
-Every second since the run began is in exactly one account, so the accounts add up to the wall time, whatever happens: an interval that ends
-with a step is that step's as far as the step lasted, and what came before it is a loss, of the cause that was known by then. A step that
-was done before (a rollback, or a rank that died while it was under way) counts as lost when it is done again.
+Every second since the run began is in exactly one account, so the accounts add up to the wall time. An interval that ends with a step is
+productive for the duration of the step; the time before the step is lost to the cause that was known by then. A step that was done before
+(after a rollback, or when a rank died in it) counts as lost when it is done again.
 
-What is accounted for never shrinks: the open interval since :attr:`Goodput.until` is left out until it is known what it was.
+No account ever falls: the open interval since :attr:`Goodput.until` is left out until its cause is known.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Loss(StrEnum):
-    """What time without training is lost to."""
+    """Causes of lost time."""
 
     STARTUP = "startup"
     """From the beginning to the first step: workers, model, checkpoint, the first evaluation."""
@@ -44,10 +44,10 @@ class Goodput:
 
     Attributes:
         since: when the run began; seconds since the epoch, as all times here.
-        until: what was before it is accounted for.
+        until: the time before it is accounted for.
         productive: seconds in steps that count.
         lost: seconds by cause.
-        cause: what the time after ``until`` is lost to; None: a step is under way, as far as is known.
+        cause: cause of the loss after ``until``; None: a step is under way, as far as is known.
     """
 
     since: float

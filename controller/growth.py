@@ -16,9 +16,9 @@ from vescale_ray.controller import policy
 from vescale_ray.controller.clocks import ago, to_epoch
 from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.desk import Desk
-from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.nodes import Nodes
 from vescale_ray.controller.room import Room
+from vescale_ray.controller.run_log import RunLog
 
 SETTLE_S = 1.0
 """Ray takes a moment to count a place as taken: what was seen free within this time after a hiring may be that place."""
@@ -44,14 +44,14 @@ class Growth:
         self,
         config: RunConfig,
         crew: Crew,
-        ledger: Ledger,
+        log: RunLog,
         desk: Desk,
         nodes: Nodes,
         past: Mapping[str, Any],
         changed: Callable[[], None],
     ) -> None:
         self._elastic, self._steps, self._watches = config.elastic, config.train.steps, config.watches_room
-        self._crew, self._ledger, self._desk, self._nodes = crew, ledger, desk, nodes
+        self._crew, self._log, self._desk, self._nodes = crew, log, desk, nodes
         self._room = Room(config.elastic.grow_after_s)
         begun = past.get("begun")
         self._begun = None if begun is None else ago(begun, time.monotonic())
@@ -69,7 +69,7 @@ class Growth:
         now = time.monotonic()
         more = self._desk.ceiling - self._desk.target
         wait = policy.growth_wait(self._begun, now, self._elastic.grow_gap_s, self._failed)
-        worth = policy.worth_growing(self._steps - self._ledger.step, self._ledger.step_seconds, self._warm_seconds())
+        worth = policy.worth_growing(self._steps - self._log.stats.step, self._log.stats.steps.last_seconds, self._warm_seconds())
         # A place that nobody takes keeps others from it, and costs.
         wishes = self._elastic.demand if worth and wait <= WISH_AHEAD_S else 0
         self._crew.wish(min(wishes, max(0, more)), avoid)
@@ -87,13 +87,13 @@ class Growth:
             if self._told != (self._begun, self._failed):
                 self._told = (self._begun, self._failed)
                 why = f"{self._failed} growths in a row came to nothing" if self._failed else "elastic.grow_gap_s has not passed"
-                self._ledger.event("growth_waits", workers=workers, seconds=wait, why=why)
+                self._log.record("growth_waits", workers=workers, seconds=wait, why=why)
             return
         if not worth:
             return
         self._begun, self._aim = now, self._desk.target + workers
         self._noted()
-        self._ledger.event("growth", **{"from": world, "to": self._aim, "room": room})
+        self._log.record("growth", **{"from": world, "to": self._aim, "room": room})
         self._desk.want(self._aim, "growth")
 
     def ended(self, *, complete: bool) -> None:
@@ -134,4 +134,4 @@ class Growth:
         self._room.look(free.at, places, free.nodes)
 
     def _warm_seconds(self) -> float:
-        return max((info.warm_seconds for info in list(self._ledger.known.values())), default=0.0)
+        return max((info.warm_seconds for info in self._log.stats.workers.values()), default=0.0)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.crew import Crew
-from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.protocol import World
 from vescale_ray.controller.reach import CutOff
+from vescale_ray.controller.run_log import RunLog
 from vescale_ray.workers.pulse import IN
 
 STACKS_S = 0.2
@@ -17,7 +17,7 @@ HEARD_S = 0.5
 """Who owes an answer for longer than this stands elsewhere by now than it has told; its stacks say where."""
 
 
-def end_hung(crew: Crew, ledger: Ledger, world: World, hung: Mapping[str, str], cut: CutOff | None = None) -> str | None:
+def end_hung(crew: Crew, log: RunLog, world: World, hung: Mapping[str, str], cut: CutOff | None = None) -> str | None:
     """Kill the workers ``hung`` (each with the reason), write the report to the run's folder, and an event that names both. Where the
     report is.
 
@@ -42,10 +42,10 @@ def end_hung(crew: Crew, ledger: Ledger, world: World, hung: Mapping[str, str], 
         mark += f" (after {given[worker]:.1f} s more, since its machine was late)" if given.get(worker, 0.0) >= 0.05 else ""
         lines.append(f"rank {ranks.get(worker, '-')} {worker}: {where}{mark}")
     text = "\n".join(lines) + "\n\n" + "\n\n".join(f"---- {worker}\n{stack}" for worker, stack in stacks.items()) + "\n"
-    path = ledger.hang(f"generation-{world.ticket.generation}-step-{ledger.step}", text)
+    path = log.keep_hang(f"generation-{world.ticket.generation}-step-{log.stats.step}", text)
     about = {"workers": dict(hung), "ranks": {w: ranks.get(w) for w in hung}, "where": at, "report": path}
     if cut is None:
-        ledger.event("hang", **about, given_s=given)
+        log.record("hang", **about, given_s=given)
     else:
-        ledger.event("cut_off", **about, unreached={node: list(others) for node, others in cut.unreached.items()})
+        log.record("cut_off", **about, unreached={node: list(others) for node, others in cut.unreached.items()})
     return path

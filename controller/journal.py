@@ -1,5 +1,5 @@
-"""The lines in the run's folder as the controller writes them: a disk that is full or gone, or does not answer, never stops the training
-nor the watching of it. Lines wait in memory until they can be written, and one warning is given."""
+"""Lines in the run's folder, written so that a disk never stops the training or the watching of it. If the disk is full, gone or silent,
+lines wait in memory until they can be written, and one warning is given."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ TELL_S = 20.0
 
 
 class Journal:
-    """Used from the conductor's thread; :attr:`warnings` may be read from any.
+    """Used from the controller's thread; :attr:`warnings` is immutable and may be read from any.
 
     Args:
-        stamp: of an event of this name, what all events tell: time, generation, step.
+        stamp: makes the whole event of a name and its fields.
 
     Attributes:
         warnings: what went wrong without ending the run, each once.
     """
 
-    def __init__(self, folder: RunFolder, stamp: Callable[[str], dict[str, Any]]) -> None:
+    def __init__(self, folder: RunFolder, stamp: Callable[[str, Mapping[str, Any]], Mapping[str, Any]]) -> None:
         self._folder, self._stamp, self._scribe = folder, stamp, Scribe()
         self._waiting: deque[tuple[Callable[[], None], int]] = deque()
-        """What writes a line, and how many values that has."""
+        """Functions that write one line each, and the number of values in the line."""
         self._values = 0
         self._unwritable = False
         self._silent_since: float | None = None
@@ -44,16 +44,18 @@ class Journal:
 
     def event(self, name: str, about: Mapping[str, Any]) -> None:
         """Write an event."""
-        record = {**self._stamp(name), **about}
-        self._write(lambda: self._folder.append_event(record), record.values())
+        self._put_event(name, about)
+        self._catch_up()
 
     def metrics(self, line: Mapping[str, Any]) -> None:
         """Write the line of a step."""
-        self._write(lambda: self._folder.append_metrics(line), line.values())
+        self._put(lambda: self._folder.append_metrics(line), line.values())
+        self._catch_up()
 
     def samples(self, index: int, generation: int, ids: Any) -> None:
         """Write what a step has consumed."""
-        self._write(lambda: self._folder.append_samples(index, generation, ids), (ids,))
+        self._put(lambda: self._folder.append_samples(index, generation, ids), (ids,))
+        self._catch_up()
 
     def state(self, record: Mapping[str, Any]) -> None:
         """Write run.json: the newest alone counts, so that none waits."""
@@ -85,9 +87,9 @@ class Journal:
             self._catch_up(left)
             time.sleep(0.01)
 
-    def _write(self, append: Callable[[], None], values: Iterable[Any]) -> None:
-        self._put(append, values)
-        self._catch_up()
+    def _put_event(self, name: str, about: Mapping[str, Any]) -> None:
+        record = self._stamp(name, about)
+        self._put(lambda: self._folder.append_event(record), record.values())
 
     def _put(self, append: Callable[[], None], values: Iterable[Any]) -> None:
         count = sum(len(one) if isinstance(one, Sized) else 1 for one in values)
@@ -119,7 +121,5 @@ class Journal:
             self._unwritable = True
             text = f"{self._folder.path}: can't be written ({error.strerror or error}); training goes on, lines wait in memory"
             self.warnings = (*self.warnings, text)
-            # Behind what waits already: whoever reads the lines later sees when it began.
-            record = {**self._stamp("warning"), "text": text}
-            self._put(lambda: self._folder.append_event(record), record.values())
+            self._put_event("warning", {"text": text})  # behind the lines that wait: a reader sees when it began
             _log.warning("%s", text)

@@ -14,9 +14,11 @@ from functools import partial
 
 from vescale_ray.controller import policy
 from vescale_ray.controller.cadence import Cadence
+from vescale_ray.controller.checkpoint_stats import saved_event
 from vescale_ray.controller.crew import Crew
-from vescale_ray.controller.ledger import Ledger
+from vescale_ray.controller.generation_log import GenerationLog
 from vescale_ray.controller.protocol import Source
+from vescale_ray.controller.run_log import RunLog
 from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
 from vescale_ray.controller.scribe import Scribe
 from vescale_ray.workers.holdings import Holding, Resume, choose_resume
@@ -47,6 +49,8 @@ class Keeper:
 
     Attributes:
         layouts: who owns what at each world size.
+        numbered_by: what the last ranks were numbered by: the planned layouts, or, where these were not known yet, equal intervals. Then
+            another numbering might have moved less.
     """
 
     def __init__(
@@ -54,7 +58,8 @@ class Keeper:
         root: str,
         run_id: str,
         crew: Crew,
-        ledger: Ledger,
+        log: RunLog,
+        generation: GenerationLog,
         saves: Saves,
         take_number: Callable[[], int],
         wait: Callable[[Callable[[], bool], float], bool],
@@ -64,14 +69,17 @@ class Keeper:
         oldest: int = 0,
     ) -> None:
         self.layouts = Layouts(most)
+        self.numbered_by = "layouts"
         self._cadence = cadence
         self._root, self._run_id, self._save_s, self._oldest = root, run_id, save_s, oldest
-        self._crew, self._ledger, self._saves = crew, ledger, saves
+        self._crew, self._log, self._generation, self._saves = crew, log, generation, saves
         self._take_number, self._wait = take_number, wait
         self._scribe = Scribe()
         self._bad: frozenset[str] = frozenset()
         self._results: dict[str, SaveResult] = {}
         self._damaged: set[str] = set()
+        self._last: SaveResult | None = None
+        """The newest that was committed."""
 
     def distrust(self, commit: str) -> None:
         """A checkpoint turned out to be damaged: use an older one."""
@@ -90,7 +98,7 @@ class Keeper:
             return self._ask_storage()
         except OSError as error:
             _log.warning("%s does not tell its newest checkpoint: %s", self._root, error)
-        path, step = self._ledger.checkpoint_path, self._ledger.checkpoint_step
+        path, step = self._log.stats.checkpoints.path, self._log.stats.checkpoints.step
         return policy.Kept(path.rpartition("/")[2], path, step) if path is not None and step is not None else None
 
     def source(self, members: Sequence[str], holders: Iterable[str]) -> Source:
@@ -102,7 +110,7 @@ class Keeper:
                 mounted, say): to begin anew would be wrong.
         """
         held, newest = self._held(holders), None
-        if _newest_step(held) < (self._ledger.checkpoint_step or 0):
+        if _newest_step(held) < (self._log.stats.checkpoints.step or 0):
             try:
                 newest = self._ask_storage()
                 held = self._held(holders)  # somebody may have been lost meanwhile
@@ -111,11 +119,11 @@ class Keeper:
                 if (step := _newest_step(held)) < 0:
                     raise
                 _log.warning("%s is out of reach: going on from step %d in memory: %s", self._root, step, error)
-        return policy.choose_source(held, members, newest, self._ledger.world)
+        return policy.choose_source(held, members, newest, self._generation.world)
 
     def _ask_storage(self) -> policy.Kept | None:
         """Raises OSError also where the storage says nothing for :data:`STORAGE_S`. Meanwhile the loop goes on: else it took no command."""
-        question = partial(newest_kept, self._root, self._bad, self._oldest, self._ledger.checkpoint_step)
+        question = partial(newest_kept, self._root, self._bad, self._oldest, self._log.stats.checkpoints.step)
         deadline = time.monotonic() + STORAGE_S
         while True:
             try:
@@ -138,7 +146,7 @@ class Keeper:
         if resume is None:
             return tuple(members)
         overlap = self.layouts.overlap(resume.world, len(members))
-        self._ledger.numbered_by = "layouts" if self.layouts.exact else "equal intervals"
+        self.numbered_by = "layouts" if self.layouts.exact else "equal intervals"
         return seated(members, self._parts(resume, holders), overlap)
 
     def staying(self, candidates: Sequence[str], count: int, holders: Sequence[str]) -> tuple[str, ...]:
@@ -186,10 +194,10 @@ class Keeper:
             resume = choose_resume(held)
             if resume is None:
                 return None
-            if resume.step < (self._ledger.checkpoint_step or 0) and (kept := self.newest()) is not None and kept.step > resume.step:
+            if resume.step < (self._log.stats.checkpoints.step or 0) and (kept := self.newest()) is not None and kept.step > resume.step:
                 return None
-            last = self._ledger.last_save
-            if last is not None and last.kept is not None and last.step == resume.step and last.epoch >= resume.generation:
+            last = self._last
+            if last is not None and last.step == resume.step and last.epoch >= resume.generation:
                 return last
             holders: dict[int, list[str]] = {}
             for worker, holdings in held.items():
@@ -197,7 +205,7 @@ class Keeper:
                     if (holding.generation, holding.step) == (resume.generation, resume.step):
                         for rank in holding.ranks:
                             holders.setdefault(rank, []).append(worker)
-            world = self._ledger.world
+            world = self._generation.world
             owners = world.members if world is not None and world.ticket.generation == resume.generation else ()
             plan = policy.spread_saving(holders, owners)
             epoch = self._take_number()
@@ -216,7 +224,7 @@ class Keeper:
             # does it count as a holder.
             self._wait(lambda: not self.writes(workers), self._save_s)
             problem = next(iter(refused.values()), problem)
-        return SaveResult("", self._ledger.step, 0, 0.0, error=problem)
+        return SaveResult("", self._log.stats.step, 0, 0.0, error=problem)
 
     def _decided(self, attempt: str, writers: Sequence[str]) -> bool:
         if attempt in self._results:
@@ -237,7 +245,9 @@ class Keeper:
         if result.attempt in self._damaged and result.kept is not None:
             self.distrust(result.kept.name)
         self._cadence.saved(result)
-        self._ledger.saved(result)
+        self._last = result if result.kept is not None else self._last
+        name, about = saved_event(result, self._log.stats.ended(result.step))
+        self._log.record(name, **about)
 
 
 def _newest_step(held: Mapping[str, Sequence[Holding]]) -> int:

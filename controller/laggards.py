@@ -18,8 +18,8 @@ from vescale_ray.controller import policy
 from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.hang import FIRST_S
 from vescale_ray.controller.keeper import Keeper
-from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.protocol import Bounds
+from vescale_ray.controller.run_log import RunLog
 from vescale_ray.workers.messages import Phase
 
 FORM_S = 15.0
@@ -29,9 +29,9 @@ FORM_S = 15.0
 class Laggards:
     """Tells who is late. Used from the conductor's thread alone."""
 
-    def __init__(self, elastic: ElasticSection, bounds: Bounds, crew: Crew, ledger: Ledger, keeper: Keeper) -> None:
+    def __init__(self, elastic: ElasticSection, bounds: Bounds, crew: Crew, log: RunLog, keeper: Keeper) -> None:
         self._elastic, self._bounds = elastic, bounds
-        self._crew, self._ledger, self._keeper = crew, ledger, keeper
+        self._crew, self._log, self._keeper = crew, log, keeper
         self._together = 0.0
         """Until so long after the first sign all computed."""
 
@@ -83,9 +83,9 @@ class Laggards:
             return self._bounds.save
         # Whoever forms a group does not tell by that why it answers nothing.
         form_s = FIRST_S / 2 if silent else FORM_S
-        steps, collective_s = self._ledger, self._elastic.collective_timeout_s
+        steps, collective_s = self._log.stats.steps, self._elastic.collective_timeout_s
         return policy.laggard_bound(
-            phase, waits, self._bounds.park, form_s, steps.step_seconds, collective_s, steps.longest_step_seconds
+            phase, waits, self._bounds.park, form_s, steps.last_seconds, collective_s, steps.longest
         )
 
     def _dispensable(self, out: Sequence[str], outside: Sequence[str]) -> bool:
@@ -94,4 +94,4 @@ class Laggards:
         comes = bool(outside) or self._elastic.replace_lost or self._elastic.grow
         if not comes or len(out) < self._elastic.min_workers:
             return False
-        return self._keeper.held_step(out) >= self._ledger.step
+        return self._keeper.held_step(out) >= self._log.stats.step

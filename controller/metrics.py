@@ -24,7 +24,7 @@ from itertools import pairwise
 from typing import Any
 
 from vescale_ray.controller.exposition import Exposition
-from vescale_ray.controller.figures import RunSnapshot, plain
+from vescale_ray.controller.snapshot import Snapshot, plain
 from vescale_ray.errors import BadInput
 
 MAX_BODY = 65536
@@ -62,7 +62,7 @@ class MetricsServer:
         self,
         host: str,
         port: int,
-        snapshot: Callable[[], RunSnapshot],
+        snapshot: Callable[[], Snapshot],
         control: Control | None,
         token: str,
         known: threading.Event | None = None,
@@ -168,7 +168,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    snapshot: Callable[[], RunSnapshot]
+    snapshot: Callable[[], Snapshot]
     control: Control | None
     exposition: Exposition
     token: str

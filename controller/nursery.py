@@ -85,7 +85,7 @@ class Nursery:
         """Started in the thread that gives places back: the control store has to do with it, too, and may let it wait."""
         self._gone: dict[str, float] = {}
         self._stores: list[Any] = []
-        self._memo: str | None = None
+        self._state: str | None = None
         self._node = ray.get_runtime_context().get_node_id()
 
     def store(self) -> tuple[str, int]:
@@ -178,13 +178,13 @@ class Nursery:
         bundles = [{"CPU": cpus, **({"GPU": gpus} if gpus else {})}]
         return placement_group(bundles, strategy="PACK", name=f"{self._tag}:{of}", bundle_label_selector=elsewhere)
 
-    def keep(self, memo: str) -> None:
-        """Keep what the controller can't write to the run's folder, for the one after it."""
-        self._memo = memo
+    def keep(self, state: str) -> None:
+        """Keep the controller's durable state while it can't be written to the run's folder."""
+        self._state = state
 
     def kept(self) -> str | None:
-        """What was last kept."""
-        return self._memo
+        """The durable state that was kept last; None: there is none."""
+        return self._state
 
     def roster(self, epoch: int = 0) -> dict[str, Any]:
         """Handles of all workers that were not dismissed, for the controller ``epoch``; those before it hire nobody any more."""

@@ -170,11 +170,11 @@ def _check_writable(root: str) -> None:
 def _check_port(host: str, port: int) -> None:
     """That this machine has no such address is known now. A port that is in use stops no run: the controller, perhaps on another machine,
     takes a free one, and says so."""
-    from vescale_ray.controller.figures import RunSnapshot
     from vescale_ray.controller.metrics import MetricsServer, PortInUse
+    from vescale_ray.controller.snapshot import Snapshot
 
     with suppress(PortInUse):
-        MetricsServer(host, port, lambda: RunSnapshot("", ""), None, "").close()
+        MetricsServer(host, port, lambda: Snapshot("", ""), None, "").close()
 
 
 def _expected(config: RunConfig) -> dict[str, _Expected]:

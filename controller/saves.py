@@ -67,7 +67,7 @@ class Saves:
     Args:
         root: folder of the checkpoints.
         retention: tells which checkpoints to keep, once there is one more. (Its class brings torch along, which takes seconds.)
-        meta: what is recorded with a checkpoint of a step; JSON-able.
+        meta: what is recorded with a checkpoint of a step; JSON-able. Called in the controller's thread.
         done: of a controller that was restarted: the newest attempt that is committed already, if any. Its votes may come again; until it
             is known, all votes wait.
         bound_s: how long to wait for the next vote, and for the commit: a store that hangs must be told of, not waited for.
@@ -121,7 +121,7 @@ class Saves:
         else:
             attempt.errors[item.rank] = item.error or "unknown"
         if len(attempt.votes) == attempt.world and attempt.commit is None:
-            attempt.commit = self._pool.submit(self._commit, item.attempt, attempt)
+            attempt.commit = self._pool.submit(self._commit, item.attempt, attempt, self._meta(attempt.step))
 
     def results(self) -> list[SaveResult]:
         """Attempts that have come to an end since the last call: committed, or failed with every rank heard."""
@@ -195,7 +195,7 @@ class Saves:
     def _failed(name: str, attempt: _Attempt, error: str) -> SaveResult:
         return SaveResult(name, attempt.step, attempt.epoch, attempt.seconds + time.monotonic() - attempt.heard, error=error)
 
-    def _commit(self, name: str, attempt: _Attempt) -> SaveResult:
+    def _commit(self, name: str, attempt: _Attempt, meta: Mapping[str, Any]) -> SaveResult:
         """In the pool's thread."""
         from vescale_ray import checkpoint
 
@@ -208,7 +208,7 @@ class Saves:
                 epoch=attempt.epoch,
                 attempt=name,
                 world=attempt.world,
-                meta=self._meta(attempt.step),
+                meta=meta,
             )
             committed = time.monotonic() - attempt.heard
         except Exception as error:

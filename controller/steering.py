@@ -14,12 +14,13 @@ from vescale_ray.controller import policy
 from vescale_ray.controller.cadence import Cadence
 from vescale_ray.controller.crew import Crew
 from vescale_ray.controller.desk import Desk
+from vescale_ray.controller.durable_state import DurableState
+from vescale_ray.controller.generation_log import GenerationLog
 from vescale_ray.controller.growth import Growth
-from vescale_ray.controller.ledger import Ledger
-from vescale_ray.controller.memo import Memo
 from vescale_ray.controller.nodes import Nodes
 from vescale_ray.controller.protocol import RunSpec, RunState, World
 from vescale_ray.controller.reach import Reach
+from vescale_ray.controller.run_log import RunLog
 from vescale_ray.controller.saves import Saves
 from vescale_ray.controller.straggler import Stragglers
 from vescale_ray.workers.messages import CHECKPOINT, RESCALE, STOP, Ticket
@@ -36,7 +37,7 @@ class Steering:
     """Staffs and steers the generation that trains.
 
     Args:
-        memo: what an earlier life of the controller left.
+        state: what an earlier life of the controller left.
         remember: called when something here must be written down.
         enter: moves the run to another state.
         planned: whether the layouts of so many ranks, and so many, are known.
@@ -49,6 +50,7 @@ class Steering:
         untried: warm workers of whom it is not known yet whether they and the others reach each other.
         hire_failures: why workers that were hired of late did not become warm, or nodes were refused; ``failed_hires``: how many ever.
         stragglers: watches who is slow.
+        spares: warm workers beside those that train or are to join; ``places_wanted``: places asked of Ray's autoscaler.
     """
 
     def __init__(
@@ -56,22 +58,23 @@ class Steering:
         spec: RunSpec,
         config: RunConfig,
         crew: Crew,
-        ledger: Ledger,
+        log: RunLog,
+        generation: GenerationLog,
         saves: Saves,
         desk: Desk,
         cadence: Cadence,
-        memo: Memo,
+        state: DurableState,
         remember: Callable[[], None],
         enter: Callable[[RunState], None],
         planned: Callable[[int, int], bool],
     ) -> None:
         self._spec, self._config = spec, config
-        self._crew, self._ledger, self._saves, self._desk, self._cadence = crew, ledger, saves, desk, cadence
-        self._enter, self._planned = enter, planned
+        self._crew, self._log, self._saves, self._desk, self._cadence = crew, log, saves, desk, cadence
+        self._generation, self._enter, self._planned = generation, enter, planned
         self.nodes = Nodes(config.resources_per_worker if config.watches_room else None)
-        self.growth = Growth(config, crew, ledger, desk, self.nodes, memo.growth, remember)
+        self.growth = Growth(config, crew, log, desk, self.nodes, state.growth, remember)
         self.reach = Reach(crew)
-        self.leavers = list(memo.leavers)
+        self.leavers = list(state.leavers)
         self.asked: Ticket | None = None
         self.hire_failures: list[str] = []
         self.failed_hires = 0
@@ -80,7 +83,8 @@ class Steering:
         self.untried: frozenset[str] = frozenset()
         self._let_in: frozenset[str] = frozenset()
         """Of those beside the members, who was let in once. A spare that waits for long is tried again: that is no news."""
-        self.stragglers = Stragglers(config, ledger, spec.capacity, spec.bounds.start, memo.stragglers, remember)
+        self.stragglers = Stragglers(config, log, spec.capacity, spec.bounds.start, state.straggler, remember)
+        self.spares = self.places_wanted = 0
         self._drained: frozenset[str] = frozenset()
         self._trained: frozenset[str] = frozenset()
         """Members of the generation that was last seen to have its state."""
@@ -95,20 +99,20 @@ class Steering:
 
     def steer(self, world: World) -> None:
         """A generation runs as it should: hire, regroup or stop it, if that is wanted."""
-        ledger = self._ledger
-        if not ledger.all_filled:
+        stats = self._log.stats
+        if not self._generation.all_filled:
             return
         if not self._trained.issuperset(world.members):
             self.fleeting.clear()
         self._trained = frozenset(world.members)
-        if ledger.has_stepped:
+        if stats.has_stepped:
             # Not before: until all have the others' copies, what the leavers hold may be the only way back.
             for worker in self.leavers:
                 self.let_go(worker)
             self.leavers = []
         if self.asked == world.ticket:
             return
-        if ledger.state in (RunState.STARTING, RunState.RESCALING):
+        if stats.state in (RunState.STARTING, RunState.RESCALING):
             self._enter(RunState.RUNNING)
         if self._desk.stop:
             self._ask_to_park(world, stop=True)
@@ -159,7 +163,7 @@ class Steering:
         for _ in range(todo.hire + min(todo.spares, self.growth.spare_places(failures))):
             self._crew.hire(self.nodes.avoided)
             self.growth.hired()
-        self._ledger.beside(spares=len(ready) - max(0, self._aim - there), wishes=len(self._crew.places.wishes))
+        self.spares, self.places_wanted = max(0, len(ready) - max(0, self._aim - there)), len(self._crew.places.wishes)
         for worker in outside[max(0, len(outside) - todo.dismiss) :]:
             self.let_go(worker)
         if len(outside) > len(ready):
@@ -180,7 +184,7 @@ class Steering:
             self.hire_failed(cut.why(node))
             self.refusals.append(cut.why(node))
         for worker, node in cut.workers.items():
-            self._ledger.event("joiner_refused", worker=worker, node=node, reason=cut.why(node))
+            self._log.record("joiner_refused", worker=worker, node=node, reason=cut.why(node))
             self.let_go(worker)
         if not self._let_in.issuperset(fine):
             self.refusals.clear()
@@ -209,12 +213,12 @@ class Steering:
     def _lets_one_be_written(self, world: World) -> bool:
         """Whether the change waits for the checkpoint that is being written. With the generation that is given up; where one change follows
         the other none would ever be made."""
-        now, last = time.monotonic(), self._ledger.last_save
+        now, last_s = time.monotonic(), self._log.stats.checkpoints.seconds
         reports = [self._crew.report(worker) for worker in world.members]
         if not self._saves.busy and not any(report is not None and report.writing for report in reports):
             return False
         self._put_off = self._put_off or now
-        return now - self._put_off < min(LONGEST_S, max(WRITTEN_S, 2.0 * last.seconds if last is not None else 0.0))
+        return now - self._put_off < min(LONGEST_S, max(WRITTEN_S, 2.0 * (last_s or 0.0)))
 
     def _lets_layouts_be_planned(self, world: World) -> bool:
         """Whether the change waits for the layouts that its ranks are numbered by: a controller that was just restarted has yet to plan
@@ -235,15 +239,17 @@ class Steering:
         for node in sorted(fresh):
             left = draining[node] - time.time()
             workers = [w for w in leaving if (info := self._crew.info(w)) is not None and info.node == node]
-            self._ledger.event("node_draining", node=node, workers=workers, seconds_left=left if left < float("inf") else None)
+            self._log.record("node_draining", node=node, workers=workers, seconds_left=left if left < float("inf") else None)
         return bool(leaving)
 
     def _save_if_due(self, world: World) -> None:
         """With ``checkpoint.every: auto``: keep the interval up to date, and ask for a checkpoint at the next boundary when it is over."""
         now = time.monotonic()
-        interval = self._cadence.news(now, self._ledger.failures)
+        interval = self._cadence.news(now, self._log.stats.lost)
         if interval is not None:
-            self._ledger.interval_changed(interval)
+            about = {"seconds": interval.seconds, "by": interval.by, "mtbf_hours": interval.mtbf_s / 3600}
+            more = {"stall_seconds": interval.stall_s, "persist_seconds": interval.persist_s, "text": str(interval)}
+            self._log.record("checkpoint_interval", **about, **more)
         if self._cadence.due(now, self._saves.busy) and self._crew.ask(world.members, world.ticket, CHECKPOINT):
             self._cadence.begun(now)
 
@@ -259,7 +265,7 @@ class Steering:
         for worker in late:
             self.let_go(worker)
         self._forget_failures()  # acted on; else it would be abandoned again and again
-        self._ledger.event("rescale_abandoned", **{"from": world.size, "to": self._desk.target, "error": why})
+        self._log.record("rescale_abandoned", **{"from": world.size, "to": self._desk.target, "error": why})
         self.growth.ended(complete=False)
         self._desk.want(min(self._desk.target, world.size + len([w for w in outside if w not in late])), self._desk.reason)
         return True
@@ -286,7 +292,7 @@ class Steering:
         if stop:
             self._enter(RunState.STOPPING)
         else:
-            self._ledger.begin_shift(reason or self._desk.reason, world.size)
+            self._generation.begin_rescale(reason or self._desk.reason, world.size)
             self._enter(RunState.RESCALING)
 
     def hire_failed(self, reason: str) -> None:
@@ -297,7 +303,7 @@ class Steering:
     def let_go(self, worker: str) -> None:
         info = self._crew.info(worker)
         self._crew.dismiss(worker)
-        self._ledger.worker_left(worker, info)
+        self._log.record("worker_left", worker=worker, pid=info.pid if info else None)
 
     def outside(self, living: Iterable[str]) -> list[str]:
         """Workers that were hired to join, warm or not."""

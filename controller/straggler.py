@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vescale_ray.controller.clocks import ago, to_epoch
-from vescale_ray.controller.ledger import Ledger
+from vescale_ray.controller.run_log import RunLog
 from vescale_ray.workers.pace import even
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Stragglers:
     def __init__(
         self,
         config: RunConfig,
-        ledger: Ledger,
+        log: RunLog,
         capacity: int | None,
         start_s: float,
         past: Mapping[str, Any],
@@ -61,39 +61,48 @@ class Stragglers:
     ) -> None:
         self._replaces = config.elastic.straggler == "replace"
         self._slots = config.train.slots
-        self._ledger, self._capacity, self._start_s, self._clock = ledger, capacity, start_s, clock
+        self._log, self._capacity, self._start_s, self._clock = log, capacity, start_s, clock
         now, worker = clock(), past.get("worker")
         # Of hired workers that failed, a controller that starts has seen none.
         self._swap = None if worker is None else _Swap(worker, ago(past["began"], now), 0)
         self._tries: int = past.get("tries", 0)
         self._not_before = now + min(past["until"] - time.time(), PAUSE_S * 2**self._tries) if past else now
         self._kept: dict[str, str] = {}
+        self._factors: dict[str, float] = {}
+        """Of the newest step, by worker."""
         self.note, self._changed = past, changed
 
-    def stepped(self, record: StepRecord) -> None:
-        """A step was completed: write down who has become slow in it and who no longer is, and who does other slots."""
-        ledger, view, world = self._ledger, record.pace, self._ledger.world
-        if world is None or view is None:
+    def stepped(self, record: StepRecord, members: Sequence[str]) -> None:
+        """These members have completed a step: record who has become slow in it, who no longer is, and who does other slots."""
+        stats, view = self._log.stats, record.pace
+        if view is None:
             return
-        for worker in [w for w in ledger.stragglers if w not in world.members]:
+        for worker in [w for w in stats.stragglers if w not in members]:
             replaced = self._swap is not None and worker == self._swap.worker
-            ledger.straggler_over(worker, "it was replaced" if replaced else "it has left")
+            self._over(worker, "it was replaced" if replaced else "it has left")
             if replaced:
                 self._rest()
-        generation, spread = ledger.spread
-        if view.shares != (spread if generation == record.generation else even(self._slots, world.size)):
-            ledger.slots_spread(dict(zip(world.members, view.shares, strict=True)))
+        generation, spread = stats.spread
+        if view.shares != (spread if generation == record.generation else even(self._slots, len(members))):
+            self._log.record("slots_spread", slots=dict(zip(members, view.shares, strict=True)))
         if not view.factors:
             return  # nothing is known yet in this generation: what was known before stays
-        for rank, (worker, factor, since) in enumerate(zip(world.members, view.factors, view.since, strict=True)):
-            if since >= 0:
-                ledger.straggler(worker, rank, factor, since + 1)
-            elif worker in ledger.stragglers:
-                ledger.straggler_over(worker, f"it takes {factor:.2f} times as long as the others")
+        self._factors = dict(zip(members, view.factors, strict=True))
+        for rank, (worker, factor, since) in enumerate(zip(members, view.factors, view.since, strict=True)):
+            if since >= 0 and worker not in stats.stragglers:
+                info = stats.workers.get(worker)
+                about = {"rank": rank, "factor": factor, "since_step": since + 1, "node": info.node if info else None}
+                self._log.record("straggler", worker=worker, **about)
+            elif since < 0 and worker in stats.stragglers:
+                self._over(worker, f"it takes {factor:.2f} times as long as the others")
                 self._kept.pop(worker, None)
                 if self._swap is not None and worker == self._swap.worker:
                     self._swap = None
                     self._noted()
+
+    def _over(self, worker: str, reason: str) -> None:
+        """The worker is not slow any more, or gone."""
+        self._log.record("straggler_over", worker=worker, reason=reason, since_step=self._log.stats.stragglers[worker]["since_step"])
 
     def unwanted(self, members: Collection[str], target: int, there: int, failures: int) -> frozenset[str]:
         """Those of ``members`` in whose place another worker is to come: one, or none.
@@ -103,16 +112,16 @@ class Stragglers:
             there: workers that the run has, in the generation and beside it.
             failures: hired workers that have never become warm so far.
         """
-        slow = {w: s for w, s in self._ledger.stragglers.items() if w in members}
+        slow = {w: s for w, s in self._log.stats.stragglers.items() if w in members}
         if not self._replaces or not slow or target < len(members):
             return frozenset()
         now = self._clock()
-        if self._swap is not None and self._swap.worker not in self._ledger.stragglers:
+        if self._swap is not None and self._swap.worker not in self._log.stats.stragglers:
             self._rest()  # it was replaced, and the controller before this one had told so, and died
         if self._swap is None:
             if now < self._not_before:
                 return frozenset()
-            worker = max(slow, key=lambda w: (slow[w]["factor"], w))
+            worker = max(slow, key=lambda w: (self._factors.get(w, slow[w]["factor"]), w))
             if self._capacity is not None and len(members) == there >= self._capacity:
                 self._keep(worker, f"the cluster has room for {self._capacity} workers, and none more (ray.num_cpus, ray.cpus_per_worker)")
                 return frozenset()
@@ -134,7 +143,7 @@ class Stragglers:
     def _keep(self, worker: str, reason: str) -> None:
         if self._kept.get(worker) != reason:
             self._kept[worker] = reason
-            self._ledger.event("straggler_kept", worker=worker, reason=reason)
+            self._log.record("straggler_kept", worker=worker, reason=reason)
         self._rest()
 
     def _rest(self) -> None:

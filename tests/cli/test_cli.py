@@ -23,8 +23,8 @@ from vescale_ray import cli, prometheus, report
 from vescale_ray.cli import main
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import driver
-from vescale_ray.controller.figures import RunSnapshot
 from vescale_ray.controller.metrics import MetricsServer
+from vescale_ray.controller.snapshot import Snapshot
 from vescale_ray.errors import BadInput
 from vescale_ray.runfolder import RunFolder
 
@@ -49,7 +49,7 @@ class Controller:
 
     def __init__(self, run: RunFolder) -> None:
         self.commands: list[tuple[str, dict[str, Any]]] = []
-        self.snapshot = RunSnapshot(
+        self.snapshot = Snapshot(
             run=run.path.name, state="RUNNING", step=12, steps=50, loss=2.0, bpb=2.885, world=3, generation=2, tokens_per_second=5000.0
         )
         self.server = MetricsServer("127.0.0.1", 0, lambda: self.snapshot, self.control, "tok")

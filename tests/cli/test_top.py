@@ -16,8 +16,8 @@ from rich.console import Console
 
 from tests.deploy.test_alerts import full_snapshot
 from vescale_ray import cli, client, top
-from vescale_ray.controller.figures import Histogram, RunSnapshot
 from vescale_ray.controller.metrics import MetricsServer
+from vescale_ray.controller.snapshot import Histogram, Snapshot
 from vescale_ray.runfolder import RunFolder, RunFolderError
 
 NOW = 1_700_000_000.0
@@ -51,7 +51,7 @@ SNAPSHOT = replace(
 )
 
 
-def drawn(snapshot: RunSnapshot, events: list[dict[str, object]], rows: int = 5) -> str:
+def drawn(snapshot: Snapshot, events: list[dict[str, object]], rows: int = 5) -> str:
     console = Console(file=io.StringIO(), width=130, force_terminal=False)
     console.print(top.picture(snapshot.to_json(), events, NOW, rows))
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def test_it_shows_what_the_controller_says() -> None:
 
 
 def test_of_a_run_that_has_just_begun_it_shows_that() -> None:
-    text = drawn(RunSnapshot("r", "PENDING"), [])
+    text = drawn(Snapshot("r", "PENDING"), [])
     assert "PENDING" in text and "none yet" in text and "0 of 0" in text
 
 

@@ -1,4 +1,4 @@
-"""States, memo, ledger, saves and watchdog: the controller's parts that need no Ray."""
+"""States, durable state, run log, saves and watchdog: the controller's parts that need no Ray."""
 
 from __future__ import annotations
 
@@ -25,25 +25,27 @@ from typing import Any
 import pytest
 import torch
 
+from tests.controller.recorded import Recorded, recorded
 from tests.controller.runs import tiny, until
 from vescale_ray import checkpoint, client
 from vescale_ray.checkpoint import commits
 from vescale_ray.config import CheckpointSection
-from vescale_ray.controller import conductor, controller, driver, figures, keeper, watchdog
-from vescale_ray.controller import ledger as ledger_module
-from vescale_ray.controller import memo as memos
+from vescale_ray.controller import conductor, controller, driver, durable_state, keeper, run_log, snapshot, step_stats, watchdog
+from vescale_ray.controller.budget import Budget, Limits
 from vescale_ray.controller.cadence import Cadence
-from vescale_ray.controller.conductor import Conductor, take_up
+from vescale_ray.controller.checkpoint_stats import CheckpointStats, saved_event
+from vescale_ray.controller.conductor import Conductor
 from vescale_ray.controller.desk import ANSWER_S, DONE_S, Desk
+from vescale_ray.controller.durable_state import NAME, VERSION, DurableState, LaunchedGeneration, StateStore, read_state
 from vescale_ray.controller.hang import PERIOD
 from vescale_ray.controller.keeper import Keeper
-from vescale_ray.controller.ledger import Ledger
-from vescale_ray.controller.memo import Memo, Memos, read_memo, write_memo
 from vescale_ray.controller.policy import Kept
 from vescale_ray.controller.protocol import FINAL, TRANSITIONS, Bounds, RequestRefused, RunSpec, RunState, Source, World, check_transition
+from vescale_ray.controller.publisher import Observed
 from vescale_ray.controller.saves import SaveResult, Saves, newest_kept
 from vescale_ray.controller.scribe import Scribe
-from vescale_ray.controller.steps import Steps
+from vescale_ray.controller.steering import Steering
+from vescale_ray.controller.step_stats import StepStats
 from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.holdings import Holding
 from vescale_ray.workers.messages import Evaluated, Filled, Origin, Phase, Report, Save, Saved, Stepped, StepRecord, Ticket
@@ -62,7 +64,7 @@ def test_every_state_can_be_reached_and_leads_to_an_end() -> None:
     assert all(reach(state) & FINAL for state in RunState)
     assert all(RunState.FAILED in TRANSITIONS[state] for state in set(RunState) - FINAL)
     assert all(not TRANSITIONS[state] for state in FINAL)
-    assert tuple(RunState) == figures.STATES
+    assert tuple(RunState) == snapshot.STATES
 
 
 def test_a_transition_that_is_not_in_the_table_is_an_error_that_names_what_is_allowed() -> None:
@@ -73,30 +75,47 @@ def test_a_transition_that_is_not_in_the_table_is_an_error_that_names_what_is_al
         check_transition(RunState.DONE, RunState.RUNNING)
 
 
-# --------------------------------------------------------------------------------------------------------------------- memo
+# ------------------------------------------------------------------------------------------------------------ durable state
 
 
-def test_a_memo_comes_back_as_it_was_written_and_anything_else_counts_as_none(tmp_path: Path) -> None:
-    assert read_memo(tmp_path) is None
-    used = {"hang": 2}
-    shift = {"reason": "failure"}
-    memo = Memo("r1", 7, 6, 2, ("w0", "w3"), "memory", 41, ("w1",), 2, "replacement", 44, 1, "SIGTERM", 8080, 3, shift, total=used)
-    write_memo(tmp_path, memo)
-    assert read_memo(tmp_path) == memo
-    for text in ("", "{", "[]", '{"run_id": "x"}', '{"members": [], "leavers": [], "unknown": 1}'):
-        (tmp_path / "controller.json").write_text(text)
-        assert read_memo(tmp_path) is None
+def written(folder: Path, state: DurableState) -> DurableState:
+    """``state``, written to the folder; there is no nursery."""
+    return StateStore(folder, None).write(state)
+
+
+def test_a_durable_state_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    assert read_state(tmp_path) is None
+    launched = LaunchedGeneration.of(generation(6, 41, "w0", "w3"))
+    state = DurableState("r1", 7, launched, ("w1",), 2, "replacement", 2, 1, "SIGTERM", 3, 44, failures={"hang": 2}, port=8080, epoch=3)
+    assert written(tmp_path, state) == replace(state, revision=1) == read_state(tmp_path)
+    assert launched.world() == generation(6, 41, "w0", "w3")
+
+
+def test_a_damaged_state_or_one_of_another_version_counts_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = json.loads(DurableState("r1", 7, LaunchedGeneration(6, 1, ("a",), "memory", 4)).to_json())
+    others = ["", "{", "[]", "null", "[" * 100_000, '{"run_id": "x"}', json.dumps({**whole, "version": VERSION + 1})]
+    others += [json.dumps({**whole, "unknown": 1}), json.dumps({**whole, "generation": {"number": 6}})]
+    others += [json.dumps({**whole, "generation": {**whole["generation"], "origin": "luck"}})]
+    for text in others:
+        (tmp_path / NAME).write_text(text)
+        caplog.clear()
+        assert read_state(tmp_path) is None
+        (line,) = caplog.messages
+        assert line.startswith(f"{tmp_path / NAME} counts as none: ") and "\n" not in line
+    (tmp_path / NAME).write_text(json.dumps({**whole, "version": VERSION + 1}))
+    read_state(tmp_path)
+    assert f"it has version {VERSION + 1}, this controller reads version {VERSION}" in caplog.messages[-1]
 
 
 def test_a_run_that_was_to_stop_is_not_begun_anew_by_itself(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert not driver._was_to_stop(folder)
     for stop in (None, "asked to"):
-        write_memo(tmp_path, Memo("r1", 7, stop=stop))
+        written(tmp_path, DurableState("r1", 7, stop_reason=stop))
         assert driver._was_to_stop(folder) is (stop is not None)
 
 
-# ------------------------------------------------------------------------------------------------------------------- ledger
+# ------------------------------------------------------------------------------------------------------------------ run log
 
 
 def stepped(world: World, index: int, ended: float, seconds: float = 0.5, alone: float = 0.0) -> Stepped:
@@ -112,88 +131,89 @@ def generation(number: int, step: int, *members: str, origin: Origin = Origin.ME
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    config = tiny(tmp_path, "books")
-    return Ledger(RunFolder(config.run_folder).create(), config, "r1", 1, 1)
+def run(tmp_path: Path) -> Recorded:
+    return recorded(tmp_path)
 
 
-def test_a_step_is_written_once_though_every_rank_tells_of_it_and_an_older_generations_never(ledger: Ledger) -> None:
+def test_a_step_is_written_once_though_every_rank_tells_of_it_and_an_older_generations_never(run: Recorded) -> None:
     first = generation(1, 0, "a", "b", origin=Origin.FRESH)
-    ledger.opened(first)
-    told = [ledger.stepped(stepped(first, i, 10.0 + i)) for i in (0, 0, 1, 0, 1, 2)]
+    run.open(first)
+    told = [run.stepped(stepped(first, i, 10.0 + i)) for i in (0, 0, 1, 0, 1, 2)]
     assert told == [True, False, True, False, False, True]
     second = generation(2, 2, "a")
-    ledger.opened(second)
-    assert not ledger.stepped(stepped(first, 2, 13.0)) and not ledger.stepped(stepped(first, 3, 13.0))
-    assert ledger.stepped(stepped(second, 2, 14.0))
-    assert [(line["step"], line["generation"]) for line in ledger.folder.read_metrics()] == [(1, 1), (2, 1), (3, 2)]
-    assert [line["step"] for line in ledger.folder.read_all_metrics()] == [1, 2, 3, 3]
-    assert [line["ids"][0] for line in ledger.folder.read_samples()] == [0, 12, 24]
+    run.open(second)
+    assert not run.stepped(stepped(first, 2, 13.0)) and not run.stepped(stepped(first, 3, 13.0))
+    assert run.stepped(stepped(second, 2, 14.0))
+    assert [(line["step"], line["generation"]) for line in run.folder.read_metrics()] == [(1, 1), (2, 1), (3, 2)]
+    assert [line["step"] for line in run.folder.read_all_metrics()] == [1, 2, 3, 3]
+    assert [line["ids"][0] for line in run.folder.read_samples()] == [0, 12, 24]
 
 
-def test_steps_that_a_controller_before_could_not_write_down_are_missing_and_those_after_them_are_not(ledger: Ledger) -> None:
+def test_steps_that_a_controller_before_could_not_write_down_are_missing_and_those_after_them_are_not(run: Recorded) -> None:
     """Its lines waited for a full disk when it was killed. The run stood at that step for ever after, to whoever looked."""
     world = generation(3, 0, "a", "b", origin=Origin.FRESH)
-    ledger.opened(world)
-    assert [ledger.stepped(stepped(world, i, 10.0 + i)) for i in (0, 40, 40, 41, 39)] == [True, True, False, True, False]
-    assert ledger.step == 42 and [line["step"] for line in ledger.folder.read_metrics()] == [1, 41, 42]
+    run.open(world)
+    assert [run.stepped(stepped(world, i, 10.0 + i)) for i in (0, 40, 40, 41, 39)] == [True, True, False, True, False]
+    assert run.stats.step == 42 and [line["step"] for line in run.folder.read_metrics()] == [1, 41, 42]
 
 
-def test_the_pause_of_a_recovery_counts_from_the_end_of_the_step_that_it_went_back_to(ledger: Ledger) -> None:
+def test_the_pause_of_a_recovery_counts_from_the_end_of_the_step_that_it_went_back_to(run: Recorded) -> None:
     first = generation(1, 0, "a", "b", "c", origin=Origin.FRESH)
-    ledger.opened(first)
+    run.open(first)
     for i in range(10):
-        ledger.stepped(stepped(first, i, 100.0 + i))
-    ledger.begin_shift("manual", 3)
-    ledger.begin_shift("failure", 3)  # a worker died while the planned change was on its way
+        run.stepped(stepped(first, i, 100.0 + i))
+    run.generation.begin_rescale("manual", 3)
+    run.generation.begin_rescale("failure", 3)  # a worker died while the planned change was on its way
+    run.log.record("generation_failed", lost={"c": "died"})
     second = generation(2, 8, "a", "b", copies=True)
-    ledger.opened(second)
+    run.open(second)
     third = generation(3, 8, "a", "b", copies=True)  # the second failed before it had a step
-    ledger.opened(third)
-    ledger.filled("a", Filled(third.ticket, 8, Origin.MEMORY, {"form": 0.1, "sync": 0.4}, 1000, 900))
-    ledger.filled("b", Filled(third.ticket, 8, Origin.MEMORY, {"form": 0.2, "sync": 0.3}, 1000, 900))
-    ledger.filled("b", Filled(third.ticket, 8, Origin.MEMORY, {}))  # as a restarted controller takes it for granted of who trains
+    run.open(third)
+    run.generation.filled("a", Filled(third.ticket, 8, Origin.MEMORY, {"form": 0.1, "sync": 0.4}, 1000, 900))
+    run.generation.filled("b", Filled(third.ticket, 8, Origin.MEMORY, {"form": 0.2, "sync": 0.3}, 1000, 900))
+    run.generation.filled("b", Filled(third.ticket, 8, Origin.MEMORY, {}))  # as a restarted controller takes it for granted of who trains
     item = stepped(third, 8, 115.0, seconds=0.5, alone=0.2)
-    ledger.stepped(replace(item, usage=replace(item.usage, phases={"comm": 0.3, "other": 0.2})))
-    (event,) = [e for e in ledger.folder.read_events() if e["event"] == "rescaled"]
+    run.stepped(replace(item, usage=replace(item.usage, phases={"comm": 0.3, "other": 0.2})))
+    (event,) = [e for e in run.folder.read_events() if e["event"] == "rescaled"]
     # Step 8 had ended at 107; for 0.2 s this rank waited in the step for the last one to begin it.
     assert event["pause_seconds"] == pytest.approx(115.0 - 0.3 - 107.0)
     assert (event["from"], event["to"], event["direction"], event["reason"]) == (3, 2, "shrink", "failure")
     assert (event["source"], event["steps_replayed"], event["moved_bytes"]) == ("peer", 2, 1000)
     assert (event["phases"]["form"], event["phases"]["sync"]) == (0.2, 0.4)
-    last = ledger.folder.read_metrics()[-1]
+    last = run.folder.read_metrics()[-1]
     assert last["step_seconds"] == pytest.approx(0.3), "that wait is the pause's, for who reads the line later as well"
     assert last["phase_seconds"] == pytest.approx({"comm": 0.1, "other": 0.2})
-    ledger.publish({})
-    assert ledger.snapshot.rescales == {("shrink", "failure"): 1} and ledger.snapshot.replayed_steps == 2
+    assert run.snapshot.rescales == {("shrink", "failure"): 1} and run.snapshot.replayed_steps == 2
 
 
 @pytest.mark.parametrize("ends", ["in order", "with a loss"])
-def test_a_change_that_is_asked_for_before_the_first_step_after_another_is_told_of_as_what_it_is(ledger: Ledger, ends: str) -> None:
+def test_a_change_that_is_asked_for_before_the_first_step_after_another_is_told_of_as_what_it_is(run: Recorded, ends: str) -> None:
     """A drain in that moment was told of, and counted, as a failure."""
     first, second, third = generation(1, 0, "a", "b", "c"), generation(2, 1, "a", "b"), generation(3, 2 if ends == "in order" else 1, "a")
     begin = time.time()
-    ledger.opened(first)
-    ledger.stepped(stepped(first, 0, begin + 1))
-    ledger.begin_shift("manual", 3)
-    ledger.opened(second)
-    ledger.begin_shift("drain", 2)
+    run.open(first)
+    run.stepped(stepped(first, 0, begin + 1))
+    run.generation.begin_rescale("manual", 3)
+    run.open(second)
+    run.generation.begin_rescale("drain", 2)
     if ends == "in order":
-        ledger.stepped(stepped(second, 1, begin + 3))
-        assert ledger.shift is not None and (ledger.shift.reason, ledger.shift.before, ledger.shift.step) == ("drain", 2, 2)
+        run.stepped(stepped(second, 1, begin + 3))
+        now = run.stats.rescale
+        assert now is not None and (now.reason, now.before, now.step) == ("drain", 2, 2)
     else:
-        ledger.begin_shift("failure", 2)
-    ledger.opened(third)
-    ledger.stepped(stepped(third, third.source.step, begin + 5))
-    told = [(e["from"], e["to"], e["reason"]) for e in ledger.folder.read_events() if e["event"] == "rescaled"]
+        run.generation.begin_rescale("failure", 2)
+        run.log.record("generation_failed", lost={"b": "died"})
+    run.open(third)
+    run.stepped(stepped(third, third.source.step, begin + 5))
+    told = [(e["from"], e["to"], e["reason"]) for e in run.folder.read_events() if e["event"] == "rescaled"]
     assert told == ([(3, 2, "manual"), (2, 1, "drain")] if ends == "in order" else [(3, 1, "failure")])
-    assert ledger.shift is None and ("failure" in ledger.goodput.lost) == (ends != "in order")
+    assert run.stats.rescale is None and ("failure" in run.stats.goodput.lost) == (ends != "in order")
 
 
-def test_commands_that_come_when_the_loop_is_over_are_answered_at_once(ledger: Ledger, tmp_path: Path) -> None:
+def test_commands_that_come_when_the_loop_is_over_are_answered_at_once(run: Recorded, tmp_path: Path) -> None:
     """One that had come and was not heeded, and those after it: nobody waits 8 s for a run that is over."""
     spec: Any = SimpleNamespace(schedule=(), capacity=None)
-    desk = Desk(spec, tiny(tmp_path, "books"), SimpleNamespace(), ledger, Memo("r1", 0), lambda: None)  # type: ignore[arg-type]
+    desk = Desk(spec, tiny(tmp_path, "books"), SimpleNamespace(), run.log, DurableState("r1", 0), lambda: None)  # type: ignore[arg-type]
     told: list[dict[str, Any]] = []
     early = threading.Thread(target=lambda: told.append(desk.command("stop", {})))
     early.start()
@@ -208,10 +228,10 @@ def test_commands_that_come_when_the_loop_is_over_are_answered_at_once(ledger: L
 
 
 @pytest.mark.parametrize("action", ["rescale", "stop"])
-def test_a_command_that_was_given_up_is_never_carried_out(ledger: Ledger, tmp_path: Path, action: str) -> None:
+def test_a_command_that_was_given_up_is_never_carried_out(run: Recorded, tmp_path: Path, action: str) -> None:
     """Who was told that nothing had come of it, and gave another one, got both."""
     spec: Any = SimpleNamespace(schedule=(), capacity=None)
-    desk = Desk(spec, tiny(tmp_path, "books"), SimpleNamespace(), ledger, Memo("r1", 0), lambda: None)  # type: ignore[arg-type]
+    desk = Desk(spec, tiny(tmp_path, "books"), SimpleNamespace(), run.log, DurableState("r1", 0), lambda: None)  # type: ignore[arg-type]
     before = desk.target
     with pytest.raises(RequestRefused, match=f"did not come to {action} within 0.2 s"):
         desk.command(action, {"workers": 1}, wait_s=0.2)
@@ -231,108 +251,86 @@ def test_a_command_is_answered_before_who_gave_it_has_stopped_listening() -> Non
     assert ANSWER_S + DONE_S < patience
 
 
-def test_a_step_of_which_the_samples_were_written_and_the_metrics_not_is_not_written_twice(ledger: Ledger) -> None:
+def test_a_step_of_which_the_samples_were_written_and_the_metrics_not_is_not_written_twice(run: Recorded) -> None:
     """A controller that is killed between the two lines: its workers tell the next one of the step again."""
-    ledger.started()
+    run.started()
     first = generation(1, 0, "a", "b", origin=Origin.FRESH)
-    ledger.opened(first)
+    run.open(first)
     begin = time.time()
     for i in range(3):
-        ledger.stepped(stepped(first, i, begin + i))
-    ledger.folder.append_samples(3, 1, list(range(36, 48)))
-    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
-    again.restore(first)
+        run.stepped(stepped(first, i, begin + i))
+    run.folder.append_samples(3, 1, list(range(36, 48)))
+    again = run.restarted(first)
     assert again.stepped(stepped(first, 3, begin + 3)) and again.stepped(stepped(first, 4, begin + 4))
-    assert [line["step"] for line in ledger.folder.read_all_samples()] == [0, 1, 2, 3, 4]
-    assert [line["step"] for line in ledger.folder.read_all_metrics()] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in run.folder.read_all_samples()] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in run.folder.read_all_metrics()] == [1, 2, 3, 4, 5]
     second = generation(2, 3, "a")
-    again.opened(second)
+    again.open(second)
     assert again.stepped(stepped(second, 3, begin + 9)), "a step that is done again is written again"
-    assert [line["step"] for line in ledger.folder.read_all_samples()] == [0, 1, 2, 3, 4, 3]
+    assert [line["step"] for line in run.folder.read_all_samples()] == [0, 1, 2, 3, 4, 3]
 
 
-def test_a_restarted_ledger_goes_on_with_the_accounts_of_the_time(ledger: Ledger) -> None:
-    """From run.json, and from the lines of the steps since."""
-    ledger.started()
+def test_a_restarted_run_goes_on_with_the_accounts_of_the_time(run: Recorded) -> None:
+    """From its lines alone: run.json is for others."""
+    run.started()
     first = generation(1, 0, "a", "b", origin=Origin.FRESH)
-    ledger.opened(first)
+    run.open(first)
     begin = time.time()
     for i in range(4):
-        ledger.stepped(stepped(first, i, begin + i))
-        if i == 1:
-            ledger.write_state(now=True)
-    told = ledger.goodput
+        run.stepped(stepped(first, i, begin + i))
+    told = run.stats.goodput
     assert told.productive == pytest.approx(4 * 0.5, abs=0.5) and told.lost["stall"] == pytest.approx(3 * 0.5)
-    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
-    again.started()
-    restarted = ledger.folder.read_events()[-1]
-    assert (restarted["event"], restarted["step"]) == ("controller_restarted", None), "not known yet: 0 stood there"
-    again.restore(first)
-    assert again.goodput == told and again.goodput.since < begin
-    (ledger.folder.path / "run.json").write_text("{}")
-    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
-    again.restore(first)
-    assert again.goodput.productive == pytest.approx(told.productive, abs=0.05), "the lines alone tell as much"
+    (run.folder.path / "run.json").write_text("{}")
+    again = run.restarted(first)
+    restarted = run.folder.read_events()[-1]
+    assert (restarted["event"], restarted["epoch"], restarted["step"]) == ("controller_restarted", 2, 4), "0 stood there"
+    assert again.stats.goodput == told and again.stats.goodput.since < begin
 
 
-FIGURES = "step steps_executed tokens loss rescales replayed_steps step_seconds phase_seconds nonfinite_steps generation"
-
-
-def test_a_restarted_ledger_reads_the_end_of_the_lines_alone_and_knows_as_much(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_reads_the_end_of_the_lines_alone_and_knows_as_much(run: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of a thousand ranks has 18 KB: after a month nobody watched the workers for minutes, and later the run was given up."""
-    monkeypatch.setattr(ledger_module, "EACH", 8)
-    monkeypatch.setattr(ledger_module, "LEAST", 20)
+    for module, name, value in ((run_log, "EACH", 8), (run_log, "LEAST", 20), (step_stats, "LEAST", 20)):
+        monkeypatch.setattr(module, name, value)
     monkeypatch.setattr("vescale_ray.runfolder._BLOCK", 700)
-    folder, config = ledger.folder, tiny(ledger.folder.path.parent, "books")
-    # An earlier start of the run, with lines of its own that tell what was counted.
-    ledger.started()
+    # An earlier start of the run, with lines of its own that carry totals.
+    run.started()
     world = generation(1, 0, "a", "b", origin=Origin.FRESH)
-    ledger.opened(world)
+    run.open(world)
     for i in range(30):
-        ledger.stepped(stepped(world, i, time.time()))
-    time.sleep(0.02)
-    now, read = Ledger(folder, config, "r2", 1, 1), list[int]()
-    now.begin_from(Source(Origin.CHECKPOINT, 10), 30)
-    now.started()
-    real = folder.each_metrics
+        run.stepped(stepped(world, i, time.time()))
+    begins = {"run_id": "r2", "source": Source(Origin.CHECKPOINT, 10), "steps_before": 30}
+    now, read = Recorded(run.config, **begins).started(), list[int]()  # type: ignore[arg-type]
+    real = RunFolder.each_metrics
 
-    def counted(offset: int = 0) -> Iterator[Any]:
-        for line in real(offset):
+    def counted(folder: RunFolder, offset: int = 0) -> Iterator[Any]:
+        for line in real(folder, offset):
             read.append(int(line["step"]))
             yield line
 
-    def check_restored() -> None:
-        with monkeypatch.context() as patch:
-            read.clear()
-            again = Ledger(folder, config, "r2", 1, 2)
-            patch.setattr(again.folder, "each_metrics", counted)
-            again.begin_from(Source(Origin.CHECKPOINT, 10), 30)
-            again.restore(world)
-        for one in (now, again):
-            one.publish({})
-        for name in FIGURES.split():
-            assert getattr(again.snapshot, name) == getattr(now.snapshot, name), name
+    monkeypatch.setattr(RunFolder, "each_metrics", counted)
+
+    def check_replayed() -> None:
+        read.clear()
+        again = Recorded(run.config, **begins)  # type: ignore[arg-type]
+        again.log.replay()
+        assert again.stats == now.stats
         assert 0 < len(read) <= 20 + 8 + 1
-        assert again.longest_step_seconds == now.longest_step_seconds
-        assert again.goodput.productive == pytest.approx(now.goodput.productive)
 
     done = 10
     for number, (goes_to, back_to) in enumerate([(15, 12), (60, 50), (70, 40), (93, 93)], 2):
         world = generation(number, done, "a", "b", origin=Origin.CHECKPOINT)
-        now.opened(world)
+        now.open(world)
         for i in range(done, goes_to):
             now.stepped(stepped(world, i, time.time(), seconds=0.01))
             if i % 7 == 0 or i + 1 == goes_to:
-                check_restored()
+                check_replayed()
         done = back_to
     assert now.snapshot.replayed_steps == 20, "of the earlier start's; those of rescales are told by their events"
     assert now.snapshot.steps_executed == 5 + 48 + 20 + 53
     # What is not to be understood is passed over: it is counted from there on.
-    text = (folder.path / "metrics.jsonl").read_text().replace('"highest"', '"lowest"')
-    (folder.path / "metrics.jsonl").write_text(text)
-    again = Ledger(folder, config, "r2", 1, 2)
-    again.restore(world)
-    assert again.step == 93
+    text = (run.folder.path / "metrics.jsonl").read_text().replace('"highest"', '"lowest"')
+    (run.folder.path / "metrics.jsonl").write_text(text)
+    assert now.restarted(world).stats.step == 93
 
 
 @pytest.mark.parametrize("block", [7, 64, 1 << 20])
@@ -353,111 +351,92 @@ def test_marked_lines_are_found_from_the_end(tmp_path: Path, monkeypatch: pytest
             assert next(folder.each_metrics(at))["step"] == (found or 0)
 
 
-def test_what_a_wait_for_workers_takes_is_told_while_it_lasts(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_wait_for_workers_takes_is_told_while_it_lasts(run: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was told of at its end: until then the generation before is all that there is, and that one was whole."""
-    ledger.started()
+    run.started()
     first = generation(1, 0, "a", "b")
-    ledger.opened(first)
+    run.open(first)
     for worker in "ab":
-        ledger.filled(worker, Filled(first.ticket, 0, Origin.MEMORY, {"sync": 0.1}))
+        run.generation.filled(worker, Filled(first.ticket, 0, Origin.MEMORY, {"sync": 0.1}))
     begin = time.time()
-    ledger.stepped(stepped(first, 0, begin))
-    ledger.begin_shift("failure", 2)
-    ledger.waits(True)
+    run.stepped(stepped(first, 0, begin))
+    run.generation.begin_rescale("failure", 2)
+    run.log.record("waiting", waiting=True)
     monkeypatch.setattr(time, "time", lambda: begin + 100.0)
-    ledger.publish({})
-    assert ledger.snapshot.lost_seconds["wait_for_workers"] == pytest.approx(100.0, abs=3.0)
-    ledger.waits(False)
+    assert run.snapshot.lost_seconds["wait_for_workers"] == pytest.approx(100.0, abs=3.0)
+    run.log.record("waiting", waiting=False)
     monkeypatch.setattr(time, "time", lambda: begin + 120.0)
-    ledger.stepped(stepped(first, 1, begin + 120.0))
-    assert ledger.goodput.lost["wait_for_workers"] == pytest.approx(100.0, abs=3.0)
+    run.stepped(stepped(first, 1, begin + 120.0))
+    assert run.stats.goodput.lost["wait_for_workers"] == pytest.approx(100.0, abs=3.0)
 
 
-def test_the_evaluation_after_the_last_step_is_no_part_of_the_last_checkpoint(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_evaluation_after_the_last_step_is_no_part_of_the_last_checkpoint(run: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was: no step came after it, whose line tells of the time before it."""
-    ledger.started()
+    run.started()
     first = generation(1, 0, "a", "b")
-    ledger.opened(first)
-    begin, last = time.time(), tiny(ledger.folder.path.parent, "books").train.steps
+    run.open(first)
+    begin, last = time.time(), tiny(run.folder.path.parent, "books").train.steps
     for i in (last - 2, last - 1):
-        ledger.evaluation(Evaluated(first.ticket, i, 7.5, 3))
-        ledger.stepped(stepped(first, i, begin + i))
+        run.generation.evaluated(Evaluated(first.ticket, i, 7.5, 3))
+        run.stepped(stepped(first, i, begin + i))
     ended = begin + last - 1
     monkeypatch.setattr(time, "time", lambda: ended + 40.0)
-    ledger.evaluation(Evaluated(first.ticket, last, 7.4, 3))
+    run.generation.evaluated(Evaluated(first.ticket, last, 7.4, 3))
     monkeypatch.setattr(time, "time", lambda: ended + 41.5)
-    ledger.moved(RunState.CHECKPOINTING)
+    run.enter(RunState.CHECKPOINTING)
     monkeypatch.setattr(time, "time", lambda: ended + 45.0)
-    ledger.moved(RunState.DONE)
-    assert ledger.goodput.lost["evaluation"] == pytest.approx(40.0)
-    assert ledger.goodput.lost["checkpoint"] == pytest.approx(5.0)
+    run.enter(RunState.DONE)
+    assert run.stats.goodput.lost["evaluation"] == pytest.approx(40.0)
+    assert run.stats.goodput.lost["checkpoint"] == pytest.approx(5.0)
 
 
-def test_steps_that_an_earlier_start_had_done_are_replayed_and_do_not_count_again(ledger: Ledger) -> None:
+def test_steps_that_an_earlier_start_had_done_are_replayed_and_do_not_count_again(tmp_path: Path) -> None:
     """After a rollback, or the loss of everything since the newest checkpoint."""
-    ledger.begin_from(Source(Origin.CHECKPOINT, 2, path="/c2"), done=4)
-    ledger.started()
+    run = recorded(tmp_path, source=Source(Origin.CHECKPOINT, 2, path="/c2"), steps_before=4).started()
     first = generation(1, 2, "a", "b", origin=Origin.CHECKPOINT)
-    ledger.opened(first)
+    run.open(first)
     begin = time.time()
     for i in range(2, 6):
-        ledger.stepped(stepped(first, i, begin + i))
-    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
-    again.begin_from(Source(Origin.CHECKPOINT, 2, path="/c2"), done=4)
-    again.restore(first)
-    for books in (ledger, again):
-        books.publish({})
-        assert (books.snapshot.replayed_steps, books.snapshot.steps_executed) == (2, 4), "steps 3 and 4; 5 and 6 are new"
-        assert books.goodput.lost["replay"] == pytest.approx(2 * 0.5) and books.goodput.productive == pytest.approx(2 * 0.5)
-    assert ledger.folder.last_step() == 6
+        run.stepped(stepped(first, i, begin + i))
+    again = run.restarted(first)
+    for one in (run, again):
+        assert (one.snapshot.replayed_steps, one.snapshot.steps_executed) == (2, 4), "steps 3 and 4; 5 and 6 are new"
+        assert one.stats.goodput.lost["replay"] == pytest.approx(2 * 0.5) and one.stats.goodput.productive == pytest.approx(2 * 0.5)
+    assert run.folder.last_step() == 6
 
 
-def test_a_restarted_ledger_knows_what_the_first_one_had_written(ledger: Ledger) -> None:
-    ledger.started()
+def test_a_step_that_was_replayed_is_not_recorded_again(run: Recorded) -> None:
+    run.started()
     first = generation(1, 0, "a", "b", origin=Origin.FRESH)
-    ledger.opened(first)
-    begin = time.time()
+    run.open(first)
     for i in range(5):
-        ledger.stepped(stepped(first, i, begin + i))
-    ledger.begin_shift("failure", 2)
-    second = generation(2, 4, "a", copies=True)
-    ledger.opened(second)
-    for i in (4, 5):
-        ledger.stepped(stepped(second, i, begin + 6 + i))
-    ledger.saved(SaveResult("x", 6, 2, 0.3, error="no space"))
-    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
-    again.restore(second)
-    assert again.has_stepped
-    ledger.publish({})
-    again.publish({})
-    before, after = ledger.snapshot, again.snapshot
-    names = "step steps_executed tokens loss rescales replayed_steps checkpoint_failures step_seconds generation"
-    for name in names.split():
-        assert getattr(after, name) == getattr(before, name), name
-    assert again.stepped(stepped(second, 6, begin + 20)) and not again.stepped(stepped(second, 5, begin + 20))
+        run.stepped(stepped(first, i, time.time() + i))
+    again = run.restarted(first)
+    assert again.stats.has_stepped
+    assert again.stepped(stepped(first, 5, time.time() + 20)) and not again.stepped(stepped(first, 4, time.time() + 20))
 
 
-def test_checkpoints_are_counted_by_stage_and_what_was_read_of_them_too_also_after_a_restart(ledger: Ledger) -> None:
-    ledger.started()
+def saved(run: Recorded, result: SaveResult) -> None:
+    name, about = saved_event(result, run.stats.ended(result.step))
+    run.log.record(name, **about)
+
+
+def test_checkpoints_are_counted_by_stage_and_what_was_read_of_them_too_also_after_a_restart(tmp_path: Path) -> None:
     first = World(Ticket(1, 1), ("a", "b"), Source(Origin.CHECKPOINT, 4, commit="c4", path="/c4"))
-    ledger.begin_from(first.source, 0)
-    ledger.publish({})
-    assert (ledger.snapshot.checkpoint_step, ledger.snapshot.checkpoint_path, ledger.snapshot.checkpoint_time) == (4, "/c4", None)
-    ledger.opened(first)
+    run = recorded(tmp_path, source=first.source).started()
+    assert (run.snapshot.checkpoint_step, run.snapshot.checkpoint_path, run.snapshot.checkpoint_time) == (4, "/c4", None)
+    run.open(first)
     for worker, seconds, read in (("a", 0.5, 1000), ("b", 2.0, 3000)):
-        ledger.filled(worker, Filled(first.ticket, 4, Origin.CHECKPOINT, {"sync": seconds}, read_bytes=read))
-    ledger.load_failed("c3", "block 3 is damaged")
+        run.generation.filled(worker, Filled(first.ticket, 4, Origin.CHECKPOINT, {"sync": seconds}, read_bytes=read))
+    run.log.record("checkpoint_load_failed", commit="c3", error="block 3 is damaged")
     for stall in (0.25, 0.5):
         stages = {"snapshot": stall, "upload": 3.0, "commit": 0.125}
-        ledger.saved(SaveResult("x", 5, 1, 3.125, Kept("c5", "/c5", 5), 700, stall_s=stall, stages=stages))
-    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
-    again.begin_from(first.source, 0)
-    again.restore(first)
+        saved(run, SaveResult("x", 5, 1, 3.125, Kept("c5", "/c5", 5), 700, stall_s=stall, stages=stages))
+    again = run.restarted(first)
     for worker in ("a", "b"):  # they train: the restarted controller takes for granted that they have their state
-        again.filled(worker, Filled(first.ticket, 4, Origin.CHECKPOINT, {}))
-    for books in (ledger, again):
-        books.publish({})
-        told = books.snapshot
+        again.generation.filled(worker, Filled(first.ticket, 4, Origin.CHECKPOINT, {}))
+    for one in (run, again):
+        told = one.snapshot
         assert (told.checkpoint_loads.count, told.checkpoint_loads.sum, told.checkpoint_read_bytes) == (1, 2.0, 4000), "the slowest's time"
         assert {stage: (one.count, one.sum) for stage, one in told.checkpoint_stages.items()} == {
             "snapshot": (2, 0.75),
@@ -468,21 +447,21 @@ def test_checkpoints_are_counted_by_stage_and_what_was_read_of_them_too_also_aft
         assert told.checkpoint_time is not None
 
 
-def test_a_restart_reads_the_lines_of_a_long_run_without_holding_them(ledger: Ledger) -> None:
+def test_a_restart_reads_the_lines_of_a_long_run_without_holding_them(run: Recorded) -> None:
     """Of 1,024 ranks and 100,000 steps they are gigabytes."""
-    ledger.started()
+    run.started().open(generation(1, 0, "a", "b", origin=Origin.FRESH))
     begin = time.time()
     memory = {str(rank): (1 << 30) + rank for rank in range(1024)}
     for step in range(1, 101):
         line = {"step": step, "loss": 1.0, "time": begin + step, "step_seconds": 0.5, "generation": 1, "memory": memory}
-        ledger.folder.append_metrics(line)
-    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
+        run.folder.append_metrics({**line, "run_id": "r1", "seq": 2 + step})
+    again = Recorded(run.config)
     tracemalloc.start()
-    again.restore(generation(1, 0, "a", "b", origin=Origin.FRESH))
+    again.log.replay()
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    size = (ledger.folder.path / "metrics.jsonl").stat().st_size
-    assert again.step == 100 and again.has_stepped and most < size / 2, f"{most} bytes for a file of {size}"
+    size = (run.folder.path / "metrics.jsonl").stat().st_size
+    assert again.stats.step == 100 and again.stats.has_stepped and most < size / 2, f"{most} bytes for a file of {size}"
 
 
 class _Ended(Exception):
@@ -490,41 +469,42 @@ class _Ended(Exception):
 
 
 def test_a_controller_s_restarts_are_counted_from_life_to_life_and_progress_between_them_is_seen(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+    run: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A crash loop of the controller must end the run; restarts weeks apart, with steps between them, must not."""
-    ledger.started()
+    run.started()
     world, begin = generation(1, 0, "a", "b", origin=Origin.FRESH), time.time()
-    config = tiny(ledger.folder.path.parent, "books")
-    where: Any = ledger.folder.path
+    config = tiny(run.folder.path.parent, "books")
+    where: Any = run.folder.path
     spec = RunSpec("r1", config.model_dump(mode="json"), str(where), "t", world.source, 1, None, 1, {})
     monkeypatch.setattr(conductor, "begun", lambda importing: (_ for _ in ()).throw(_Ended))
-    write_memo(where, Memo("r1", 1, 1, 1, world.members, "fresh", 0, epoch=1))
+    run.open(world)
+    written(where, DurableState("r1", 1, LaunchedGeneration.of(world), epoch=1))
 
-    def life(steps: range) -> Memo:
-        memo = read_memo(where)
-        assert memo is not None
-        books = Ledger(ledger.folder, config, "r1", 1, memo.epoch + 1)
-        take_up(books, config, replace(memo, epoch=memo.epoch + 1))
-        one: Any = SimpleNamespace()
+    def life(steps: range) -> DurableState:
+        state = read_state(where)
+        assert state is not None
+        state = replace(state, epoch=state.epoch + 1)
+        one = run.restarted(world)
+        nobody: Any = SimpleNamespace()
         with pytest.raises(_Ended):
-            Conductor(spec, config, one, books, one, replace(memo, epoch=memo.epoch + 1), Memos(where, one)).run()
+            Conductor(spec, config, nobody, one.log, one.publisher, nobody, state, StateStore(where, nobody)).run()
         for i in steps:
-            assert books.stepped(stepped(world, i, begin + i))
-        after = read_memo(where)
-        assert after is not None and books._used == {"controller": after.total["controller"]}
+            assert one.stepped(stepped(world, i, begin + i))
+        after = read_state(where)
+        assert after is not None and list(after.failures) == ["controller"]
         return after
 
-    assert [life(range(0)).controllers for _ in range(3)] == [1, 2, 3]
+    assert [life(range(0)).controller_restarts for _ in range(3)] == [1, 2, 3]
     last = life(range(4))
-    assert (last.controllers, last.total) == (4, {"controller": 4})
+    assert (last.controller_restarts, last.failures) == (4, {"controller": 4})
     again = life(range(0))
-    assert (again.controllers, again.total, again.high) == (1, {"controller": 5}, 4), "there were steps between"
+    assert (again.controller_restarts, again.failures, again.highest_step) == (1, {"controller": 5}, 4), "there were steps between"
 
 
-def test_a_full_disk_stops_nothing_and_the_lines_are_written_later(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_nothing_and_the_lines_are_written_later(run: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     first = generation(1, 0, "a", origin=Origin.FRESH)
-    ledger.opened(first)
+    run.open(first)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -532,13 +512,13 @@ def test_a_full_disk_stops_nothing_and_the_lines_are_written_later(ledger: Ledge
     with monkeypatch.context() as disk:
         for name in ("append_metrics", "append_samples", "append_event", "write_state"):
             disk.setattr(RunFolder, name, full)
-        assert all(ledger.stepped(stepped(first, i, 1.0 + i)) for i in range(3))
-        ledger.write_state(now=True)
-        (warning,) = ledger.warnings
-        assert "No space left on device" in warning and warning == ledger.record()["warning"]
-    assert ledger.stepped(stepped(first, 3, 5.0))
-    assert [line["step"] for line in ledger.folder.read_metrics()] == [1, 2, 3, 4]
-    assert len(ledger.folder.read_samples()) == 4
+        assert all(run.stepped(stepped(first, i, 1.0 + i)) for i in range(3))
+        run.write_record()
+        (warning,) = run.log.warnings
+        assert "No space left on device" in warning and warning == run.publisher._record(run.stats.goodput)["warning"]
+    assert run.stepped(stepped(first, 3, 5.0))
+    assert [line["step"] for line in run.folder.read_metrics()] == [1, 2, 3, 4]
+    assert len(run.folder.read_samples()) == 4
 
 
 class Hung:
@@ -548,7 +528,7 @@ class Hung:
         self._back = threading.Event()
         monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.4)
         monkeypatch.setattr("vescale_ray.controller.journal.TELL_S", tell_s)
-        for owner, name in ((RunFolder, "_append"), (RunFolder, "_replace"), (memos, "write_memo")):
+        for owner, name in ((RunFolder, "_append"), (RunFolder, "_replace"), (durable_state, "_replace")):
             monkeypatch.setattr(owner, name, self._stands_still(getattr(owner, name)))
 
     def _stands_still(self, write: Callable[..., None]) -> Callable[..., None]:
@@ -567,37 +547,37 @@ def test_a_disk_that_does_not_answer_holds_nobody_up_and_the_lines_are_written_l
 ) -> None:
     """The loop that watches the workers stood still for as long as the run folder's server was gone: nobody saw them hang or die."""
     disk, config = Hung(monkeypatch), tiny(tmp_path, "hung")
-    ledger = Ledger(RunFolder(config.run_folder).create(), config, "r1", 1, 1)
+    run = Recorded(config)
     first = generation(1, 0, "a", origin=Origin.FRESH)
     began = time.monotonic()
-    ledger.opened(first)
-    assert all(ledger.stepped(stepped(first, i, 1.0 + i)) for i in range(50))
-    ledger.write_state(now=True)
-    assert ledger.hang("generation-1", "where all stood") is None
-    assert time.monotonic() - began < 1.5 and ledger.step == 50
-    (warning,) = ledger.warnings
+    run.open(first)
+    assert all(run.stepped(stepped(first, i, 1.0 + i)) for i in range(50))
+    run.write_record()
+    assert run.log.keep_hang("generation-1", "where all stood") is None
+    assert time.monotonic() - began < 1.5 and run.stats.step == 50
+    (warning,) = run.log.warnings
     assert "can't be written (the disk does not answer); training goes on, lines wait in memory" in warning
     disk.back()
-    until(lambda: bool(ledger.write_state(now=True) or ledger.folder.read_state()), 10, "the disk")
-    ledger.flush(5.0)
-    assert ledger.stepped(stepped(first, 50, 60.0))
-    assert [line["step"] for line in ledger.folder.read_all_metrics()] == list(range(1, 52))
-    assert [line["step"] for line in ledger.folder.read_all_samples()] == list(range(51))
-    assert [event["event"] for event in ledger.folder.read_events()] == ["warning"]
+    until(lambda: bool(run.write_record() or run.folder.read_state()), 10, "the disk")
+    run.log.flush(5.0)
+    assert run.stepped(stepped(first, 50, 60.0))
+    assert [line["step"] for line in run.folder.read_all_metrics()] == list(range(1, 52))
+    assert [line["step"] for line in run.folder.read_all_samples()] == list(range(51))
+    assert [event["event"] for event in run.folder.read_events()] == ["generation", "warning"]
 
 
 def test_a_disk_that_is_only_slow_is_not_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared one that is busy takes seconds for a line: nobody can do anything about that, and a run that was done had a warning."""
     disk, config = Hung(monkeypatch, tell_s=30.0), tiny(tmp_path, "slow")
-    ledger = Ledger(RunFolder(config.run_folder).create(), config, "r1", 1, 1)
+    run = Recorded(config)
     first = generation(1, 0, "a", origin=Origin.FRESH)
-    ledger.opened(first)
-    assert ledger.stepped(stepped(first, 0, 1.0))
-    assert ledger.folder.read_all_metrics() == []
+    run.open(first)
+    assert run.stepped(stepped(first, 0, 1.0))
+    assert run.folder.read_all_metrics() == []
     disk.back()
-    ledger.flush(10.0)
-    assert ledger.stepped(stepped(first, 1, 2.0)) and ledger.warnings == ()
-    assert [line["step"] for line in ledger.folder.read_all_metrics()] == [1, 2]
+    run.log.flush(10.0)
+    assert run.stepped(stepped(first, 1, 2.0)) and run.log.warnings == ()
+    assert [line["step"] for line in run.folder.read_all_metrics()] == [1, 2]
 
 
 def test_a_write_that_is_done_late_is_not_done_again_though_another_is_asked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -696,7 +676,8 @@ def test_a_storage_that_says_nothing_is_one_that_is_out_of_reach(tmp_path: Path,
     monkeypatch.setattr(keeper, "STORAGE_S", 0.8)
     monkeypatch.setattr(keeper, "LOOK_S", 0.05)
     monkeypatch.setattr("vescale_ray.controller.scribe.PATIENCE_S", 0.3)
-    books: Any = SimpleNamespace(checkpoint_path="/runs/checkpoints/commit-3", checkpoint_step=20)
+    known = CheckpointStats(20, "/runs/checkpoints/commit-3")
+    log: Any = SimpleNamespace(stats=SimpleNamespace(checkpoints=known))
     nobody: Any = SimpleNamespace(alive=lambda worker: False)
     nothing: Any = None
     waited: list[float] = []
@@ -706,36 +687,36 @@ def test_a_storage_that_says_nothing_is_one_that_is_out_of_reach(tmp_path: Path,
         time.sleep(seconds)
         return until()
 
-    keeps = keeper.Keeper(str(tmp_path), "r1", nobody, books, nothing, nothing, wait, 1.0, nothing, 4)
+    keeps = keeper.Keeper(str(tmp_path), "r1", nobody, log, nothing, nothing, nothing, wait, 1.0, nothing, 4)
     assert keeps.newest() == Kept("commit-3", "/runs/checkpoints/commit-3", 20)
     assert waited, "the loop goes on meanwhile"
     with pytest.raises(OSError, match="does not answer"):
         keeps.source(["a"], ["a"])
     threading.Timer(0.3, back.set).start()
     monkeypatch.setattr(keeper, "STORAGE_S", 60.0)
-    books.checkpoint_path = "/stale/commit-1"
+    known.path = "/stale/commit-1"
     assert keeps.newest() == newest, "what it says late is heard"
 
 
-def test_the_nursery_keeps_the_memo_while_the_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nursery_keeps_the_state_while_the_disk_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generation's number is noted somewhere before it is used; and what the disk takes late replaces nothing newer."""
     disk, kept = Hung(monkeypatch), [""]
     nursery: Any = SimpleNamespace(kept=SimpleNamespace(remote=lambda: kept[0]))
     nursery.keep = SimpleNamespace(remote=lambda text: kept.__setitem__(0, text))
-    monkeypatch.setattr("vescale_ray.controller.memo.ray.get", lambda answer, timeout: answer)
-    writer, memo = Memos(tmp_path, nursery), Memo("r1", 7)
+    monkeypatch.setattr("vescale_ray.controller.durable_state.ray.get", lambda answer, timeout: answer)
+    store, state = StateStore(tmp_path, nursery), DurableState("r1", 7)
     began = time.monotonic()
     for number in range(8, 12):
-        memo = writer.write(replace(memo, generation=number))
-        newest = writer.newest("r1")
-        assert newest is not None and newest.generation == number
-    assert time.monotonic() - began < 1.5 and read_memo(tmp_path) is None
+        state = store.write(replace(state, last_number=number))
+        newest = store.newest("r1")
+        assert newest is not None and newest.last_number == number
+    assert time.monotonic() - began < 1.5 and read_state(tmp_path) is None
     disk.back()
-    until(lambda: read_memo(tmp_path) is not None, 10, "the disk")
-    newest = writer.newest("r1")
-    assert newest is not None and newest.generation == 11
-    writer.write(replace(memo, generation=12))
-    assert (read_memo(tmp_path) or memo).generation == 12
+    until(lambda: read_state(tmp_path) is not None, 10, "the disk")
+    newest = store.newest("r1")
+    assert newest is not None and newest.last_number == 11
+    store.write(replace(state, last_number=12))
+    assert (read_state(tmp_path) or state).last_number == 12
 
 
 def test_a_controller_that_begins_again_does_not_wait_for_a_storage_that_says_nothing(
@@ -758,18 +739,18 @@ def begun_again(
     unless it ``conducts``."""
     config, conducted = tiny(tmp_path, "again"), []
     folder = RunFolder(config.run_folder).create()
-    write_memo(folder.path, Memo("r1", 7, members=("a",), epoch=1))
+    written(folder.path, DurableState("r1", 7, LaunchedGeneration(7, 1, ("a",), "fresh", 0), epoch=1))
     spec = RunSpec("r1", config.model_dump(mode="json"), str(folder.path), "t", Source(Origin.FRESH, 0), 1, None, 1, {})
     about = SimpleNamespace(was_current_actor_reconstructed=True, get_session_name=lambda: "session")
     hired = dict.fromkeys(roster, "its handle")
     nursery = SimpleNamespace(kept=SimpleNamespace(remote=lambda: None), roster=SimpleNamespace(remote=lambda: hired))
     stub = SimpleNamespace(get_actor=lambda *_: nursery, get_runtime_context=lambda: about)
     monkeypatch.setattr(controller, "ray", stub)
-    monkeypatch.setattr("vescale_ray.controller.memo.ray.get", lambda answer, timeout: answer)
+    monkeypatch.setattr("vescale_ray.controller.durable_state.ray.get", lambda answer, timeout: answer)
 
     def conduct(self: controller.Controller, *what: Any) -> None:
         conducted.append(what)
-        self._books.set()
+        self._known.set()
 
     if not conducts:
         monkeypatch.setattr(controller.Controller, "_conduct", conduct)
@@ -784,8 +765,8 @@ def test_a_controller_that_can_not_read_the_runs_folder_says_so_and_begins_when_
 ) -> None:
     """Its constructor stood still with the disk: two minutes later the driver ended workers that trained, and all since the checkpoint."""
     start, conducted = begun_again(tmp_path, monkeypatch)
-    back, told = threading.Event(), controller.read_memo
-    monkeypatch.setattr(controller, "read_memo", lambda folder: told(folder) if back.wait(60) else None)
+    back, told = threading.Event(), controller.read_state
+    monkeypatch.setattr(controller, "read_state", lambda folder: told(folder) if back.wait(60) else None)
     one = start()
     status = one.status()
     assert (status["outcome"], status["waits"], status["warnings"], conducted) == (None, True, (), [])
@@ -797,8 +778,8 @@ def test_a_controller_that_can_not_read_the_runs_folder_says_so_and_begins_when_
         one.command("stop", {})
     back.set()
     until(lambda: "waits" not in one.status(), 10, "the disk")
-    ((*_, memo, again),) = conducted
-    assert again and (memo.generation, memo.epoch) == (7, 2) and one.status()["record"]["state"] == "PENDING"
+    ((*_, state, again),) = conducted
+    assert again and (state.last_number, state.epoch) == (7, 2) and one.status()["record"]["state"] == "PENDING"
     one.close()
 
 
@@ -815,7 +796,7 @@ def test_what_keeps_a_controller_from_coming_up_late_is_told_as_if_it_had_been_a
         assert back.wait(60)
         raise RequestRefused("metrics.host: can't be listened on")
 
-    monkeypatch.setattr(controller, "read_memo", refuse)
+    monkeypatch.setattr(controller, "read_state", refuse)
     one = start()
     assert one.status()["waits"]
     back.set()
@@ -836,19 +817,19 @@ def test_a_controller_whose_folder_answers_with_errors_does_not_take_its_run_for
     read, errors = Path.read_text, [OSError(errno.EIO, "Input/output error") for _ in range(3)]
 
     def read_text(path: Path, *how: Any, **more: Any) -> str:
-        if path.name == memos.NAME and errors:
+        if path.name == NAME and errors:
             raise errors.pop()
         return read(path, *how, **more)
 
     monkeypatch.setattr(Path, "read_text", read_text)
     one = start()
-    until(lambda: "waits" not in one.status(), 10, "the memo")
-    ((*_, memo, again),) = conducted
-    assert again and (memo.generation, memo.epoch) == (7, 2) and not errors
+    until(lambda: "waits" not in one.status(), 10, "the state")
+    ((*_, state, again),) = conducted
+    assert again and (state.last_number, state.epoch) == (7, 2) and not errors
     one.close()
 
 
-def test_a_controller_whose_memo_is_gone_does_not_begin_the_run_anew_beside_the_workers_that_train(
+def test_a_controller_whose_state_is_gone_does_not_begin_the_run_anew_beside_the_workers_that_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the folder is no longer mounted nothing is there: it hired a second world, with the numbers of the first one's generations."""
@@ -858,60 +839,56 @@ def test_a_controller_whose_memo_is_gone_does_not_begin_the_run_anew_beside_the_
     one = start()
     assert one.status()["waits"] and not conducted
     away.rename(path)
-    until(lambda: "waits" not in one.status(), 10, "the memo")
-    ((*_, memo, again),) = conducted
-    assert again and (memo.generation, memo.epoch) == (7, 2)
+    until(lambda: "waits" not in one.status(), 10, "the state")
+    ((*_, state, again),) = conducted
+    assert again and (state.last_number, state.epoch) == (7, 2)
     one.close()
 
 
-def test_a_controller_that_was_killed_before_it_had_a_memo_begins_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_controller_that_was_killed_before_it_had_a_state_begins_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start, conducted = begun_again(tmp_path, monkeypatch, roster=())
-    (RunFolder(tiny(tmp_path, "again").run_folder).path / memos.NAME).unlink()
+    (RunFolder(tiny(tmp_path, "again").run_folder).path / NAME).unlink()
     one = start()
-    ((*_, memo, again),) = conducted
-    assert not again and memo.epoch == 1
+    ((*_, state, again),) = conducted
+    assert not again and state.epoch == 1
     one.close()
 
 
 def test_books_that_can_not_be_read_to_their_end_are_read_again_and_nothing_is_counted_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memo was there, and then a file was not: the run was FAILED, and its workers ended, all that they had done included."""
-    books = Ledger(RunFolder(tiny(tmp_path, "books").run_folder).create(), tiny(tmp_path, "books"), "r1", 1, 1)
-    books.started()
+    """The state was there, and then a file was not: the run was FAILED, and its workers ended, all that they had done included."""
+    run = recorded(tmp_path).started()
     first = generation(1, 0, "a", "b", origin=Origin.FRESH)
-    books.opened(first)
+    run.open(first)
     for i in range(3):
-        books.stepped(stepped(first, i, time.time() + i))
-    books.worker_lost("b", None, "its process died", "killed")
-    books.saved(SaveResult("x", 2, 1, 0.3, error="no space"))
-    books.begin_shift("failure", 2)
-    books.opened(second := generation(2, 2, "a"))
-    books.stepped(stepped(second, 2, time.time() + 5))
+        run.stepped(stepped(first, i, time.time() + i))
+    run.log.record("worker_lost", worker="b", reason="its process died", kind="died", pid=None)
+    saved(run, SaveResult("x", 2, 1, 0.3, error="no space"))
+    run.generation.begin_rescale("failure", 2)
+    run.open(second := generation(2, 2, "a"))
+    run.stepped(stepped(second, 2, time.time() + 5))
     whole = RunFolder.each_metrics
 
     def cut(folder: RunFolder, offset: int) -> Any:
         yield next(whole(folder, offset))
         raise OSError(errno.EIO, "Input/output error")
 
-    again = Ledger(books.folder, tiny(tmp_path, "books"), "r1", 1, 2)
+    again = Recorded(run.config)
     with monkeypatch.context() as flaky, pytest.raises(OSError, match="Input/output"):
         flaky.setattr(RunFolder, "each_metrics", cut)
-        again.restore(second)
-    again.restore(second)
-    for one in (books, again):
-        one.publish({})
-    names = "step steps_executed tokens rescales replayed_steps worker_failures checkpoint_failures"
-    for name in names.split():
-        assert getattr(again.snapshot, name) == getattr(books.snapshot, name), name
+        again.log.replay()
+    again.log.replay()
+    assert again.stats == run.stats
 
     start, _ = begun_again(tmp_path, monkeypatch, conducts=True)
     taken: list[Any] = []
 
-    def take(*what: Any) -> None:
+    def take(*what: Any) -> Any:
         taken.append(what)
         if len(taken) == 1:
             raise OSError(errno.EIO, "Input/output error")
+        return Observed(2, Budget(Limits(3, 20, 20)))
 
     monkeypatch.setattr(controller, "take_up", take)
     monkeypatch.setattr(controller, "Crew", lambda *_: 1 // 0)
@@ -967,8 +944,8 @@ def test_a_run_whose_controller_can_not_read_its_books_goes_on_for_as_long_as_fo
 
 
 def test_what_a_writer_that_was_killed_has_left_is_removed_when_nobody_writes(tmp_path: Path) -> None:
-    code = "import os, sys; from vescale_ray.controller.memo import *; os.fsync = lambda file: os.kill(os.getpid(), 9)\n"
-    code += f"write_memo({str(tmp_path)!r}, Memo('r', 1))"
+    code = "import os; from vescale_ray.controller.durable_state import *; os.fsync = lambda file: os.kill(os.getpid(), 9)\n"
+    code += f"StateStore({str(tmp_path)!r}, None).write(DurableState('r', 1))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2], timeout=60, check=False).returncode == -9
     (left,) = tmp_path.iterdir()
     others = [tmp_path / name for name in (".hidden", "run.json", ".run.json", "events.jsonl", ".something.else.abc")]
@@ -984,20 +961,19 @@ import resource, sys
 from pathlib import Path
 from tests.controller.runs import tiny
 from tests.controller.test_books import generation, stepped
-from vescale_ray.controller.ledger import Ledger
-from vescale_ray.runfolder import RunFolder
+from tests.controller.recorded import Recorded
 from vescale_ray.workers.messages import Origin
 home, hard = Path(sys.argv[1]), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 config = tiny(home, "filling")
-ledger = Ledger(RunFolder(config.run_folder).create(), config, "r1", 1, 1)
+run = Recorded(config)
 world = generation(1, 0, "a", "b", origin=Origin.FRESH)
-ledger.opened(world)
+run.open(world)
 for index in range(60):
     # A file may have so many bytes: the kernel takes the part of a line that still fits, and no more.
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard if index >= 50 else 5000, hard))
-    assert ledger.stepped(stepped(world, index, 1.0 + index))
-    ledger.write_state(now=True)
-print(len(ledger.warnings), ledger.warnings[0])
+    assert run.stepped(stepped(world, index, 1.0 + index))
+    run.write_record()
+print(len(run.log.warnings), run.log.warnings[0])
 """
 
 
@@ -1012,7 +988,7 @@ def test_lines_are_whole_and_in_order_though_the_disk_took_a_part_of_one_and_the
     assert [line["step"] for line in folder.read_all_samples()] == list(range(60))
     raw = (folder.path / "metrics.jsonl").read_text().splitlines()
     assert len(raw) == 61, "one that was cut short, and whole again after it"
-    assert [event["event"] for event in folder.read_events()] == ["warning"]
+    assert [event["event"] for event in folder.read_events()] == ["generation", "warning"]
 
 
 # -------------------------------------------------------------------------------------------------------------------- saves
@@ -1048,16 +1024,23 @@ def test_a_checkpoint_is_committed_when_the_last_vote_is_in_and_not_before(tmp_p
 
 def test_a_checkpoint_that_can_not_be_read_back_is_not_resumed_from_whenever_that_is_told(tmp_path: Path) -> None:
     for order in ("told after the commit", "told before"):
-        noted: list[SaveResult] = []
-        books = SimpleNamespace(saved=noted.append)
+        noted: list[str] = []
+        log = log_of(None)[0]
+        log.record = lambda name, noted=noted, **about: noted.append(name)
         saves = SimpleNamespace(results=lambda: [SaveResult("bad", 7, 1, 0.1, Kept("c7", "/c7", 7))])
-        keeper = Keeper(str(tmp_path), "run", None, books, saves, None, None, 1.0, SimpleNamespace(saved=lambda _: None), 8)  # type: ignore[arg-type]
+        keeper = Keeper(str(tmp_path), "run", None, log, None, saves, None, None, 1.0, SimpleNamespace(saved=lambda _: None), 8)  # type: ignore[arg-type]
         if order == "told before":
             keeper.damaged("bad")
         keeper.collect()
         if order == "told after the commit":
             keeper.damaged("bad")
-        assert keeper._bad == {"c7"} and len(noted) == 1, order
+        assert keeper._bad == {"c7"} and noted == ["checkpoint_saved"], order
+
+
+def log_of(kept: int | None, path: str | None = None, world: World | None = None, **stats: Any) -> tuple[Any, Any]:
+    """The log and the generation of a run whose newest checkpoint is this one."""
+    about = SimpleNamespace(checkpoints=CheckpointStats(kept, path), ended=lambda step: None, **stats)
+    return SimpleNamespace(stats=about, record=lambda name, **fields: None), SimpleNamespace(world=world or generation(4, 0, "a"))
 
 
 @pytest.mark.parametrize("in_memory", [41, 30, None], ids=["as new as any", "older", "nothing"])
@@ -1075,8 +1058,7 @@ def test_a_recovery_needs_no_storage_where_the_workers_hold_a_state(
     monkeypatch.setattr(commits, "_listed", refuse)
     held = () if in_memory is None else (Holding(4, 1, in_memory, (0,)),)
     crew = SimpleNamespace(alive=lambda w: True, report=lambda w: Report(w, Ticket(4, 1), Phase.PARKED, 41, (), held, None, 0))
-    books = SimpleNamespace(world=generation(4, 0, "a"), checkpoint_step=40, checkpoint_path="/c/e4-s40")
-    keeper = Keeper(str(tmp_path), "run", crew, books, None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    keeper = Keeper(str(tmp_path), "run", crew, *log_of(40, "/c/e4-s40"), None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
     assert keeper.held_step("a") == (-1 if in_memory is None else in_memory) and not asked
     if in_memory is None:
         with pytest.raises(OSError, match="out of reach"):
@@ -1092,15 +1074,15 @@ def test_a_recovery_needs_no_storage_where_the_workers_hold_a_state(
 def test_a_storage_that_shows_none_of_the_checkpoints_that_were_made_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
     """Its mount was gone: the run that needed a checkpoint began from its first step, and the one that stopped said so of its resume."""
     crew = SimpleNamespace(alive=lambda w: True, report=lambda w: None)
-    books: Any = SimpleNamespace(world=generation(4, 0, "a"), checkpoint_step=40, checkpoint_path="/c/e4-s40")
-    keeper = Keeper(str(tmp_path / "not mounted"), "run", crew, books, None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    log, newest = log_of(40, "/c/e4-s40")
+    keeper = Keeper(str(tmp_path / "not mounted"), "run", crew, log, newest, None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="not mounted has no checkpoint any more, though there was one of step 40: is it mounted"):
         keeper.source("a", "a")
     assert keeper.newest() == Kept("e4-s40", "/c/e4-s40", 40)
     keeper.distrust("one of long ago")
     with pytest.raises(OSError, match="is it mounted"):
         keeper.source("a", "a")
-    books.checkpoint_step = None
+    log.stats.checkpoints.step = None
     assert keeper.newest() is None and keeper.source("a", "a").origin is Origin.FRESH, "there was none yet"
 
 
@@ -1110,12 +1092,12 @@ def test_where_all_checkpoints_are_damaged_the_run_begins_anew_and_does_not_ask_
     (result,) = ended(saves)
     assert result.kept is not None
     crew = SimpleNamespace(alive=lambda w: True, report=lambda w: None)
-    books: Any = SimpleNamespace(world=generation(4, 0, "a"), checkpoint_step=40, checkpoint_path=result.kept.path)
-    keeper = Keeper(str(tmp_path), "run", crew, books, None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    log, newest = log_of(40, result.kept.path)
+    keeper = Keeper(str(tmp_path), "run", crew, log, newest, None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
     assert keeper.source("a", "a").commit == result.kept.name
     keeper.distrust(result.kept.name)
     assert keeper.newest() is None and keeper.source("a", "a").origin is Origin.FRESH, "its data is damaged"
-    again = Keeper(str(tmp_path), "run", crew, books, None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
+    again = Keeper(str(tmp_path), "run", crew, log, newest, None, None, None, 1.0, None, 8)  # type: ignore[arg-type]
     for piece in (tmp_path / "data").rglob("*"):
         if piece.is_file():
             piece.write_bytes(b"")
@@ -1181,12 +1163,12 @@ def test_a_run_that_lost_its_nursery_waits_for_its_storage_before_it_begins_anew
 
 
 def test_the_longest_of_the_last_steps_is_remembered_for_as_long_as_it_may_come_again() -> None:
-    steps, line = Steps(), {"time": 0.0, "loss": 1.0, "grad_norm": 1.0, "world": 3}
+    steps, line = StepStats(), {"time": 0.0, "loss": 1.0, "grad_norm": 1.0, "world": 3}
     assert steps.longest == 0.0
     for step in range(2 * PERIOD):
         steps.count({**line, "step": step, "step_seconds": 9.0 if step == 5 else 0.5})
         assert steps.longest == (9.0 if 5 <= step < 5 + PERIOD else 0.5)
-    assert steps.recent == ((3, 0.5),) * PERIOD
+    assert steps.paces == ((3, 0.5),) * PERIOD
 
 
 def test_what_is_lost_while_a_storage_that_says_nothing_is_asked_is_no_reason_to_begin_anew(
@@ -1203,7 +1185,7 @@ def test_what_is_lost_while_a_storage_that_says_nothing_is_asked_is_no_reason_to
         return Report(worker, Ticket(4, 1), Phase.PARKED, 30, (), (Holding(4, 2, 30, ("ab".index(worker),)),), None, 0)
 
     crew = SimpleNamespace(alive=lambda w: w in living, report=report)
-    books = SimpleNamespace(world=generation(4, 0, "a", "b"), checkpoint_step=40, checkpoint_path="/c/e4-s40")
+    log, newest = log_of(40, "/c/e4-s40", generation(4, 0, "a", "b"))
     nothing: Any = None
 
     def wait(until: Callable[[], bool], seconds: float) -> bool:
@@ -1211,7 +1193,7 @@ def test_what_is_lost_while_a_storage_that_says_nothing_is_asked_is_no_reason_to
         time.sleep(seconds)
         return until()
 
-    keeps = Keeper(str(tmp_path), "run", crew, books, nothing, nothing, wait, 1.0, nothing, 8)  # type: ignore[arg-type]
+    keeps = Keeper(str(tmp_path), "run", crew, log, newest, nothing, nothing, wait, 1.0, nothing, 8)  # type: ignore[arg-type]
     assert keeps.held_step("ab") == 30
     with pytest.raises(OSError, match="does not answer"):
         keeps.source("ab", "ab")
@@ -1263,12 +1245,12 @@ class Writers:
 def test_a_last_checkpoint_is_written_by_who_is_left_though_it_is_still_at_the_one_that_the_dead_had_a_part_in(tmp_path: Path) -> None:
     """That it is tells the controller a moment later than the next order would come, and each refusal counted as a try."""
     crew, numbers = Writers(), iter(range(5, 100))
-    books: Any = SimpleNamespace(saved=lambda _: None, last_save=None, world=generation(4, 40, "a", "b"), step=41, checkpoint_step=None)
+    log, current = log_of(None, None, generation(4, 40, "a", "b"), step=41)
     saves: Any = SimpleNamespace(
         results=lambda: [crew.results.pop()] if crew.results else [], abandon=lambda _: [], committing=lambda _: False
     )
     cadence: Any = SimpleNamespace(saved=lambda _: None)
-    crew.keeper = Keeper(str(tmp_path), "run", crew, books, saves, lambda: next(numbers), crew.wait, 1.0, cadence, 8)  # type: ignore[arg-type]
+    crew.keeper = Keeper(str(tmp_path), "run", crew, log, current, saves, lambda: next(numbers), crew.wait, 1.0, cadence, 8)  # type: ignore[arg-type]
     result = crew.keeper.save(["a", "b"])
     assert result is not None and result.kept is not None and result.error is None
     assert crew.refused == 0 and crew.living == {"a"}
@@ -1280,12 +1262,12 @@ def test_what_is_held_is_not_kept_as_the_newest_where_a_checkpoint_is_newer(tmp_
     crew, numbers = Writers(), iter(range(5, 100))
     newest = [Kept("c45", "/c45", 45)]
     monkeypatch.setattr(keeper, "newest_kept", lambda *about: newest[0])
-    books: Any = SimpleNamespace(saved=lambda _: None, last_save=None, world=generation(4, 40, "a", "b"), step=47, checkpoint_step=45)
+    log, current = log_of(45, None, generation(4, 40, "a", "b"), step=47)
     saves: Any = SimpleNamespace(
         results=lambda: [crew.results.pop()] if crew.results else [], abandon=lambda _: [], committing=lambda _: False
     )
     cadence: Any = SimpleNamespace(saved=lambda _: None)
-    crew.keeper = Keeper(str(tmp_path), "run", crew, books, saves, lambda: next(numbers), crew.wait, 1.0, cadence, 8)  # type: ignore[arg-type]
+    crew.keeper = Keeper(str(tmp_path), "run", crew, log, current, saves, lambda: next(numbers), crew.wait, 1.0, cadence, 8)  # type: ignore[arg-type]
     assert crew.keeper.save(["a", "b"]) is None and crew.ordered == 0
     newest[0] = Kept("c40", "/c40", 40)  # the one of step 45 is damaged
     result = crew.keeper.save(["a", "b"])
@@ -1302,12 +1284,12 @@ def test_a_last_checkpoint_that_hangs_in_the_storage_is_given_up_when_its_time_i
         waited += 0.0 if until() else seconds
         return until()
 
-    books: Any = SimpleNamespace(saved=lambda _: None, last_save=None, world=generation(4, 40, "a"), step=41, checkpoint_step=None)
+    log, current = log_of(None, None, generation(4, 40, "a"), step=41)
     saves: Any = SimpleNamespace(results=list, abandon=lambda _: [], committing=lambda _: False)
     stuck: Any = SimpleNamespace(
         alive=lambda w: True, stale=lambda w: bool(ordered), report=lambda w: busy, order=lambda o: ordered.append(o)
     )
-    keeper = Keeper(str(tmp_path), "run", stuck, books, saves, lambda: 8, wait, 600.0, None, 8)  # type: ignore[arg-type]
+    keeper = Keeper(str(tmp_path), "run", stuck, log, current, saves, lambda: 8, wait, 600.0, None, 8)  # type: ignore[arg-type]
     result = keeper.save(["a"])
     assert result is not None and result.kept is None and result.error == "it was not written within 600 s (checkpoint.last_timeout_s)"
     assert waited == 600.0 and len(ordered) == 1
@@ -1536,7 +1518,7 @@ def test_failures_shorten_the_interval_and_a_quiet_time_lengthens_it_and_only_ch
     assert rare is not None and rare.seconds > 2 * often.seconds
 
 
-def test_a_controller_that_is_restarted_knows_over_which_time_the_failures_came(ledger: Ledger) -> None:
+def test_a_controller_that_is_restarted_knows_over_which_time_the_failures_came(run: Recorded) -> None:
     """It counted those of a month as if they had come in no time, and had a checkpoint made many times as often."""
     before = auto(auto_min_s=1, auto_max_s=1e6, mtbf_hours=24)
     before.saved(kept(0.5, 3.0))
@@ -1550,10 +1532,9 @@ def test_a_controller_that_is_restarted_knows_over_which_time_the_failures_came(
     with pytest.MonkeyPatch.context() as patch:
         hour_ago = time.time() - 3600.0
         patch.setattr(time, "time", lambda: hour_ago)
-        ledger.started()
-    again = Ledger(ledger.folder, tiny(ledger.folder.path.parent, "books"), "r1", 1, 2)
-    again.restore(None)
-    assert again.age_s == pytest.approx(3600.0, abs=30.0)
+        run.started()
+    again = run.restarted(None)
+    assert time.time() - again.stats.started == pytest.approx(3600.0, abs=30.0)
 
 
 def test_bounds_hold_and_say_so_and_one_slow_disk_is_no_news() -> None:
@@ -1578,27 +1559,26 @@ def test_failed_checkpoints_and_those_of_parked_workers_tell_nothing_of_the_cost
     assert not Cadence(CheckpointSection(every=100), 0.0).due(1e9, False)
 
 
-def test_the_books_tell_of_another_interval_and_find_it_again_after_a_restart(ledger: Ledger) -> None:
-    ledger.started()
+def test_another_checkpoint_interval_is_recorded_and_known_after_a_restart(run: Recorded) -> None:
+    run.started()
     cadence = auto()
     cadence.saved(kept(0.5, 3.0))
-    news = cadence.news(1000.0, 0)
-    assert news is not None
-    ledger.interval_changed(news)
-    again = Ledger(ledger.folder, ledger._config, ledger._run_id, os.getpid(), 2)
-    again.restore(None)
-    for one in (ledger, again):
-        one.publish({})
-        assert one.snapshot.checkpoint_interval == news.seconds and one.snapshot.checkpoint_interval_text == str(news)
+    steering: Any = Steering.__new__(Steering)
+    steering._cadence, steering._log, steering._saves = cadence, run.log, SimpleNamespace(busy=True)
+    steering._save_if_due(generation(1, 0, "a"))
+    text = str(cadence.interval)
+    for one in (run, run.restarted(None)):
+        told = one.snapshot
+        assert cadence.interval and (told.checkpoint_interval, told.checkpoint_interval_text) == (cadence.interval.seconds, text)
 
 
-def test_a_checkpoint_has_the_metrics_of_its_own_step(ledger: Ledger) -> None:
+def test_a_checkpoint_has_the_metrics_of_its_own_step(run: Recorded) -> None:
     first = generation(1, 0, "w0")
-    ledger.opened(first)
+    run.open(first)
     for index in range(2):
-        ledger.stepped(stepped(first, index, 100.0 + index))
-    ledger.evaluation(Evaluated(first.ticket, 2, 7.5, 3))
-    found = [ledger.metrics_of(step) for step in (1, 2, 3)]
+        run.stepped(stepped(first, index, 100.0 + index))
+    run.generation.evaluated(Evaluated(first.ticket, 2, 7.5, 3))
+    found = [run.stats.metrics_of(step) for step in (1, 2, 3)]
     assert found[0].keys() == {"loss"} and found[1]["heldout_loss"] == 7.5 and found[2] == {"heldout_loss": 7.5}
 
 

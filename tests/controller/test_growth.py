@@ -19,7 +19,7 @@ from vescale_ray import client
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.controller import controller_name
 from vescale_ray.controller.driver import RunResult
-from vescale_ray.controller.memo import read_memo
+from vescale_ray.controller.durable_state import read_state
 from vescale_ray.controller.protocol import NAMESPACE
 from vescale_ray.runfolder import RunFolder
 
@@ -91,8 +91,8 @@ def test_a_run_grows_into_nodes_that_stay_asks_for_more_and_heeds_a_rescale(tmp_
         assert run.rescales() == [(2, 4, "growth")]
         (growth,) = run.of("growth")
         assert growth["time"] - began >= AFTER_S and growth["room"] == 2
-        memo = read_memo(run.config.run_folder)
-        assert memo is not None and memo.growth["aim"] in (4, None) and abs(memo.growth["begun"] - growth["time"]) < 1
+        state = read_state(run.config.run_folder)
+        assert state is not None and state.growth["aim"] in (4, None) and abs(state.growth["begun"] - growth["time"]) < 1
         workers = {event["worker"]: event for event in run.of("worker_started")}
         assert [workers[w]["node"] for w in run.of("generation")[-1]["workers"]].count(node) == 2
         run.wait(lambda: run.status()["places_wanted"] == 0 and nodes.asked() == 0, 60, "the end of the wish")

@@ -297,9 +297,10 @@ def test_the_report_does_not_take_where_a_silent_worker_was_last_seen_for_where_
     stacks = {"a": "in: all-gather of body .., 2,688 bytes, 2 ranks\n\nThread 1", "b": 'File "model.py", line 7 in forward'}
     crew: Any = SimpleNamespace(report=reports.get, given=lambda worker: 0.001, silent=lambda seconds: ["b"], kill=lambda whom, cause: None)
     crew.stacks = lambda workers, seconds: {worker: stacks[worker] for worker in workers}
-    ledger: Any = SimpleNamespace(step=0, hang=lambda name, text: told.update(text=text), event=lambda name, **about: told.update(about))
+    log: Any = SimpleNamespace(stats=SimpleNamespace(step=0), keep_hang=lambda name, text: told.update(text=text))
+    log.record = lambda name, **about: told.update(about)
     world: Any = SimpleNamespace(members=("a", "b"), ticket=TICKET)
-    hang_report.end_hung(crew, ledger, world, {"b": "it is hung: it has answered nothing for 1.8 s"})
+    hang_report.end_hung(crew, log, world, {"b": "it is hung: it has answered nothing for 1.8 s"})
     first, second, *rest = told["text"].splitlines()
     place = "training, 0 steps, at all_reduce (distributed_c10d.py:3252)"
     assert first == f"rank 0 a: {place}, in all-gather of body .., 2,688 bytes, 2 ranks"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,8 +47,8 @@ class Scene:
             def doomed(self, worker: str) -> bool:
                 return worker in scene.doomed
 
-        class Ledger:
-            step, step_seconds, longest_step_seconds = STEP, 0.5, scene.longest
+        class Log:
+            stats = SimpleNamespace(step=STEP, steps=SimpleNamespace(last_seconds=0.5, longest=scene.longest))
 
         class Keeper:
             def held_step(self, workers: Sequence[str]) -> int:
@@ -55,7 +56,7 @@ class Scene:
                 return scene.held
 
         section = ElasticSection(**{"workers": 3, "collective_timeout_s": COLLECTIVE_S, **self.elastic})
-        return Laggards(section, Bounds(), Crew(), Ledger(), Keeper())  # type: ignore[arg-type]
+        return Laggards(section, Bounds(), Crew(), Log(), Keeper())  # type: ignore[arg-type]
 
     def ended(self, inside: Sequence[str] = "c", out: Sequence[str] = "ab") -> float:
         """After how many seconds it is ended; to 0.1 s."""

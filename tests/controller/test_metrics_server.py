@@ -21,12 +21,12 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from vescale_ray.controller import metrics
 from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.exposition import Exposition, families
-from vescale_ray.controller.figures import STATES, Histogram, RunSnapshot
 from vescale_ray.controller.goodput import Loss
 from vescale_ray.controller.metrics import MetricsServer, PortInUse, Scrapes
+from vescale_ray.controller.snapshot import STATES, Histogram, Snapshot
 from vescale_ray.errors import BadInput
 
-FULL = RunSnapshot(
+FULL = Snapshot(
     run="r1",
     state="RUNNING",
     step=40,
@@ -206,7 +206,7 @@ def test_every_figure_of_the_snapshot_is_in_the_scrape(server: MetricsServer) ->
 
 def test_what_may_be_counted_is_told_as_0_before_it_happens(server: MetricsServer, box: Box) -> None:
     """Prometheus' increase() sees nothing of a series that first appears with what it has counted."""
-    box.snapshot = RunSnapshot(run="r1", state="PENDING")
+    box.snapshot = Snapshot(run="r1", state="PENDING")
     text = get(server, "/metrics")
     for cause in Loss:
         assert value(text, "vescale_badput_seconds_total", cause=str(cause)) == 0
@@ -317,7 +317,7 @@ NUMBERS_S = 0.0025
 """CPU time for 20 times 1,024 numbers."""
 
 
-def many(count: int) -> RunSnapshot:
+def many(count: int) -> Snapshot:
     ranks = range(count)
     whole: dict[str, Any] = {name: {r: 3 * r for r in ranks} for name in ("memory", "slots", "alloc_retries")}
     pace = {name: {r: 0.125 * r for r in ranks} for name in ("slot_seconds", "slowness", "rank_step_seconds", "heard")}
@@ -390,7 +390,7 @@ def test_a_rank_that_left_is_gone_from_the_next_scrape(server: MetricsServer, bo
 
 
 def test_a_figure_that_is_not_known_is_left_out_and_a_loss_that_is_none_is_shown_as_such(server: MetricsServer, box: Box) -> None:
-    box.snapshot = RunSnapshot(run="r1", state="STARTING")
+    box.snapshot = Snapshot(run="r1", state="STARTING")
     text = get(server, "/metrics")
     assert not any(name in text for name in ("vescale_loss", "vescale_grad_norm", "vescale_checkpoint_last_step", "last_step_timestamp"))
     assert value(text, "vescale_world_size") == 0
@@ -473,7 +473,7 @@ def test_an_unknown_page_is_404(server: MetricsServer, path: str) -> None:
 
 
 def test_a_snapshot_that_fails_is_an_error_of_the_server_not_its_end() -> None:
-    def fail() -> RunSnapshot:
+    def fail() -> Snapshot:
         raise KeyError("gone")
 
     server = MetricsServer("127.0.0.1", 0, fail, None, "t")

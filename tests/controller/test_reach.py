@@ -340,7 +340,7 @@ class Cut:
         steering.reach = SimpleNamespace(moves=self._move, hurry=lambda: None, cut_off=lambda members, leavers=(): self.found)
         self.made._evidence.hung = lambda path: None
         self.made._told_broken = None
-        self.made._ledger.event = lambda kind, **about: self.events.append(kind)
+        self.made._log.record = lambda kind, **about: self.events.append(kind)
         self.made._hangs = SimpleNamespace(stalled=lambda members, now: True)
         monkeypatch.setattr(subject, "end_hung", lambda crew, ledger, world, why, about: self.ended.append((why, about)))
 
@@ -422,7 +422,7 @@ def test_where_a_collective_fails_at_once_since_a_node_is_cut_off_that_is_found_
 
 def test_a_leaver_that_alone_is_cut_off_where_a_collective_fails_counts_as_a_lost_node(monkeypatch: pytest.MonkeyPatch) -> None:
     cut = Cut(monkeypatch)
-    cut.made._steering.leavers, cut.made._ledger.all_filled = ["l"], False
+    cut.made._steering.leavers, cut.made._generation.all_filled = ["l"], False
     cut.found = replace(cut.found, workers={"l": "n2"})
     fault = Fault(FaultKind.PEER, "gloo: no route to host")
     cut.stage.crew.reports = {w: report(w, Phase.PARKED, fault=fault) for w in "abl"}
@@ -494,7 +494,7 @@ class Steered:
         steering._crew, steering.leavers, steering.asked, steering.hire_failures, steering.failed_hires = crew, [], None, [], 0
         steering.refusals, steering.untried, steering._let_in, steering.nodes = [], frozenset(), frozenset(), Nodes()
         steering.fleeting = []
-        steering._ledger = SimpleNamespace(event=lambda kind, **about: self.events.append((kind, about)))
+        steering._log = SimpleNamespace(record=lambda kind, **about: self.events.append((kind, about)))
         steering._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic), watches_room=False)
         steering.growth = SimpleNamespace(hired=lambda: None, ended=lambda complete: None, misplaced=list)
         steering.let_go = self._let_go

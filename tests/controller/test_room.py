@@ -151,12 +151,13 @@ class Grower:
         config: Any = SimpleNamespace(elastic=elastic, train=SimpleNamespace(steps=10**6), watches_room=True)
         self.wished = 0
         crew: Any = SimpleNamespace(wish=lambda count, avoid: setattr(self, "wished", count), places=SimpleNamespace(wishes=[]))
-        ledger: Any = SimpleNamespace(event=lambda kind, **about: self.told.append(kind), step=5, step_seconds=0.1, known={})
+        stats = SimpleNamespace(step=5, steps=SimpleNamespace(last_seconds=0.1), workers={})
+        log: Any = SimpleNamespace(record=lambda kind, **about: self.told.append(kind), stats=stats)
         desk: Any = SimpleNamespace(ceiling=4, target=target)
         desk.want = lambda workers, reason: setattr(desk, "target", workers)
         nodes: Any = SimpleNamespace(free=None)
-        self.desk, self.nodes, self.ledger = desk, nodes, ledger
-        self.growth = Growth(config, crew, ledger, desk, nodes, json.loads(past), self._note)
+        self.desk, self.nodes, self.log = desk, nodes, log
+        self.growth = Growth(config, crew, log, desk, nodes, json.loads(past), self._note)
 
     def _note(self) -> None:
         self.notes.append(json.dumps(self.growth.note))
@@ -207,7 +208,7 @@ def test_a_place_is_wished_for_only_while_the_run_would_grow_into_it_soon(monkey
     assert run.wished == 0, "the next growth is eight minutes away"
     run.pass_(480.0 - WISH_AHEAD_S, 2)
     assert run.wished == 1, "by the time a node is there it may be used"
-    run.ledger.known = {"w": SimpleNamespace(warm_seconds=20.0)}
-    run.ledger.step = 10**6 - 50
+    run.log.stats.workers = {"w": SimpleNamespace(warm_seconds=20.0)}
+    run.log.stats.step = 10**6 - 50
     run.pass_(1.0, 2)
     assert run.wished == 0, "the run ends before a worker would be warm"

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.controller.recorded import Recorded
 from tests.controller.runs import tiny
 from vescale_ray.controller.exposition import families
-from vescale_ray.controller.ledger import Ledger
 from vescale_ray.controller.policy import next_members, staffing
 from vescale_ray.controller.protocol import Source, World
 from vescale_ray.controller.straggler import PAUSE_S, Stragglers
-from vescale_ray.runfolder import RunFolder
 from vescale_ray.workers.messages import Origin, Stepped, StepRecord, Ticket, WorkerInfo
 from vescale_ray.workers.pace import View, even
 
@@ -24,7 +23,7 @@ START_S = 30.0
 
 
 class Table:
-    """A ledger, the stragglers of a run, and a clock of its own."""
+    """A recorded run, its stragglers, and a clock of its own."""
 
     def __init__(
         self, folder: Path, mode: str = "report", capacity: int | None = None, life: int = 1, past: str = "{}", now: float = 1000.0
@@ -33,9 +32,10 @@ class Table:
         self.now = now
         self.notes = [past]
         """As they would be written down."""
-        self.ledger = Ledger(RunFolder(config.run_folder).create(), config, "r1", 1, life)
-        self.ledger.started()
-        self.slow = Stragglers(config, self.ledger, capacity, START_S, json.loads(past), self._note, clock=lambda: self.now)
+        self.run = Recorded(config, epoch=life)
+        if life == 1:
+            self.run.started()
+        self.slow = Stragglers(config, self.run.log, capacity, START_S, json.loads(past), self._note, clock=lambda: self.now)
         self.world = World(Ticket(0, 1), (), Source(Origin.FRESH, 0))
 
     def _note(self) -> None:
@@ -44,45 +44,50 @@ class Table:
     def restarted(self, folder: Path, later_s: float = 0.0) -> Table:
         """What a controller makes of it that begins so much later, on a machine whose clock shows something else."""
         again = Table(folder, "replace", life=2, past=self.notes[-1], now=3.0 + later_s)
-        again.ledger.restore(self.world)
-        again.world = self.world
+        again.adopt(self.world)
         return again
 
+    def adopt(self, world: World) -> None:
+        """What the controller before has recorded."""
+        self.run.log.replay()
+        self.run.generation.adopt(world)
+        self.world = world
+
     def open(self, *members: str) -> None:
-        self.world = World(Ticket(self.world.ticket.generation + 1, 1), members, Source(Origin.FRESH, self.ledger.step))
-        self.ledger.opened(self.world)
+        self.world = World(Ticket(self.world.ticket.generation + 1, 1), members, Source(Origin.FRESH, self.run.stats.step))
+        self.run.open(self.world)
 
     def step(self, factors: Sequence[float] = (), since: Sequence[int] = (), shares: Sequence[int] = ()) -> None:
         size, generation = self.world.size, self.world.ticket.generation
         view = View(tuple(factors), tuple(since) or (-1,) * size, tuple(shares) or even(6, size))
-        index = self.ledger.step
+        index = self.run.stats.step
         seconds = tuple(0.1 * factor for factor in factors) or (0.1,) * size
         record = StepRecord(index, 2.0, 192, (1,), 1.0, 1e-3, 0.5, 0, size, generation, (0.5,) * size, (1,) * size, seconds, view)
-        assert self.ledger.stepped(Stepped(self.world.ticket, record, 10.0 + index))
-        self.slow.stepped(record)
+        assert self.run.stepped(Stepped(self.world.ticket, record, 10.0 + index))
+        self.slow.stepped(record, self.world.members)
 
     def told(self) -> list[tuple[object, ...]]:
         kept = ("worker", "rank", "factor", "since_step", "reason", "slots")
-        events = [e for e in self.ledger.folder.read_events() if e["event"].startswith(("straggler", "slots"))]
+        events = [e for e in self.run.folder.read_events() if e["event"].startswith(("straggler", "slots"))]
         return [(e["event"], *(e[key] for key in kept if key in e)) for e in events]
 
 
 def test_a_straggler_is_told_of_once_when_it_begins_and_once_when_it_is_over(tmp_path: Path) -> None:
     table = Table(tmp_path)
-    table.ledger.known["b"] = WorkerInfo("b", 7, 8, "node-1", "h", "cpu", 1.0)
+    table.run.generation.worker_started(WorkerInfo("b", 7, 8, "node-1", "h", "cpu", 1.0))
     table.open("a", "b", "c")
     table.step()
-    assert table.told() == [] and table.ledger.stragglers == {}
+    assert table.told() == [] and table.run.stats.stragglers == {}
     for factor in (2.0, 2.2, 2.1):
         table.step((1.0, factor, 1.0), (-1, 0, -1))
     assert table.told() == [("straggler", "b", 1, 2.0, 1)]
-    assert table.ledger.stragglers["b"] == {"rank": 1, "factor": 2.1, "since_step": 1, "node": "node-1"}
+    assert table.run.snapshot.stragglers["b"] == {"rank": 1, "factor": 2.1, "since_step": 1, "node": "node-1"}
     table.open("c", "b")  # before the next generation knows anything, it is still the one that is slow
     table.step()
-    assert set(table.ledger.stragglers) == {"b"} and len(table.told()) == 1
+    assert set(table.run.stats.stragglers) == {"b"} and len(table.told()) == 1
     table.step((1.0, 1.1), (-1, -1))
     assert table.told()[1:] == [("straggler_over", "b", 1, "it takes 1.10 times as long as the others")]
-    assert table.ledger.stragglers == {}
+    assert table.run.stats.stragglers == {}
 
 
 def test_a_straggler_that_leaves_is_over_and_a_restarted_controller_tells_nothing_twice(tmp_path: Path) -> None:
@@ -90,9 +95,8 @@ def test_a_straggler_that_leaves_is_over_and_a_restarted_controller_tells_nothin
     table.open("a", "b")
     table.step((1.0, 3.0), (-1, 0))
     again = Table(tmp_path, life=2)
-    again.ledger.restore(table.world)
-    again.world = table.world
-    assert set(again.ledger.stragglers) == {"b"}
+    again.adopt(table.world)
+    assert set(again.run.stats.stragglers) == {"b"}
     again.step((1.0, 3.0), (-1, 0))
     again.open("a", "c")
     again.step()
@@ -116,8 +120,7 @@ def test_a_restarted_controller_tells_no_spread_of_the_slots_twice(tmp_path: Pat
     table.open("a", "b", "c")
     table.step((3.0, 1.0, 1.0), (0, -1, -1), (1, 3, 2))
     again = Table(tmp_path, "relieve", life=2)
-    again.ledger.restore(table.world)
-    again.world = table.world
+    again.adopt(table.world)
     for shares in ((1, 3, 2), (1, 2, 3)):
         again.step((3.0, 1.0, 1.0), (0, -1, -1), shares)
     told = [one for one in again.told() if one[0] == "slots_spread"]
@@ -126,8 +129,7 @@ def test_a_restarted_controller_tells_no_spread_of_the_slots_twice(tmp_path: Pat
 
 def test_the_figures_are_those_of_the_generation_and_nothing_of_an_older_one_stays(tmp_path: Path) -> None:
     def of(name: str) -> dict[str, float]:
-        table.ledger.publish({})
-        found = [sample for one in families(table.ledger.snapshot) if one.name == name for sample in one.samples]
+        found = [sample for one in families(table.run.snapshot) if one.name == name for sample in one.samples]
         return {sample.labels.get("rank", ""): sample.value for sample in found}
 
     table = Table(tmp_path)
@@ -160,7 +162,7 @@ def test_a_replacement_is_hired_first_and_the_slowest_leaves_when_it_is_warm(tmp
     table.step()
     assert table.told()[-1][-1] == "it was replaced" and table.slow.unwanted(table.world.members, 3, 3, 0) == frozenset()
     # The other one has its turn, but not at once.
-    assert set(table.ledger.stragglers) == {"a"}
+    assert set(table.run.stats.stragglers) == {"a"}
     table.now += PAUSE_S + 1
     assert table.slow.unwanted(table.world.members, 3, 3, 0) == {"a"}
 
@@ -267,7 +269,7 @@ def test_a_restarted_controller_knows_in_whose_place_a_worker_was_awaited_and_si
     monkeypatch.undo()
 
     # It had told that the change is over, and died before it had noted it: the next in turn does not wait for a worker that has left.
-    table.ledger.straggler_over("c", "it was replaced")
+    table.slow._over("c", "it was replaced")
     third = table.restarted(tmp_path)
     assert third.slow.unwanted(("a", "b", "d"), 3, 3, 0) == frozenset() and third.slow.leaving(("a", "b", "d"), ("e",), 3) == frozenset()
     third.now += PAUSE_S + 1

@@ -15,8 +15,8 @@ import yaml
 from vescale_ray import cli
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.exposition import DEVICE_MEMORY, families
-from vescale_ray.controller.figures import RunSnapshot
 from vescale_ray.controller.protocol import RunState
+from vescale_ray.controller.snapshot import Snapshot
 from vescale_ray.errors import BadInput
 from vescale_ray.k8s import Options, documents, monitors
 from vescale_ray.k8s.options import RUNBOOKS as PLACE
@@ -96,8 +96,8 @@ def known() -> set[str]:
     return names
 
 
-def full_snapshot() -> RunSnapshot:
-    return RunSnapshot(
+def full_snapshot() -> Snapshot:
+    return Snapshot(
         run="r",
         state="RUNNING",
         loss=1.0,

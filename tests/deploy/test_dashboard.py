@@ -16,7 +16,7 @@ import yaml
 from tests.deploy.test_alerts import RULES, full_snapshot, known
 from vescale_ray import dash
 from vescale_ray.controller.exposition import families
-from vescale_ray.controller.figures import STATES
+from vescale_ray.controller.snapshot import STATES
 from vescale_ray.deploy import dashboard as made
 from vescale_ray.deploy import draw
 from vescale_ray.deploy.panel import STATES as SHOWN

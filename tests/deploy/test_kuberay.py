@@ -25,7 +25,7 @@ from tests.deploy.mistakes import MISTAKES, Mistake
 from tests.deploy.operators_mistakes import OPERATORS_MISTAKES
 from vescale_ray.config import RunConfig, load_config
 from vescale_ray.controller.exposition import families
-from vescale_ray.controller.figures import RunSnapshot
+from vescale_ray.controller.snapshot import Snapshot
 from vescale_ray.k8s import ManifestError, Options, documents, pods, render
 from vescale_ray.k8s.defaults import FILES, example, rendered
 from vescale_ray.k8s.emit import Why, plain, to_yaml
@@ -208,7 +208,7 @@ def test_the_run_in_the_manifest_is_the_example(loaded: dict[str, Documents], tm
 def test_the_pod_that_a_rank_is_in_is_not_taken_for_the_one_that_is_scraped(loaded: dict[str, Documents]) -> None:
     """The operator gives each series the labels of its target; where a run's series has one of them itself, that counts."""
     who = {"worker": "w0", "node": "n", "pod": "p", "device": "cuda:0"}
-    ours = {key for family in families(RunSnapshot("r", "RUNNING", workers={0: who})) for sample in family.samples for key in sample.labels}
+    ours = {key for family in families(Snapshot("r", "RUNNING", workers={0: who})) for sample in family.samples for key in sample.labels}
     assert ours & {"namespace", "pod", "container", "endpoint", "instance", "job"} == {"pod"}
     for document in loaded["monitor.yaml"]:
         for endpoint in document["spec"].get("podMetricsEndpoints", ()) if document["kind"] == "PodMonitor" else ():

@@ -1,7 +1,8 @@
-"""What the workers tell of themselves with each step, by rank: waiting, memory, utilisation. Only for those who watch.
+"""Statistics by rank, as the workers report them with each step: waiting, memory, utilisation.
 
-Counters are kept by rank for the life of the controller, so that a rank that leaves and comes back goes on where it was. They are told of
-the ranks of the current generation, everything else of those that have been heard in it.
+They are observations of one life of the controller, for monitoring alone, and no event holds them. Counters are kept by rank, so that a
+rank that leaves and comes back goes on where it was. They are shown for the ranks of the current generation; other values for the ranks
+that were heard in it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 from vescale_ray.workers.messages import Usage
 
 
-class Tally:
-    """Used from the conductor's thread; what it gives out is not changed afterwards."""
+class WorkerStats:
+    """Used from the controller's thread; the returned values never change afterwards."""
 
     def __init__(self) -> None:
         self._members: dict[str, int] = {}
@@ -27,7 +28,7 @@ class Tally:
         self._due = 0.0
 
     def opened(self, members: tuple[str, ...]) -> None:
-        """A generation with these workers, in rank order, begins: what was told of memory is of another layout."""
+        """A generation with these workers, in rank order, begins. Memory that was reported before is of another layout."""
         self._members = {worker: rank for rank, worker in enumerate(members)}
         self._usage, self._seconds, self._heard = {}, {}, {}
         self._due = 0.0
@@ -38,13 +39,13 @@ class Tally:
             self._heard[rank] = now
 
     def moved(self, worker: str, seconds: float) -> None:
-        """Its part in the move of shards to a new generation took so long."""
+        """A worker's part in the move of shards to a new generation took ``seconds``."""
         rank = self._members.get(worker)
         if rank is not None:
             self._waited["reshard"][rank] += seconds
 
     def stepped(self, worker: str, seconds: float, usage: Usage) -> None:
-        """It has done a step of the current generation in ``seconds``."""
+        """A worker has done a step of the current generation in ``seconds``."""
         rank = self._members.get(worker)
         if rank is None:
             return
@@ -53,7 +54,7 @@ class Tally:
             self._waited[op][rank] += waited
 
     def utilisation(self, tokens_per_second: float | None) -> float | None:
-        """The part of what all devices could do that the model's operations were; None where it isn't known of every rank."""
+        """Share of the devices' peak operations that the model used; None if it is not known of every rank."""
         told = [self._usage.get(rank) for rank in range(len(self._members))]
         peaks = [usage.peak_flops for usage in told if usage is not None and usage.peak_flops]
         if not tokens_per_second or not told or len(peaks) < len(told):
@@ -62,7 +63,7 @@ class Tally:
         return tokens_per_second * flops / sum(peaks) if flops else None
 
     def mean_waited(self) -> dict[str, float]:
-        """Seconds that a rank has waited in the newest step that it has told of, by what for: the mean over the ranks."""
+        """Mean over the ranks of the seconds waited in the newest reported step, by what for."""
         found: defaultdict[str, float] = defaultdict(float)
         for usage in self._usage.values():
             for op, waited in usage.waited.items():
@@ -70,8 +71,8 @@ class Tally:
         return {op: round(seconds, 6) for op, seconds in found.items()}
 
     def mean_seconds(self) -> float | None:
-        """Seconds of the steps that :meth:`mean_waited` is of: the rank that tells first of a step is beside others that have told of the
-        one before. None where nobody has told."""
+        """Mean seconds of the steps that :meth:`mean_waited` covers: the rank that reports a step first stands beside others that have
+        reported the one before. None if nobody has reported."""
         return round(sum(self._seconds.values()) / len(self._seconds), 6) if self._seconds else None
 
     def largest_memory(self) -> dict[str, int]:
@@ -83,7 +84,7 @@ class Tally:
         return found
 
     def figures(self) -> dict[str, Any]:
-        """In the words of the snapshot. Made anew so seldom that it takes a fiftieth of the time at most: 5 ms at 1,024 ranks."""
+        """Fields of the snapshot. They take 5 ms at 1,024 ranks, so they are made anew for at most a fiftieth of the time."""
         began = time.monotonic()
         if began >= self._due:
             self._figures = self._made()

@@ -1,4 +1,4 @@
-"""What is known of a run at one moment: the value that the metrics, the status and ``vescale-ray top`` are made from."""
+"""The snapshot of a run: the immutable value that the metrics, the status and ``vescale-ray top`` are made from."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _BOUNDS = (*(str(bound) for bound in SECONDS_BUCKETS), "+Inf")
 DIRECTIONS = ("grow", "shrink", "replace")
 REASONS = ("failure", "manual", "replacement", "drain", "straggler", "growth")
-"""What a rescale is for (``shifts.Shift``)."""
+"""Reasons of a rescale (``rescales.Rescale``)."""
 RESCALE_PHASES = ("detect", "fence", "plan", "form", "build", "sync")
 STEP_PHASES = ("data", "forward_backward", "comm", "optimizer", "other", "checkpoint")
 LOST = ("killed", "died")
 """How workers are lost."""
 STAGES = ("snapshot", "upload", "commit")
 """Of a checkpoint that is written: training waits for the copy, the workers write, the controller commits."""
+
+DRIVER_ONLY = frozenset({"control_url", "warnings", "processes", "record"})
+"""Fields of the snapshot that ``/status`` leaves out."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class RunSnapshot:
+class Snapshot:
     """The run at one moment; None or empty: not known (yet), and then not exported either.
 
     Attributes:
@@ -94,6 +97,8 @@ class RunSnapshot:
         checkpoint_loads: of reading a checkpoint at the beginning of a generation; ``checkpoints_pending``: under way.
         checkpoint_stall: seconds that training waited for the copy of the newest checkpoint.
         checkpoint_interval: seconds between checkpoints, with ``checkpoint.every: auto``; ``_text``: what it came from.
+        control_url: address of the HTTP server; ``warnings``: of the run, each once; ``processes``: (process id, start time, node) of
+            every worker that was ever warm; ``record``: content of run.json. These are for the driver; ``/status`` leaves them out.
     """
 
     run: str
@@ -161,10 +166,15 @@ class RunSnapshot:
     checkpoint_interval_text: str | None = None
     error: str | None = None
     info: Mapping[str, str] = field(default_factory=dict)
+    control_url: str | None = None
+    warnings: tuple[str, ...] = ()
+    processes: tuple[tuple[int, int, str], ...] = ()
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The snapshot as plain JSON values; pairs become ``direction/reason``, figures that are not finite become null."""
-        tree = {one.name: getattr(self, one.name) for one in fields(self)}  # asdict would copy every dictionary
+        # asdict would copy every dictionary
+        tree = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in DRIVER_ONLY}
         tree["rescales"] = {f"{direction}/{reason}": count for (direction, reason), count in self.rescales.items()}
         for name in ("step_seconds", "rescale_seconds", "checkpoint_loads"):
             tree[name] = getattr(self, name).to_json()

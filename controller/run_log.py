@@ -1,0 +1,121 @@
+"""The recorder of a run: stamps what happens, applies it to the statistics, and has it written to the run's folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from heapq import merge
+from typing import Any
+
+from vescale_ray.controller.checkpoint_stats import CheckpointStats
+from vescale_ray.controller.goodput import Goodput
+from vescale_ray.controller.journal import Journal
+from vescale_ray.controller.protocol import Source
+from vescale_ray.controller.run_stats import Line, RunStats
+from vescale_ray.controller.snapshot import plain
+from vescale_ray.controller.step_stats import EACH, LEAST, SO_FAR, StepStats
+from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.messages import Origin, StepRecord
+
+
+class RunLog:
+    """Used from the controller's thread. Each line carries a sequence number (``seq``), by which a replay brings the two files in order.
+
+    Args:
+        run_id: this start of the run; earlier starts have lines in the same files.
+        last_step: steps of the whole run.
+        source: what this start begins from.
+        steps_before: steps that an earlier start had completed.
+
+    Attributes:
+        stats: statistics of all lines; :meth:`replay` puts others in their place.
+    """
+
+    def __init__(self, folder: RunFolder, run_id: str, last_step: int, source: Source, steps_before: int = 0) -> None:
+        self.folder, self.run_id = folder, run_id
+        self._last_step, self._source, self._before, self._now = last_step, source, steps_before, time.time()
+        self.stats = self._fresh()
+        self._journal = Journal(folder, self._applied)
+        self._sampled: tuple[int, int] | None = None
+        """Generation and index of the newest step whose samples were written."""
+        self._told_until = 0.0
+
+    def _fresh(self) -> RunStats:
+        begins = self._source if self._source.origin is Origin.CHECKPOINT else None
+        checkpoints = CheckpointStats(begins.step, begins.path) if begins is not None else CheckpointStats()
+        return RunStats(self._last_step, self._now, Goodput.beginning(self._now), StepStats(self._before), checkpoints)
+
+    def record(self, name: str, **about: Any) -> None:
+        """Record an event, with the generation and step that it belongs to."""
+        self._journal.event(name, about)
+
+    def _applied(self, name: str, about: Mapping[str, Any]) -> Line:
+        stats = self.stats
+        stamp = {"time": time.time(), "event": name, "generation": stats.generation, "step": stats.step}
+        event: Line = plain({**stamp, **about, **self._follows()})
+        stats.apply(event)
+        return event
+
+    def _follows(self) -> dict[str, Any]:
+        """What makes the next line one of a sequence: its number, and the time that was published as lost since the line before."""
+        late = {"lost_until": self._told_until} if self._told_until > self.stats.goodput.until else {}
+        return {**late, "seq": self.stats.sequence + 1}
+
+    def record_step(self, line: Mapping[str, Any], record: StepRecord) -> None:
+        """Record the line of a completed step, and the samples that it has consumed."""
+        stats = self.stats
+        if self._sampled != (record.generation, record.index):
+            self._journal.samples(record.index, record.generation, record.ids)
+        made: dict[str, Any] = plain({**line, "run_id": self.run_id, **self._follows()})
+        stats.apply(made)
+        if stats.steps.executed % EACH == 0:
+            made[SO_FAR] = stats.totals()  # with this line, so that a replay which begins here comes to the same
+        self._journal.metrics(made)
+
+    def tell_goodput(self, now: float) -> Goodput:
+        """The accounts until ``now`` for others to read. No account falls afterwards: time that was told as lost stays lost."""
+        accounts = self.stats.goodput_at(max(now, self._told_until))
+        self._told_until = max(self._told_until, accounts.until)
+        return accounts
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What went wrong without ending the run, each once."""
+        return self._journal.warnings
+
+    def warn(self, text: str) -> None:
+        """Report a problem that does not stop the training: in the process log, in run.json, as an event."""
+        self._journal.warn(text)
+
+    def write_record(self, record: Mapping[str, Any]) -> None:
+        """Write run.json."""
+        self._journal.state(record)
+
+    def keep_hang(self, name: str, text: str) -> str | None:
+        """Keep the report of a hang; its path."""
+        return self._journal.report(self.folder.write_hang, name, text)
+
+    def keep_failure(self, text: str) -> str | None:
+        """Keep what is known of the failures that ended the run; its path."""
+        return self._journal.report(self.folder.write_failure, f"step-{self.stats.step}-{self.run_id}", text)
+
+    def flush(self, wait_s: float) -> None:
+        """Have the waiting lines written, if the disk answers within that time."""
+        self._journal.flush(wait_s)
+
+    def replay(self) -> None:
+        """Reduce the lines that earlier lives of the controller have written. Reads the metrics from the newest usable totals on.
+
+        Raises:
+            OSError: the folder can't be read. Nothing has changed, and it can be tried again.
+        """
+        stats, events = self._fresh(), self.folder.read_events()
+        starts = [i for i, e in enumerate(events) if e["event"] == "run_started" and e.get("run_id") == self.run_id]
+        offset = self.folder.marked_metrics(SO_FAR, LEAST)
+        steps = (line for line in self.folder.each_metrics(offset) if line.get("run_id") == self.run_id)
+        for line in merge(events[starts[-1] :] if starts else [], steps, key=lambda line: int(line.get("seq") or 0)):
+            stats.apply(line)
+        last = self.folder.last_samples()
+        # The metrics of that step may not have been written: the workers tell of it again.
+        self._sampled = (int(last["generation"]), int(last["step"])) if last else None
+        self.stats, self._told_until = stats, 0.0

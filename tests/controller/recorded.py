@@ -1,0 +1,86 @@
+"""A run as its controller records it, without workers: the log, the newest generation and the publisher, and the next life of all three."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.controller.runs import tiny
+from vescale_ray.config import RunConfig
+from vescale_ray.controller.budget import Budget, Limits
+from vescale_ray.controller.conductor import begin, enter, take_up
+from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration
+from vescale_ray.controller.generation_log import GenerationLog
+from vescale_ray.controller.protocol import RunState, Source, World
+from vescale_ray.controller.publisher import Observed, Publisher
+from vescale_ray.controller.run_log import RunLog
+from vescale_ray.controller.run_stats import RunStats
+from vescale_ray.controller.snapshot import Snapshot
+from vescale_ray.runfolder import RunFolder
+from vescale_ray.workers.messages import Origin, Stepped
+
+FRESH = Source(Origin.FRESH, 0)
+
+
+class Recorded:
+    """One life of a controller. Each step is told by the first member."""
+
+    def __init__(self, config: RunConfig, run_id: str = "r1", source: Source = FRESH, steps_before: int = 0, epoch: int = 1) -> None:
+        self.config, self.about = config, (run_id, source, steps_before, epoch)
+        self.folder = RunFolder(config.run_folder).create()
+        self.log = RunLog(self.folder, run_id, config.train.steps, source, steps_before)
+        self.generation = GenerationLog(self.log, config)
+        self.seen = Observed(config.elastic.workers, Budget(Limits.of(config.elastic)))
+        self.publisher = Publisher(self.log, config, 1, epoch, self.seen)
+
+    @property
+    def stats(self) -> RunStats:
+        return self.log.stats
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """Made now."""
+        self.generation.workers._due = 0.0
+        self.publisher.publish(Observed(self.seen.target, self.seen.budget, figures=self.generation.workers.figures(), newest=self.newest))
+        return self.publisher.snapshot
+
+    @property
+    def newest(self) -> Any:
+        return self.generation.newest
+
+    def state_of(self, world: World | None) -> DurableState:
+        run_id, _, steps_before, epoch = self.about
+        launched = None if world is None else LaunchedGeneration.of(world)
+        return DurableState(run_id, 99, launched, target=self.config.elastic.workers, steps_before=steps_before, epoch=epoch)
+
+    def started(self) -> Recorded:
+        begin(self.log, self.config, self.state_of(None), 1)
+        return self
+
+    def open(self, world: World, numbered_by: str = "layouts") -> None:
+        self.generation.open(world, {}, numbered_by)
+
+    def stepped(self, item: Stepped) -> bool:
+        world = self.generation.world
+        return self.generation.stepped(world.members[0] if world else "?", item)
+
+    def enter(self, state: RunState) -> None:
+        enter(self.log, self.publisher, state)
+
+    def write_record(self) -> None:
+        self.publisher.write_record(now=True)
+
+    def restarted(self, world: World | None) -> Recorded:
+        """The next life of the controller, which adopts ``world``."""
+        run_id, source, steps_before, epoch = self.about
+        again = Recorded(self.config, run_id, source, steps_before, epoch + 1)
+        take_up(again.log, again.config, again.state_of(world), 1)
+        if world is not None:
+            again.generation.adopt(world)
+        return again
+
+
+def recorded(folder: Path, name: str = "books", **about: Any) -> Recorded:
+    return Recorded(tiny(folder, name), **about)
+
+
