@@ -178,40 +178,45 @@ def rank_main(rank: int, world: int, store: str, rounds: int, out: Any) -> None:
 
 def controller_work(found: list[dict[str, Any]], rounds: int) -> list[dict[str, float]]:
     """CPU seconds of the controller for the words of one step, and of a scrape."""
+    from vescale_ray.controller.budget import Budget, Limits
     from vescale_ray.controller.exposition import Exposition
-    from vescale_ray.controller.ledger import Ledger
+    from vescale_ray.controller.generation_log import GenerationLog
     from vescale_ray.controller.protocol import Source, World
+    from vescale_ray.controller.publisher import Observed, Publisher
+    from vescale_ray.controller.run_log import RunLog
     from vescale_ray.runfolder import RunFolder
     from vescale_ray.workers.messages import Origin, Stepped, Ticket, Usage, WorkerInfo
 
     names = tuple(f"w{rank}" for rank in range(len(found)))
     infos = {rank: (WorkerInfo(name, 1, 1, "node", "127.0.0.1", "cpu", 1.0), 1 << 28) for rank, name in enumerate(names)}
 
-    def books(folder: str, *, figures: bool) -> tuple[Callable[[], None], Ledger]:
+    def recorded(folder: str, *, figures: bool) -> tuple[Callable[[], None], Publisher]:
         config = config_of(len(found), folder)
-        ledger = Ledger(RunFolder(config.run_folder).create(), config, "id", 1, 1)
         world = World(Ticket(1, 1), names, Source(Origin.FRESH, 0))
-        ledger.opened(world)
+        log = RunLog(RunFolder(config.run_folder).create(), "id", config.train.steps, world.source)
+        generation, budget = GenerationLog(log, config), Budget(Limits.of(config.elastic))
+        publisher = Publisher(log, config, 1, 1, Observed(len(names), budget))
+        generation.open(world, {}, "layouts")
         record = replace(found[0]["record"], generation=1)
 
         def step() -> None:
-            index = ledger.step
+            index = log.stats.step
             for name, rank in zip(names, found, strict=True):
                 told = replace(record, index=index)
                 item = Stepped(world.ticket, told, time.time(), {"peer_copy": 0.001}, rank["usage"] if figures else Usage())
-                ledger.heard(name)
-                ledger.used(name, item)
-                ledger.stepped(item)
-            ledger.publish(infos)
+                generation.heard(name)
+                generation.stepped(name, item)
+            seen = Observed(len(names), budget, ranks=infos, figures=generation.workers.figures(), newest=generation.newest)
+            publisher.publish(seen)
 
-        return step, ledger
+        return step, publisher
 
     rows = []
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        (full, ledger), (bare, _) = books(one, figures=True), books(other, figures=False)
+        (full, publisher), (bare, _) = recorded(one, figures=True), recorded(other, figures=False)
         for _ in range(rounds):
             row = {"full": cpu_of(full), "bare": cpu_of(bare)}
-            row["scrape"] = cpu_of(lambda: Exposition()(ledger.snapshot, ""), 20)  # nothing is kept from the one before
+            row["scrape"] = cpu_of(lambda: Exposition()(publisher.snapshot, ""), 20)  # nothing is kept from the one before
             rows.append(row)
     return rows
 

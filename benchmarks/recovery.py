@@ -6,7 +6,7 @@ One run of a Llama with 200 MB of model state (parameters and AdamW's two moment
 this process, by the means that anyone has (signals, the run's HTTP commands). Times are told by the run's own lines, whose clock is
 this machine's:
 
-    kill      SIGKILL of a random worker -> the first step of the smaller world begins       (.pause: the ledger's own figure)
+    kill      SIGKILL of a random worker -> the first step of the smaller world begins       (.pause: the run's own figure)
     grow      its replacement, warm by then, joins: from the end of the last step to the begin of the next
     shrink    `rescale N-1`, all old workers alive
     hang      SIGSTOP of a random worker -> it is ended (.of_goal: in parts of the larger of 2 s and three of the last steps)
@@ -17,7 +17,7 @@ this machine's:
               must be elsewhere), Ray's health checks tuned (HEALTH): SIGKILL of one raylet and all that is on it -> the first step of the
               smaller world begins; then a new node comes
     drain     in the same run: a notice that a node goes in 20 s (`drain_node`, as of a pre-emption) -> its workers have left, and the first
-              step of the smaller world begins (.left; .pause is the ledger's own figure, .gone until their processes are gone)
+              step of the smaller world begins (.left; .pause is the run's own figure, .gone until their processes are gone)
     raytrain  the same model, same ranks, torch's FSDP2 in `ray.train.torch.TorchTrainer`, elastic, sharded checkpoints every 20 steps:
               SIGKILL of a worker -> the first step of the next worker group begins (`ray[train]` is among what `make` installs)
 
@@ -163,7 +163,7 @@ class Saboteur:
         first = self.until(lambda: [x for x in self.lines() if x["generation"] >= event["generation"] and x["time"] > began], "a step")[0]
         if name == "hang":
             self.note("hang.ended", self.events("worker_lost", began)[0]["time"] - began)
-        # The ledger's pause ends when the last rank has begun the step, and counts from the end of the one before.
+        # The recorded pause ends when the last rank has begun the step, and counts from the end of the one before.
         before = [line["time"] for line in self.lines() if line["step"] == first["step"] - 1 and line["generation"] < first["generation"]]
         if not before:
             raise RuntimeError(f"after a {name} the run began anew from step {first['step'] - 1}: nobody held what was lost")

@@ -17,16 +17,19 @@ Processes, and who owns whom (nothing is detached, so Ray takes everything along
 | ``steering`` | who is hired and let go while a generation runs, and when it is asked to stop |
 | ``desk`` | what is wanted: commands and scheduled actions |
 | ``crew`` | the workers as the controller sees them: polls, orders, deaths |
-| ``ledger``, ``memo`` | what the run has done, and the files that say so; what a restart needs |
-| ``scribe`` | writes them where the disk may not answer |
-| ``tally`` | what the workers tell of themselves with each step, by rank |
+| ``durable_state`` | what a restarted controller needs besides the events; ``StateStore`` writes it |
+| ``run_stats`` | statistics of the run, reduced from its events: of ``step_stats``, ``rescales``, ``checkpoint_stats``, ``goodput`` |
+| ``run_log``, ``generation_log`` | record events: stamp, apply, write; what the members of a generation report becomes events |
+| ``journal``, ``scribe`` | write the lines and files where the disk may not answer |
+| ``worker_stats`` | statistics by rank, as the workers report them with each step |
 | ``saves``, ``keeper`` | checkpoints under way; which state to go on from, and keeping what parked workers hold |
 | ``room``, ``growth`` | free places over time; what the run does with them: spares, more workers, wishes for Ray's autoscaler |
 | ``nodes`` | which nodes drain, and what is free on the others |
 | ``budget``, ``evidence`` | what a run may go through, by cause; what one that is given up leaves for whoever has to find out why |
 | ``policy`` | what to do next: pure functions of values |
 | ``protocol`` | states, transitions, values |
-| ``figures``, ``exposition``, ``metrics`` | the snapshot of a run; the same as Prometheus' text; the HTTP server |
+| ``publisher``, ``snapshot`` | make the immutable snapshot of a run, which is all that other threads read; and run.json |
+| ``exposition``, ``metrics`` | the snapshot as Prometheus' text; the HTTP server |
 
 Uses ``vescale_ray.workers``' interface and ``vescale_ray.checkpoint``. Ray is imported by the modules that touch processes alone:
 ``driver``, ``local_ray``, ``nursery``, ``crew``, ``controller``.

@@ -164,7 +164,7 @@ def test_who_answers_nothing_is_ended_only_when_its_machine_was_asked_whether_it
             watch.stepped(TICKET, step, 0.1)
     monkeypatch.setattr(subject.time, "monotonic", lambda: crew.now)
 
-    def end(crew: Any, ledger: Any, world: Any, hung: Any) -> None:
+    def end(crew: Any, log: Any, world: Any, hung: Any) -> None:
         ended.append((crew.now, dict(hung)))
         for worker in WORLD.members:
             crew.reports[worker] = report(worker, Phase.PARKED, fault=PEER)
@@ -213,7 +213,7 @@ def test_a_last_checkpoint_that_a_storage_never_takes_is_waited_for_as_long_by_a
     conductor._laggards = Laggards(ElasticSection(workers=2), bounds, crew, conductor._log, conductor._keeper)  # type: ignore[arg-type]
     conductor._steering.steer, conductor._evidence.hung = steered.append, lambda report: None
 
-    def end(crew: Any, ledger: Any, world: Any, hung: Any) -> None:
+    def end(crew: Any, log: Any, world: Any, hung: Any) -> None:
         ended.append((crew.now - 50.0, dict(hung)))
         for worker in hung:
             stage.lose(worker, Cause.HANG)
@@ -284,7 +284,7 @@ def test_a_worker_that_hangs_is_ended_once_and_told_of_once_however_long_it_take
     stage.conductor._evidence.hung = lambda report: None
     reports = []
 
-    def end(crew: Any, ledger: Any, world: Any, hung: Any) -> None:
+    def end(crew: Any, log: Any, world: Any, hung: Any) -> None:
         reports.append(dict(hung))
         crew.ended |= dict.fromkeys(hung, crew.now)
 

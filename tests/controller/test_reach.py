@@ -342,7 +342,7 @@ class Cut:
         self.made._told_broken = None
         self.made._log.record = lambda kind, **about: self.events.append(kind)
         self.made._hangs = SimpleNamespace(stalled=lambda members, now: True)
-        monkeypatch.setattr(subject, "end_hung", lambda crew, ledger, world, why, about: self.ended.append((why, about)))
+        monkeypatch.setattr(subject, "end_hung", lambda crew, log, world, why, about: self.ended.append((why, about)))
 
     def _move(self) -> None:
         self.moved.append(True)
@@ -427,7 +427,7 @@ def test_a_leaver_that_alone_is_cut_off_where_a_collective_fails_counts_as_a_los
     fault = Fault(FaultKind.PEER, "gloo: no route to host")
     cut.stage.crew.reports = {w: report(w, Phase.PARKED, fault=fault) for w in "abl"}
 
-    def end(crew: Any, ledger: Any, world: Any, why: Any, about: Any) -> None:
+    def end(crew: Any, log: Any, world: Any, why: Any, about: Any) -> None:
         cut.stage.crew.ended.update(dict.fromkeys(why, 1.0))
 
     monkeypatch.setattr(subject, "end_hung", end)
