@@ -204,7 +204,7 @@ def controller_work(found: list[dict[str, Any]], rounds: int) -> list[dict[str, 
             for name, rank in zip(names, found, strict=True):
                 told = replace(record, index=index)
                 item = Stepped(world.ticket, told, time.time(), {"peer_copy": 0.001}, rank["usage"] if figures else Usage())
-                generation.heard(name)
+                generation.workers.heard(name, time.time())
                 generation.stepped(name, item)
             seen = Observed(len(names), budget, ranks=infos, figures=generation.workers.figures(), newest=generation.newest)
             publisher.publish(seen)

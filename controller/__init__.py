@@ -20,6 +20,7 @@ Processes, and who owns whom (nothing is detached, so Ray takes everything along
 | ``durable_state`` | what a restarted controller needs besides the events; ``StateStore`` writes it |
 | ``run_stats`` | statistics of the run, reduced from its events: of ``step_stats``, ``rescales``, ``checkpoint_stats``, ``goodput`` |
 | ``run_log``, ``generation_log`` | record events: stamp, apply, write; what the members of a generation report becomes events |
+| ``run_lifecycle`` | what is recorded as a run or a life of its controller begins and ends |
 | ``journal``, ``scribe`` | write the lines and files where the disk may not answer |
 | ``worker_stats`` | statistics by rank, as the workers report them with each step |
 | ``saves``, ``keeper`` | checkpoints under way; which state to go on from, and keeping what parked workers hold |

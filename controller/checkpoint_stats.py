@@ -9,6 +9,8 @@ from typing import Any
 from vescale_ray.controller.saves import SaveResult
 from vescale_ray.controller.snapshot import STAGES, Histogram
 
+FIGURES = "step time path bytes read_bytes failures load_failures loads stall interval interval_text".split()
+"""Statistics of which the snapshot has a field, named ``checkpoint_`` and this."""
 REMEMBERED = 1024
 """Checkpoints of which the time of their step is kept: a run goes back to one of the newest."""
 
@@ -27,11 +29,11 @@ class CheckpointStats:
 
     Attributes:
         step, path: of the newest committed checkpoint; at first, of the checkpoint that the run began from.
-        time, seconds, stall_seconds: when the newest was committed, how long it took, how long training waited for it. None if this
+        time, seconds, stall: when the newest was committed, how long it took, how long training waited for it. None if this
             start of the run has committed none.
         failures, load_failures: attempts that were not committed; generations that could not read their checkpoint.
         loaded_by: newest generation that has read one.
-        interval: seconds chosen by ``checkpoint.every: auto``, and the reason as text.
+        interval, interval_text: seconds chosen by ``checkpoint.every: auto``; the same with the reason.
         bytes, read_bytes: bytes ever committed and read.
         ended: by step of the newest checkpoints, when that step was complete.
     """
@@ -40,21 +42,21 @@ class CheckpointStats:
     path: str | None = None
     time: float | None = None
     seconds: float | None = None
-    stall_seconds: float | None = None
+    stall: float | None = None
     failures: int = 0
     load_failures: int = 0
     loaded_by: int = 0
-    interval: tuple[float | None, str | None] = (None, None)
+    interval: float | None = None
+    interval_text: str | None = None
     bytes: int = 0
     read_bytes: int = 0
     ended: dict[int, float] = field(default_factory=dict)
     stages: dict[str, Histogram] = field(default_factory=lambda: dict.fromkeys(STAGES, Histogram()))
     loads: Histogram = Histogram()
 
-    def saved(self, event: Mapping[str, Any]) -> None:
-        """Count a ``checkpoint_saved`` event."""
+    def on_checkpoint_saved(self, event: Mapping[str, Any]) -> None:
         self.step, self.path, self.time = int(event["step"]), str(event["path"]), float(event["time"])
-        self.seconds, self.stall_seconds = float(event["seconds"]), float(event["stall_seconds"])
+        self.seconds, self.stall = float(event["seconds"]), float(event["stall_seconds"])
         self.bytes += int(event["bytes"])
         for stage, seconds in event["stages"].items():
             self.stages[stage] = self.stages[stage].observe(float(seconds))
@@ -63,26 +65,21 @@ class CheckpointStats:
             if len(self.ended) > REMEMBERED:
                 del self.ended[next(iter(self.ended))]
 
-    def loaded(self, event: Mapping[str, Any]) -> None:
-        """Count a ``checkpoint_loaded`` event."""
+    def on_checkpoint_loaded(self, event: Mapping[str, Any]) -> None:
         self.loads = self.loads.observe(float(event["seconds"]))
         self.read_bytes += int(event["bytes"])
         self.loaded_by = int(event["generation"])
 
+    def on_checkpoint_failed(self, event: Mapping[str, Any]) -> None:
+        self.failures += 1
+
+    def on_checkpoint_load_failed(self, event: Mapping[str, Any]) -> None:
+        self.load_failures += 1
+
+    def on_checkpoint_interval(self, event: Mapping[str, Any]) -> None:
+        self.interval, self.interval_text = float(event["seconds"]), str(event["text"])
+
     def figures(self) -> dict[str, Any]:
         """Fields of the snapshot."""
-        interval, text = self.interval
-        return {
-            "checkpoint_step": self.step,
-            "checkpoint_time": self.time,
-            "checkpoint_path": self.path,
-            "checkpoint_bytes": self.bytes,
-            "checkpoint_failures": self.failures,
-            "checkpoint_read_bytes": self.read_bytes,
-            "checkpoint_load_failures": self.load_failures,
-            "checkpoint_stages": dict(self.stages),
-            "checkpoint_loads": self.loads,
-            "checkpoint_stall": self.stall_seconds,
-            "checkpoint_interval": interval,
-            "checkpoint_interval_text": text,
-        }
+        found = {f"checkpoint_{name}": getattr(self, name) for name in FIGURES}
+        return {**found, "checkpoint_stages": dict(self.stages)}

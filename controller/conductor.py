@@ -19,9 +19,9 @@ from dataclasses import replace
 
 from vescale_ray.config import RunConfig
 from vescale_ray.controller import policy
-from vescale_ray.controller.budget import Budget, Cause, Limits
+from vescale_ray.controller.budget import Cause
 from vescale_ray.controller.cadence import Cadence
-from vescale_ray.controller.crew import POLL_WAIT_S, Crew, Heard, Lost, News, NurseryLost, Ready, Told
+from vescale_ray.controller.crew import POLL_WAIT_S, Crew, Heard, Lost, News, Ready, Told
 from vescale_ray.controller.desk import Desk
 from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration, StateStore
 from vescale_ray.controller.evidence import Evidence
@@ -32,7 +32,6 @@ from vescale_ray.controller.hang_report import end_hung
 from vescale_ray.controller.keeper import Keeper
 from vescale_ray.controller.laggards import Laggards
 from vescale_ray.controller.protocol import (
-    FINAL,
     Ending,
     Outcome,
     RunSpec,
@@ -43,6 +42,7 @@ from vescale_ray.controller.protocol import (
 )
 from vescale_ray.controller.publisher import Observed, Publisher
 from vescale_ray.controller.reach import TRY_S, CutOff
+from vescale_ray.controller.run_lifecycle import budget_of, enter
 from vescale_ray.controller.run_log import RunLog
 from vescale_ray.controller.saves import Saves
 from vescale_ray.controller.scribe import begun
@@ -839,7 +839,7 @@ class Conductor:
 
     def _hear(self, report: Report) -> None:
         generation = self._generation
-        generation.heard(report.worker)
+        generation.workers.heard(report.worker, time.time())
         for _, item in report.items:
             match item:
                 case Stepped():
@@ -877,48 +877,6 @@ def _has_state(report: Report) -> bool:
     return report.phase in (Phase.TRAINING, Phase.SAVING, Phase.FINISHED) or (report.phase is Phase.PARKED and report.fault is None)
 
 
-def enter(log: RunLog, publisher: Publisher, state: RunState) -> None:
-    """The run is in another state: recorded, and written to run.json at once."""
-    log.record("state", before=str(log.stats.state), state=str(state))
-    if state in FINAL:
-        log.record("goodput", **log.stats.goodput.to_json())
-    publisher.write_record(now=True)
-
-
-def budget_of(config: RunConfig, state: DurableState, step: int) -> Budget:
-    """What an earlier life of the controller has left of the run's budget; its own end is a failure, too.
-
-    ``step``: completed since; steps alone are no reason to write the state, so that it may not know of them.
-    """
-    used = {Cause(cause): count for cause, count in state.failures.items()}
-    streaks = (state.crashes, state.node_losses, state.controller_restarts)
-    budget = Budget(Limits.of(config.elastic), *streaks, used, state.highest_step).progressed(step)
-    return budget.failed([Cause.CONTROLLER], []) if state.epoch > 1 else budget
-
-
-def take_up(log: RunLog, config: RunConfig, state: DurableState, pid: int) -> Observed:
-    """Bring the statistics to where an earlier life of the controller has left them; what is to be shown of the run.
-
-    Raises:
-        OSError: the run's folder can't be read; it can be tried again.
-    """
-    log.replay()
-    begin(log, config, state, pid)
-    launched, stats = state.generation, log.stats
-    if launched is not None and launched.number != stats.generation:
-        # The controller was killed between its durable state and this event.
-        GenerationLog(log, config).open(launched.world(), {}, stats.numbered_by)
-    shown = RunState.PENDING if launched is None else RunState.RESCALING
-    log.record("controller_restarted", epoch=state.epoch, state=str(shown), trained=stats.has_stepped)
-    return Observed(state.target, budget_of(config, state, 0 if launched is None else stats.step))
-
-
-def begin(log: RunLog, config: RunConfig, state: DurableState, pid: int) -> None:
-    """Record that this start of the run has begun, if no life of the controller has done so."""
-    if not log.stats.begun:
-        log.record("run_started", run_id=log.run_id, workers=state.target, steps=config.train.steps, pid=pid)
-
-
 def worlds_ahead(size: int, target: int) -> tuple[int, ...]:
     """The world sizes that may come next, the likely ones first: what is wanted, then a few lost or joined."""
     return (size, target, *(size + step * sign for step in range(1, AHEAD + 1) for sign in (-1, 1)))
@@ -929,15 +887,3 @@ def import_heavy() -> None:
     here fails again where it is needed, and is told there."""
     for module in ("checkpoint", "workers.snapshot", "workers.trainer"):
         importlib.import_module(f"vescale_ray.{module}")
-
-
-def outcome_of(conduct: Callable[[], Outcome], log: RunLog, publisher: Publisher) -> Outcome:
-    """The outcome of ``conduct``; whatever it raises is a failed run with one line, and the traceback in the log."""
-    try:
-        return conduct()
-    except Exception as error:
-        _log.exception("the run failed")
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        log.record("run_failed", error=text)
-        enter(log, publisher, RunState.FAILED)
-        return Outcome("FAILED", log.stats.step, text, log.stats.checkpoints.path, orphaned=isinstance(error, NurseryLost))

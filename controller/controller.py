@@ -24,13 +24,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vescale_ray.config import RunConfig, parse_config
 from vescale_ray.controller.budget import Budget, Limits
-from vescale_ray.controller.conductor import Conductor, begin, outcome_of, take_up
+from vescale_ray.controller.conductor import Conductor
 from vescale_ray.controller.crew import Crew, NurseryLost
 from vescale_ray.controller.desk import ANSWER_S
 from vescale_ray.controller.durable_state import DurableState, StateStore, read_state
 from vescale_ray.controller.metrics import MetricsServer, PortInUse
 from vescale_ray.controller.protocol import NAMESPACE, Bounds, Outcome, RequestRefused, RunSpec
 from vescale_ray.controller.publisher import Observed, Publisher
+from vescale_ray.controller.run_lifecycle import begin, outcome_of, take_up
 from vescale_ray.controller.run_log import RunLog
 from vescale_ray.controller.saves import Saves, retention_of
 from vescale_ray.controller.scribe import Scribe, begun
@@ -195,7 +196,7 @@ class Controller:
                     self._known.set()
             for text in (*self._notices, self._told):
                 if text:
-                    log.warn(text)
+                    log.journal.warn(text)
             done = begun(lambda: _committed_attempt(spec.run_id, config.checkpoint_root)) if again else None
             saves = Saves(config.checkpoint_root, lambda: retention_of(config), self._meta, done, max(Bounds.save, spec.bounds.save))
             crew = Crew(nursery, spec.bounds.call, state.epoch)
@@ -206,8 +207,8 @@ class Controller:
         outcome = outcome_of(conduct, log, publisher)
         if saves is not None:
             saves.close()
-        log.flush(FLUSH_S)
-        publisher.publish()  # one more scrape sees how the run ended
+        log.journal.flush(FLUSH_S)
+        publisher.publish(replace(publisher.seen, ranks={}))  # one more scrape sees how the run ended
         self._outcome = outcome
 
     def _take(self, action: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Evidence:
         stacks = crew.stacks(living, STACKS_S)
         parts = [_describe(failure) for failure in reversed(self._failures)]
         parts += [f"==== now\n\n---- {worker}\n{stack}" for worker, stack in stacks.items()]
-        return log.keep_failure("\n\n".join(parts) + "\n")
+        return log.journal.report(log.folder.write_failure, f"step-{log.stats.step}-{log.run_id}", "\n\n".join(parts) + "\n")
 
 
 def _describe(failure: _Failure) -> str:

@@ -55,12 +55,6 @@ class GenerationLog:
         """Whether every member of the generation has its state."""
         return self.world is not None and all(worker in self._filled for worker in self.world.members)
 
-    # ------------------------------------------------------------------------------------------------------- what members tell
-
-    def heard(self, worker: str) -> None:
-        """A worker has answered."""
-        self.workers.heard(worker, time.time())
-
     def worker_started(self, info: WorkerInfo) -> None:
         """A worker is warm."""
         if info.worker not in self._log.stats.workers:
@@ -110,8 +104,6 @@ class GenerationLog:
         """A held-out loss, recorded once for each step."""
         if item.step not in self._log.stats.heldout and self.world is not None and item.ticket == self.world.ticket:
             self._log.record("evaluation", loss=item.loss, bpb=bits_per_byte(item.loss), samples=item.samples, step=item.step)
-
-    # ------------------------------------------------------------------------------------------------------------ rescales
 
     def begin_rescale(self, reason: str, before: int) -> None:
         """The first sign of a rescale. One under way that fails stays the same rescale: ``generation_failed`` makes that its reason."""

@@ -42,7 +42,7 @@ def end_hung(crew: Crew, log: RunLog, world: World, hung: Mapping[str, str], cut
         mark += f" (after {given[worker]:.1f} s more, since its machine was late)" if given.get(worker, 0.0) >= 0.05 else ""
         lines.append(f"rank {ranks.get(worker, '-')} {worker}: {where}{mark}")
     text = "\n".join(lines) + "\n\n" + "\n\n".join(f"---- {worker}\n{stack}" for worker, stack in stacks.items()) + "\n"
-    path = log.keep_hang(f"generation-{world.ticket.generation}-step-{log.stats.step}", text)
+    path = log.journal.report(log.folder.write_hang, f"generation-{world.ticket.generation}-step-{log.stats.step}", text)
     about = {"workers": dict(hung), "ranks": {w: ranks.get(w) for w in hung}, "where": at, "report": path}
     if cut is None:
         log.record("hang", **about, given_s=given)

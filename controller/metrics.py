@@ -24,8 +24,9 @@ from itertools import pairwise
 from typing import Any
 
 from vescale_ray.controller.exposition import Exposition
-from vescale_ray.controller.snapshot import Snapshot, plain
+from vescale_ray.controller.snapshot import Snapshot
 from vescale_ray.errors import BadInput
+from vescale_ray.runfolder import plain
 
 MAX_BODY = 65536
 KNOWN_S = 8.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from typing import Any
@@ -20,6 +20,11 @@ from vescale_ray.workers.messages import StepRecord, WorkerInfo
 
 RECORD_GAP_S = 1.0
 """Between two writings of run.json while nothing but the step changes."""
+NEWEST = {
+    **{name: name for name in ("loss", "bpb", "tokens_per_second", "grad_norm")},
+    "flops_utilization": "model_flops_utilization", "learning_rate": "lr", "last_step_time": "time",
+}
+"""Fields of the snapshot from the newest metric line, and their names there."""
 HEARD_S = 0.5
 """The controller hears of a worker's news within this time. A step that has begun since must not be told as lost."""
 
@@ -59,7 +64,7 @@ class Publisher:
     """
 
     def __init__(self, log: RunLog, config: RunConfig, driver_pid: int, epoch: int, seen: Observed, ray_session: str = "") -> None:
-        self._log, self._config, self._pid, self._seen = log, config, driver_pid, seen
+        self._log, self._config, self._pid, self.seen = log, config, driver_pid, seen
         self._url: str | None = None
         model = config.model.factory or config.model.kind
         self._info = {"run_id": log.run_id, "controller_epoch": str(epoch), "model": model, **versions()}
@@ -76,9 +81,9 @@ class Publisher:
         self.publish()
 
     def publish(self, seen: Observed | None = None) -> None:
-        """Make the next snapshot; without ``seen``, the run as it was last seen, its workers gone."""
-        self._seen = seen = seen or replace(self._seen, ranks={})
-        stats, config, last = self._log.stats, self._config, self._log.stats.steps.last
+        """Make the next snapshot; without ``seen``, with what was last seen."""
+        self.seen = seen = seen or self.seen
+        stats, config = self._log.stats, self._config
         goodput = self._log.tell_goodput(time.time() - HEARD_S)
         self.snapshot = Snapshot(
             run=config.run.name,
@@ -86,13 +91,6 @@ class Publisher:
             step=stats.step,
             steps=config.train.steps,
             tokens=stats.steps.executed * config.tokens_per_step,
-            loss=last.get("loss"),
-            bpb=last.get("bpb"),
-            tokens_per_second=last.get("tokens_per_second"),
-            flops_utilization=last.get("model_flops_utilization"),
-            grad_norm=last.get("grad_norm"),
-            learning_rate=last.get("lr"),
-            last_step_time=last.get("time"),
             draining=seen.draining,
             unprotected=seen.unprotected,
             world=len(stats.members),
@@ -121,7 +119,7 @@ class Publisher:
             error=stats.error,
             info=self._info,
             control_url=self._url,
-            warnings=self._log.warnings,
+            warnings=self._log.journal.warnings,
             processes=tuple((info.pid, info.born, info.node) for info in stats.workers.values()),
             record=self._record(goodput),
         )
@@ -142,7 +140,7 @@ class Publisher:
         """Write run.json, if it is time or ``now``. The driver writes the final one, when nothing is left of the run."""
         if now or time.monotonic() - self._written >= RECORD_GAP_S:
             self._written = time.monotonic()
-            self._log.write_record(self._record(self._log.tell_goodput(time.time() - HEARD_S)))
+            self._log.journal.state(self.snapshot.record)
 
     def _record(self, goodput: Goodput) -> dict[str, Any]:
         """The content of run.json."""
@@ -160,7 +158,7 @@ class Publisher:
             "finished": None,
             "goodput": goodput.to_json(),
             "error": stats.error,
-            "warning": "; ".join(self._log.warnings) or None,
+            "warning": "; ".join(self._log.journal.warnings) or None,
             "checkpoint": stats.checkpoints.path,
             "pid": self._pid,
         }

@@ -76,8 +76,7 @@ class RescaleStats:
     phases: dict[str, float] = field(default_factory=dict)
     replayed: int = 0
 
-    def count(self, event: Mapping[str, Any]) -> None:
-        """Count a ``rescaled`` event."""
+    def on_rescaled(self, event: Mapping[str, Any]) -> None:
         key = (str(event["direction"]), str(event["reason"]))
         self.counts[key] = self.counts.get(key, 0) + 1
         self.pauses = self.pauses.observe(float(event["pause_seconds"]))

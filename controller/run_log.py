@@ -12,9 +12,8 @@ from vescale_ray.controller.goodput import Goodput
 from vescale_ray.controller.journal import Journal
 from vescale_ray.controller.protocol import Source
 from vescale_ray.controller.run_stats import Line, RunStats
-from vescale_ray.controller.snapshot import plain
 from vescale_ray.controller.step_stats import EACH, LEAST, SO_FAR, StepStats
-from vescale_ray.runfolder import RunFolder
+from vescale_ray.runfolder import RunFolder, plain
 from vescale_ray.workers.messages import Origin, StepRecord
 
 
@@ -29,13 +28,14 @@ class RunLog:
 
     Attributes:
         stats: statistics of all lines; :meth:`replay` puts others in their place.
+        journal: writes the lines, run.json, and warnings.
     """
 
     def __init__(self, folder: RunFolder, run_id: str, last_step: int, source: Source, steps_before: int = 0) -> None:
         self.folder, self.run_id = folder, run_id
         self._last_step, self._source, self._before, self._now = last_step, source, steps_before, time.time()
         self.stats = self._fresh()
-        self._journal = Journal(folder, self._applied)
+        self.journal = Journal(folder, self._applied)
         self._sampled: tuple[int, int] | None = None
         """Generation and index of the newest step whose samples were written."""
         self._told_until = 0.0
@@ -47,7 +47,7 @@ class RunLog:
 
     def record(self, name: str, **about: Any) -> None:
         """Record an event, with the generation and step that it belongs to."""
-        self._journal.event(name, about)
+        self.journal.event(name, about)
 
     def _applied(self, name: str, about: Mapping[str, Any]) -> Line:
         stats = self.stats
@@ -65,43 +65,18 @@ class RunLog:
         """Record the line of a completed step, and the samples that it has consumed."""
         stats = self.stats
         if self._sampled != (record.generation, record.index):
-            self._journal.samples(record.index, record.generation, record.ids)
+            self.journal.samples(record.index, record.generation, record.ids)
         made: dict[str, Any] = plain({**line, "run_id": self.run_id, **self._follows()})
         stats.apply(made)
         if stats.steps.executed % EACH == 0:
             made[SO_FAR] = stats.totals()  # with this line, so that a replay which begins here comes to the same
-        self._journal.metrics(made)
+        self.journal.metrics(made)
 
     def tell_goodput(self, now: float) -> Goodput:
         """The accounts until ``now`` for others to read. No account falls afterwards: time that was told as lost stays lost."""
         accounts = self.stats.goodput_at(max(now, self._told_until))
         self._told_until = max(self._told_until, accounts.until)
         return accounts
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What went wrong without ending the run, each once."""
-        return self._journal.warnings
-
-    def warn(self, text: str) -> None:
-        """Report a problem that does not stop the training: in the process log, in run.json, as an event."""
-        self._journal.warn(text)
-
-    def write_record(self, record: Mapping[str, Any]) -> None:
-        """Write run.json."""
-        self._journal.state(record)
-
-    def keep_hang(self, name: str, text: str) -> str | None:
-        """Keep the report of a hang; its path."""
-        return self._journal.report(self.folder.write_hang, name, text)
-
-    def keep_failure(self, text: str) -> str | None:
-        """Keep what is known of the failures that ended the run; its path."""
-        return self._journal.report(self.folder.write_failure, f"step-{self.stats.step}-{self.run_id}", text)
-
-    def flush(self, wait_s: float) -> None:
-        """Have the waiting lines written, if the disk answers within that time."""
-        self._journal.flush(wait_s)
 
     def replay(self) -> None:
         """Reduce the lines that earlier lives of the controller have written. Reads the metrics from the newest usable totals on.

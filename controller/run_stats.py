@@ -25,7 +25,7 @@ _RESTING = (RunState.CHECKPOINTING, RunState.STOPPING, RunState.DONE, RunState.F
 
 @dataclass
 class RunStats:
-    """Statistics of one start of a run. :meth:`apply` is the only way in which they change.
+    """Statistics of one start of a run. :meth:`apply` is the only way in which they change; ``on_NAME`` takes an event of that name.
 
     Attributes:
         last_step: steps of the whole run.
@@ -76,12 +76,11 @@ class RunStats:
         if line.get("lost_until") is not None:
             self.goodput.advance(float(line["lost_until"]))  # it was published as lost until then, and stays so
         name = line.get("event")
-        handle = self._on_step if name is None else getattr(self, f"_on_{name}", None)
-        if handle is not None:
-            handle(line)
+        for part in (self, self.checkpoints, self.rescales):
+            handle = getattr(part, "on_step" if name is None else f"on_{name}", None)
+            if handle is not None:
+                handle(line)
         self.sequence = max(self.sequence, int(line.get("seq") or 0))
-
-    # -------------------------------------------------------------------------------------------------------------- questions
 
     @property
     def has_stepped(self) -> bool:
@@ -114,9 +113,7 @@ class RunStats:
         """What the metric lines so far have added up to: a replay may begin at a line that has it as :data:`~.step_stats.SO_FAR`."""
         return {**self.steps.so_far(), "goodput": self.goodput.to_json()}
 
-    # ------------------------------------------------------------------------------------------------------------------ steps
-
-    def _on_step(self, line: Line) -> None:
+    def on_step(self, line: Line) -> None:
         if not self._resume(line):
             between = {str(cause): float(seconds) for cause, seconds in (line.get("between_seconds") or {}).items()}
             again = self.steps.count(line)
@@ -135,19 +132,17 @@ class RunStats:
         self.goodput = goodput
         return True
 
-    # --------------------------------------------------------------------------------------------------------- life of the run
-
-    def _on_run_started(self, event: Line) -> None:
+    def on_run_started(self, event: Line) -> None:
         self.begun, self.started = True, float(event["time"])
         self.goodput = Goodput.beginning(self.started)
 
-    def _on_controller_restarted(self, event: Line) -> None:
+    def on_controller_restarted(self, event: Line) -> None:
         self.state = RunState(event["state"])
         if event["trained"]:
             # Workers that train on may not have heard of the rescale: the controller asks again.
             self.rescale = None
 
-    def _on_state(self, event: Line) -> None:
+    def on_state(self, event: Line) -> None:
         before, self.state = self.state, RunState(event["state"])
         self.waiting = self.waiting and self.state not in _RESTING
         trains = self.goodput.cause is None
@@ -158,16 +153,16 @@ class RunStats:
                 self.goodput.open(Loss.CHECKPOINT)  # a stopped run makes a checkpoint after its last step
             self.goodput.turn(Loss.SHUTDOWN, float(event["time"]))
 
-    def _on_run_failed(self, event: Line) -> None:
+    def on_run_failed(self, event: Line) -> None:
         self.error = str(event["error"])
 
-    def _on_waiting(self, event: Line) -> None:
+    def on_waiting(self, event: Line) -> None:
         if self.goodput.cause is None:
             self.goodput.open(self._change)
         self.waiting = bool(event["waiting"])
         self.goodput.turn(Loss.WAITING if self.waiting else self._change, float(event["time"]))
 
-    def _on_evaluation(self, event: Line) -> None:
+    def on_evaluation(self, event: Line) -> None:
         step, loss = int(event["step"]), event.get("loss")
         self.heldout[step] = None if loss is None else float(loss)
         if step >= self.last_step and self.goodput.cause is None:
@@ -175,13 +170,11 @@ class RunStats:
             self.goodput.open(Loss.EVALUATION)
             self.goodput.turn(Loss.CHECKPOINT, float(event["time"]))
 
-    # ------------------------------------------------------------------------------------------------- generations and rescales
-
-    def _on_generation(self, event: Line) -> None:
+    def on_generation(self, event: Line) -> None:
         if self.rescale is not None:
             rescale = self.rescale.spent(event.get("phases") or {})
             self.rescale = replace(rescale, step=max(rescale.step, self.step))
-        if self.goodput.cause is None:
+        if self.goodput.cause is None and self.rescale is not None:
             self.goodput.open(self._change)  # workers that form a generation are in no step
         elif self.waiting:
             self.goodput.turn(self._change, float(event["time"]))
@@ -190,62 +183,40 @@ class RunStats:
         self.members = tuple(event["workers"])
         self.numbered_by = str(event.get("numbered_by") or self.numbered_by)
 
-    def _on_generation_failed(self, event: Line) -> None:
+    def on_generation_failed(self, event: Line) -> None:
         if self.rescale is not None and self.state is not RunState.STOPPING:
             self.rescale = replace(self.rescale, reason="failure")
             self.goodput.open(Loss.FAILURE)
 
-    def _on_rescale_started(self, event: Line) -> None:
+    def on_rescale_started(self, event: Line) -> None:
         self.rescale = Rescale.of(event)
         if self.rescale.reason == "failure":
             self.goodput.open(Loss.FAILURE)
 
-    def _on_rescaled(self, event: Line) -> None:
+    def on_rescaled(self, event: Line) -> None:
         self.rescale = None
-        self.rescales.count(event)
 
-    def _on_rescale_abandoned(self, event: Line) -> None:
+    def on_rescale_abandoned(self, event: Line) -> None:
         if self.rescale is not None and self.rescale.generation == event["generation"]:
             self.rescale = None
 
-    # ---------------------------------------------------------------------------------------------------------------- workers
-
-    def _on_worker_started(self, event: Line) -> None:
+    def on_worker_started(self, event: Line) -> None:
         about = {one.name: event[one.name] for one in fields(WorkerInfo) if one.name in event}
         self.workers[str(event["worker"])] = WorkerInfo(**about)
 
-    def _on_worker_lost(self, event: Line) -> None:
+    def on_worker_lost(self, event: Line) -> None:
         kind = str(event.get("kind"))
         self.failures[kind] = self.failures.get(kind, 0) + 1
         self.lost += event.get("pid") is not None
 
-    def _on_straggler(self, event: Line) -> None:
+    def on_straggler(self, event: Line) -> None:
         self.stragglers[str(event["worker"])] = {key: event[key] for key in ("rank", "factor", "since_step", "node")}
 
-    def _on_straggler_over(self, event: Line) -> None:
+    def on_straggler_over(self, event: Line) -> None:
         self.stragglers.pop(str(event["worker"]), None)
 
-    def _on_slots_spread(self, event: Line) -> None:
+    def on_slots_spread(self, event: Line) -> None:
         self.spread = (int(event["generation"]), tuple(event["slots"].values()))
-
-    # ------------------------------------------------------------------------------------------------------------ checkpoints
-
-    def _on_checkpoint_saved(self, event: Line) -> None:
-        self.checkpoints.saved(event)
-
-    def _on_checkpoint_loaded(self, event: Line) -> None:
-        self.checkpoints.loaded(event)
-
-    def _on_checkpoint_failed(self, event: Line) -> None:
-        self.checkpoints.failures += 1
-
-    def _on_checkpoint_load_failed(self, event: Line) -> None:
-        self.checkpoints.load_failures += 1
-
-    def _on_checkpoint_interval(self, event: Line) -> None:
-        self.checkpoints.interval = float(event["seconds"]), str(event["text"])
-
-    # ------------------------------------------------------------------------------------------------------- where the time goes
 
     @property
     def _change(self) -> Loss:

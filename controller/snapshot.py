@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any
 
+from vescale_ray.runfolder import plain
+
 STATES = ("PENDING", "STARTING", "RUNNING", "RESCALING", "CHECKPOINTING", "STOPPING", "DONE", "FAILED")
 SECONDS_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -180,14 +182,3 @@ class Snapshot:
             tree[name] = getattr(self, name).to_json()
         tree["checkpoint_stages"] = {stage: histogram.to_json() for stage, histogram in self.checkpoint_stages.items()}
         return plain(tree)
-
-
-def plain(value: Any) -> Any:
-    """As JSON has it: keys are text, figures that are not finite are null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
-    return value

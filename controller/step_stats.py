@@ -21,6 +21,12 @@ which it has to know. All lines of a month with a thousand ranks are 24 GB."""
 HEALTH = ("nonfinite", "clipped", "skipped")
 """Counted steps: with a loss or a gradient that is not finite, with a clipped gradient, without an optimizer step."""
 
+NEWEST = {
+    **{name: name for name in ("loss", "bpb", "tokens_per_second", "grad_norm")},
+    **{"flops_utilization": "model_flops_utilization", "learning_rate": "lr", "last_step_time": "time"},
+}
+"""Fields of the snapshot from the newest line, and their names there."""
+
 
 def line_of(item: Stepped, seconds: float, tokens_per_step: int, workers: WorkerStats) -> dict[str, Any]:
     """The line of a step: from the member that reported it first, and from ``workers`` what all have reported.
@@ -164,4 +170,5 @@ class StepStats:
             "step_seconds": self.seconds,
             "phase_seconds": dict(self.phases),
             **{f"{name}_steps": count for name, count in self.health.items()},
+            **{name: self.last.get(key) for name, key in NEWEST.items()},
         }

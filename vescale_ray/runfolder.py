@@ -175,7 +175,7 @@ class RunFolder:
 
     def write_state(self, record: Mapping[str, Any]) -> None:
         """Replace run.json: a reader sees the old object or the new one, never a part."""
-        self._replace("run.json", json.dumps(_finite(record), indent=1) + "\n", mode=0o644)
+        self._replace("run.json", json.dumps(plain(record), indent=1) + "\n", mode=0o644)
 
     def write_control(self, url: str, token: str) -> None:
         """Replace control.json, readable by the owner only: the token lets its holder stop and rescale the run. With the name of this
@@ -211,7 +211,7 @@ class RunFolder:
                 path.unlink(missing_ok=True)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        line = json.dumps(_finite(record), separators=(",", ":")).encode() + b"\n"
+        line = json.dumps(plain(record), separators=(",", ":")).encode() + b"\n"
         # One write in append mode: no other writer's line can lie between. A line that a crash cut short is ended first.
         descriptor = os.open(self.path / name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -463,12 +463,12 @@ def _changed(run: RunFolder) -> float:
     return max(times, default=0.0)
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for a figure that is none."""
+def plain(value: Any) -> Any:
+    """The value as JSON holds it: keys are text, and figures that are not finite become null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(key): _finite(one) for key, one in value.items()}
+        return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [plain(one) for one in value]
     return value

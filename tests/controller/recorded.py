@@ -8,11 +8,11 @@ from typing import Any
 from tests.controller.runs import tiny
 from vescale_ray.config import RunConfig
 from vescale_ray.controller.budget import Budget, Limits
-from vescale_ray.controller.conductor import begin, enter, take_up
 from vescale_ray.controller.durable_state import DurableState, LaunchedGeneration
 from vescale_ray.controller.generation_log import GenerationLog
 from vescale_ray.controller.protocol import RunState, Source, World
 from vescale_ray.controller.publisher import Observed, Publisher
+from vescale_ray.controller.run_lifecycle import begin, enter, take_up
 from vescale_ray.controller.run_log import RunLog
 from vescale_ray.controller.run_stats import RunStats
 from vescale_ray.controller.snapshot import Snapshot
@@ -68,6 +68,7 @@ class Recorded:
         enter(self.log, self.publisher, state)
 
     def write_record(self) -> None:
+        self.publisher.publish()
         self.publisher.write_record(now=True)
 
     def restarted(self, world: World | None) -> Recorded:

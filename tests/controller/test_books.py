@@ -514,8 +514,8 @@ def test_a_full_disk_stops_nothing_and_the_lines_are_written_later(run: Recorded
             disk.setattr(RunFolder, name, full)
         assert all(run.stepped(stepped(first, i, 1.0 + i)) for i in range(3))
         run.write_record()
-        (warning,) = run.log.warnings
-        assert "No space left on device" in warning and warning == run.publisher._record(run.stats.goodput)["warning"]
+        (warning,) = run.log.journal.warnings
+        assert "No space left on device" in warning and warning == run.snapshot.record["warning"]
     assert run.stepped(stepped(first, 3, 5.0))
     assert [line["step"] for line in run.folder.read_metrics()] == [1, 2, 3, 4]
     assert len(run.folder.read_samples()) == 4
@@ -553,13 +553,13 @@ def test_a_disk_that_does_not_answer_holds_nobody_up_and_the_lines_are_written_l
     run.open(first)
     assert all(run.stepped(stepped(first, i, 1.0 + i)) for i in range(50))
     run.write_record()
-    assert run.log.keep_hang("generation-1", "where all stood") is None
+    assert run.log.journal.report(run.folder.write_hang, "generation-1", "where all stood") is None
     assert time.monotonic() - began < 1.5 and run.stats.step == 50
-    (warning,) = run.log.warnings
+    (warning,) = run.log.journal.warnings
     assert "can't be written (the disk does not answer); training goes on, lines wait in memory" in warning
     disk.back()
     until(lambda: bool(run.write_record() or run.folder.read_state()), 10, "the disk")
-    run.log.flush(5.0)
+    run.log.journal.flush(5.0)
     assert run.stepped(stepped(first, 50, 60.0))
     assert [line["step"] for line in run.folder.read_all_metrics()] == list(range(1, 52))
     assert [line["step"] for line in run.folder.read_all_samples()] == list(range(51))
@@ -575,8 +575,8 @@ def test_a_disk_that_is_only_slow_is_not_told_of(tmp_path: Path, monkeypatch: py
     assert run.stepped(stepped(first, 0, 1.0))
     assert run.folder.read_all_metrics() == []
     disk.back()
-    run.log.flush(10.0)
-    assert run.stepped(stepped(first, 1, 2.0)) and run.log.warnings == ()
+    run.log.journal.flush(10.0)
+    assert run.stepped(stepped(first, 1, 2.0)) and run.log.journal.warnings == ()
     assert [line["step"] for line in run.folder.read_all_metrics()] == [1, 2]
 
 
@@ -973,7 +973,7 @@ for index in range(60):
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard if index >= 50 else 5000, hard))
     assert run.stepped(stepped(world, index, 1.0 + index))
     run.write_record()
-print(len(run.log.warnings), run.log.warnings[0])
+print(len(run.log.journal.warnings), run.log.journal.warnings[0])
 """
 
 

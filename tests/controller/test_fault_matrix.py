@@ -23,9 +23,9 @@ from tests.controller.soak import start_driver
 from tests.controller.test_runs_on_ray import nothing_left
 from vescale_ray import checkpoint, client
 from vescale_ray.config import RunConfig
-from vescale_ray.controller import memo
 from vescale_ray.controller.driver import RunResult
 from vescale_ray.controller.driver import ScheduledAction as Act
+from vescale_ray.controller.durable_state import NAME
 from vescale_ray.runfolder import FINAL_STATES, RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here"), pytest.mark.timeout(300)]
@@ -323,7 +323,7 @@ def test_a_controller_that_is_killed_while_the_disk_is_full_is_followed_by_one_t
         until(lambda: now().get("step", 0) >= seen["step"] + 10, 30, "ten steps more")
         assert len(run.read_metrics()) <= seen["lines"] + 3
         if not earlier:
-            (run.path / memo.NAME).unlink()  # as if there had never been room for it
+            (run.path / NAME).unlink()  # as if there had never been room for it
         os.kill(first, signal.SIGKILL)
         wait_for(lambda: answers(run, 1), "an answer")
         until(lambda: now().get("step", 0) >= seen["step"] + 30, 30, "steps that the new controller hears of")

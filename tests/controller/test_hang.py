@@ -297,7 +297,8 @@ def test_the_report_does_not_take_where_a_silent_worker_was_last_seen_for_where_
     stacks = {"a": "in: all-gather of body .., 2,688 bytes, 2 ranks\n\nThread 1", "b": 'File "model.py", line 7 in forward'}
     crew: Any = SimpleNamespace(report=reports.get, given=lambda worker: 0.001, silent=lambda seconds: ["b"], kill=lambda whom, cause: None)
     crew.stacks = lambda workers, seconds: {worker: stacks[worker] for worker in workers}
-    log: Any = SimpleNamespace(stats=SimpleNamespace(step=0), keep_hang=lambda name, text: told.update(text=text))
+    journal = SimpleNamespace(report=lambda keep, name, text: told.update(text=text))
+    log: Any = SimpleNamespace(stats=SimpleNamespace(step=0), journal=journal, folder=SimpleNamespace(write_hang=None))
     log.record = lambda name, **about: told.update(about)
     world: Any = SimpleNamespace(members=("a", "b"), ticket=TICKET)
     hang_report.end_hung(crew, log, world, {"b": "it is hung: it has answered nothing for 1.8 s"})
