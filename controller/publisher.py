@@ -20,11 +20,6 @@ from vescale_ray.workers.messages import StepRecord, WorkerInfo
 
 RECORD_GAP_S = 1.0
 """Between two writings of run.json while nothing but the step changes."""
-NEWEST = {
-    **{name: name for name in ("loss", "bpb", "tokens_per_second", "grad_norm")},
-    "flops_utilization": "model_flops_utilization", "learning_rate": "lr", "last_step_time": "time",
-}
-"""Fields of the snapshot from the newest metric line, and their names there."""
 HEARD_S = 0.5
 """The controller hears of a worker's news within this time. A step that has begun since must not be told as lost."""
 

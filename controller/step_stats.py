@@ -23,7 +23,9 @@ HEALTH = ("nonfinite", "clipped", "skipped")
 
 NEWEST = {
     **{name: name for name in ("loss", "bpb", "tokens_per_second", "grad_norm")},
-    **{"flops_utilization": "model_flops_utilization", "learning_rate": "lr", "last_step_time": "time"},
+    "flops_utilization": "model_flops_utilization",
+    "learning_rate": "lr",
+    "last_step_time": "time",
 }
 """Fields of the snapshot from the newest line, and their names there."""
 
