@@ -656,7 +656,7 @@ class Conductor:
             left = len(living) + len(back) + len(steering.outside(living)) + self._crew.hiring
             desk.want(max(elastic.min_workers, min(desk.target, left)), desk.reason)
         if fully or elastic.replace_lost:
-            desk.reason = "replacement"
+            desk.explain("replacement")
 
     # ------------------------------------------------------------------------------------------------------ states to go on from
 
@@ -712,7 +712,7 @@ class Conductor:
         them stop at a boundary, so that it can be kept. Not for ever: what ended this controller's predecessors may be just that."""
         if self._state.generation is None or self._budget.controllers > self._budget.limits.controllers + LAST_LIVES:
             return Ending(())
-        self.desk.stop = self.desk.stop or "it is given up"
+        self.desk.end("it is given up")
         return self._watch(self._adopted())
 
     def _failed(self, error: str, refused: bool = False) -> Outcome:

@@ -125,9 +125,17 @@ class Desk:
         self.target, self.reason = workers, reason
         self._changed()
 
+    def explain(self, reason: str) -> None:
+        """The number of workers that is wanted differs from what there is for another reason now."""
+        self.reason = reason
+
+    def end(self, reason: str) -> None:
+        """The run is to be stopped; the first reason stays."""
+        self.stop = self.stop or reason
+
     def _do(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
         if action == "stop":
-            self.stop = self.stop or str(body.get("reason") or "asked to")
+            self.end(str(body.get("reason") or "asked to"))
             self._changed()
             return {"ok": True, "message": f"stopping at the next step boundary after step {self._log.stats.step}"}
         if action == "rescale":

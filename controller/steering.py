@@ -129,7 +129,7 @@ class Steering:
             self._save_now = not self._crew.ask(world.members, world.ticket, CHECKPOINT)
         if len(staying) < world.size and enough:
             if self._config.elastic.replace_lost:
-                self._desk.reason = "replacement"  # of those that will come in their place
+                self._desk.explain("replacement")  # of those that will come in their place
             else:
                 # Those that are on their way as well: they were asked for, and come a moment later.
                 others = [w for w in self.outside(world.members) if w not in leaving]

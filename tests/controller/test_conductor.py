@@ -122,7 +122,8 @@ class Stage:
         made._config = SimpleNamespace(elastic=ElasticSection(workers=2, **elastic), train=SimpleNamespace(steps=60))
         made._spec = SimpleNamespace(bounds=Bounds())
         made._budget, made._state, made._remember = Budget(Limits(3, 20, 20)), DurableState("r", 7), lambda: None
-        made.desk = SimpleNamespace(stop=None, target=2, reason="drain", want=self._want)
+        made.desk = desk = SimpleNamespace(stop=None, target=2, reason="drain", want=self._want)
+        desk.explain, desk.end = lambda reason: setattr(desk, "reason", reason), lambda reason: setattr(desk, "stop", desk.stop or reason)
         made._tick, made._break = self._tick, lambda world, inside: self.broken.append((crew.now, list(inside)))
         made._plan_ahead = lambda world: None
         self.conductor = made
@@ -694,7 +695,7 @@ def test_a_change_that_can_wait_lets_a_checkpoint_be_written_and_a_drain_does_no
     crew.hemmed = lambda avoided: []
     steering._drained, steering.nodes = frozenset(), SimpleNamespace(draining={}, avoided=frozenset())
     steering._spec, steering.reach = SimpleNamespace(bounds=Bounds()), SimpleNamespace(admitted=lambda ready, members: (ready, NOBODY))
-    steering._desk = SimpleNamespace(stop=None, target=1, reason="manual", want=lambda *about: None)
+    steering._desk = SimpleNamespace(stop=None, target=1, reason="manual", want=lambda *about: None, explain=lambda reason: None)
     steering._log, steering._generation = running(checkpoints=CheckpointStats(seconds=took_s), lost=0)
     steering._config = SimpleNamespace(elastic=ElasticSection(workers=2))
     steering._cadence = SimpleNamespace(news=lambda *about: None, due=lambda *about: False)
@@ -786,7 +787,7 @@ def test_a_drain_counts_those_that_can_take_a_place_at_once(spare: str, parks: b
     steering: Any = Steering.__new__(Steering)
     steering._crew, steering.leavers, steering.asked = crew, [], None
     steering._config = SimpleNamespace(elastic=ElasticSection(workers=4, min_workers=3, replace_lost=True))
-    steering._desk = SimpleNamespace(stop=None, target=4, reason="manual", want=lambda *about: None)
+    steering._desk = SimpleNamespace(stop=None, target=4, reason="manual", want=lambda *about: None, explain=lambda reason: None)
     steering._log, steering._generation = running()
     steering._save_if_due = lambda about: None
     steering.hear_of_drains = lambda about: True
