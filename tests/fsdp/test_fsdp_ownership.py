@@ -414,6 +414,21 @@ def remedies(rank: int, world: int) -> None:
         for model in (ours, alone):
             train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
         assert_same(ours, alone)
+        # An adapter around a layer of an outer unit: shard its new modules, each by itself.
+        _, alone = models()
+        ours = fully_shard(copy.deepcopy(alone))
+        for model in (ours, alone):
+            mine = copy.deepcopy(adapter)
+            mine.inner = model.layers[0]
+            model.layers[0] = mine
+            if model is ours:
+                with pytest.raises(ValueError, match="adapters. each by itself"):
+                    fully_shard(mine)
+                fully_shard(mine.up)
+                fully_shard(mine.down)
+        for model in (ours, alone):
+            train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
+        assert_same(ours, alone)
         # Frozen, what was added is the same on every rank for good.
         ours, alone = models()
         for model in (ours, alone):

@@ -225,7 +225,7 @@ def check_parameter(fqn: str, module: nn.Module, attribute: str, param: nn.Param
     if is_managed(module, attribute):
         raise ValueError(
             f"parameter {fqn!r} is sharded already, with a module around this {type(module).__name__}: apply fully_shard to inner modules "
-            f"first, to the whole model last"
+            f"first, to the whole model last, and to modules that were added afterwards (adapters) each by itself"
         )
     if getattr(module, "_is_fsdp_managed_module", False) and isinstance(param, DTensor):
         raise ValueError(
