@@ -2,7 +2,7 @@
 
 Each rank writes its shard as one safetensors object; a manifest, created exclusively and last, is the commit. Tensors are
 described as 1-D intervals, so that a load onto other ranks or another layout is interval arithmetic and reads no byte
-twice. The format is in ``docs/checkpoint-format.md``.
+twice. The format is in ``docs/reference/checkpoint-format.md``.
 
 Layers, each in its file: ``store`` (the seam) and its back ends ``posix``, ``s3``, ``fsspec_store``, ``memory``, ``faulty``; ``digest``;
 ``layout`` (a rank's object) and ``manifest`` (the commit object); ``shard``, ``copies``, ``commits``, ``reader``, ``compare``, ``scrub``,

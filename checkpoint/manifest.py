@@ -2,7 +2,7 @@
 
 A manifest is read before anything is trusted: the seal (SHA-256) is checked first, then every number against every other,
 so that a damaged or malicious manifest can neither send a read outside its objects nor make the reader allocate more than
-the objects hold. The format is described for strangers in ``docs/checkpoint-format.md``.
+the objects hold. The format is described for strangers in ``docs/reference/checkpoint-format.md``.
 """
 
 from __future__ import annotations

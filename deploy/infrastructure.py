@@ -94,7 +94,7 @@ INFRASTRUCTURE: tuple[str, tuple[Panel, ...]] = (
         ),
         Panel(
             "GPUs: last XID error",
-            f"The driver's code of the last error of each GPU that had one; what they mean: docs/runbooks.md, VescaleGpuXidError. {DCGM}",
+            f"The driver's code of the last error of each GPU that had one. The runbook of VescaleGpuXidError lists the codes. {DCGM}",
             (("max by (Hostname, gpu) (DCGM_FI_DEV_XID_ERRORS) > 0", "{{Hostname}} GPU {{gpu}}"),),
             "none",
         ),

@@ -74,7 +74,7 @@ class ModelSection(_Section):
     factory: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
-        description="`pkg.mod:fn` that returns a module with forward(tokens) and init_parameter (see concepts.md); replaces `kind`",
+        description="`pkg.mod:fn` that returns a module with forward(tokens) and init_parameter; replaces `kind`; see docs/tutorials/your-model.md",
     )
     units: list[str] = Field(default=["layers.*"], description="patterns of module names; each match becomes one fully_shard unit")
 
@@ -666,7 +666,7 @@ def describe_type(field: FieldInfo) -> str:
 
 
 def reference() -> str:
-    """docs/configuration.md: every key with its type, default and meaning, from the models above."""
+    """docs/reference/configuration.md: every key with its type, default and meaning, from the models above."""
     lines = [
         "# Configuration",
         "",
@@ -677,7 +677,7 @@ def reference() -> str:
         "The value behind `=` is YAML. An unknown key is an error that names the nearest right one, and so is a value out of bounds;",
         "both end with exit code 2 before anything is started. The resolved form is kept in the run's folder as `config.yaml`.",
         "",
-        "This page is made by `python -m vescale_ray.config > docs/configuration.md`; a test holds it to the code.",
+        "This page is made by `python -m vescale_ray.config > docs/reference/configuration.md`; a test holds it to the code.",
     ]
     for name, section in sections():
         lines += [

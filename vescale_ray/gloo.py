@@ -2,7 +2,7 @@
 
 torch gives a gloo group two worker threads. Both assign the group's ``lastCompletedWorkName``, a ``std::string``, without a lock
 (``ProcessGroupGloo::runLoop``), so that they corrupt the heap about once in a million collectives. One thread has nobody to race with.
-``docs/gloo.md`` has the details, and how a script uses this.
+``docs/reference/gloo.md`` has the details, and how a script uses this.
 
 ``init_process_group("gloo")`` of torch takes no number of threads. So this module registers a back end of its own with torch, whose
 groups are torch's ``ProcessGroupGloo`` with other options. Every group of this project comes from here.
@@ -84,7 +84,7 @@ def warn_of_threads(groups: Sequence[dist.ProcessGroup]) -> None:
     if threads > 1:
         warnings.warn(
             f"a process group of the mesh has {threads} gloo worker threads, a race of which in torch can corrupt the heap: make the "
-            f"default group with vescale_ray.gloo.init_process_group(..), which takes what torch's takes (docs/gloo.md)",
+            f"default group with vescale_ray.gloo.init_process_group(..), which takes what torch's takes (docs/reference/gloo.md)",
             RuntimeWarning,
             stacklevel=1,  # one place for all calls of fully_shard, so that Python shows it once
         )

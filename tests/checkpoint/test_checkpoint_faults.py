@@ -446,7 +446,7 @@ def test_killed_at_any_point_of_a_save_through_fsspec_the_right_checkpoint_loads
 
 def test_the_table_of_what_survives_names_tests_that_exist():
     root = Path(__file__).resolve().parents[2]
-    named = set(re.findall(r"`(test_\w+)`", (root / "docs/checkpoints.md").read_text(encoding="utf-8")))
+    named = set(re.findall(r"`(test_\w+)`", (root / "docs/reference/checkpoints.md").read_text(encoding="utf-8")))
     there = {
         name for path in Path(__file__).parent.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
     }

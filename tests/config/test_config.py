@@ -321,5 +321,5 @@ def test_every_key_is_documented() -> None:
 
 
 def test_the_reference_page_is_what_the_code_says() -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert page == reference(), "run: python -m vescale_ray.config > docs/configuration.md"
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
+    assert page == reference(), "run: python -m vescale_ray.config > docs/reference/configuration.md"

@@ -1,4 +1,4 @@
-"""docs/op-coverage.md, from the outcomes that ``op_coverage.py`` has found."""
+"""docs/reference/generated/op-coverage.md, from the outcomes that ``op_coverage.py`` has found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/op-coverage.md is true: a part of the sweep that made it, run again."""
+"""docs/reference/generated/op-coverage.md is true: a part of the sweep that made it, run again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.dtensor.op_compiled import compiled
 from tests.dtensor.op_coverage import DTYPES, ORDER, SAMPLES, VARIANTS, Warned, database, difference, sweep
 from tests.dtensor.op_page import cell
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "op-coverage.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "generated" / "op-coverage.md"
 # Element-wise, reductions, views, joins, indexing, matrices, norms, losses; one of each way an operation can go.
 CORE = (
     "abs add addcdiv addcmul amax bmm cat chunk clamp clone copysign cumsum diagonal div.no_rounding_mode eq erf expand "

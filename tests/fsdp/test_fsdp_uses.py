@@ -373,7 +373,7 @@ def test_debug_mode_names_a_gradient_that_is_there_on_some_ranks_only() -> None:
 
 
 def uses_nothing_of_a_unit(rank: int, world: int) -> None:
-    """The one case that is left: see docs/fully-shard.md."""
+    """The one case that is left: see docs/reference/fully-shard.md."""
     set_debug(True)
     try:
         ours = plain(model())
