@@ -1,7 +1,7 @@
 """Plain values of a state as JSON and bytes, and back: numbers, texts, bytes, lists, tuples, dicts, tensors, NumPy's arrays and scalars.
 
-JSON holds the structure. What it lacks is an object of one key, the tag (section 6 of ``docs/reference/checkpoint-format.md``). The bytes of
-arrays and tensors stand in the JSON as base64, or follow each other in the entry's data, a tensor of bytes of its own. Nothing is
+JSON holds the structure. What it lacks is an object of one key, the tag (section 6 of ``docs/reference/checkpoint-format.md``). The bytes
+of arrays and tensors stand in the JSON as base64, or follow each other in the entry's data, a tensor of bytes of its own. Nothing is
 pickled.
 """
 

@@ -74,7 +74,7 @@ class ModelSection(_Section):
     factory: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
-        description="`pkg.mod:fn` that returns a module with forward(tokens) and init_parameter; replaces `kind`; see docs/tutorials/your-model.md",
+        description="`pkg.mod:fn` that returns a module, as docs/tutorials/your-model.md describes it; replaces `kind`",
     )
     units: list[str] = Field(default=["layers.*"], description="patterns of module names; each match becomes one fully_shard unit")
 

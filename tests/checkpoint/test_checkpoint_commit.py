@@ -147,6 +147,7 @@ def test_digests_of_ranges_of_a_stream_are_those_of_the_bytes():
         assert digests.found == {key: digest_of(data[start:end]) for key, (start, end) in ranges.items()}
 
 
+@pytest.mark.fault("K35")
 def test_a_commit_that_no_reader_would_take_is_never_made(root, monkeypatch):
     """It would be passed over for the one before at the next load, after all saves had succeeded."""
     earlier = whole(root, 0)

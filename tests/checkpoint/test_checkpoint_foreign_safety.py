@@ -160,6 +160,7 @@ ATTACKS = attacks()
 
 
 @pytest.mark.parametrize("case", ATTACKS)
+@pytest.mark.fault("K34")
 def test_an_index_that_was_made_to_hurt_is_refused_cheaply(folder, case):
     raw, words = ATTACKS[case]
     before = dict(vars(metadata.Metadata))
@@ -356,6 +357,7 @@ def laughs() -> list[Any]:
         pytest.param({}, pickled(b"ccollections\nCounter\n}\x85R" + b"0" * 9), "opcode 0x30", id="an opcode of others"),
     ],
 )
+@pytest.mark.fault("K34")
 def test_an_object_that_was_made_to_hurt_is_refused_cheaply(folder, value, change, words):
     put_object(folder, value, change or (lambda raw: raw))
     with cheap(mib=400), pytest.raises(ckpt.ForeignFileError, match=words) as caught:
@@ -371,6 +373,7 @@ def test_an_object_that_was_made_to_hurt_is_refused_cheaply(folder, value, chang
         ("a file of a terabyte", "ends before byte .*, where 'model.w' ends: truncated"),
     ],
 )
+@pytest.mark.fault("K34")
 def test_a_small_checkpoint_does_not_become_a_large_commit(folder, what, words):
     """A gigabyte is said to be there; a few kilobytes are."""
     state = {"w": torch.zeros(1000)} | ({f"v{n}": torch.zeros(1000) for n in range(3)} if what.startswith("one") else {})
@@ -508,6 +511,7 @@ COUNTED = b"ccollections\nCounter\n" + b"}" + b"(" + b"".join(b"M" + struct.pack
         (pickled(b"](" + COUNTED + b"\x85R" + b"ccollections\nCounter\nh\0\x85R" * 60 + b"e."), "more counts than"),
     ],
 )
+@pytest.mark.fault("K34")
 def test_an_archive_is_believed_only_within_its_bytes(folder, change, words):
     out = io.BytesIO()
     torch.save(torch.arange(1000.0), out)

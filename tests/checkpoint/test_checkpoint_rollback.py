@@ -40,6 +40,7 @@ def values(store: ObjectStore) -> list[float]:
     return sorted(set(checkpoint.open(store).read("w").tolist()))
 
 
+@pytest.mark.fault("S9")
 def test_it_is_the_newest_again_with_all_it_held_and_the_others_are_as_they_were(store: ObjectStore) -> None:
     made = [save(store, step, 3) for step in (10, 20, 30)]
     before = {entry.key: store.get(entry.key) for entry in store.list("")}

@@ -137,6 +137,7 @@ def one_is_killed(victim, function, *arguments):
 @pytest.mark.parametrize(
     ("point", "committed"), [("data.written", False), pytest.param("aux.written", False, marks=pytest.mark.slow), ("vote.written#1", True)]
 )
+@pytest.mark.fault("K4")
 def test_a_rank_that_dies_before_its_vote_stops_the_commit_within_the_timeout(tmp_path, point, committed):
     ckpt.save({"model": {"w": torch.ones(10)}}, tmp_path / "ckpt", 7)
     report = str(tmp_path / "report")
@@ -160,6 +161,7 @@ def test_saved_beside_the_training_on_two_ranks_loads_on_three_bit_for_bit(tmp_p
             assert_same(truth, back[0][2])
 
 
+@pytest.mark.fault("K26", "K27")
 def test_a_failing_slow_unfit_or_missing_rank_means_the_same_to_all_ranks_without_a_collective(tmp_path):
     told = run_gloo(3, async_failing_rank, str(tmp_path / "ckpt"))
     for rank, heard in enumerate(told):

@@ -49,6 +49,7 @@ def test_a_place_counts_when_it_was_seen_free_for_as_long_as_is_wanted() -> None
 
 
 @pytest.mark.parametrize("period", [1.0, 3.0, 8.0])
+@pytest.mark.fault("G2")
 def test_nodes_that_appear_and_disappear_are_never_steady_room_though_there_is_always_one(period: float) -> None:
     room, rng, at = Room(10.0), random.Random(1), 0.0
     for turn in range(40):

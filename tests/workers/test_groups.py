@@ -122,6 +122,7 @@ def test_a_rank_that_failed_to_form_a_group_one_that_has_formed_it_and_one_that_
 
 
 @pytest.mark.slow
+@pytest.mark.fault("W5")
 def test_survivors_of_a_rank_that_answers_nothing_are_out_when_their_lines_are_cut_and_it_is_when_it_wakes() -> None:
     """A machine that has stopped: no socket closes, and every collective would wait for its bound, 30 s."""
     with Fleet(3) as fleet:

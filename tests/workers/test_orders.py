@@ -228,6 +228,7 @@ def test_who_has_no_step_left_parts_when_all_have_their_values(worker: Any, monk
 
 
 @pytest.mark.parametrize("origin", [Origin.FRESH, Origin.CHECKPOINT])
+@pytest.mark.fault("W12")
 def test_who_fills_its_values_in_leaves_at_the_next_piece_when_the_generation_is_over(
     worker: Any, monkeypatch: pytest.MonkeyPatch, origin: Origin
 ) -> None:

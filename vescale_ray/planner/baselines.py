@@ -76,7 +76,7 @@ def megatron_fsdp(specs: Sequence[TensorSpec], num_shards: int) -> int:
 
 
 def algorithm1(specs: Sequence[TensorSpec], num_shards: int, *, align: int = 128) -> int:
-    """The paper's heuristic ([veScale-FSDP], Algorithm 1, as ``paper-facts.md`` tells it).
+    """The paper's heuristic ([veScale-FSDP], arXiv 2602.22437, Algorithm 1).
 
     For each of three orders (as given, by block, by shape) and each prefix of the tensors sorted by size, which are those that
     may contain a whole shard: the shard is a multiple of what the collective prefers and of these tensors' blocks; bisection over
