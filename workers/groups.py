@@ -1,6 +1,6 @@
 """The life of process groups on a worker that outlives them: form, use, and after a failure let go at once.
 
-Two facts of torch's gloo back end shape this file (measured in `research/elastic.md` 0, findings 3 to 5):
+Two facts of torch's gloo back end shape this file (measured with torch 2.13):
 
 - A gloo collective can't be aborted. Only ranks that wait on the dead peer itself see an error, in milliseconds; the
   others learn when *these* close their sockets. So a rank that got an error destroys its group before it does anything else.

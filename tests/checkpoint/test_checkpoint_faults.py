@@ -10,10 +10,8 @@ import errno
 import logging
 import os
 import random
-import re
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch

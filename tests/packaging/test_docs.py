@@ -113,7 +113,8 @@ def exported() -> set[str]:
 
 def test_the_documents_name_every_metric_and_no_other() -> None:
     documented: set[str] = set()
-    for row in re.findall(r"^\| (`vescale_[^|]*)\|", (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE):
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    for row in re.findall(r"^\| (`vescale_[^|]*)\|", page, re.MULTILINE):
         first = ""
         for name in re.findall(r"`(\w+)(?:\{[^}]*\})?`", row):
             # `vescale_world_size`, `_target`: the rest of the name of a member of the same family

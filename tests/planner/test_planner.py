@@ -133,7 +133,7 @@ def test_without_a_block_requirement_llama3_70b_needs_almost_no_padding(shards: 
 
 
 def test_row_blocks_of_two_lengths_cost_their_common_multiple_as_the_paper_sheet_says() -> None:
-    """research/perf.md 3.3: 1-row blocks on Llama-3-70B at 512 ranks need 2.94 %, and no order needs less."""
+    """1-row blocks on Llama-3-70B at 512 ranks need 2.94 %, and no order needs less."""
     specs = [TensorSpec(s.name, s.shape, Block.rows(1) if len(s.shape) == 2 else None, s.dtype) for s in _llama3_70b_layer()]
     layout = plan_layout(specs, 512)
     assert layout.optimal and 0.0293 < layout.padding_ratio < 0.0295

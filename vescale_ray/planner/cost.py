@@ -104,7 +104,7 @@ class Policy:
         if self.compute_dtype.itemsize == 1:
             return (Blocks(128),)  # FP8 tiles of 128 x 128 (DeepSeek-V3 report, section 3.3.2)
         if self.optimizer == "adamw8bit":
-            # Its usual block of 1024 elements in memory order, or bands of 32 rows (research/optim.md, table of formats).
+            # Its usual block of 1024 elements in memory order, or bands of 32 rows: both give equal codes at any number of ranks.
             return (Blocks(elements=1024), Blocks(32))
         # Muon needs whole matrices: sent to one rank for the update, or kept on one by the layout.
         return (Blocks(), Blocks(0)) if self.optimizer == "muon" else (Blocks(),)
@@ -387,7 +387,7 @@ def predict_time(plan: ModelPlan, policy: Policy, hardware: Hardware, replicas: 
     memory = predict_memory(plan, policy)
     update = 2 * (memory.master + memory.optimizer + memory.gradients // 2) / hardware.memory_bandwidth
     if policy.optimizer == "muon" and plan.blocks.rows != 0:
-        # Momentum to the matrix's root and the update back, both in BF16, in one exchange each way (research/optim.md, 0).
+        # Momentum to the matrix's root and the update back, both in BF16, in one exchange each way.
         matrices = sum(u.unit.numel * u.plan.lever.layers * u.count for u in plan.units if any(p.kind == "matrix" for p in u.unit.params))
         part = 2 * matrices // plan.group * (plan.group - 1) // plan.group
         update += 2 * collective_time(part * plan.group, plan.group, hardware) / max(1, min(plan.group, hardware.node))
