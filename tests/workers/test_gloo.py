@@ -228,7 +228,8 @@ def test_nothing_in_the_tree_makes_a_gloo_group_of_torchs() -> None:
             if path.resolve() not in exempt:
                 files += 1
                 found += [f"{path.relative_to(ROOT)}:{line}: {text}" for line, text in unsafe(path.read_text())]
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "upstream"]  # the report to torch needs torch's groups
+    for page in (ROOT / "README.md", *sorted(pages)):
         for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             found += [f"{page.relative_to(ROOT)}: {text}" for _, text in unsafe(block)]
     assert not found, "\n".join(found)
