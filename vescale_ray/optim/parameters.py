@@ -1,4 +1,4 @@
-"""What every optimizer here does with the parameters that it is given: takes this rank's part, and refuses what would train in vain."""
+"""Handling of parameters in all optimizers: take this rank's part, and refuse parameters that training would not change."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from vescale_ray.redistribute import arrived
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part, without autograd, sharing memory."""
+    """Return this rank's part, without autograd; shares memory."""
     return arrived(tensor._local_tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def sharded_of(parameter: Any) -> Any:
-    """The sharded parameter that a gathered one belongs to; any other tensor itself."""
+    """Return the sharded parameter of a gathered one; any other tensor is returned unchanged."""
     owner = getattr(parameter, GATHERED_OF, None)
     param = None if owner is None else owner()
     return parameter if param is None else param.sharded
 
 
 def parameter_list(what: str, params: Any) -> list[Tensor]:
-    """``params`` as a list.
+    """Return ``params`` as a list.
 
     Raises:
-        TypeError: something else than parameters: a model, names, pairs of names and parameters.
+        TypeError: ``params`` holds something other than parameters: a model, names, pairs of names and parameters.
     """
     if isinstance(params, Tensor):
         return [params]
@@ -44,12 +44,12 @@ def parameter_list(what: str, params: Any) -> list[Tensor]:
 
 
 def take_sharded(param_group: dict[str, Any]) -> None:
-    """Make ``param_group["params"]`` a list, with sharded parameters in the place of gathered ones.
+    """Make ``param_group["params"]`` a list, with gathered parameters replaced by their sharded ones.
 
-    Parameters that ``fully_shard`` has replaced are refused: they would train nothing.
+    Parameters that ``fully_shard`` has replaced are refused, because training them has no effect.
 
     Raises:
-        ValueError: naming how many parameters are such originals.
+        ValueError: some parameters are such originals; the message gives their number.
     """
     params = param_group["params"]
     params = [params] if isinstance(params, Tensor) else list(params)
@@ -64,7 +64,7 @@ def take_sharded(param_group: dict[str, Any]) -> None:
 
 
 def named_of(group: Mapping[str, Any], index: int) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter of a group with its name, or with ``#<group>.<position>`` if the optimizer was given none."""
+    """Return pairs of name and parameter of a group; without names, the name is ``#<group>.<position>``."""
     names = group.get("param_names") or [f"#{index}.{position}" for position in range(len(group["params"]))]
     return zip(names, group["params"], strict=True)
 
@@ -78,7 +78,7 @@ def check_number(group: Mapping[str, Any], key: str, *, most: float = math.inf, 
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{key} is a tensor of {value.numel()} elements: give one number")
     try:
-        number = math.nan if isinstance(value, str) else float(value)  # "1e-3", as YAML reads 1e-3
+        number = math.nan if isinstance(value, str) else float(value)  # rejects "1e-3", which YAML reads as text
     except (TypeError, ValueError):
         number = math.nan
     if not 0.0 <= number < math.inf or number > most or (whole and number != int(number)):
@@ -87,7 +87,7 @@ def check_number(group: Mapping[str, Any], key: str, *, most: float = math.inf, 
 
 
 def refuse_switches(group: Mapping[str, Any], optimizer: str) -> None:
-    """Raise ValueError for what torch's optimizers do if a param group says so, and ``optimizer`` does not: it would pass unnoticed."""
+    """Raise ValueError for switches of torch's optimizers that ``optimizer`` would silently ignore."""
     given = next((key for key in _OTHERS if group.get(key)), None)
     if given is not None:
         remedy = "negate the loss" if given == "maximize" else "leave it out"
