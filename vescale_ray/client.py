@@ -87,7 +87,7 @@ def request(folder: RunFolder, action: str, body: dict[str, Any] | None = None, 
         reason = _reason(error)
         if elsewhere is not None and (reason is None or error.code == 401):  # another run or program answered
             raise RunNotAlive(folder, elsewhere) from None
-        foreign = f"{url} answers HTTP {error.code} {error.reason}, as no run does: is it another program's now? See the driver's log"
+        foreign = f"{url} answers HTTP {error.code} {error.reason}, as no run does: is its port another program's? See the driver's log"
         raise CommandRefused(reason or foreign) from None
     except (OSError, http.client.HTTPException, ValueError):
         raise RunNotAlive(folder, elsewhere) from None
@@ -128,7 +128,7 @@ def _unreached(folder: RunFolder, host: str) -> str:
 def _obituary(folder: RunFolder, owner: str | None) -> str:
     state = folder.read_state()
     if owner is not None:
-        return f"{folder.path}: its controller does not answer now, but its driver lives (process {owner}): it is being started; ask again"
+        return f"{folder.path}: its controller does not answer now, but its driver lives (process {owner}) and starts it; ask again"
     if state is None:
         return (
             f"{folder.path}: the run is not alive, and never got to its first state; start it with `vescale-ray train {folder.config_path}`"
