@@ -154,12 +154,12 @@ def from_prometheus(url: str, run: str, hours: float, where: Mapping[str, str] |
     if begin == end:
         elsewhere = _when(url, _selector({"run": run}), hours)[2] if where else []
         if elsewhere:
-            raise BadInput(f"{url} has nothing of run {run!r} there in the last {hours:g} hours, but with {'; with '.join(elsewhere)}")
+            raise BadInput(f"{url} has no data of run {run!r} there in the last {hours:g} hours, but with {'; with '.join(elsewhere)}")
         runs = prometheus.ask(url, "query", {"query": "last_over_time(vescale_run_info[30d])"})["result"]
         known = sorted({one["metric"].get("run", "") for one in runs})
         asked = "".join(f", {label} {value!r}," for label, value in (where or {}).items())
         raise BadInput(
-            f"{url} has nothing of run {run!r}{asked} in the last {hours:g} hours; it knows {', '.join(known) or 'no run at all'}"
+            f"{url} has no data of run {run!r}{asked} in the last {hours:g} hours; it knows {', '.join(known) or 'no run at all'}"
         )
     if len(places) > 1:
         raise BadInput(f"{url} knows {len(places)} runs named {run!r}: with {'; with '.join(places)}. Name one")

@@ -151,10 +151,9 @@ class DBuffer:
 class KeptShard:
     """A rank's elements of a group between steps: each tensor contiguous, in one flat buffer.
 
-    Usually this is the same memory as the rank's part of the buffer (``kept.in_place``). If gaps lie between elements of a tensor there
-    (several experts stored with ``stored_rows``), it is a buffer without these gaps. :meth:`spread` and :meth:`collect` then copy
-    between
-    the two, with one kernel for each tensor or matrix.
+    Usually this is the same memory as the rank's part of the buffer (``kept.in_place``). If gaps lie between elements of a tensor
+    there (several experts stored with ``stored_rows``), it is a buffer without these gaps. :meth:`spread` and :meth:`collect` then
+    copy between the two, with one kernel for each tensor or matrix.
 
     Args:
         kept: result of :meth:`vescale_ray.planner.Layout.kept`.

@@ -55,7 +55,7 @@ def shortcomings(summary: Summary, events: Sequence[Record]) -> list[str]:
     found = []
     changes = [event["direction"] for event in events if event["event"] == "rescaled"]
     if changes != ["shrink", "grow"]:
-        found.append(f"it was to shrink once and to grow once, and did: {', '.join(changes) or 'neither'}")
+        found.append(f"the run should shrink once and then grow once, but did: {', '.join(changes) or 'neither'}")
     if summary.accounting is None or not summary.accounting.exact:
         found.append("samples were lost or repeated")
     if summary.checkpoint is None or summary.checkpoint_problems:

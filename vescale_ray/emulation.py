@@ -1,10 +1,10 @@
 """EMULATION: a process group of one real rank that claims to be one of many, for benchmarks without a cluster.
 
 No data is sent. A collective fills its outputs as if every rank held this rank's data. It then takes the time that a model of the
-links gives: collectives of all groups queue on one link, each for a latency and for its bytes over the bandwidth
-(:func:`vescale_ray.planner.cost.collective_time`, 16-byte alignment included). Kernels, allocator, streams and overlap are real, so two
-engines can be compared at 8 to 1024 claimed ranks on one device, or on none. It does not show stragglers, contention of communication
-kernels for the device, or meaningful numerical results.
+links gives (:func:`vescale_ray.planner.cost.collective_time`, 16-byte alignment included). Collectives of all groups queue on one
+link, each for a latency and for its bytes over the bandwidth. Kernels, allocator, streams and overlap are real, so two engines can
+be compared at 8 to 1024 claimed ranks on one device, or on none. It does not show stragglers, contention of communication kernels
+for the device, or meaningful numerical results.
 
 On the CPU a collective is complete when its time has passed, and ``wait`` sleeps until then. On an accelerator a sleeping kernel takes
 the time, on the calling stream, or for asynchronous calls on a separate stream.

@@ -70,8 +70,8 @@ class Block:
         """Return the elements of one block in a tensor of ``shape``: at least 1, at most the tensor's.
 
         Raises:
-            ValueError: in a stack of matrices ``[.., n, m]``, ``n`` is not a multiple of the block's rows, so blocks would run from
-                one matrix into the next.
+            ValueError: in a stack of matrices ``[.., n, m]``, ``n`` is not a multiple of the block's rows. Blocks would run from one
+                matrix into the next.
         """
         total = math.prod(shape)
         if self.kind == "element" or total == 0:
@@ -80,7 +80,7 @@ class Block:
             return total
         if len(shape) >= 3 and self.row_count < shape[-2] and shape[-2] % self.row_count:
             raise ValueError(
-                f"{self} does not fit shape {tuple(shape)}: the {shape[-2]} rows of each matrix are no multiple of "
+                f"{self} does not fit shape {tuple(shape)}: the {shape[-2]} rows of each matrix are not a multiple of "
                 f"{self.row_count}, so a block would run into the next matrix; use a divisor of {shape[-2]}, "
                 f"or allow gaps between the matrices"
             )
@@ -172,9 +172,8 @@ def routes(sources: Sequence[Sequence[Extent]], destinations: Sequence[Sequence[
     """Plan the copies that fill every destination extent exactly once from the sources.
 
     ``sources[i]`` are the extents that holder ``i`` has, and ``destinations[j]`` those that holder ``j`` wants, in one space. If
-    several
-    holders have an element, the destination itself is preferred (nothing moves), then the lowest holder. Cost: O((S + D) log S) for S
-    source and D destination extents without replicas.
+    several holders have an element, the destination itself is preferred (nothing moves), then the lowest holder. Cost: O((S + D) log
+    S) for S source and D destination extents without replicas.
 
     Raises:
         ValueError: no source holds an interval; the message names the first one.
@@ -216,7 +215,7 @@ def routes(sources: Sequence[Sequence[Extent]], destinations: Sequence[Sequence[
                 if extent is None:
                     other = anyone(position)
                     if other is None:
-                        raise ValueError(f"elements from {position} on (wanted up to {want.end} by holder {dst}) are held by no source")
+                        raise ValueError(f"no source holds elements from {position} on (holder {dst} wants them up to {want.end})")
                     src, extent = other
                     stop = min(stop, next_own) if next_own is not None else stop
                 end = min(stop, extent.end)

@@ -25,9 +25,8 @@ class Messages:
     The group's timeout bounds a wait, and :func:`~vescale_ray.waits.give_up` ends it.
 
     If a message's Work is dropped, gloo stops reading from that peer, and later operations of the group wait for its timeout. This
-    happens
-    if a model is deleted after an exception in its backward. Messages that are dropped before their wait are therefore kept, with their
-    memory, until later messages of the group have arrived, or the group is gone.
+    happens if a model is deleted after an exception in its backward. Messages that are dropped before their wait are therefore kept,
+    with their memory. They are freed once later messages of the group have arrived, or the group is gone.
 
     Args:
         group: a group of ``torch.distributed``, or a backend object.

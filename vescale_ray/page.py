@@ -112,7 +112,7 @@ def _figure(chart: Chart, marks: Sequence[Mark], span: tuple[float, float]) -> s
     values = [value for series in chart.series for _, value in series.points if value is not None]
     head = f"<figure><figcaption>{escape(chart.title)}</figcaption>"
     if not values:
-        return head + '<p class="legend">nothing is known of it</p></figure>'
+        return head + '<p class="legend">no data</p></figure>'
     scale = _scale(chart.unit, max(values))
     marked = [tick * scale for tick in ticks((0.0 if chart.zero and min(values) >= 0 else min(values)) / scale, max(values) / scale)]
     low, high = marked[0], marked[-1]

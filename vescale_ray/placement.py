@@ -40,10 +40,9 @@ class RaggedShard(Placement):
         local_units: one weight per rank of the mesh dimension, relative (stored divided by their gcd); zero is allowed, but not for
             all.
 
-    Use this placement with :class:`vescale_ray.RaggedDTensor` only; torch's own DTensor raises. ``is_shard()`` is true, so no code path
-    of torch takes the placement for Replicate or Partial. The attributes that such a path then needs (``dim``, and the methods that
-    cut or
-    join tensors) raise.
+    Use this placement with :class:`vescale_ray.RaggedDTensor` only; torch's own DTensor raises. ``is_shard()`` is true, so no code
+    path of torch takes the placement for Replicate or Partial. The attributes that such a path then needs (``dim``, and the methods
+    that cut or join tensors) raise.
 
     Raises:
         ValueError: dims are not a prefix, a unit is negative, or all units are zero.
@@ -140,7 +139,7 @@ class RaggedShard(Placement):
         if units % parts:
             raise ValueError(
                 f"{self} shares {parts} equal parts, but shape {tuple(shape)} has {units} units over dims {self.dims}, "
-                f"which is no multiple of {parts}; give units that add up to a divisor of {units}, or more dims"
+                f"which is not a multiple of {parts}; give units that add up to a divisor of {units}, or more dims"
             )
 
     # -- value semantics: eq, hash, pickle, repr --

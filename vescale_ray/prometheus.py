@@ -40,7 +40,7 @@ def ask(url: str, what: str, query: Mapping[str, Any]) -> Any:
         raise BadInput(f"--prometheus {url}: {answer.get('error', 'it refuses the query')}")
     data = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(data, dict) or not isinstance(data.get("result"), list):
-        raise BadInput(f"--prometheus {url} does not answer as a Prometheus does: what it says holds no result")
+        raise BadInput(f"--prometheus {url} does not answer as a Prometheus does: its reply holds no result")
     return data
 
 

@@ -11,9 +11,9 @@
 | Ragged, Replicate -> Partial      | none: one rank keeps a value, the others the neutral    | 0                                  |
 | several mesh dimensions at once   | one uneven all-to-all of boxes over all ranks           | new part minus the old part        |
 
-The steps themselves are in ``transfer.py``. Two cases go step by step through Replicate: several mesh dimensions at once on a mesh that
-is not the whole world (it has no process group), and placements other than ours and ``Shard``. This module does not know autograd
-(see ``dtensor.py``). Every step can be asynchronous: a :class:`Transfer` is complete after its wait.
+The steps themselves are in ``transfer.py``. Two cases go step by step through Replicate: placements other than ours and ``Shard``,
+and several mesh dimensions at once on a mesh that is not the whole world. Such a mesh has no process group. This module does not
+know autograd (see ``dtensor.py``). Every step can be asynchronous: a :class:`Transfer` is complete after its wait.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ def draw(run: RunFolder | str | Path) -> Path:
     folder = _folder(run)
     if _is_long(folder):
         size = _gigabytes(folder, "metrics.jsonl")
-        raise RunFolderError(f"{folder.path}: metrics.jsonl has {size}; vescale-ray dash {folder.path} draws so many")
+        raise RunFolderError(f"{folder.path}: metrics.jsonl has {size}; vescale-ray dash {folder.path} can draw it")
     written = [_few(line) for line in folder.each_metrics()]
     metrics, events = committed(written), folder.read_events()
     if not metrics:

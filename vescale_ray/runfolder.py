@@ -47,8 +47,7 @@ FINAL_STATES = frozenset({"DONE", "FAILED", "STOPPED"})
 
 class RunFolderError(BadInput):
     """The folder can't be created or written, is in use by another run, or is not a run's; the message is one line with its path and
-    the
-    remedy."""
+    the remedy."""
 
 
 def unlockable(error: OSError) -> str:
@@ -134,8 +133,8 @@ class RunFolder:
         return handle
 
     def owner(self) -> str | None:
-        """Return the process id and machine of the live driver with the lock; None if no lock is visible. Of drivers on other machines, only
-        a network file system shows locks."""
+        """Return the process id and machine of the live driver with the lock; None if no lock is visible. Only network file systems show
+        locks of other machines."""
         try:
             with open(self.path / "lock", encoding="utf-8") as handle:
                 try:

@@ -47,7 +47,7 @@ def show(folder: RunFolder, interval_s: float, console: Console, *, once: bool) 
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         said = f"{type(error).__name__}: {one_line(error)}"
         raise RunFolderError(
-            f"{folder.path}: it tells what can't be shown ({said}); is it a run of another version of vescale-ray?"
+            f"{folder.path}: its status can't be shown ({said}); is it a run of another version of vescale-ray?"
         ) from error
 
 

@@ -165,9 +165,8 @@ def view_of(full: torch.Tensor, sharding: Sharding) -> torch.Tensor:
 def reduce_scatter(full: torch.Tensor, sharding: Sharding, op: str) -> Transfer:
     """Reduce the ranks' ``full`` sections by ``op``, a key of ``COMBINE``, and return this rank's part. One collective.
 
-    If parts are even and ``op`` is sum or mean, it is a reduce-scatter (the mean is a sum divided by the ranks, because gloo has no
-    AVG).
-    Otherwise each part goes to its owner, which reduces in rank order.
+    If parts are even and ``op`` is sum or mean, it is a reduce-scatter. The mean is a sum divided by the ranks, because gloo has no
+    AVG. Otherwise each part goes to its owner, which reduces in rank order.
     """
     world, flat = sharding.world, flat_of(full)
     if sharding.section_numel == 0 or world == 1:
@@ -189,8 +188,7 @@ def exchange(local: torch.Tensor, source: Sharding, target: Sharding) -> Transfe
     """Move between two ragged layouts of a tensor on the same mesh dimension; only elements whose owner changes travel.
 
     Both layouts are intervals of the same elements in rank order, so the collective reads and writes the parts themselves. If no
-    element
-    changes owner (the layouts differ in dims only), there is no collective.
+    element changes owner (the layouts differ in dims only), there is no collective.
     """
     before, after = source.placement.intervals(source.section), target.placement.intervals(target.section)
     flat = flat_of(local)
@@ -222,8 +220,7 @@ def exchange_boxes(
     """Move between any two layouts, with one all-to-all over mesh dimension ``dim``, or over all ranks (None).
 
     If several ranks hold an element, it comes from the one with the receiver's coordinates on the replicated dimensions. If the
-    receiver
-    has it, nothing is sent.
+    receiver has it, nothing is sent.
     """
     sizes, me = tuple(mesh.shape), coordinate_of(mesh)
     before, after = holding(sizes, source, shape, me), holding(sizes, target, shape, me)

@@ -95,7 +95,7 @@ def load_corpus(spec: str, seq_len: int, heldout_fraction: float) -> Corpus:
     if seq_len < 1:
         raise ValueError(f"seq_len = {seq_len}: give at least 1")
     if not 0 <= heldout_fraction < 1:
-        raise ValueError(f"heldout_fraction = {heldout_fraction}: give a part of 1, below 1")
+        raise ValueError(f"heldout_fraction = {heldout_fraction}: give a fraction of at least 0 and below 1")
     digest = hashlib.sha256()
     parts: tuple[list[Bytes], list[Bytes]] = ([], [])
     files = 0

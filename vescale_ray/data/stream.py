@@ -40,7 +40,7 @@ def _mix_words(words: _Words) -> _Words:
 
 
 class SampleStream:
-    """Sample ids at positions ``0, 1, 2, ..``: positions ``[e * n, (e + 1) * n)`` are epoch ``e``, with each id of ``[0, n)`` once.
+    """Sample ids at positions ``0, 1, 2, ..``: positions ``[e * n, (e + 1) * n)`` are epoch ``e``, a permutation of ``[0, n)``.
 
     The stream holds no cursor. The same ``(num_samples, seed)`` gives the same ids in every process and at any world size.
 

@@ -76,9 +76,8 @@ def rotate(x: Tensor, theta: float) -> Tensor:
     """Rotate each pair of elements ``(x[i], x[i + D/2])`` by an angle that grows with the position (Su et al., arXiv 2104.09864).
 
     ``x`` is ``[B, heads, S, D]``, positions count from 0, and pair ``i`` turns by ``position * theta ** (-2i / D)``. Every call
-    computes
-    the angles in float32. This costs ``S * D`` elementary operations against ``S * dim * dim`` multiplications of the projections. It
-    leaves no buffer to shard and no table that mixed precision could round.
+    computes the angles in float32. This costs ``S * D`` elementary operations against ``S * dim * dim`` multiplications of the
+    projections. It leaves no buffer to shard and no table that mixed precision could round.
     """
     seq, half = x.shape[-2], x.shape[-1] // 2
     frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
@@ -183,8 +182,8 @@ class Llama(nn.Module):
         """Fill ``full``, the whole parameter ``name`` as a plain tensor, in place; equal generator states give equal bits.
 
         Norm weights are ones. Matrices are normal with standard deviation 0.02, cut off at three deviations. The two matrices per
-        layer that
-        write to the residual stream are smaller by ``sqrt(2 * layers)``, so its variance does not grow with depth (GPT-2, section 2.3).
+        layer that write to the residual stream are smaller by ``sqrt(2 * layers)``. Its variance then does not grow with depth
+        (GPT-2, section 2.3).
         """
         if full.dim() < 2:
             full.fill_(1.0)

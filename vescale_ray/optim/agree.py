@@ -11,9 +11,9 @@ parameter therefore gives all ranks the same answer::
 
 A rank that holds no elements of a parameter (an empty shard) has no vote: with or without a gradient, it follows the others.
 
-Optimizers that communicate in the step (Muon) always agree first. Purely local ones (AdamW, AdamW8bit, Shampoo, SOAP) never
-communicate, and so never agree by themselves. In a :class:`~vescale_ray.optim.build.CombinedOptimizer` with Muon they follow its
-decision; ``agree=True`` makes any combination agree.
+Optimizers that communicate in the step (Muon) always agree first. Purely local ones (AdamW8bit, Shampoo, SOAP) agree only if
+``nonfinite`` is ``skip`` or ``raise``; AdamW never does. In a :class:`~vescale_ray.optim.build.CombinedOptimizer` with Muon all follow
+its decision; ``agree=True`` makes any combination agree.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def goes_on(decision: Decision, nonfinite: str) -> bool:
     if decision.finite or nonfinite == "propagate":
         return True
     if nonfinite == "raise":
-        raise NonFiniteGradients("a gradient holds NaN or Inf on some rank: no rank has taken the step (nonfinite='skip' goes on)")
+        raise NonFiniteGradients("a gradient holds NaN or Inf on some rank: no rank has taken the step (nonfinite='skip' skips such steps)")
     warnings.warn("a gradient holds NaN or Inf on some rank: all ranks skip this optimizer step", stacklevel=3)
     return False
 
@@ -132,7 +132,7 @@ class Agreement:
         if fault is not None:
             raise fault
         if faulty:
-            raise DisagreementError("another rank can't take this optimizer step, and tells why: no rank has taken it")
+            raise DisagreementError("another rank can't take this optimizer step (its own error says why): no rank has taken it")
         return Decision(
             active=tuple(bool(s[_HERE]) and not s[_MISSING] for s in said),
             split=tuple(i for i, s in enumerate(said) if s[_HERE] and s[_MISSING]),

@@ -87,7 +87,7 @@ class BlockOptimizer(InPlaceLoading, ABC):
     def _initial(self, param: Tensor, name: str, group: dict[str, Any]) -> dict[str, Tensor]:
         known = "" if name.startswith("#") else name
         if param.is_meta:
-            raise ValueError(f"parameter {name} is on the meta device, where nothing can be stepped: call to_empty() on the model first")
+            raise ValueError(f"parameter {name} is on the meta device, it has no storage: call to_empty() on the model first")
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"parameter {name} is {param.dtype}: {type(self).__name__} computes in FP32, for parameters of at most 32 bits; cast the "
@@ -156,8 +156,8 @@ class BlockOptimizer(InPlaceLoading, ABC):
         for index, (group, format) in enumerate(zip(self.param_groups, self._formats, strict=True)):
             if _format(group) != format:
                 raise RuntimeError(
-                    f"param group {index} says that its states are of (block, codec) {_format(group)}, but they were made as {format}: a "
-                    "loaded checkpoint is of other blocks; build the optimizer, and shard the model, with the block that it was saved with"
+                    f"param group {index} has (block, codec) {_format(group)}, but its states have {format}: a checkpoint of other blocks "
+                    "was loaded; build the optimizer, and shard the model, with the block of the checkpoint"
                 )
             for name, param in named_of(group, index):
                 if param.grad is not None:
@@ -244,9 +244,8 @@ def step_adamw(
 def sqrt_(x: Tensor) -> None:
     """Take the correctly rounded square root, in place.
 
-    torch's root on a CPU is not correctly rounded: torch 2.13 with AVX-512 is one unit off for 20 % of numbers, and tails may take
-    other
-    instructions. A GPU's root is, and so is numpy's, at the same speed.
+    torch's root on a CPU is not correctly rounded: torch 2.13 with AVX-512 is one unit off for 20 % of numbers. Vector tails may
+    take other instructions, too. A GPU's root is, and so is numpy's, at the same speed.
     """
     if x.device.type == "cpu":
         np.sqrt(x.numpy(), out=x.numpy())

@@ -239,7 +239,7 @@ def cut_of(param: Tensor) -> Cut:
         return Cut(whole, 0, shape, param, None)
     placement = param.placements[cutting[0]]
     if len(cutting) > 1 or type(placement) is not Shard or placement.dim != 0:
-        raise ValueError(f"its placements {param.placements} give ranks no interval of its elements: shard it with vescale_ray.fully_shard")
+        raise ValueError(f"{param.placements} give a rank no single interval of elements: shard it with vescale_ray.fully_shard")
     ranks, inner = param.device_mesh.size(cutting[0]), math.prod(shape[1:])
     rows = [chunk(shape[0], ranks, rank) for rank in range(ranks)]
     spans = tuple((start * inner, end * inner) for start, end in rows)

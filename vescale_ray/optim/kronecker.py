@@ -177,7 +177,7 @@ class KroneckerOptimizer(BlockOptimizer):
         if not self.kept_roots:
             warnings.warn(
                 f"{type(self).__name__}: a preconditioner could not be computed in FP32 nor in FP64 (its factor is not finite, or the "
-                "decomposition failed); the last good one is used from now on, here and wherever it happens again (counted in kept_roots)",
+                "decomposition failed); the last good one stays in use. kept_roots counts such failures; this is the only warning",
                 PreconditionerWarning,
                 stacklevel=2,
             )

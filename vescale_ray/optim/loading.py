@@ -132,14 +132,14 @@ def _pairs(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> Iterat
 def _check(optimizer: str, name: str, here: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     if set(found) != set(here):
         raise ValueError(
-            f"the state of parameter {name} has {sorted(found) or 'nothing'}, but {optimizer} keeps {sorted(here)}: what is missing would "
+            f"the state of parameter {name} has {sorted(found) or 'nothing'}, but {optimizer} keeps {sorted(here)}: missing states would "
             f"start from zero. Load a state dict of this optimizer with the same routing of parameters, or build a new one to start anew"
         )
     for kind, value in found.items():
         if not _fits(value, here[kind]):
             raise ValueError(
-                f"{kind} of parameter {name} is {_shown(value)}, here {_shown(here[kind])}: it is of another parameter, of other blocks, "
-                f"or cut otherwise (vescale_ray.state_dict.set_optimizer_state_dict and checkpoints cut states anew)"
+                f"{kind} of parameter {name} is {_shown(value)}, here {_shown(here[kind])}: it belongs to another parameter, has other "
+                f"blocks, or is sharded differently (vescale_ray.state_dict.set_optimizer_state_dict and checkpoints reshard states)"
             )
 
 

@@ -1,8 +1,9 @@
 """Newton-Schulz: the nearest (semi-)orthogonal matrix of a gradient, by matrix products in BF16 alone.
 
-``X <- a X + (b A + c A A) X`` with ``A = X X^T`` acts on the singular values of X alone: ``s <- a s + b s^3 + c s^5``. A few rounds
-push all of them towards 1 (Jordan et al. 2024, kellerjordan.github.io/posts/muon). The order of operations, the dtypes and the
-transposition to the short side follow ``torch.optim.Muon`` (torch 2.13, ``optim/_muon.py``), so results have the same bits.
+A round is ``X <- a X + (b A + c A A) X`` with ``A = X X^T``. It acts on the singular values of X alone: ``s <- a s + b s^3 + c
+s^5``. A few rounds push all of them towards 1 (Jordan et al. 2024, kellerjordan.github.io/posts/muon). The order of operations, the
+dtypes and the transposition to the short side follow ``torch.optim.Muon`` (torch 2.13, ``optim/_muon.py``), so results have the same
+bits.
 
 Coefficient sets by name (values: microsoft/dion 0a059a45, ``newton_schulz_triton.py``):
 
@@ -147,10 +148,9 @@ class NewtonSchulz:
     Args:
         batched: True: always; False: never; None: if a batch gives the same bits as one matrix at a time, and takes less time.
 
-    With None, the first use of each number and shape of matrices on a device tries both ways, because kernels are chosen by shape, not
-    by value. A matrix's update must not depend on the other matrices at its root, and thus on the number of ranks; only equal bits
-    ensure
-    this. The faster way depends on the machine: batches of 512 x 512 took 2.8x on one CPU and 0.6x on another.
+    With None, the first use of each number and shape of matrices on a device tries both ways. Kernels are chosen by shape, not by
+    value. A matrix's update must not depend on the other matrices at its root, and thus on the number of ranks; only equal bits
+    ensure this. The faster way depends on the machine: batches of 512 x 512 took 2.8x on one CPU and 0.6x on another.
     """
 
     def __init__(self, batched: bool | None = None) -> None:

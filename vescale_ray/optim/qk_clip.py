@@ -61,8 +61,8 @@ def qk_clip_(
     key_rows = head_rows - rope_rows + value_rows
     if not 0 <= rope_rows < head_rows or value_rows < 0 or rows_k % key_rows or heads % (rows_k // key_rows):
         raise ValueError(
-            f"query has {heads} heads of {head_rows} rows, {rope_rows} of them for rotation; key has {rows_k} rows, which are no heads of "
-            f"{key_rows} that divide them: give rope_rows and value_rows as they are in the projections"
+            f"query has {heads} heads of {head_rows} rows, {rope_rows} of them for rotation; key has {rows_k} rows, which do not form "
+            f"heads of {key_rows} rows that divide the query heads: give rope_rows and value_rows as they are in the projections"
         )
     kv_heads = rows_k // key_rows
     for matrix, name in ((query, "query"), (key, "key")):  # check both before scaling either

@@ -170,8 +170,8 @@ def route_parameters(model: nn.Module, config: OptimizerConfig | Mapping[str, An
 
     Raises:
         TypeError: ``model`` is not a module, or ``config`` is not a configuration.
-        ValueError: a pattern of ``routes`` or ``row_blocks`` matches nothing, a matrix optimizer gets a parameter that is not a
-            matrix, or the optimizer lacks an option.
+        ValueError: a pattern of ``routes`` or ``row_blocks`` matches nothing, a matrix optimizer gets something other than a matrix,
+            or an option is unknown.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is a {type(model).__name__}: give the module itself, not its parameters")
@@ -198,7 +198,7 @@ def route_parameters(model: nn.Module, config: OptimizerConfig | Mapping[str, An
         if optimizer != config.name and optimizer != rest:
             raise ValueError(f"routes: {name} to {optimizer}, but the optimizers of this run are {config.name} and {rest}")
         if optimizer in MATRIX_OPTIMIZERS and not 2 <= len(shape) <= 3:
-            raise ValueError(f"routes: {name} of shape {shape} is no matrix, which {optimizer} needs: route it to adamw")
+            raise ValueError(f"routes: {name} of shape {shape} is not a matrix, which {optimizer} needs: route it to adamw")
         blocks = next((b for pattern, b in config.row_blocks.items() if fnmatch.fnmatchcase(name, pattern)), None)
         block = _block(name, parameter, optimizer, config)
         routes.append(Route(name, role, optimizer, shape, block, blocks if optimizer == "muon" else None))

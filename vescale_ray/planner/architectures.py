@@ -102,7 +102,7 @@ class _Figures:
             value = self.config.get(key)
             if value is not None:
                 if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                    raise BadInput(f"{self.where}: {key} is {value!r}: an integer is needed")
+                    raise BadInput(f"{self.where}: {key} is {value!r}: give an integer of at least 0")
                 return value
         if default is None:
             raise BadInput(f"{self.where}: {keys[0]} is missing: give the full config.json of the model")
@@ -118,7 +118,7 @@ def from_config(config: dict[str, Any], where: str) -> ModelShapes:
     kind = str(config.get("model_type", ""))
     if kind not in _LAYERS:
         known = ", ".join(_LAYERS)
-        raise BadInput(f"{where}: model_type {kind!r} is not known: known are {known}; any other model by pkg.mod:factory")
+        raise BadInput(f"{where}: model_type {kind!r} is not known: known are {known}; give any other model as pkg.mod:factory")
     f = _Figures(config, where)
     hidden, layers, vocab = f("hidden_size"), f("num_hidden_layers"), f("vocab_size")
     if not (hidden and layers and vocab):

@@ -108,9 +108,9 @@ def _room_and_counting(problem: Problem) -> int:
 def likely_sizes(problem: Problem, bound: int) -> list[int]:
     """Return a few dozen ascending sizes from the bound on at which many tensors no longer constrain each other.
 
-    The sizes are multiples of the divisors of the coarse pieces, of the blocks of tensors that may span two boundaries, and of the
-    common multiples of these blocks. The multiple of all of them lets every tensor be cut at each of its blocks. The bound plus 1/8192,
-    1/4096, .. of itself is added, because more padding is the only other way to fit the rest.
+    The sizes are multiples of three kinds of numbers: divisors of the coarse pieces, blocks of tensors that may span two boundaries,
+    and common multiples of these blocks. The multiple of all of them lets every tensor be cut at each of its blocks. The bound plus
+    1/8192, 1/4096, .. of itself is added, because more padding is the only other way to fit the rest.
     """
     forced, longer = 1, set()
     for numel, block in sorted(set(zip(problem.sizes, problem.blocks, strict=True))):

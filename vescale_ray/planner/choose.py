@@ -35,7 +35,7 @@ class Option:
     usual_blocks: Blocks
     """The policy's default requirement; the option's name leaves it out."""
     reason: str
-    """Why this option was rejected, or why it was chosen."""
+    """Reason for the rejection or the choice."""
 
     @property
     def padding_ratio(self) -> float:
@@ -113,7 +113,7 @@ def choose_sharding(
 
 
 def _group_sizes(devices: int, node: int) -> list[int]:
-    """Return at most about a dozen divisors from a node on: powers of two, and a half, a third or a quarter of the devices."""
+    """Return the divisors from a node on; of more than 12, keep about a dozen: powers of two, and large fractions of the devices."""
     divisors = [d for d in range(1, min(devices, 1 << 20) + 1) if devices % d == 0]
     large = [d for d in divisors if d >= min(node, devices)]
     if len(large) > 12:

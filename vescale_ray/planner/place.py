@@ -1,7 +1,7 @@
 """Earliest placement of tensors in a fixed order: checks whether a shard size is enough, and computes each tensor's offset.
 
-The earliest placement is the best one. The offsets at which a tensor may start depend on the shard size alone, so an earlier end
-leaves at least the choices that a later end leaves.
+The earliest placement is the best one. The allowed offsets of a tensor depend on the shard size alone. An earlier end therefore
+leaves at least the choices of a later one.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class Problem:
         """Pairs of a divisor ``d`` and the other tensors, for the bound "full ranks" (``bounds.py``).
 
         Kinds are sorted by their elements, the largest first. For each prefix of kinds, ``d`` divides all of its pieces. The other
-        tensors
-        are (elements, count). Only divisors above the alignment are listed.
+        tensors are (elements, count). Only divisors above the alignment are listed.
         """
         counts: dict[tuple[int, int], int] = {}
         for numel, block in zip(self.padded, self.blocks, strict=True):
@@ -76,8 +75,9 @@ class Problem:
 def earliest(position: int, numel: int, block: int, shard: int) -> int | None:
     """Return the first start of a tensor of ``numel`` elements from ``position`` on (a multiple of the alignment), or None.
 
-    The tensor moves right until the next boundary lies at a block's edge. If it then reaches a second boundary, and the block does not
-    divide the shard, only starts behind the boundary are left: ``S mod g`` after it, so that the second boundary is at an edge.
+    The tensor moves right until the next boundary lies at a block's edge. If it then reaches a second boundary, and the block does
+    not divide the shard, it must start at or behind the first one. A tensor longer than a shard starts ``S mod g`` behind it, which
+    puts the second boundary at an edge.
     """
     boundary = (position // shard + 1) * shard
     if position + numel <= boundary:

@@ -72,7 +72,7 @@ def size_of(text: str) -> int:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
     if not found or found[2].lower() not in _SIZES or float(found[1]) <= 0:
-        raise BadInput(f"memory {text!r} is no size: give it as 80GiB")
+        raise BadInput(f"memory {text!r} is not a size: give it as 80GiB")
     return round(float(found[1]) * _SIZES[found[2].lower()])
 
 

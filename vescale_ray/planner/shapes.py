@@ -135,7 +135,7 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise BadInput(f"{path}: not JSON ({error}): give the config.json of a model") from None
     if not isinstance(config, dict):
-        raise BadInput(f"{path}: holds no object: give the config.json of a model")
+        raise BadInput(f"{path}: not a JSON object: give the config.json of a model")
     return config
 
 
@@ -157,7 +157,7 @@ def _build(path: str) -> nn.Module:
     except Exception as error:
         raise BadInput(f"{path}: the model can't be built on the meta device: {type(error).__name__}: {error}") from None
     if not isinstance(module, nn.Module):
-        raise BadInput(f"{path}: gave a {type(module).__name__}, not an nn.Module")
+        raise BadInput(f"{path}: returned a {type(module).__name__}, not an nn.Module")
     return module
 
 

@@ -137,7 +137,7 @@ class UnitPlan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        runs = tuple(f"{name}: its experts' rows are no multiple of the block, which runs into the next expert" for name in self.across)
+        runs = tuple(f"{name}: its experts' rows are not a multiple of the block, which runs into the next expert" for name in self.across)
         gaps = tuple(f"{name}: a gap of {rows} rows behind each expert" for name, rows in sorted(self.strided.items()) if rows)
         return (*(note for b in self.buffers for note in b.notes if note.split(":")[0] not in self.strided), *runs, *gaps)
 
