@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_ray import collectives
 from vescale_ray.collectives import all_gather, all_to_all, broadcast
-from vescale_ray.compat.core import run_as_is, tree_map_only
+from vescale_ray.compat.core import disable_current_modes, run_as_is, tree_map_only
 from vescale_ray.compat.distributed import AsyncCollectiveTensor
 from vescale_ray.dtensor_spec import Placements, Sharding, holding, ragged_mesh_dim, section
 from vescale_ray.geometry import Box, Shape
@@ -298,7 +298,8 @@ def _members(mesh: DeviceMesh, me: Shape, dim: int | None, group: dist.ProcessGr
     """Return the mesh coordinates of a group's ranks, in its order."""
     if dim is not None:
         return tuple((*me[:dim], i, *me[dim + 1 :]) for i in range(mesh.size(dim)))
-    ranks = mesh.mesh.flatten().tolist()
+    with disable_current_modes():  # torch.compile traces with fake tensors, and the mesh's is none
+        ranks = mesh.mesh.flatten().tolist()
     where = dict(zip(ranks, product(*(range(n) for n in mesh.shape)), strict=True))
     return tuple(where[r] for r in range(len(ranks)))
 
