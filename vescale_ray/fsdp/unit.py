@@ -377,7 +377,8 @@ class Unit:
             group.grads.end_backward()
         if self.reduce_unused and (self.gradient_sync or not self.hold_gradients) and not self.reduced:
             self._open_unused()
-        if self.phase is Phase.BACKWARD or self._owes or any(g.grads.arrived_count or g.residency is not g.residency.SHARDED for g in self.groups):
+        left = any(g.grads.arrived_count or g.residency is not g.residency.SHARDED for g in self.groups)
+        if self.phase is Phase.BACKWARD or self._owes or left:
             self.close()
         for group in self.groups:
             group.grads.end_window()
