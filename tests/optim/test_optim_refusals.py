@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_threads
 from vescale_ray import fully_shard
-from vescale_ray.optim import AdamW, AdamW8bit, CombinedOptimizer, Flat, OptimizerConfig, build_optimizer, clip_grad_norm_, route_parameters
+from vescale_ray.optim import AdamW, AdamW8bit, CombinedOptimizer, Flat, Muon, OptimizerConfig, build_optimizer, clip_grad_norm_, route_parameters
 from vescale_ray.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 
 WORLD = 2
@@ -105,6 +105,37 @@ OPTIMIZERS: dict[str, Case] = {
         ("lr = '1e-2'", "give a number"),
         lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
     ),
+    "AdamW8bit of a model": Case(
+        lambda m: AdamW8bit(m),
+        TypeError,
+        ("AdamW8bit got a Sequential", "model.parameters()"),
+        lambda m: AdamW8bit(m.parameters()),
+    ),
+    "Flat of nothing": Case(
+        lambda m: Flat(None),  # type: ignore[arg-type]
+        TypeError,
+        ("Flat got a NoneType", "model.parameters()"),
+        lambda m: Flat(m.parameters()),
+    ),
+    "Muon of a set": Case(lambda m: Muon({m[0].weight, m[2].weight}), TypeError, ("Muon got a set", "differs by rank")),
+    "a group that is a set": Case(
+        lambda m: AdamW([{"params": set(m.parameters())}]),
+        TypeError,
+        ("a param group got a set", "differs by rank"),
+        lambda m: AdamW([{"params": list(m.parameters())}]),
+    ),
+    "a group without parameters": Case(
+        lambda m: AdamW([{"param": list(m.parameters()), "lr": 0.1}]),
+        TypeError,
+        ("no 'params', only 'param', 'lr'", "under that key"),
+        lambda m: AdamW([{"params": list(m.parameters()), "lr": 0.1}]),
+    ),
+    "Flat of an optimizer": Case(
+        lambda m: Flat(m.parameters(), torch.optim.AdamW(m.parameters())),  # type: ignore[arg-type]
+        TypeError,
+        ("optimizer_class is a AdamW:", "as torch.optim.AdamW"),
+        lambda m: Flat(m.parameters(), torch.optim.AdamW),
+    ),
     "Flat of a name": Case(
         lambda m: Flat(m.parameters(), "adamw"),  # type: ignore[arg-type]
         TypeError,
@@ -177,6 +208,27 @@ def clip_case(rank: int, world: int, what: str) -> None:
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert expected.grad is not None
         torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+
+
+def clip_complex(rank: int, world: int, norm_type: float) -> None:
+    model, plain = (nn.Linear(4, 3).to(torch.complex128) for _ in range(2))
+    with torch.no_grad():
+        for module in (model, plain):
+            for param in module.parameters():
+                param.copy_(torch.arange(param.numel()).mul(1 + 2j).sin().view(param.shape))
+    fully_shard(model)
+    for module in (model, plain):
+        module(torch.ones(2, 4, dtype=torch.complex128) * (1 - 1j)).abs().square().sum().backward()
+    mine = clip_grad_norm_(model.parameters(), 1e-3, norm_type)
+    torch.testing.assert_close(mine.double(), nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, norm_type), rtol=1e-6, atol=0)
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert expected.grad is not None and isinstance(param.grad, DTensor)
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_complex_gradients_are_clipped_by_their_magnitudes(norm_type: float) -> None:
+    run_threads(WORLD, clip_complex, norm_type)
 
 
 @pytest.mark.parametrize("what", CLIPS)

@@ -15,7 +15,7 @@ from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.dtensor_spec import sharding_of
 from vescale_ray.optim.agree import Agreement, Decision, goes_on
 from vescale_ray.optim.loading import InPlaceLoading
-from vescale_ray.optim.parameters import check_number, local_of, named_of, refuse_switches, take_sharded
+from vescale_ray.optim.parameters import check_number, in_order, local_of, named_of, refuse_switches, take_sharded
 
 
 class BlockOptimizer(InPlaceLoading, ABC):
@@ -39,7 +39,7 @@ class BlockOptimizer(InPlaceLoading, ABC):
             raise ValueError(f"nonfinite = {nonfinite!r}: give propagate, skip or raise")
         self.nonfinite = nonfinite
         self._agreement: Agreement | None = None
-        super().__init__(params, defaults)
+        super().__init__(in_order(type(self).__name__, params), defaults)
 
     @abstractmethod
     def _new_state(self, param: Tensor, name: str, group: dict[str, Any]) -> dict[str, Tensor]:

@@ -103,7 +103,7 @@ def _norm(tensors: list[tuple[torch.Tensor, bool]], norm_type: float | str, exac
     total = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad():
         for mesh, dims, locals_ in kinds.values():
-            held = [t for t in locals_ if t.numel()]
+            held = [t.abs() if t.is_complex() else t for t in locals_ if t.numel()]
             groups = [mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1] if mesh is not None else []
             if exact and not infinite:
                 total = total + sum_of_squares(held, groups, device)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from vescale_ray.collectives import in_parameter_order
 from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.optim.loading import StrictLoading
-from vescale_ray.optim.parameters import local_of, take_sharded
+from vescale_ray.optim.parameters import in_order, local_of, take_sharded
 from vescale_ray.planner import START_BYTES
 
 _SCALARS = {"step", "mu_product", "eta", "mu"}
@@ -106,14 +106,15 @@ class Flat(StrictLoading):
 
     def __init__(self, params: Iterable[Any], optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> None:
         if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
-            raise TypeError(f"optimizer_class is {optimizer_class!r}: give the class of an optimizer, as torch.optim.AdamW")
+            shown = repr(optimizer_class) if isinstance(optimizer_class, str | type) else f"a {type(optimizer_class).__name__}"
+            raise TypeError(f"optimizer_class is {shown}: give the class of an optimizer, as torch.optim.AdamW")
         if optimizer_class.__name__ in NOT_ELEMENTWISE:
             raise ValueError(f"{optimizer_class.__name__} is not element-wise: it needs to know where a parameter begins; use it by itself")
         self._class, self._options = optimizer_class, options
         self._inner: torch.optim.Optimizer | None = None
         self._pieces: list[list[_Piece]] = []
         # The class itself supplies and checks the defaults of its options.
-        super().__init__(params, optimizer_class([torch.nn.Parameter(torch.zeros(1))], **options).defaults)
+        super().__init__(in_order(type(self).__name__, params), optimizer_class([torch.nn.Parameter(torch.zeros(1))], **options).defaults)
         self._build()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from vescale_ray.optim.loading import InPlaceLoading
 from vescale_ray.optim.matrices import Holding, MatrixSpan, RowBlocks, check_gradient, flat_local, flat_values, holding, matrices, wide
 from vescale_ray.optim.newton_schulz import KELLER_JORDAN, NewtonSchulz, coefficients
 from vescale_ray.optim.normuon import RowMoments
-from vescale_ray.optim.parameters import check_number, named_of, refuse_switches, take_sharded
+from vescale_ray.optim.parameters import check_number, in_order, named_of, refuse_switches, take_sharded
 
 __all__ = ["SCALES", "Muon", "NonFiniteGradients"]
 
@@ -108,7 +108,7 @@ class Muon(InPlaceLoading):
             "row_blocks": row_blocks,
             "normuon": normuon,
         }
-        super().__init__(params, defaults)
+        super().__init__(in_order(type(self).__name__, params), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; checks the parameters and creates their states."""

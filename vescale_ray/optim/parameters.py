@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +26,19 @@ def sharded_of(parameter: Any) -> Any:
     return parameter if param is None else param.sharded
 
 
+def in_order(what: str, params: Any) -> Any:
+    """``params`` itself, if it can be looped over in an order that all ranks have.
+
+    Raises:
+        TypeError: a model, a text, a set, or what is no list at all.
+    """
+    if isinstance(params, str | Module) or not isinstance(params, Iterable):
+        raise TypeError(f"{what} got a {type(params).__name__.removeprefix('FSDP')}: give a list of parameters, as model.parameters()")
+    if isinstance(params, Set):
+        raise TypeError(f"{what} got a set, whose order differs by rank: give a list of parameters, as model.parameters()")
+    return params
+
+
 def parameter_list(what: str, params: Any) -> list[Tensor]:
     """Return ``params`` as a list.
 
@@ -34,9 +47,7 @@ def parameter_list(what: str, params: Any) -> list[Tensor]:
     """
     if isinstance(params, Tensor):
         return [params]
-    if isinstance(params, str | Module) or not isinstance(params, Iterable):
-        raise TypeError(f"{what} got a {type(params).__name__.removeprefix('FSDP')}: give a list of parameters, as model.parameters()")
-    found = list(params)
+    found = list(params if isinstance(params, Set) else in_order(what, params))
     for one in found:
         if not isinstance(one, Tensor):
             raise TypeError(f"{what} got a list with a {type(one).__name__}: give parameters only, as model.parameters()")
@@ -49,10 +60,13 @@ def take_sharded(param_group: dict[str, Any]) -> None:
     Parameters that ``fully_shard`` has replaced are refused, because training them has no effect.
 
     Raises:
+        TypeError: the group has no parameters, or a set of them.
         ValueError: some parameters are such originals; the message gives their number.
     """
+    if "params" not in param_group:
+        raise TypeError(f"a param group has no 'params', only {', '.join(map(repr, param_group))}: give its parameters under that key")
     params = param_group["params"]
-    params = [params] if isinstance(params, Tensor) else list(params)
+    params = [params] if isinstance(params, Tensor) else list(in_order("a param group", params))
     tensors = [p[1] if isinstance(p, tuple) else p for p in params]
     stale = sum(bool(getattr(p, REPLACED, False)) for p in tensors)
     if stale:
