@@ -17,6 +17,12 @@ from fnmatch import fnmatchcase
 from .errors import CheckpointMismatch
 
 Globs = str | Iterable[str]
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def canonical(name: str) -> str:
+    """A parameter's name without what wrappers (activation checkpointing, torch.compile) put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def globs(patterns: Globs) -> tuple[str, ...]:

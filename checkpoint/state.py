@@ -24,11 +24,12 @@ from torch import nn
 
 from .errors import CheckpointMismatch
 from .matching import Pair, StoredTensor
-from .names import NameTable, chosen, entry_of, matches
+from .names import NameTable, canonical, chosen, entry_of, matches
 from .plain import Packed, data_name, pack
 from .scalars import decode, encode
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+EXTRA = "_extra_state"
+"""How torch calls what a module's ``get_extra_state()`` gives."""
 State = MutableMapping[str, Any]
 
 
@@ -195,7 +196,8 @@ def flatten_models(state: Mapping[str, Any]) -> Flat:
                 raise ValueError(f"state entry {key!r} holds a tensor under the key {raw_name!r}; give texts")
             name = prefix + canonical(raw_name)
             if not isinstance(tensor, torch.Tensor):
-                raise ValueError(f"{name!r} of state entry {key!r} is a {type(tensor).__name__}, no tensor; give it as an entry of its own")
+                how = "have get_extra_state() return a tensor" if raw_name.endswith(EXTRA) else "give it as an entry of its own"
+                raise ValueError(f"{name!r} of state entry {key!r} is a {type(tensor).__name__}, no tensor; {how}")
             owner[name] = key
             if id(tensor) in flat.names:
                 flat.aliases[name] = flat.names[id(tensor)]
@@ -209,11 +211,6 @@ def flatten_models(state: Mapping[str, Any]) -> Flat:
     return flat
 
 
-def canonical(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def is_tensors(key: str, value: Any) -> bool:
     """Whether an entry is stored tensor by tensor: a module, or a dict of tensors alone. Of tensors among others rank 0's are stored, as of
     all plain values; no model is kept like that."""
@@ -224,7 +221,7 @@ def is_tensors(key: str, value: Any) -> bool:
 
 
 def is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _kind(key: str, state_key: str) -> str:
