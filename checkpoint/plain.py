@@ -10,6 +10,7 @@ import base64
 import datetime
 import json
 import math
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -88,7 +89,7 @@ class _Packer:
             raise ValueError(f"{what[:80]}.. is nested more than {_MOST_DEEP} deep, or holds itself; give flatter values")
         if isinstance(value, Mapping):
             return self._mapping(what, value, depth)
-        if type(value) is list or isinstance(value, tuple):
+        if isinstance(value, (list, tuple)):
             items = [self.pack(f"{what}[{index}]", item, depth + 1) for index, item in enumerate(value)]
             return self._tag("$tuple", items) if isinstance(value, tuple) else items
         if isinstance(value, torch.Tensor):
@@ -128,9 +129,12 @@ class _Packer:
         return dict(pairs)
 
     def _key(self, what: str, key: Any, depth: int) -> Any:
-        if isinstance(key, (torch.Tensor, Mapping)):  # known by identity, or not at all
-            raise ValueError(f"{what} has a {type(key).__name__} as a key; give texts, numbers, bytes or tuples of them")
-        packed = self.pack(f"the key {key!r} of {what}", key, depth + 1)
+        try:
+            if isinstance(key, torch.Tensor):  # known by identity
+                raise ValueError
+            packed = self.pack(what, key, depth)
+        except ValueError:
+            raise ValueError(f"{what} has a {type(key).__name__} as a key; give texts, numbers, bytes or tuples of them") from None
         if isinstance(packed, dict):
             self.tags.add("$key")  # first readers know no tags in the place of a key
         return packed
@@ -201,8 +205,14 @@ def _remedy(value: Any) -> str:
         return "give bytes"
     if isinstance(value, np.random.Generator | np.random.BitGenerator):
         return "give its bit_generator.state, a dict"
-    if isinstance(value, torch.Generator):
-        return "give its get_state(), a tensor"
+    if isinstance(value, torch.Generator | np.random.RandomState):
+        return "give its get_state()"
+    if isinstance(value, random.Random):
+        return "give its getstate()"
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+        return "give it as an entry of the state itself, under a name of its own"
+    if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
+        return "give its state_dict(), or the object as an entry of the state itself, under a name of its own"
     return "give numbers, texts, bytes, lists, tuples, dicts, tensors or arrays, or an object with state_dict() and load_state_dict()"
 
 
