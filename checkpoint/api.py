@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
@@ -270,8 +271,9 @@ def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Rank in the group, and its size; without a process group 0 and 1.
 
     Raises:
-        ValueError: this process is not in the group, or the group was destroyed.
+        ValueError: this process is not in the group, the group was destroyed, or it is none.
     """
+    of_type("group", group, (dist.ProcessGroup, int, NoneType), "give a process group, as new_group() makes it, or none")
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
             raise ValueError("the process group that was given was destroyed; give none, and this process works alone, or a new one")

@@ -24,6 +24,7 @@ from vescale_ray.geometry import Extent, FlatSpace, merge_adjacent
 from vescale_ray.lasting import REMEDY, goes_with
 
 from .copies import Held, contradiction, each_once
+from .elsewhere import instead
 from .errors import STAGES, CheckpointCorrupt, CommitExists, CommitRefused, NoCheckpoint, SaveFailed
 from .faults import fault_point
 from .layout import PlacedPiece, dtype_of, group_tensors, merge_orders, tensor_kinds
@@ -175,7 +176,7 @@ def find(root: Root, name: str | Commit | None) -> Commit:
         found = latest(store)
         if found is None:
             damaged = [c.name for c in ls(store)]
-            detail = f"all its commits are damaged: {', '.join(damaged)}" if damaged else "it has no commits/e*-s*.json"
+            detail = f"all its commits are damaged: {', '.join(damaged)}" if damaged else instead(store.describe())
             raise NoCheckpoint(f"no checkpoint in {store.describe()}: {detail}")
         return found
     text = name.name if isinstance(name, Commit) else name

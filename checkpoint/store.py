@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from vescale_ray.lasting import misread
+
 ALIGNMENT = 4096
 """Bytes. Streams and reads that keep addresses, offsets and lengths multiples of this can bypass the page cache."""
 
@@ -150,18 +152,21 @@ def store_of(root: Root) -> ObjectStore:
     """
     if not isinstance(root, (str, os.PathLike)):
         if not isinstance(root, ObjectStore):
-            raise ValueError(f"checkpoint root is {root!r}; give a folder's path, a URL or a store")
+            shown = repr(root) if root is None or isinstance(root, (bytes, int, float)) else f"a {type(root).__name__}"
+            raise ValueError(f"checkpoint root is {shown}; give a folder's path, a URL or a store")
         return root
     text = os.fspath(root)
     if not isinstance(text, str) or "\0" in text:
         raise ValueError(f"checkpoint root is {text!r}; give a path of text, without zero bytes")
     if not text:
         raise ValueError("checkpoint root is empty; give a folder's path or a URL")
+    if (wrong := misread(text)) is not None:
+        raise ValueError(f"checkpoint root {text!r}: {wrong}")
     scheme, found, rest = text.partition("://")
     if not found:
         from .posix import PosixStore
 
-        return PosixStore(text)
+        return PosixStore(os.path.expanduser(text))
     if scheme == "file":
         from .posix import PosixStore
 

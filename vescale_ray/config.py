@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from vescale_ray.errors import BadInput
+from vescale_ray.lasting import misread
 
 VOCAB = 256
 """Number of tokens; tokens are bytes."""
@@ -503,17 +504,15 @@ _BY_THE_CUT = {
 
 def _misfits(c: RunConfig) -> Iterator[str]:
     """Yield an error for each combination of values that don't match; it names the keys, their values and the remedy."""
-    for key, url in (
-        ("checkpoint.dir", c.checkpoint.dir),
-        ("run.dir", c.run.dir),
-        ("data.corpus", c.data.corpus),
-        ("ray.address", c.ray.address),
-    ):
-        if holds_credentials(url or ""):  # checked first, because the value must not be shown
+    paths = {"checkpoint.dir": c.checkpoint.dir, "run.dir": c.run.dir, "data.corpus": c.data.corpus, "ray.address": c.ray.address}
+    for key, given in paths.items():
+        if holds_credentials(given or ""):  # checked first, because the value must not be shown
             remedy = (
                 "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or role" if key == "checkpoint.dir" else "leave them out"
             )
             yield f"{key}: credentials do not belong in a URL, which is written to the run's folder, manifests and logs; {remedy}"
+        elif (wrong := misread(given or "")) is not None:
+            yield f"{key} = {given}: {wrong}"
     if (c.checkpoint.dir or "").startswith("memory://"):
         yield (
             f"checkpoint.dir = {c.checkpoint.dir}: each process has its own memory, so no process could read what another writes; "
