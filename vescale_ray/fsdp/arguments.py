@@ -95,6 +95,12 @@ def check_policies(mixed: Any, offload: Any) -> None:
         check_type(f"{name} of mp_policy", dtype, torch.dtype, "torch.bfloat16")
         if not dtype.is_floating_point and not dtype.is_complex:
             raise ValueError(f"{name} of mp_policy is {dtype}: give a floating-point dtype, as torch.bfloat16")
+        if dtype.itemsize == 1 and name != "output_dtype":
+            raise ValueError(
+                f"{name} of mp_policy is {dtype}, which needs scales beside it: give torch.bfloat16, and float8 weights as tensors with "
+                f"fsdp_pre_all_gather"
+            )
+    check_flag("cast_forward_inputs of mp_policy", mixed.cast_forward_inputs)
 
 
 def check_functions(shard_placement_fn: Any, block_policy: Any, allow_gaps: Any) -> None:
@@ -132,12 +138,19 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raise TypeError for what is no mesh; ValueError if this process is not part of it, or its devices are none to train on."""
+    """Raise TypeError for what is no mesh; ValueError if this process is not part of it, its devices are none to train on, or not here,
+    or its process groups are gone."""
     check_type("mesh", mesh, DeviceMesh, "init_device_mesh('cpu', (world_size,))")
     if mesh.get_coordinate() is None:
         raise ValueError(f"this process is not part of {mesh}: call fully_shard on the ranks of its mesh only, or give another mesh")
     if mesh.device_type != "cpu" and not hasattr(torch, mesh.device_type):
         raise ValueError(f"{mesh} has devices of type {mesh.device_type!r}, which can't hold parameters: give a mesh of 'cpu' or 'cuda'")
+    if mesh.device_type != "cpu" and not torch.get_device_module(mesh.device_type).is_available():
+        raise ValueError(f"{mesh} has devices of type {mesh.device_type!r}, and this process has none: give a mesh of 'cpu'")
+    try:
+        mesh.get_all_groups()
+    except RuntimeError as error:
+        raise ValueError(f"{mesh} has no process groups ({error}): make the mesh anew after the last init_process_group") from None
 
 
 def ignored_of(params: Any) -> set[nn.Parameter]:
@@ -163,8 +176,10 @@ def unit_modules(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
     Raises:
         TypeError: something else than modules.
-        ValueError: no module, a container, or one that has a unit already.
+        ValueError: no module, a container, or one that has a unit already; in inference mode, whose tensors can't be trained.
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError("fully_shard was called in torch.inference_mode(): call it before that begins; the model may be called within")
     if isinstance(module, nn.Module):
         modules = [module]
     elif isinstance(module, Iterable) and not isinstance(module, torch.Tensor | str | dict):
