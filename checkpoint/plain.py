@@ -96,7 +96,10 @@ class _Packer:
             return self._tensor(what, value)
         if isinstance(value, np.ndarray):
             return self._array(what, value)
-        if isinstance(value, np.generic) and not isinstance(value, (str, bytes)):
+        if isinstance(value, np.str_ | np.bytes_):  # not as an array of one, which ends before its last zeros
+            raw = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)
+            return self._tag("$scalar", {"dtype": value.dtype.kind, "data": self._bytes(raw)})
+        if isinstance(value, np.generic):
             _check_dtype(what, value.dtype)
             return self._tag("$scalar", {"dtype": value.dtype.str, "data": self._bytes(value.tobytes())})
         return self._leaf(what, value)
@@ -296,6 +299,14 @@ def _numpy(about: Any, shape: tuple[int, ...], data: Data) -> np.ndarray:
     return np.ndarray(shape, dtype, raw)
 
 
+def _scalar(about: Any, data: Data) -> Any:
+    if about["dtype"] == "U":
+        return np.str_(data.take(about["data"]).decode("utf-8", "surrogatepass"))
+    if about["dtype"] == "S":
+        return np.bytes_(data.take(about["data"]))
+    return _numpy(about, (), data)[()]
+
+
 def _torch(about: Any, data: Data) -> torch.Tensor:
     shape, dtype = _shape(about["shape"]), dtype_of(about["dtype"])
     raw = data.take(about["data"])
@@ -312,7 +323,7 @@ _READ: Mapping[str, Callable[[Any, Data], Any]] = {
     "$bytes": lambda where, data: bytes(data.take(where)),
     "$int": lambda text, data: int(text, 16),
     "$complex": _complex,
-    "$scalar": lambda about, data: _numpy(about, (), data)[()],
+    "$scalar": _scalar,
     "$array": lambda about, data: _numpy(about, _shape(about["shape"]), data),
     "$tensor": _torch,
 }
