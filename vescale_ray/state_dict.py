@@ -109,7 +109,7 @@ def _fill(mine: dict[str, Any], source: _Source, options: StateDictOptions, what
     """Write ``source`` into ``mine`` after checking names and shapes; return the missing and the unexpected names."""
     missing = [name for name in mine if name not in source.items]
     unexpected = [name for name in source.items if name not in mine]
-    _refuse(options, what, missing, unexpected)
+    _refuse(options, what, missing, unexpected, none_fits=len(missing) == len(mine))
     _check({name: (mine[name], entry) for name, entry in source.items.items() if name in mine})
     for name in source.items:  # If rank 0 sends, its order applies, because the order of ``mine`` may differ by rank.
         if name in mine:
@@ -264,11 +264,14 @@ def _checked(options: StateDictOptions | None) -> StateDictOptions:
     return options
 
 
-def _refuse(options: StateDictOptions, what: str, missing: list[str], unexpected: list[str]) -> None:
+def _refuse(options: StateDictOptions, what: str, missing: list[str], unexpected: list[str], none_fits: bool) -> None:
     if options.strict and (missing or unexpected):
+        how = "load what fits with StateDictOptions(strict=False)"
+        if none_fits:
+            how = f"rename its entries, as the {what} calls them" if unexpected else "if rank 0 alone has one, set broadcast_from_rank0=True"
         raise ValueError(
             f"the {what} state dict lacks {missing[:5]}{'..' if len(missing) > 5 else ''} and has {unexpected[:5]}"
-            f"{'..' if len(unexpected) > 5 else ''} that the {what} doesn't know; load what fits with StateDictOptions(strict=False)"
+            f"{'..' if len(unexpected) > 5 else ''} that the {what} doesn't know; {how}"
         )
 
 

@@ -822,6 +822,7 @@ METHODS: dict[str, Case] = {
         after(lambda m: register_fsdp_forward_method(m, "forward")),
         one_unit,
     ),
+    "explain: a list": Case(lambda m: explain([m]), TypeError, ("module must be a Module", "the model itself"), after(explain), one_unit),  # type: ignore[arg-type]
     "explain: not sharded": Case(lambda m: explain(nn.Linear(2, 2)), ValueError, ("Linear is not sharded",), after(explain), one_unit),
     "state dict in forward": Case(
         hooked(lambda m: m.head, lambda m: m.state_dict()),

@@ -83,6 +83,12 @@ OPTIMIZERS: dict[str, Case] = {
         lambda m: build_optimizer(m, adamw(lr=1e-2), log=None),
     ),
     "a decay below 0": Case(lambda m: OptimizerConfig(weight_decay=-0.1), ValueError, ("weight_decay = -0.1", "at least 0")),
+    "one beta": Case(
+        lambda m: build_optimizer(m, adamw(betas=(0.9,)), log=None),
+        ValueError,
+        ("betas = (0.9,)", "two numbers in [0, 1)"),
+        lambda m: build_optimizer(m, adamw(betas=(0.9, 0.99)), log=None),
+    ),
     "parameters for the model": Case(
         lambda m: build_optimizer(m.parameters(), "adamw", log=None),  # type: ignore[arg-type]
         TypeError,
@@ -250,6 +256,17 @@ LOADS: dict[str, tuple[Callable[[Any, Any], Any], type[BaseException], tuple[str
         ("SGD holds a parameter of shape (8, 8) that is not in the model", "model.parameters()"),
     ),
     "None": (lambda m, o: set_model_state_dict(m, None, options=FULL), ValueError, ("it is a NoneType, not a dict",)),  # type: ignore[arg-type]
+    "names of a wrapper": (
+        lambda m, o: set_model_state_dict(m, {f"module.{name}": value for name, value in other().items()}, options=FULL),
+        ValueError,
+        ("has ['module.0.weight'", "rename its entries, as the model calls them"),
+    ),
+    "nothing": (lambda m, o: set_model_state_dict(m, {}, options=FULL), ValueError, ("has []", "set broadcast_from_rank0=True")),
+    "one entry too many": (
+        lambda m, o: set_model_state_dict(m, {**other(), "x": torch.ones(1)}, options=FULL),
+        ValueError,
+        ("has ['x']", "StateDictOptions(strict=False)"),
+    ),
     "one array among tensors": (
         lambda m, o: set_model_state_dict(m, {**other(), "2.bias": other()["2.bias"].numpy()}, options=FULL),
         ValueError,

@@ -15,7 +15,7 @@ from vescale_ray.dtensor import RaggedDTensor
 from vescale_ray.dtensor_spec import sharding_of
 from vescale_ray.optim.agree import Agreement, Decision, goes_on
 from vescale_ray.optim.loading import InPlaceLoading
-from vescale_ray.optim.parameters import check_number, in_order, local_of, named_of, refuse_switches, take_sharded
+from vescale_ray.optim.parameters import check_betas, check_number, in_order, local_of, named_of, refuse_switches, take_sharded
 
 
 class BlockOptimizer(InPlaceLoading, ABC):
@@ -184,9 +184,7 @@ def check_common(group: Mapping[str, Any]) -> None:
     """Raise ValueError for a learning rate, betas, eps or weight decay out of range."""
     for key in ("lr", "eps", "weight_decay"):
         check_number(group, key)
-    betas = group["betas"]
-    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(isinstance(b, int | float | Tensor) and 0.0 <= b < 1.0 for b in betas):
-        raise ValueError(f"betas = {betas}: give two numbers in [0, 1)")
+    check_betas(group["betas"])
 
 
 def _check_gradient(name: str, param: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -81,6 +81,12 @@ def named_of(group: Mapping[str, Any], index: int) -> Iterator[tuple[str, Tensor
     """Return pairs of name and parameter of a group; without names, the name is ``#<group>.<position>``."""
     names = group.get("param_names") or [f"#{index}.{position}" for position in range(len(group["params"]))]
     return zip(names, group["params"], strict=True)
+
+
+def check_betas(betas: Any) -> None:
+    """Raise ValueError unless ``betas`` are two numbers in [0, 1)."""
+    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(isinstance(b, int | float | Tensor) and 0.0 <= b < 1.0 for b in betas):
+        raise ValueError(f"betas = {betas}: give two numbers in [0, 1)")
 
 
 _OTHERS = ("maximize", "amsgrad", "differentiable", "capturable")

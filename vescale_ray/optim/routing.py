@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vescale_ray.compat.core import ConvNd
 from vescale_ray.geometry import Block
 from vescale_ray.optim.matrices import RowBlocks
-from vescale_ray.optim.parameters import check_number
+from vescale_ray.optim.parameters import check_betas, check_number
 
 if TYPE_CHECKING:
     from vescale_ray.config import RunConfig, TrainSection
@@ -80,6 +80,7 @@ class OptimizerConfig:
         for key in ("lr", "matrix_lr", "weight_decay", "eps"):
             if getattr(self, key) is not None:
                 check_number({key: getattr(self, key)}, key)
+        check_betas(self.betas)
         if self.row_blocks and self.name != "muon":
             raise ValueError(f"row_blocks are Muon's, but the optimizer is {self.name}: leave them out, or use muon")
 
