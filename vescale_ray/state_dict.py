@@ -268,7 +268,7 @@ def _refuse(options: StateDictOptions, what: str, missing: list[str], unexpected
     if options.strict and (missing or unexpected):
         how = "load what fits with StateDictOptions(strict=False)"
         if none_fits:
-            how = f"rename its entries, as the {what} calls them" if unexpected else "if rank 0 alone has one, set broadcast_from_rank0=True"
+            how = f"rename its entries, as the {what} calls them" if unexpected else "set broadcast_from_rank0=True if rank 0 has one"
         raise ValueError(
             f"the {what} state dict lacks {missing[:5]}{'..' if len(missing) > 5 else ''} and has {unexpected[:5]}"
             f"{'..' if len(unexpected) > 5 else ''} that the {what} doesn't know; {how}"

@@ -14,7 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_threads
 from vescale_ray import fully_shard
-from vescale_ray.optim import AdamW, AdamW8bit, CombinedOptimizer, Flat, Muon, OptimizerConfig, build_optimizer, clip_grad_norm_, route_parameters
+from vescale_ray.optim import (
+    AdamW,
+    AdamW8bit,
+    CombinedOptimizer,
+    Flat,
+    Muon,
+    OptimizerConfig,
+    build_optimizer,
+    clip_grad_norm_,
+    route_parameters,
+)
 from vescale_ray.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 
 WORLD = 2
