@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -236,7 +237,7 @@ def managed_modules(roots: Sequence[nn.Module]) -> set[nn.Module]:
 
 
 def check_parameter(fqn: str, module: nn.Module, attribute: str, param: nn.Parameter) -> None:
-    """Raise ValueError for a parameter that is sharded already, or has no dense storage to share out."""
+    """Raise ValueError for a parameter that is sharded already, or has no dense storage to share out; warn if it has gradient hooks."""
     if is_managed(module, attribute):
         raise ValueError(
             f"parameter {fqn!r} is sharded already, with a module around this {type(module).__name__}: apply fully_shard to inner modules "
@@ -256,6 +257,13 @@ def check_parameter(fqn: str, module: nn.Module, attribute: str, param: nn.Param
         raise ValueError(
             f"parameter {fqn!r} is a {kind.removeprefix('_')} tensor, and fully_shard shares out dense ones: make it dense, or leave it to "
             f"every rank with ignored_params={{that parameter}}"
+        )
+    if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+        warnings.warn(
+            f"parameter {fqn!r} has gradient hooks, which no backward calls any more: fully_shard puts a sharded parameter in its place. "
+            f"Register them after fully_shard, with register_post_accumulate_grad_hook() on that one",
+            UserWarning,
+            stacklevel=4,
         )
 
 
