@@ -276,9 +276,9 @@ def test_large_values_lie_with_the_tensors_and_not_in_the_manifest(root):
 
 def test_ranks_with_values_of_their_own_get_rank_0s_and_are_told_so_once(root):
     told = run_gloo(2, save_rank, str(root), True)
-    warned = [text for _, records in told for text in records if "is not the same on ranks" in text]
+    warned = [text for _, records in told for text in records if "differs between ranks" in text]
     assert warned == [
-        "the plain value 'loader' is not the same on ranks 0 and 1: rank 0's is stored for all ranks; if it is a rank's own (a data "
+        "the plain value 'loader' differs between ranks 0 and 1, and rank 0's is stored for all ranks; if each rank has its own (a data "
         "loader's position, a random state), give it as aux={'loader': ..}, which each rank gets back"
     ]
     first = digest(loader_state(0))

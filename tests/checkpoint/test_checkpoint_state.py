@@ -433,7 +433,7 @@ def test_random_generators_come_back(root):
         ({"model": {"a": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)}}, "'a' is a nested tensor"),
         ({"model": {0: torch.ones(2)}}, "state entry 'model' holds a tensor under the key 0; give texts"),
         ({"model": {"a": torch.ones(2)}, "x": endless()}, r"state.x\[0\].* is nested more than 100 deep, or holds itself"),
-        ({"model": {"ema/w": torch.ones(2)}, "ema": {"v": torch.ones(1)}}, "'ema/w' of .* would be taken for one of the entry 'ema'"),
+        ({"model": {"ema/w": torch.ones(2)}, "ema": {"v": torch.ones(1)}}, "'ema/w' of .* would be mistaken for one of entry 'ema'"),
     ],
 )
 def test_what_cannot_be_stored_is_refused_before_anything_is_written(root, state, words):
@@ -466,7 +466,7 @@ def test_views_that_are_conjugated_or_negated_are_stored_as_what_they_show_and_f
 def test_a_tensor_whose_elements_are_one_in_memory_is_refused_before_anything_is_loaded(root):
     ckpt.save({"model": {"a": torch.ones(3), "e": torch.ones(4)}}, root, 1)
     target = {"a": torch.zeros(3), "e": torch.zeros(1).expand(4)}
-    with pytest.raises(ValueError, match=r"'e' is expanded: several elements are one in memory, .* clone\(\) it first"):
+    with pytest.raises(ValueError, match=r"'e' is expanded: several elements share memory, .* clone\(\) it first"):
         ckpt.load({"model": target}, root)
     assert not target["a"].any()
     ckpt.load({"model": target}, root, exclude="e")

@@ -394,7 +394,7 @@ def test_every_command_takes_a_url(elsewhere, capsys, monkeypatch, kind):
         if kind == "moto":  # the other knows no buckets
             for args in (["ls"], ["show"], ["verify"], ["gc", "--keep", "1"]):
                 err = refused(capsys, args[0], "s3://nowhere/x", *args[1:], code=1)
-                assert err == "vescale-ray: bucket 'nowhere' does not exist; create it, checkpoints never do\n"
+                assert err == "vescale-ray: bucket 'nowhere' does not exist; create it, since saves never do\n"
 
 
 def test_a_url_that_leads_nowhere_is_one_sentence(elsewhere, capsys, monkeypatch):
