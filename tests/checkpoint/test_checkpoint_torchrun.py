@@ -169,14 +169,14 @@ def test_a_failing_slow_unfit_or_missing_rank_means_the_same_to_all_ranks_withou
         assert (heard["after"], heard["sync"]) == (2, "e0000-s000000000003")
         assert heard["skipped"] == [False, False, True] and heard["steps"] == [2, 3, 10, 11, 20, 33, 34]
         assert heard["skipped at once"] == (rank == 1)
-        assert heard["single"] == [20, "the checkpoint of step 21 is skipped: ranks [1] are still writing the ones before", True]
+        assert heard["single"] == [20, "the checkpoint of step 21 is skipped: ranks [1] are still writing earlier checkpoints", True]
         assert "rank 1: " * (rank != 1) in heard["unfit"] and "a checkpoint can't hold" in heard["unfit"]
         assert heard["unfit sync"].startswith("ValueError") and "a checkpoint can't hold" in heard["unfit sync"]
         assert heard["back"] == [33, 34] and heard["files"] == 7, "what failed, or was skipped, has left no object on any rank"
         assert heard["outside"] == (
-            "nothing" if rank < 2 else "rank 2 is not in the process group that was given; only its members save or load with it"
+            "nothing" if rank < 2 else "rank 2 is not in the given process group: only its members can save or load with it"
         )
-        assert "process group of 3 ranks that this saver saved with is no more" in heard["gone"] and heard["anew"] == [42, 43]
+        assert "process group of 3 ranks that this saver used was destroyed" in heard["gone"] and heard["anew"] == [42, 43]
         assert heard["two"] == told[0]["two"] and all(any(ends) for ends in heard["two"]), "savers of one folder: all ranks hear the same"
     two = [ckpt.verify(tmp_path / "ckpt-two", commit) for commit in ckpt.ls(tmp_path / "ckpt-two")]
     assert len(two) >= 2 and all(report.ok for report in two)

@@ -119,7 +119,7 @@ def test_a_run_that_is_nearly_done_does_not_grow() -> None:
 @pytest.mark.parametrize(
     ("elastic", "ray", "words"),
     [
-        ({"demand": 2}, {}, "elastic.demand = 2 with elastic.grow = false: nobody would use what is asked for; set elastic.grow=true"),
+        ({"demand": 2}, {}, "elastic.demand = 2 with elastic.grow = false: requested capacity would not be used; set elastic.grow=true"),
         ({"grow": True}, {"cpus_per_worker": 0}, "elastic.grow = true with ray.cpus_per_worker = 0 and ray.gpus_per_worker = 0"),
         ({"spares": 1}, {"cpus_per_worker": 0}, "elastic.spares = 1 with ray.cpus_per_worker = 0"),
         ({"spares": -1}, {}, "elastic.spares = -1: give at least 0"),

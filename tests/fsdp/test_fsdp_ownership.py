@@ -445,3 +445,23 @@ def remedies(rank: int, world: int) -> None:
 
 def test_each_remedy_that_the_refusals_name_works() -> None:
     run_threads(2, remedies)
+
+
+def hooks(rank: int, world: int) -> None:
+    _, ours = models()
+    called: list[str] = []
+    ours.head.weight.register_hook(lambda grad: called.append("before") or grad)
+    ours.layers[0].weight.register_post_accumulate_grad_hook(lambda p: called.append("before"))
+    with pytest.warns(UserWarning, match="has gradient hooks.*register_post_accumulate_grad_hook") as told:
+        fully_shard(ours)
+    assert sorted(str(one.message).split("'")[1] for one in told) == ["head.weight", "layers.0.weight"]
+    # Hooks on tensors see no gradient of a sharded parameter.
+    ours.layers[1].weight.register_hook(lambda grad: called.append("tensor") or grad)
+    ours.head.weight.register_post_accumulate_grad_hook(lambda p: called.append(f"after {p.grad is not None}"))
+    with pytest.warns(UserWarning, match=r"'layers.1.weight' has a hook of register_hook\(\)"):
+        ours(batch()).sum().backward()
+    assert called == ["after True"]
+
+
+def test_a_hook_that_is_never_called_is_told_of() -> None:
+    run_gloo(2, hooks)

@@ -284,7 +284,7 @@ def test_where_fp32_fails_fp64_takes_over_and_where_both_fail_the_last_good_root
     np.testing.assert_allclose(by_fp64["w"], undisturbed["w"], rtol=0, atol=1e-5)
     assert same(by_fp64, undisturbed), "FP64 was not used"
     before, _ = run(2, 9, ())
-    with pytest.warns(PreconditionerWarning, match="the last good one is used") as caught:
+    with pytest.warns(PreconditionerWarning, match="the last good one stays in use") as caught:
         kept, optimizer = run(5, 3, (torch.float32, torch.float64))
     assert len(caught) == 1 and optimizer.kept_roots == 6, "loud once, counted always"
     for side in ("left", "right"):

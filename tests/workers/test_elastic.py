@@ -147,7 +147,7 @@ def test_who_can_not_prove_its_collectives_agrees_to_no_step_and_the_others_are_
         outcomes = fleet.run([0, 1], train_or_fail, 9, None)
         for _, (_, records, _, _) in sorted(outcomes.items()):
             run.records.update((record.index, record) for record in records)
-        assert "NCCL: a collective of step 5 was aborted: 1 of 2 ranks add up" in outcomes[1][0]
+        assert "NCCL: a collective of step 5 was aborted: 1 of 2 ranks contributed" in outcomes[1][0]
         assert all(failure and len(records) == 4 for failure, records, _, _ in outcomes.values())
         assert run.resume([0, 1], [0, 1]).step == 4
         run.train(7)

@@ -259,9 +259,9 @@ def test_nobody_waits_for_who_has_not_come_once_the_attempt_is_closed() -> None:
         threading.Timer(0.3, closed.set).start()
         began = time.monotonic()
         words = ("gloo", 30.0) if form is groups.form else (30.0,)
-        with pytest.raises(GroupFailed, match="it was closed while 1 of 2 ranks were there"):
+        with pytest.raises(GroupFailed, match="the attempt was closed when 1 of 2 ranks had joined"):
             form(HOST, store.port, f"test/closed{number}", 0, 2, *words, closed=closed.is_set)  # type: ignore[operator]
-        assert 0.2 < time.monotonic() - began < 2.0 and not dist.is_initialized()
+        assert 0.2 < time.monotonic() - began < 7.5 and not dist.is_initialized()
 
 
 @pytest.mark.parametrize("how", ["its address is awaited", "it was to connect", "it does not answer"])
